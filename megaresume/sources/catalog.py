@@ -1,0 +1,213 @@
+"""Opens what a data config names: source name -> ``{path, kind, split, ...}`` to source name -> source.
+
+    kind        options
+    megatron    path (prefix, with or without .bin or .idx; relative to the data config); the default
+    python      factory ("package.module:callable"), kwargs (mapping); or an object passed by name
+
+Every kind takes ``split`` ("969,30,1"). Further kinds: `register_kind`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megaresume.sources.base import Source
+from megaresume.sources.indexed import IndexedSource
+from megaresume.sources.python import as_source
+from megaresume.sources.split import PARTS, Part, split_part
+from megaresume.stream.errors import ConfigError
+
+__all__ = ["open_sources", "read_data_config", "register_kind"]
+
+#: options of a source (without kind and split), its name, the directory that paths are relative to -> the source.
+Opener = Callable[[Mapping[str, Any], str, Path], object]
+
+
+def open_sources(
+    specs: Mapping[str, Mapping[str, Any]],
+    *,
+    base_dir: str | Path = ".",
+    split: str | None = None,
+    part: Part = "train",
+    objects: Mapping[str, object] | None = None,
+) -> dict[str, Source]:
+    """Open every source, in the order of the config.
+
+    Args:
+        specs: name -> options; of a `StreamConfig`: ``{s.name: s.options for s in config.sources}``.
+        base_dir: the directory of the data.yaml; relative paths start there.
+        split: ``--split``, for sources without a split of their own.
+        part: train, valid or test. Without any split, train is the whole corpus and the others do not exist.
+        objects: sources as Python objects, by name; they need no entry other than the name in the config.
+
+    Raises:
+        ConfigError: an unknown kind or option, a missing option, a bad split, an empty part.
+        CorpusError: files missing or damaged.
+        SetupError: files that cannot be opened.
+    """
+    if part not in PARTS:
+        raise ConfigError("unknown part of a split", found=repr(part), expected=f"one of {', '.join(PARTS)}")
+    objects = dict(objects or {})
+    for name in objects:
+        if name not in specs:
+            raise ConfigError(
+                f"an object was given for source '{name}', which the data config does not have",
+                found=repr(name),
+                expected=f"one of {', '.join(specs) or 'no source at all'}",
+                cause=_did_you_mean(name, specs),
+                action="add the source to the data config or correct the name",
+            )
+    return {name: _open(name, dict(options), Path(base_dir), split, part, objects) for name, options in specs.items()}
+
+
+def register_kind(kind: str, opener: Opener) -> None:
+    """Make ``kind: KIND`` known in data.yaml.
+
+    Args:
+        kind: the word in data.yaml.
+        opener: called with (options without kind and split, name of the source, base directory); returns a source,
+            or an object that `PythonSource` accepts.
+
+    Raises:
+        ConfigError: the kind exists with another opener.
+    """
+    if _KINDS.setdefault(kind, opener) is not opener:
+        raise ConfigError(
+            f"kind '{kind}' exists already",
+            found=f"{_KINDS[kind]!r}",
+            expected="a name that is free",
+            action="register the kind under another name",
+        )
+
+
+def read_data_config(path: str | Path) -> tuple[dict[str, Any], Path]:
+    """The mapping in a data.yaml, and the directory that its paths are relative to.
+
+    Raises:
+        ConfigError: missing, unreadable, not YAML, or not a mapping.
+    """
+    path = Path(path)
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read",
+            found=error.strerror,
+            expected="a data config in YAML",
+            action="check the path",
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} is not YAML", found=str(error), expected="a data config in YAML", action=f"correct {path}"
+        ) from error
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"{path} is not a data config",
+            found="an empty file" if data is None else f"a {type(data).__name__}",
+            expected="a mapping with seed, seq_length, sources and so on",
+            action=f"correct {path}",
+        )
+    return data, path.parent
+
+
+def _open(
+    name: str, options: dict[str, Any], base_dir: Path, split: str | None, part: Part, objects: Mapping[str, object]
+) -> Source:
+    own_split = options.pop("split", None)
+    if own_split is not None:
+        split = str(own_split)
+    kind = options.pop("kind", "python" if name in objects else "megatron")
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise ConfigError(
+            f"unknown kind of source '{name}'",
+            found=repr(kind),
+            expected=f"one of {', '.join(sorted(_KINDS))}",
+            cause=_did_you_mean(str(kind), _KINDS),
+            action="correct the kind, or register it: megaresume.sources.register_kind",
+        )
+    thing = objects[name] if name in objects else _KINDS[kind](options, name, base_dir)
+    source = as_source(thing, name)
+    if split is not None:
+        return split_part(source, split, part)
+    if part != "train":
+        raise ConfigError(
+            f"source '{name}' has no {part} part",
+            found="no split",
+            expected="shares of train, valid and test",
+            action="pass --split 969,30,1 or give the source a split in data.yaml",
+        )
+    if len(source) == 0:
+        raise ConfigError(
+            f"source '{name}' is empty",
+            found="0 documents",
+            expected="at least one document",
+            action="remove the source, or build its corpus again",
+        )
+    return source
+
+
+def _open_megatron(options: Mapping[str, Any], name: str, base_dir: Path) -> object:
+    _known_options(options, {"path"}, name)
+    path = options.get("path")
+    if not isinstance(path, str | os.PathLike) or not str(path):
+        raise ConfigError(
+            f"source '{name}' has no path",
+            found=repr(path),
+            expected="path: the common part of the .bin and the .idx",
+            action=f"add path to source '{name}'",
+        )
+    return IndexedSource(base_dir / Path(os.path.expandvars(path)).expanduser())
+
+
+def _open_python(options: Mapping[str, Any], name: str, base_dir: Path) -> object:
+    _known_options(options, {"factory", "kwargs"}, name)
+    factory, kwargs = options.get("factory"), options.get("kwargs") or {}
+    module, _, attribute = str(factory or "").partition(":")
+    if not module or not attribute or not isinstance(kwargs, Mapping):
+        raise ConfigError(
+            f"source '{name}' has no factory",
+            found=f"factory {factory!r}, kwargs {kwargs!r}",
+            expected="factory: package.module:callable, and kwargs: a mapping",
+            action=f"correct source '{name}', or pass the object itself",
+        )
+    try:
+        function: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            function = getattr(function, part)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"the factory of source '{name}' cannot be imported",
+            found=str(error),
+            expected=f"a callable {attribute!r} in module {module!r}",
+            cause="a wrong name, or a module that is not on PYTHONPATH",
+            action="correct factory, or set PYTHONPATH",
+        ) from error
+    return function(**kwargs)
+
+
+def _known_options(options: Mapping[str, Any], known: Iterable[str], name: str) -> None:
+    known = sorted(known)
+    for key in options:
+        if key not in known:
+            raise ConfigError(
+                f"unknown key '{key}' in source '{name}'",
+                found=repr(key),
+                expected=f"one of {', '.join([*known, 'kind', 'split', 'weight', 'max_epochs', 'on_exhausted'])}",
+                cause=_did_you_mean(str(key), [*known, "kind", "split", "weight", "max_epochs", "on_exhausted"]),
+                action="correct or remove the key",
+            )
+
+
+def _did_you_mean(word: str, known: Iterable[str]) -> str | None:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"did you mean '{close[0]}'?" if close else None
+
+
+_KINDS: dict[str, Opener] = {"megatron": _open_megatron, "python": _open_python}

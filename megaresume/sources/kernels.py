@@ -1,0 +1,111 @@
+"""numba kernels over the arrays of an ``.idx``. They release the GIL and allocate nothing.
+
+Arrays straight from an ``.idx`` are read-only and unaligned (its header has 34 bytes); numba handles both. Every value
+read from a file is checked before it is used as an index: a damaged file must end in an error, not in a crash.
+Names of axes: n looked-up documents; D documents; S sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+__all__ = ["document_lengths", "document_starts", "scan_documents"]
+
+Array = np.ndarray[Any, Any]
+
+
+@numba.njit(nogil=True, cache=True)
+def document_lengths(ids: Array, boundaries: Array, lengths: Array, out: Array) -> int:
+    """Tokens of each document: ids int64[n], boundaries int64[D+1], lengths int32[S] to out int64[n].
+
+    Returns:
+        -1, or the first position in ids whose document does not exist or has a damaged entry.
+    """
+    documents = boundaries.shape[0] - 1
+    sequences = lengths.shape[0]
+    for i in range(ids.shape[0]):
+        document = ids[i]
+        if document < 0 or document >= documents:
+            return i
+        first = boundaries[document]
+        last = boundaries[document + 1]
+        if first < 0 or last < first or last > sequences:
+            return i
+        total = np.int64(0)
+        for sequence in range(first, last):
+            length = np.int64(lengths[sequence])
+            if length < 0:
+                return i
+            total += length
+        out[i] = total
+    return -1
+
+
+@numba.njit(nogil=True, cache=True)
+def document_starts(
+    ids: Array, boundaries: Array, lengths: Array, pointers: Array, item_bytes: int, bin_bytes: int, out: Array
+) -> int:
+    """Offset in tokens of each document in the .bin: ids int64[n] to out int64[n]; pointers int64[S], in bytes.
+
+    What it returns is safe to copy from: start + length of the document lies within the .bin.
+
+    Returns:
+        -1, or the first position in ids whose document does not exist, has a damaged entry or is not contiguous.
+    """
+    documents = boundaries.shape[0] - 1
+    sequences = lengths.shape[0]
+    for i in range(ids.shape[0]):
+        document = ids[i]
+        if document < 0 or document >= documents:
+            return i
+        first = boundaries[document]
+        last = boundaries[document + 1]
+        if first < 0 or last < first or last > sequences:
+            return i
+        if first == last:
+            out[i] = 0
+            continue
+        start = pointers[first]
+        if start < 0 or start % item_bytes != 0:
+            return i
+        end = start
+        for sequence in range(first, last):
+            length = np.int64(lengths[sequence])
+            if length < 0 or pointers[sequence] != end:
+                return i
+            end += length * item_bytes
+        if end > bin_bytes:
+            return i
+        out[i] = start // item_bytes
+    return -1
+
+
+@numba.njit(nogil=True, cache=True)
+def scan_documents(
+    first: int, boundaries: Array, lengths: Array, pointers: Array, item_bytes: int, bin_bytes: int, out: Array
+) -> int:
+    """Check documents first to first + len(out) in order and put their lengths into out int64[n].
+
+    Returns:
+        -1, or the number of the first document with a damaged entry.
+    """
+    sequences = lengths.shape[0]
+    for i in range(out.shape[0]):
+        begin = boundaries[first + i]
+        end = boundaries[first + i + 1]
+        if begin < 0 or end < begin or end > sequences:
+            return first + i
+        total = np.int64(0)
+        for sequence in range(begin, end):
+            length = np.int64(lengths[sequence])
+            pointer = pointers[sequence]
+            if length < 0 or pointer < 0 or pointer + length * item_bytes > bin_bytes:
+                return first + i
+            if sequence > 0 and pointer != pointers[sequence - 1] + np.int64(lengths[sequence - 1]) * item_bytes:
+                return first + i
+            total += length
+        out[i] = total
+    return -1

@@ -1,0 +1,177 @@
+"""The layout of Megatron's ``.bin/.idx`` pair, for its reader and its writer.
+
+The ``.bin`` holds the tokens of all sequences, one after another, and nothing else. The ``.idx`` (little-endian):
+
+    bytes   what
+    9       magic ``MMIDIDX\\0\\0``
+    8       version, uint64, always 1
+    1       code of the tokens' dtype
+    8       S, sequences, uint64
+    8       D + 1, document boundaries, uint64
+    4 S     tokens of each sequence, int32
+    8 S     byte offset of each sequence in the .bin, int64; they follow each other without gaps
+    8 D+8   document d is the sequences boundary[d] to boundary[d + 1]; the first is 0, the last S; int64
+    S       mode of each sequence, int8; only in multimodal corpora
+
+Source: ``megatron/core/datasets/indexed_dataset.py`` of Megatron-LM (``_IndexWriter``, ``DType``).
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megaresume.stream.errors import CorpusError
+
+__all__ = [
+    "DTYPES",
+    "HEADER_BYTES",
+    "MAGIC",
+    "MAX_SEQUENCE_TOKENS",
+    "VERSION",
+    "IndexHeader",
+    "bin_path",
+    "idx_path",
+    "prefix_of",
+]
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+#: code in the .idx -> dtype of the tokens in the .bin.
+DTYPES: dict[int, np.dtype[Any]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f4"),
+    8: np.dtype("<u2"),
+}
+_HEADER = struct.Struct("<9sQBQQ")
+HEADER_BYTES = _HEADER.size
+#: lengths are stored as int32.
+MAX_SEQUENCE_TOKENS = (1 << 31) - 1
+
+
+def prefix_of(path: str | Path) -> Path:
+    """The common part of the two paths: ``web_text_document`` for it, its ``.bin`` or its ``.idx``."""
+    path = Path(path)
+    return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+
+
+def bin_path(prefix: Path) -> Path:
+    """Where the tokens are."""
+    return prefix.with_name(prefix.name + ".bin")
+
+
+def idx_path(prefix: Path) -> Path:
+    """Where the index is."""
+    return prefix.with_name(prefix.name + ".idx")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IndexHeader:
+    """The first 34 bytes of an ``.idx``, and where the arrays after them start (byte offsets)."""
+
+    dtype: np.dtype[Any]
+    sequences: int
+    documents: int
+
+    @property
+    def lengths_at(self) -> int:
+        """int32[sequences]."""
+        return HEADER_BYTES
+
+    @property
+    def pointers_at(self) -> int:
+        """int64[sequences]."""
+        return self.lengths_at + 4 * self.sequences
+
+    @property
+    def boundaries_at(self) -> int:
+        """int64[documents + 1]."""
+        return self.pointers_at + 8 * self.sequences
+
+    @property
+    def modes_at(self) -> int:
+        """int8[sequences], or the end of the file."""
+        return self.boundaries_at + 8 * (self.documents + 1)
+
+    def pack(self) -> bytes:
+        """The header as it stands in the file."""
+        code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
+        return _HEADER.pack(MAGIC, VERSION, code, self.sequences, self.documents + 1)
+
+    @classmethod
+    def unpack(cls, data: bytes, path: Path, size: int) -> IndexHeader:
+        """Read and check a header against the size of its file, in bytes.
+
+        Raises:
+            CorpusError: one for each kind of damage: too short, magic, version, dtype code, counts.
+        """
+        rebuild = "copy the .idx again or rebuild the corpus: megaresume prepare"
+        if len(data) < HEADER_BYTES and MAGIC.startswith(data[: len(MAGIC)]):
+            raise CorpusError(
+                f"{path} is truncated",
+                found=f"{size} bytes",
+                expected=f"a header of {HEADER_BYTES} bytes",
+                cause="a copy or the preprocessing was interrupted",
+                action=rebuild,
+            )
+        if data[: len(MAGIC)] != MAGIC:
+            raise CorpusError(
+                f"{path} is not the index of a Megatron corpus",
+                found=f"the first bytes are {data[: len(MAGIC)]!r}",
+                expected=f"{MAGIC!r}",
+                cause="another kind of file, a Git LFS pointer, or a corpus in an old format ('cached', 'lazy')",
+                action=rebuild,
+            )
+        _, version, code, sequences, boundaries = _HEADER.unpack(data[:HEADER_BYTES])
+        if version != VERSION:
+            raise CorpusError(
+                f"{path} has an unknown version",
+                found=f"version {version}",
+                expected=f"version {VERSION}",
+                cause="a damaged file, or a format newer than this release",
+                action=rebuild,
+            )
+        if code not in DTYPES:
+            raise CorpusError(
+                f"{path} has an unknown code for the type of its tokens",
+                found=f"code {code}",
+                expected=", ".join(f"{c} ({d.name})" for c, d in DTYPES.items()),
+                cause="a damaged file, or a format newer than this release",
+                action=rebuild,
+            )
+        if boundaries < 1:
+            raise CorpusError(
+                f"{path} has counts that do not fit",
+                found="0 document boundaries",
+                expected="at least 1 (documents + 1)",
+                cause="the header is damaged",
+                action=rebuild,
+            )
+        header = cls(dtype=DTYPES[code], sequences=sequences, documents=boundaries - 1)
+        if size < header.modes_at:
+            raise CorpusError(
+                f"{path} is shorter than its counts say",
+                found=f"{size} bytes",
+                expected=f"{header.modes_at} bytes for {sequences} sequences and {header.documents} documents",
+                cause="a copy or the preprocessing was interrupted, or the counts in the header are damaged",
+                action=rebuild,
+            )
+        if size not in (header.modes_at, header.modes_at + sequences):
+            raise CorpusError(
+                f"{path} has counts that do not fit its size",
+                found=f"{size} bytes",
+                expected=f"{header.modes_at} bytes for {sequences} sequences and {header.documents} documents, "
+                f"or {header.modes_at + sequences} with a mode for each sequence",
+                cause="the counts in the header are damaged, or something was appended to the file",
+                action=rebuild,
+            )
+        return header

@@ -1,0 +1,75 @@
+"""Progress of long work: a bar on a terminal, a plain line now and then in a log."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+__all__ = ["Progress", "progress"]
+
+#: seconds between two lines in a log.
+LOG_INTERVAL = 10.0
+#: seconds of work after which it is worth showing at all.
+QUIET_SECONDS = 1.0
+
+
+class Progress(Protocol):
+    """What the work calls with the amount done since the last call."""
+
+    def update(self, amount: int, /) -> object:
+        """Add an amount, in the unit of the progress."""
+        ...
+
+
+class _Lines:
+    def __init__(self, what: str, total: int, unit: str) -> None:
+        self._what, self._total, self._unit = what, total, unit
+        self._done = 0
+        self._start = self._last = time.monotonic()
+
+    def update(self, amount: int, /) -> None:
+        self._done += amount
+        now = time.monotonic()
+        if now - self._last >= LOG_INTERVAL:
+            self._last = now
+            share = 100 * self._done / max(self._total, 1)
+            rate = self._done / max(now - self._start, 1e-9)
+            left = (self._total - self._done) / max(rate, 1e-9)
+            print(
+                f"{self._what}: {_short(self._done)}/{_short(self._total)} {self._unit} ({share:.0f} %), "
+                f"{_short(rate)} {self._unit}/s, {left:.0f} s left",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _short(amount: float) -> str:
+    for unit in ("", "k", "M", "G"):
+        if abs(amount) < 1000:
+            return f"{amount:.0f}{unit}" if unit == "" else f"{amount:.1f}{unit}"
+        amount /= 1000
+    return f"{amount:.1f}T"
+
+
+@contextmanager
+def progress(what: str, total: int, unit: str, *, done: int = 0) -> Iterator[Progress]:
+    """Show progress on standard error while the block runs.
+
+    Args:
+        what: what is being done, a few words.
+        total: all the work, in ``unit``.
+        unit: "documents" or "B" (shown with k, M, G).
+        done: what an earlier run has already done, in ``unit``.
+    """
+    if not sys.stderr.isatty():
+        lines = _Lines(what, total, unit)
+        lines.update(done)
+        yield lines
+        return
+    from tqdm import tqdm
+
+    with tqdm(desc=what, total=total, initial=done, unit=unit, unit_scale=True, delay=QUIET_SECONDS) as bar:
+        yield bar
