@@ -1,0 +1,156 @@
+"""`BatchSchedule`: which samples belong to which step.
+
+A run is a list of segments (first sample, global batch size). A step at sample c trains samples ``c .. c + size``;
+rank r of D, micro-step k of size m takes ``c + k*(D*m) + r*m .. + m`` of them, as Megatron's sampler does.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megaresume.stream.errors import StateError, UsageError
+
+__all__ = ["BatchSchedule", "micro_batches"]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSchedule:
+    """Global batch sizes over a run. All positions are in samples."""
+
+    #: (first sample, global batch size in samples), ascending, the first at sample 0.
+    segments: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        firsts = [first for first, _ in self.segments]
+        if not firsts or firsts[0] != 0 or firsts != sorted(set(firsts)) or min(s for _, s in self.segments) < 1:
+            raise UsageError(
+                "bad schedule of batch sizes",
+                found=str(list(self.segments)),
+                expected="(first sample, size) pairs, ascending from sample 0, sizes of at least 1",
+                action="check --global-batch-size and --rampup-batch-size",
+            )
+
+    @classmethod
+    def constant(cls, global_batch_size: int) -> BatchSchedule:
+        """One size for ever."""
+        return cls(((0, global_batch_size),))
+
+    @classmethod
+    def ramp_up(cls, start: int, increment: int, ramp_samples: int, final: int) -> BatchSchedule:
+        """Megatron's ``--rampup-batch-size start increment ramp_samples``, up to ``final``.
+
+        The size grows by ``increment`` every ``ramp_samples / ((final - start) / increment)`` samples, and changes
+        only between steps (megatron.core.num_microbatches_calculator, RampupBatchsizeNumMicroBatchesCalculator).
+
+        Raises:
+            UsageError: ``final - start`` is not a positive multiple of ``increment``.
+        """
+        if start < 1 or increment < 1 or ramp_samples < 0 or final < start or (final - start) % increment:
+            raise UsageError(
+                "bad --rampup-batch-size",
+                found=f"start {start}, increment {increment}, ramp samples {ramp_samples}, final size {final}",
+                expected="a final size that is the start plus a whole number of increments",
+                action="change the increment or --global-batch-size",
+            )
+        num_increments = (final - start) // increment
+        if not num_increments or not ramp_samples:
+            return cls.constant(final)
+        segments: list[tuple[int, int]] = []
+        sample, size = 0, 0
+        while size != final:
+            # Past ramp_samples the size is final; before, one increment for every equal part of them. The division
+            # is Megatron's, in floating point, so that the steps are Megatron's.
+            per_increment = ramp_samples / num_increments
+            now = final if sample > ramp_samples else min(start + increment * int(sample / per_increment), final)
+            if now != size:
+                segments.append((sample, now))
+                size = now
+            # Whole steps up to just before the next increment, then one at a time.
+            next_increment = ((size - start) // increment + 1) * per_increment
+            sample += size * max(int((next_increment - sample) // size), 1)
+        return cls(tuple(segments))
+
+    def size_at(self, sample: int) -> int:
+        """Global batch size of the step that begins at ``sample``."""
+        return self.segments[self._index(sample)][1]
+
+    def _index(self, sample: int) -> int:
+        return bisect_right(self.segments, sample, key=lambda segment: segment[0]) - 1
+
+    def after(self, sample: int, num_steps: int) -> int:
+        """The sample at which the step begins that comes ``num_steps`` after the one at ``sample``."""
+        index = self._index(sample)
+        while num_steps:
+            size = self.segments[index][1]
+            if index + 1 == len(self.segments):
+                return sample + num_steps * size
+            # a step that begins before the segment's end is of the segment's size
+            fit = min(num_steps, -(-(self.segments[index + 1][0] - sample) // size))
+            sample += fit * size
+            num_steps -= fit
+            index = self._index(sample)
+        return sample
+
+    def steps_before(self, sample: int) -> int:
+        """Steps that end at or before ``sample``, counted from sample 0.
+
+        Raises:
+            StateError: ``sample`` is not the end of a step.
+        """
+        steps, position = 0, 0
+        for (_, size), end in zip(self.segments, [*(f for f, _ in self.segments[1:]), sample], strict=True):
+            num = max(-(-(min(end, sample) - position) // size), 0)
+            steps += num
+            position += num * size
+        if position != sample:
+            raise StateError(
+                f"sample {sample} lies inside a step",
+                found=f"the next step boundary at sample {position}",
+                expected="a state taken at the end of a step",
+                cause="the schedule of batch sizes is not the one of the run",
+                action="check the batch sizes recorded in the state: megaresume inspect DIR",
+            )
+        return steps
+
+    def until(self, sample: int) -> tuple[tuple[int, int], ...]:
+        """The segments that begin before ``sample``: what a state at ``sample`` records."""
+        return tuple(s for s in self.segments if s[0] < sample)
+
+    def resumed(self, history: Iterable[tuple[int, int]], sample: int) -> BatchSchedule:
+        """This schedule from ``sample`` on, after a past that is as it was."""
+        past = [s for s in history if s[0] < sample]
+        future = [(sample, self.size_at(sample)), *(s for s in self.segments if s[0] > sample)]
+        if past and past[-1][1] == future[0][1]:
+            future = future[1:]
+        return BatchSchedule(tuple(past + future))
+
+
+def micro_batches(
+    sample: int, global_batch_size: int, *, micro_batch_size: int, dp_rank: int, dp_size: int
+) -> list[range]:
+    """Samples of each micro-step of one rank for the step at ``sample``.
+
+    Raises:
+        UsageError: the global batch is not a multiple of micro-batch size times data-parallel size.
+    """
+    stride = micro_batch_size * dp_size
+    if global_batch_size % stride:
+        low, high = global_batch_size // stride * stride, -(-global_batch_size // stride) * stride
+        sizes = [m for m in range(1, global_batch_size // dp_size + 1) if global_batch_size % (m * dp_size) == 0]
+        fixes = [f"--global-batch-size {low} or {high}" if low else f"--global-batch-size {high}"]
+        if sizes:
+            nearest = min(sizes, key=lambda m: (abs(m - micro_batch_size), m))
+            fixes.append(f"--micro-batch-size {nearest}")
+        raise UsageError(
+            "the global batch does not divide over the ranks",
+            found=f"global batch size {global_batch_size}, micro-batch size {micro_batch_size}, "
+            f"data-parallel size {dp_size}",
+            expected=f"a multiple of {micro_batch_size} * {dp_size} = {stride}",
+            action=" or ".join(fixes),
+        )
+    first = sample + dp_rank * micro_batch_size
+    return [
+        range(first + k * stride, first + k * stride + micro_batch_size) for k in range(global_batch_size // stride)
+    ]

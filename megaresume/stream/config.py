@@ -1,0 +1,250 @@
+"""What defines the order of a stream: everything in data.yaml that is not a place.
+
+`StreamConfig.from_dict` reads the mapping that a data.yaml holds; `StreamConfig.to_dict` is the normalised form
+that goes into the state: weights as the smallest integers, defaults written out, no paths.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast, get_args
+
+from megaresume.stream.errors import ConfigError
+from megaresume.stream.weights import integer_weights, parse_weight
+
+__all__ = ["BlendConfig", "ExhaustedPolicy", "PackingConfig", "SourceConfig", "StreamConfig"]
+
+PackingMode = Literal["best_fit", "split", "none"]
+BlendUnit = Literal["tokens", "documents"]
+ExhaustedPolicy = Literal["repeat", "stop", "drop"]
+
+MAX_SEQ_LENGTH = 1 << 30
+MAX_OPEN_BINS = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackingConfig:
+    """How documents become samples."""
+
+    #: ``best_fit``: whole documents into open bins; ``split``: concatenate and cut; ``none``: one document a sample.
+    mode: PackingMode = "split"
+    #: samples that are being filled at the same time (``best_fit``).
+    open_bins: int = 16
+    #: a bin is closed once this many samples were closed since it was opened (``best_fit``).
+    max_age: int = 1024
+    #: every segment takes a multiple of this many tokens (context parallelism, FP8).
+    align: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlendConfig:
+    """What the weights count."""
+
+    unit: BlendUnit = "tokens"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceConfig:
+    """One source of the blend."""
+
+    name: str
+    #: parts of the blend; only the proportions matter. 0: present, never drawn.
+    weight: int
+    #: epochs after which ``on_exhausted`` applies; None: no end.
+    max_epochs: int | None = None
+    #: ``drop``: the others go on in their proportions; ``stop``: the stream ends; ``repeat``: go on, with a note.
+    on_exhausted: ExhaustedPolicy = "drop"
+    #: where and what it is (path, kind, split, ...): not part of the order, never in a state.
+    options: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamConfig:
+    """The normalised data config. Two equal configs over the same corpora give the same stream."""
+
+    seed: int
+    #: tokens a sample.
+    seq_length: int
+    packing: PackingConfig
+    blend: BlendConfig
+    sources: tuple[SourceConfig, ...]
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], *, seq_length: int | None = None) -> StreamConfig:
+        """Read and check the mapping of a data.yaml.
+
+        Args:
+            data: the mapping; unknown keys are errors, keys of a source that are none of ours become its ``options``.
+            seq_length: from a flag (``--seq-length``); must agree with the mapping's where both are given.
+
+        Raises:
+            ConfigError: naming the key, what was found and what was expected.
+        """
+        data = _mapping(data, "data.yaml")
+        _known_keys(data, {"seed", "seq_length", "packing", "blend", "sources", "stages"}, "data.yaml")
+        if data.get("stages"):
+            raise ConfigError(
+                "stages are not supported yet",
+                found=f"{len(data['stages'])} under 'stages'",
+                expected="one blend for the whole run",
+                action="remove 'stages' from the data config",
+            )
+        return cls(
+            seed=_integer(data.get("seed", 1234), "seed", low=-(1 << 63), high=(1 << 64) - 1),
+            seq_length=_seq_length(data.get("seq_length"), seq_length),
+            packing=_packing(data.get("packing") or {}),
+            blend=_blend(data.get("blend") or {}),
+            sources=_sources(data.get("sources")),
+        )._checked()
+
+    def _checked(self) -> StreamConfig:
+        if self.seq_length % self.packing.align:
+            raise ConfigError(
+                "seq_length is not a multiple of packing.align",
+                found=f"seq_length {self.seq_length}, align {self.packing.align}",
+                expected=f"seq_length {-(-self.seq_length // self.packing.align) * self.packing.align}, for example",
+                action="change one of the two",
+            )
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """The normalised form, plain JSON: ``StreamConfig.from_dict(config.to_dict()) == config``."""
+        packing: dict[str, Any] = {"mode": self.packing.mode, "align": self.packing.align}
+        if self.packing.mode == "best_fit":
+            packing |= {"open_bins": self.packing.open_bins, "max_age": self.packing.max_age}
+        return {
+            "seed": self.seed,
+            "seq_length": self.seq_length,
+            "packing": packing,
+            "blend": {"unit": self.blend.unit},
+            "sources": {
+                s.name: {"weight": s.weight}
+                | ({} if s.max_epochs is None else {"max_epochs": s.max_epochs, "on_exhausted": s.on_exhausted})
+                for s in self.sources
+            },
+        }
+
+
+def _packing(value: object) -> PackingConfig:
+    value = {"mode": value} if isinstance(value, str) else value
+    data = _mapping(value, "packing")
+    _known_keys(data, {"mode", "open_bins", "max_age", "align"}, "packing")
+    default = PackingConfig()
+    mode = cast(PackingMode, _choice(data.get("mode", default.mode), get_args(PackingMode), "packing.mode"))
+    packing = PackingConfig(
+        mode=mode,
+        open_bins=_integer(data.get("open_bins", default.open_bins), "packing.open_bins", low=1, high=MAX_OPEN_BINS),
+        max_age=_integer(data.get("max_age", default.max_age), "packing.max_age", low=1, high=1 << 40),
+        align=_integer(data.get("align", default.align), "packing.align", low=1, high=1 << 20),
+    )
+    # Bins are those of best_fit alone; the other modes would only carry numbers without a meaning.
+    return packing if mode == "best_fit" else PackingConfig(mode=mode, align=packing.align)
+
+
+def _blend(value: object) -> BlendConfig:
+    data = _mapping(value, "blend")
+    _known_keys(data, {"unit"}, "blend")
+    return BlendConfig(unit=cast(BlendUnit, _choice(data.get("unit", "tokens"), get_args(BlendUnit), "blend.unit")))
+
+
+def _sources(value: object) -> tuple[SourceConfig, ...]:
+    data = _mapping(value if value is not None else {}, "sources")
+    entries: dict[str, Mapping[str, Any]] = {}
+    for name, entry in data.items():
+        if not isinstance(name, str) or not name or name != name.strip() or not name.isprintable():
+            raise ConfigError(
+                "bad name of a source",
+                found=repr(name),
+                expected="a text that is not empty, without control characters and without spaces around it",
+                action="rename the source (quote it if YAML reads it as a number)",
+            )
+        entries[name] = _mapping({"path": entry} if isinstance(entry, str) else entry, f"sources.{name}")
+    weights = integer_weights({n: parse_weight(e.get("weight", 1), n) for n, e in entries.items()})
+    return tuple(_source(name, entry, weights[name]) for name, entry in entries.items())
+
+
+def _source(name: str, entry: Mapping[str, Any], weight: int) -> SourceConfig:
+    max_epochs = entry.get("max_epochs")
+    if max_epochs is not None:
+        max_epochs = _integer(max_epochs, f"sources.{name}.max_epochs", low=1, high=1 << 32)
+    policy = entry.get("on_exhausted", "drop")
+    policy = cast(ExhaustedPolicy, _choice(policy, get_args(ExhaustedPolicy), f"sources.{name}.on_exhausted"))
+    if "on_exhausted" in entry and max_epochs is None:
+        raise ConfigError(
+            f"source '{name}' has on_exhausted without max_epochs",
+            found=f"on_exhausted: {policy}",
+            expected="max_epochs, after which it applies",
+            cause="a source without max_epochs never ends",
+            action=f"add max_epochs to source '{name}' or remove on_exhausted",
+        )
+    ours = {"weight", "max_epochs", "on_exhausted"}
+    options = {key: value for key, value in entry.items() if key not in ours}
+    return SourceConfig(name=name, weight=weight, max_epochs=max_epochs, on_exhausted=policy, options=options)
+
+
+def _seq_length(configured: object, flag: int | None) -> int:
+    if configured is None and flag is None:
+        raise ConfigError(
+            "no sequence length",
+            found="neither seq_length in the data config nor --seq-length",
+            expected="tokens a sample",
+            action="add seq_length to the data config or pass --seq-length",
+        )
+    if configured is not None and flag is not None and configured != flag:
+        raise ConfigError(
+            "two sequence lengths",
+            found=f"seq_length {configured} in the data config, --seq-length {flag}",
+            expected="the same number",
+            action="remove one of the two",
+        )
+    return _integer(configured if configured is not None else flag, "seq_length", low=1, high=MAX_SEQ_LENGTH)
+
+
+def _mapping(value: object, where: str) -> Mapping[str, Any]:
+    if isinstance(value, Mapping):
+        return value
+    raise ConfigError(
+        f"{where} is not a mapping",
+        found=f"{type(value).__name__}: {value!r:.60}",
+        expected="keys and values",
+        action=f"correct {where}",
+    )
+
+
+def _known_keys(data: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+    known = sorted(known)
+    for key in data:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            raise ConfigError(
+                f"unknown key '{key}' in {where}",
+                found=repr(key),
+                expected=f"one of {', '.join(known)}",
+                cause=f"did you mean '{close[0]}'?" if close else None,
+                action="correct or remove the key",
+            )
+
+
+def _integer(value: object, where: str, *, low: int, high: int) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and low <= value <= high:
+        return value
+    raise ConfigError(
+        f"bad value of {where}",
+        found=repr(value),
+        expected=f"an integer from {low} to {high}",
+        action=f"correct {where}",
+    )
+
+
+def _choice(value: object, choices: tuple[str, ...], where: str) -> str:
+    if isinstance(value, str) and value in choices:
+        return value
+    # YAML reads an unquoted `none` as text but `null` and `~` as nothing.
+    raise ConfigError(
+        f"bad value of {where}",
+        found=repr(value),
+        expected=f"one of {', '.join(choices)}",
+        action=f"correct {where}",
+    )

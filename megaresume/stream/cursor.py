@@ -1,0 +1,158 @@
+"""Between the planner's arrays and the fields of a `StreamState`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megaresume.stream import kernel
+from megaresume.stream.config import StreamConfig
+from megaresume.stream.errors import StateError
+from megaresume.stream.kernel import Arrays
+from megaresume.stream.permutation import permute_at
+from megaresume.stream.planner import fresh_arrays, kernel_config
+from megaresume.stream.state import Bin, Segment, SourceCursor, StreamState
+
+__all__ = ["arrays_of", "fields_of"]
+
+
+def fields_of(arrays: Arrays, config: StreamConfig) -> dict[str, Any]:
+    """The fields of a `StreamState` that say where the stream is, from a planner's snapshot."""
+    scalars, sources = arrays.scalars.tolist(), arrays.sources.T.tolist()
+    num_open = scalars[kernel.NUM_OPEN]
+    pending = scalars[kernel.PENDING : kernel.PENDING + kernel.SEGMENT_WIDTH]
+    return {
+        "samples": scalars[kernel.SAMPLES],
+        "documents": scalars[kernel.DOCUMENTS],
+        "tokens": scalars[kernel.TOKENS],
+        "sources": {s.name: _source_cursor(column) for s, column in zip(config.sources, sources, strict=True)},
+        "bins": tuple(
+            Bin(
+                opened_at=int(arrays.opened[b]),
+                segments=tuple(_segment(row) for row in _rows(arrays, int(arrays.slot[b]))),
+            )
+            for b in range(num_open)
+        ),
+        "pending": _segment(pending) if pending[kernel.LENGTH] else None,
+        "digest": f"{int(arrays.digest[0]):016x}",
+    }
+
+
+def _rows(arrays: Arrays, slot: int) -> list[list[int]]:
+    rows: list[list[int]] = arrays.bins[slot, : arrays.filled[slot]].tolist()
+    return rows
+
+
+def _segment(row: Sequence[int]) -> Segment:
+    return Segment(
+        source=row[kernel.SOURCE],
+        position=row[kernel.POSITION],
+        offset=row[kernel.OFFSET],
+        length=row[kernel.LENGTH],
+    )
+
+
+def _source_cursor(column: Sequence[int]) -> SourceCursor:
+    position, documents = column[kernel.NEXT], column[kernel.DRAWN_DOCUMENTS]
+    return SourceCursor(
+        position=position,
+        epoch=position // max(column[kernel.NUM_DOCUMENTS], 1),
+        documents=documents,
+        tokens=column[kernel.DRAWN_TOKENS],
+        skipped=position - documents,
+        drawn_in_stage=column[kernel.DRAWN_IN_STAGE],
+        exhausted=bool(column[kernel.EXHAUSTED_ROW]),
+    )
+
+
+def arrays_of(state: StreamState, config: StreamConfig, num_documents: Sequence[int]) -> Arrays:
+    """The planner's arrays at a state: the inverse of `fields_of`.
+
+    Raises:
+        StateError: the state's numbers contradict each other or the config.
+    """
+    arrays = fresh_arrays(config, num_documents)
+    constants = kernel_config(config)
+    _restore_sources(arrays, state, config)
+    _check_sums(state)
+    scalars = arrays.scalars
+    scalars[kernel.SAMPLES] = state.samples
+    scalars[kernel.DOCUMENTS] = state.documents
+    scalars[kernel.TOKENS] = state.tokens
+    scalars[kernel.STAGE_UNITS] = arrays.sources[kernel.DRAWN_IN_STAGE].sum()
+    scalars[kernel.NUM_OPEN] = len(state.bins)
+    arrays.digest[0] = int(state.digest, 16)
+    if state.pending is not None:
+        scalars[kernel.PENDING : kernel.PENDING + kernel.SEGMENT_WIDTH] = _row(state.pending, config, num_documents)
+    if len(state.bins) > constants.open_bins:
+        raise _contradiction(f"{len(state.bins)} open bins", f"at most {constants.open_bins}")
+    most = max((len(b.segments) for b in state.bins), default=0)
+    if most > arrays.bins.shape[1]:
+        shape = (arrays.bins.shape[0], most, kernel.SEGMENT_WIDTH)
+        arrays = arrays._replace(bins=np.zeros(shape, np.int64))
+    for b, open_bin in enumerate(state.bins):
+        used = sum(-(-s.length // constants.align) * constants.align for s in open_bin.segments)
+        if not open_bin.segments or used >= constants.seq_length or open_bin.opened_at > state.samples:
+            raise _contradiction(
+                f"an open bin with {used} tokens, opened at sample {open_bin.opened_at}",
+                f"1 to {constants.seq_length - 1} tokens, opened at sample {state.samples} or before",
+            )
+        arrays.room[b] = constants.seq_length - used
+        arrays.opened[b] = open_bin.opened_at
+        arrays.filled[b] = len(open_bin.segments)
+        arrays.bins[b, : len(open_bin.segments)] = [_row(s, config, num_documents) for s in open_bin.segments]
+    return arrays
+
+
+def _restore_sources(arrays: Arrays, state: StreamState, config: StreamConfig) -> None:
+    names = [s.name for s in config.sources]
+    if list(state.sources) != names:
+        raise _contradiction(f"sources {', '.join(state.sources)}", f"sources {', '.join(names)}")
+    cursors = list(state.sources.values())
+    sources = arrays.sources
+    sources[kernel.NEXT] = [c.position for c in cursors]
+    sources[kernel.DRAWN_DOCUMENTS] = [c.documents for c in cursors]
+    sources[kernel.DRAWN_TOKENS] = [c.tokens for c in cursors]
+    sources[kernel.DRAWN_IN_STAGE] = [c.drawn_in_stage for c in cursors]
+    sources[kernel.EXHAUSTED_ROW] = [c.exhausted for c in cursors]
+    sources[kernel.ACTIVE] &= ~sources[kernel.EXHAUSTED_ROW] & 1
+    if any(c.exhausted and s.on_exhausted == "stop" for c, s in zip(cursors, config.sources, strict=True)):
+        sources[kernel.ACTIVE] = 0
+    active = sources[kernel.ACTIVE] > 0
+    total_weight = int(sources[kernel.WEIGHT, active].sum())
+    for i in np.flatnonzero(active).tolist():
+        # Python's integers: the product may leave 64 bits.
+        release = divmod(int(sources[kernel.DRAWN_IN_STAGE, i]) * total_weight, int(sources[kernel.WEIGHT, i]))
+        sources[kernel.RELEASE, i], sources[kernel.RELEASE_REST, i] = release
+
+
+def _row(segment: Segment, config: StreamConfig, num_documents: Sequence[int]) -> list[int]:
+    if segment.source >= len(config.sources):
+        raise _contradiction(f"a segment of source {segment.source}", f"a source below {len(config.sources)}")
+    name = config.sources[segment.source].name
+    _, document = permute_at(segment.position, num_documents[segment.source], config.seed, name)
+    return [segment.source, segment.position, document, segment.offset, segment.length]
+
+
+def _check_sums(state: StreamState) -> None:
+    """Every token drawn lies in a trained sample, an open bin, or the document being cut."""
+    waiting = sum(s.length for b in state.bins for s in b.segments)
+    waiting += state.pending.length if state.pending is not None else 0
+    drawn = sum(c.tokens for c in state.sources.values())
+    if drawn != state.tokens + waiting:
+        raise _contradiction(
+            f"{drawn} tokens drawn from the sources",
+            f"{state.tokens} tokens trained + {waiting} waiting = {state.tokens + waiting}",
+        )
+
+
+def _contradiction(found: str, expected: str) -> StateError:
+    return StateError(
+        "the data state contradicts itself",
+        found=found,
+        expected=expected,
+        cause="it was edited, or written by a faulty program",
+        action="load an older checkpoint: megaresume inspect DIR lists those that are whole",
+    )

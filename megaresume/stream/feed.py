@@ -1,0 +1,103 @@
+"""`Feed`: the documents of one source in stream order, a chunk at a time, with their lengths."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import numpy.typing as npt
+
+from megaresume.stream.config import SourceConfig
+from megaresume.stream.errors import CorpusError
+from megaresume.stream.permutation import permute_range, round_keys
+from megaresume.stream.source import LengthSource
+
+__all__ = ["Feed"]
+
+#: Longer documents would leave int64 in the arithmetic of the blend.
+MAX_DOCUMENT_TOKENS = (1 << 31) - 1
+
+#: Documents that the first look ahead fetches: few, so that a resume touches few pages of a large index.
+FIRST_CHUNK = 16
+
+log = logging.getLogger(__name__)
+
+
+class Feed:
+    """Looks ahead in one source. Holds no state of the stream: all follows from the position asked for."""
+
+    def __init__(self, source: LengthSource, config: SourceConfig, seed: int) -> None:
+        self.source = source
+        self.config = config
+        self.seed = seed
+        self.num_documents = len(source)
+        self.chunk = FIRST_CHUNK
+        self._repeat_noted = False
+
+    @property
+    def limit(self) -> int | None:
+        """The position at which the source ends, if it does."""
+        if self.config.max_epochs is None or self.config.on_exhausted == "repeat":
+            return None
+        return self.config.max_epochs * self.num_documents
+
+    def fill(self, position: int, out: npt.NDArray[np.int64]) -> int:
+        """Write the next documents that are not empty, from ``position`` on.
+
+        Args:
+            position: in the source, epochs included.
+            out: int64[A, 3]: position, document, length.
+
+        Returns:
+            Rows written: at least 1, or 0 when the source has no more documents.
+
+        Raises:
+            CorpusError: a length that is negative or too large; nothing but empty documents.
+        """
+        start = position
+        while self.limit is None or position < self.limit:
+            if position - start > self.num_documents:
+                raise CorpusError(
+                    f"source '{self.config.name}' has only empty documents",
+                    found=f"{self.num_documents} documents without a token",
+                    expected="at least one token, since its weight is positive",
+                    action="give it weight 0, or check how it was prepared",
+                )
+            epoch, index = divmod(position, self.num_documents)
+            self._note_repeat(epoch)
+            num = min(self.chunk, len(out), self.num_documents - index)
+            documents = permute_range(index, num, self.num_documents, round_keys(self.seed, self.config.name, epoch))
+            lengths = self.source.lengths(documents)
+            self.chunk = min(2 * self.chunk, len(out))
+            positions = np.arange(position, position + num)
+            if lengths.min() <= 0 or lengths.max() > MAX_DOCUMENT_TOKENS:
+                self._check(documents, lengths)
+                keep = lengths > 0
+                positions, documents, lengths = positions[keep], documents[keep], lengths[keep]
+            rows = len(documents)
+            out[:rows, 0], out[:rows, 1], out[:rows, 2] = positions, documents, lengths
+            if rows:
+                return rows
+            position += num
+        return 0
+
+    def _check(self, documents: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> None:
+        bad = (lengths < 0) | (lengths > MAX_DOCUMENT_TOKENS)
+        if bad.any():
+            worst = int(np.flatnonzero(bad)[0])
+            raise CorpusError(
+                f"source '{self.config.name}' has a document of an impossible length",
+                found=f"document {documents[worst]} with {lengths[worst]} tokens",
+                expected=f"0 to {MAX_DOCUMENT_TOKENS} tokens",
+                cause="the index is damaged",
+                action="build the index again: megaresume prepare",
+            )
+
+    def _note_repeat(self, epoch: int) -> None:
+        if self.config.on_exhausted == "repeat" and epoch == self.config.max_epochs and not self._repeat_noted:
+            self._repeat_noted = True
+            log.warning(
+                "source '%s' has been seen for max_epochs %d and goes on (on_exhausted: repeat)",
+                self.config.name,
+                self.config.max_epochs,
+            )

@@ -1,0 +1,111 @@
+"""Is this state one of this config over these corpora? Every field that differs is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from megaresume.stream.config import StreamConfig
+from megaresume.stream.errors import CorpusError, StateError
+from megaresume.stream.source import LengthSource
+from megaresume.stream.state import Fingerprint, StreamState
+
+__all__ = ["check_fingerprints", "differences", "fingerprint_of", "hash_lengths"]
+
+#: Documents hashed at a time.
+CHUNK = 1 << 20
+
+
+def hash_lengths(source: LengthSource) -> Fingerprint:
+    """Read all lengths of a source: the slow way, for sources that do not know their fingerprint."""
+    hasher, tokens = xxhash.xxh3_128(), 0
+    for first in range(0, len(source), CHUNK):
+        ids = np.arange(first, min(first + CHUNK, len(source)), dtype=np.int64)
+        lengths = np.ascontiguousarray(source.lengths(ids), dtype="<i8")
+        hasher.update(lengths.data)
+        tokens += int(lengths.sum())
+    return Fingerprint(documents=len(source), tokens=tokens, lengths=hasher.hexdigest())
+
+
+def fingerprint_of(source: LengthSource, name: str) -> Fingerprint:
+    """The fingerprint that a source gives, checked against its length.
+
+    Raises:
+        CorpusError: it is of a corpus with another number of documents.
+    """
+    given = source.fingerprint()
+    fingerprint = given if isinstance(given, Fingerprint) else Fingerprint(**given)
+    if fingerprint.documents != len(source):
+        raise CorpusError(
+            f"source '{name}' contradicts its fingerprint",
+            found=f"{len(source)} documents",
+            expected=f"{fingerprint.documents} documents, as its fingerprint says",
+            cause="the corpus changed while it was read, or its sidecar file belongs to another corpus",
+            action="remove the sidecar file (PREFIX.megaresume.json) and start again",
+        )
+    return fingerprint
+
+
+def differences(
+    found: Mapping[str, Any], expected: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """(field, found, expected) for every leaf in which two mappings differ."""
+    for key in dict.fromkeys([*expected, *found]):
+        a, b = found.get(key), expected.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            yield from differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            yield f"{prefix}{key}", a, b
+
+
+def check_fingerprints(state: StreamState, config: StreamConfig, fingerprints: Mapping[str, Fingerprint]) -> None:
+    """Raise unless ``state`` was taken from a stream of ``config`` over corpora with ``fingerprints``.
+
+    Raises:
+        StateError: naming each field that differs.
+    """
+    now, then = config.to_dict(), dict(state.config)
+    changed = list(differences(now, then))
+    if not changed and list(now["sources"]) != list(then["sources"]):
+        changed = [("order of sources", list(now["sources"]), list(then["sources"]))]
+    if changed:
+        raise StateError(
+            "the data config is not the one that the state was made with",
+            found=_listing((field, value) for field, value, _ in changed),
+            expected=_listing((field, value) for field, _, value in changed),
+            cause="data.yaml or a flag was changed between save and resume",
+            action="resume with the values under 'expected', or start a new run in another --save directory",
+        )
+    for name, fingerprint in fingerprints.items():
+        before = state.fingerprints.get(name)
+        if before == fingerprint:
+            continue
+        fields = ("documents", "tokens", "lengths", "tokenizer")
+        differ = [f for f in fields if before is None or getattr(before, f) != getattr(fingerprint, f)]
+        raise StateError(
+            f"source '{name}' is not the corpus that the state was made with",
+            found=_listing((f"{name}.{f}", getattr(fingerprint, f)) for f in differ),
+            expected=_listing((f"{name}.{f}", getattr(before, f, None)) for f in differ),
+            cause=_likely_change(before, fingerprint),
+            action=f"give '{name}' the path of the corpus as it was, or add the new data as a source of its own",
+        )
+
+
+def _listing(items: Iterator[tuple[str, Any]]) -> str:
+    return ", ".join(f"{field} {json.dumps(value)}" for field, value in items)
+
+
+def _likely_change(before: Fingerprint | None, now: Fingerprint) -> str:
+    if before is None:
+        return "the source is new"
+    if now.documents > before.documents:
+        return f"the corpus has grown by {now.documents - before.documents} documents"
+    if now.documents < before.documents:
+        return f"the corpus has lost {before.documents - now.documents} documents"
+    if now.lengths != before.lengths:
+        return "the corpus was prepared again, or its index is damaged"
+    return "the corpus was made with another tokenizer"

@@ -1,0 +1,197 @@
+"""`Planner`: drives the planning loop forward from a snapshot, feeding it documents.
+
+A planner only moves forward. `snapshot` is a copy of its few small arrays (microseconds); a planner built on a
+snapshot goes on exactly from there, whatever was looked ahead before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from megaresume.stream import kernel
+from megaresume.stream.config import StreamConfig
+from megaresume.stream.errors import CorpusError
+from megaresume.stream.feed import Feed
+from megaresume.stream.kernel import Arrays
+from megaresume.stream.plan import Plan
+from megaresume.stream.source import LengthSource
+
+__all__ = ["Planner", "fresh_arrays", "source_key"]
+
+#: Documents looked ahead in all sources together, and at least and at most in each.
+LOOK_AHEAD, LOOK_AHEAD_LOW, LOOK_AHEAD_HIGH = 1 << 16, 32, 1024
+#: Segments a bin at first; doubled when a bin needs more.
+BIN_SEGMENTS = 32
+
+
+def source_key(name: str) -> int:
+    """64-bit hash of a source's name: its part in the identity of a sample."""
+    digest = hashlib.blake2b(f"megaresume.source.1|{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def kernel_config(config: StreamConfig) -> kernel.Config:
+    """The constants that the loop needs."""
+    best_fit = config.packing.mode == "best_fit"
+    return kernel.Config(
+        mode=kernel.MODES[config.packing.mode],
+        seq_length=config.seq_length,
+        open_bins=config.packing.open_bins if best_fit else 1,
+        max_age=config.packing.max_age if best_fit else (1 << 62),
+        align=config.packing.align,
+        by_tokens=config.blend.unit == "tokens",
+    )
+
+
+def fresh_arrays(config: StreamConfig, num_documents: Sequence[int]) -> Arrays:
+    """The arrays at sample 0."""
+    num_sources = len(config.sources)
+    num_bins = kernel_config(config).open_bins + 1
+    sources = np.zeros((kernel.NUM_SOURCE_ROWS, num_sources), np.int64)
+    sources[kernel.WEIGHT] = [s.weight for s in config.sources]
+    sources[kernel.ACTIVE] = sources[kernel.WEIGHT] > 0
+    sources[kernel.NUM_DOCUMENTS] = num_documents
+    return Arrays(
+        scalars=np.zeros(kernel.NUM_SCALARS, np.int64),
+        digest=np.zeros(1, np.uint64),
+        sources=sources,
+        room=np.zeros(num_bins, np.int64),
+        opened=np.zeros(num_bins, np.int64),
+        slot=np.arange(num_bins, dtype=np.int64),
+        filled=np.zeros(num_bins, np.int64),
+        bins=np.zeros((num_bins, BIN_SEGMENTS, kernel.SEGMENT_WIDTH), np.int64),
+    )
+
+
+class Planner:
+    """Plans samples one after another.
+
+    Args:
+        config: the stream's config.
+        sources: lengths by document, in the order of ``config.sources``.
+        arrays: where to start (`snapshot`, or ``cursor.arrays_of`` a state); None: at sample 0. Copied.
+
+    Raises:
+        CorpusError: a source with a positive weight has no documents.
+    """
+
+    def __init__(self, config: StreamConfig, sources: Sequence[LengthSource], arrays: Arrays | None = None) -> None:
+        for entry, source in zip(config.sources, sources, strict=True):
+            if entry.weight > 0 and len(source) == 0:
+                raise CorpusError(
+                    f"source '{entry.name}' has no documents",
+                    found="0 documents",
+                    expected="at least one, since its weight is positive",
+                    action="give it weight 0, or check its path and split",
+                )
+        self.config = config
+        self._sources = sources
+        self._kernel_config = kernel_config(config)
+        self._feeds = [Feed(s, c, config.seed) for s, c in zip(sources, config.sources, strict=True)]
+        self._keys = np.array([source_key(s.name) for s in config.sources], np.uint64)
+        num = min(max(LOOK_AHEAD // len(sources), LOOK_AHEAD_LOW), LOOK_AHEAD_HIGH)
+        self._ahead = np.zeros((len(sources), num, 3), np.int64)
+        start = arrays or fresh_arrays(config, [feed.num_documents for feed in self._feeds])
+        self._arrays = _copy(start)
+        self._total_weight = 0
+        self._refill_all()
+
+    @property
+    def position(self) -> int:
+        """Number of the next sample."""
+        return int(self._arrays.scalars[kernel.SAMPLES])
+
+    @property
+    def digest(self) -> int:
+        """Rolling digest of all samples so far."""
+        return int(self._arrays.digest[0])
+
+    def snapshot(self) -> Arrays:
+        """Where the planner is: a copy of its arrays."""
+        return _copy(self._arrays)
+
+    def advance(self, num_samples: int) -> Plan:
+        """Plan the next samples: as many as asked for, fewer only where the stream ends."""
+        scalars = self._arrays.scalars
+        scalars[[kernel.OUT_SAMPLES, kernel.OUT_SEGMENTS]] = 0
+        first = self.position
+        table = np.empty((16 * num_samples + self._arrays.bins.shape[1], kernel.SEGMENT_WIDTH), np.int64)
+        starts = np.zeros(num_samples + 1, np.int64)
+        hashes = np.empty(num_samples, np.uint64)
+        digests = np.empty(num_samples, np.uint64)
+        while True:
+            status = kernel.advance(
+                self._arrays,
+                self._kernel_config,
+                self._keys,
+                self._total_weight,
+                self._ahead,
+                num_samples,
+                table,
+                starts,
+                hashes,
+                digests,
+            )
+            if status == kernel.REFILL:
+                self._refill(int(scalars[kernel.REFILL_SOURCE]))
+            elif status == kernel.GROW_OUT:
+                table = np.concatenate([table, np.empty_like(table), np.empty_like(self._arrays.bins[0])])
+            elif status == kernel.GROW_BINS:
+                bins = self._arrays.bins
+                self._arrays = self._arrays._replace(bins=np.concatenate([bins, np.zeros_like(bins)], axis=1))
+            else:
+                break
+        num, num_segments = int(scalars[kernel.OUT_SAMPLES]), int(scalars[kernel.OUT_SEGMENTS])
+        return Plan(
+            first=first,
+            starts=starts[: num + 1],
+            table=table[:num_segments],
+            hashes=hashes[:num],
+            digests=digests[:num],
+            num_documents=self._arrays.sources[kernel.NUM_DOCUMENTS],
+        )
+
+    def _refill_all(self) -> None:
+        sources = self._arrays.sources
+        self._activate()
+        for i in np.flatnonzero(sources[kernel.ACTIVE]).tolist():
+            self._refill(i)
+
+    def _activate(self) -> None:
+        """Sum the weights of the sources that are drawn, and never release the others."""
+        sources = self._arrays.sources
+        active = sources[kernel.ACTIVE] > 0
+        self._total_weight = int(sources[kernel.WEIGHT, active].sum())
+        sources[kernel.RELEASE, ~active] = kernel.NEVER
+
+    def _refill(self, i: int) -> None:
+        sources = self._arrays.sources
+        num = self._feeds[i].fill(int(sources[kernel.NEXT, i]), self._ahead[i])
+        sources[kernel.HEAD, i], sources[kernel.NUM_AHEAD, i] = 0, num
+        if num:
+            self._set_deadline(i)
+        else:
+            self._exhaust(i)
+
+    def _set_deadline(self, i: int) -> None:
+        kernel.set_deadline(self._arrays.sources, i, self._total_weight, self._ahead, self._kernel_config.by_tokens)
+
+    def _exhaust(self, i: int) -> None:
+        """A source has ended: the stream ends with it, or the others go on with deficits from zero."""
+        sources = self._arrays.sources
+        sources[kernel.EXHAUSTED_ROW, i] = 1
+        stop = self.config.sources[i].on_exhausted == "stop"
+        sources[kernel.ACTIVE, slice(None) if stop else i] = 0
+        sources[kernel.DRAWN_IN_STAGE : kernel.RELEASE_REST + 1] = 0
+        self._arrays.scalars[kernel.STAGE_UNITS] = 0
+        self._activate()
+        for j in np.flatnonzero(sources[kernel.ACTIVE]).tolist():
+            if sources[kernel.HEAD, j] < sources[kernel.NUM_AHEAD, j]:
+                self._set_deadline(j)
+
+
+def _copy(arrays: Arrays) -> Arrays:
+    return Arrays._make(array.copy() for array in arrays)

@@ -1,0 +1,29 @@
+"""What the stream asks of a source: how many documents, how long each is."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from megaresume.stream.state import Fingerprint
+
+__all__ = ["LengthSource"]
+
+
+@runtime_checkable
+class LengthSource(Protocol):
+    """Lengths by document number. Reading the documents is the business of ``sources/``."""
+
+    def __len__(self) -> int:
+        """Documents."""
+        ...
+
+    def lengths(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Tokens of each document: int64[n] to int64[n]; ids in ``[0, len(self))``."""
+        ...
+
+    def fingerprint(self) -> Fingerprint | dict[str, Any]:
+        """What the source is: documents, tokens, hash of the lengths, tokenizer."""
+        ...

@@ -1,0 +1,276 @@
+"""`StreamState`: a cursor of the stream as plain JSON, the same on every rank.
+
+The state says how far the stream was *trained*, and holds everything needed to go on from there: nothing of ranks,
+workers, devices or paths. It is a few kilobytes; ``json.loads(json.dumps(state)) == state``.
+
+Version history (raise `VERSION` when the meaning of a field or the order of samples changes; keep an example of
+every version in tests/stream/states/, and a migration in `_MIGRATIONS`):
+
+    1  first version
+
+Imports neither numpy nor numba, so that ``megaresume inspect`` answers at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from megaresume.stream.errors import StateError
+
+__all__ = ["FORMAT", "VERSION", "Bin", "Fingerprint", "Segment", "SourceCursor", "StreamState"]
+
+FORMAT = "megaresume.stream-state"
+VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fingerprint:
+    """What a source is, wherever it lies."""
+
+    documents: int
+    tokens: int
+    #: xxh3_128 over the lengths of all documents, int64 little-endian, in document order; 32 hex digits.
+    lengths: str
+    #: fingerprint of the tokenizer that made the corpus, if known.
+    tokenizer: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceCursor:
+    """How far one source was drawn."""
+
+    #: documents and empty documents passed since the start of the run; the next draw looks from here.
+    position: int
+    #: 0-based; position // documents of the source.
+    epoch: int
+    #: documents drawn, open bins included.
+    documents: int
+    #: tokens drawn, open bins included.
+    tokens: int
+    #: empty documents passed over.
+    skipped: int
+    #: tokens (or documents, by blend.unit) drawn since the deficits last started at zero.
+    drawn_in_stage: int
+    #: reached max_epochs and was dropped.
+    exhausted: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """A run of tokens of one document."""
+
+    #: index into the sources of the config.
+    source: int
+    #: position in the source: epoch and document follow from it.
+    position: int
+    #: tokens of the document before the segment.
+    offset: int
+    #: tokens.
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bin:
+    """A sample that is being filled."""
+
+    #: samples closed when the bin was opened.
+    opened_at: int
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamState:
+    """A cursor of the stream. All counts are since the start of the run."""
+
+    #: the normalised data config (`StreamConfig.to_dict`).
+    config: Mapping[str, Any]
+    #: by source name.
+    fingerprints: Mapping[str, Fingerprint]
+    #: samples trained: the number of the next sample.
+    samples: int
+    #: documents whose first segment lies in those samples.
+    documents: int
+    #: tokens of documents in those samples (padding is not counted).
+    tokens: int
+    #: by source name.
+    sources: Mapping[str, SourceCursor]
+    #: open bins, in the order in which they were opened.
+    bins: tuple[Bin, ...]
+    #: what is left of a document that is being cut: a segment from its offset to its end.
+    pending: Segment | None
+    #: ranges of the stream with one blend and one packing: (first sample, name).
+    stages: tuple[tuple[int, str], ...]
+    #: (first sample, global batch size in samples), ascending: maps steps to samples.
+    batches: tuple[tuple[int, int], ...]
+    #: [first, last) samples that are not trained.
+    skipped_ranges: tuple[tuple[int, int], ...]
+    #: differences that a user accepted, in words, for ever.
+    overrides: tuple[str, ...]
+    #: rolling hash of the identities of all samples up to here; 16 hex digits.
+    digest: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON, with format, version and checksum."""
+        body: dict[str, Any] = {"format": FORMAT, "version": VERSION} | _plain(self)
+        return body | {"checksum": _checksum(body)}
+
+    def to_json(self) -> str:
+        """`to_dict` as compact text."""
+        return _dumps(self.to_dict())
+
+    def replace(self, **changes: Any) -> StreamState:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    @classmethod
+    def from_json(cls, state: str | bytes | Mapping[str, Any] | None) -> StreamState:
+        """Read what `to_json` or `to_dict` wrote.
+
+        Raises:
+            StateError: missing, truncated or not JSON, of another format, of a newer version, or damaged.
+        """
+        data = _parse(state)
+        if data.get("format") != FORMAT:
+            raise StateError(
+                "this is not a data state of megaresume",
+                found=f"format {data.get('format')!r}",
+                expected=f"format {FORMAT!r}",
+                cause="another program's state, or another file",
+                action="check which checkpoint is being loaded: megaresume inspect DIR",
+            )
+        version = data.get("version")
+        if not isinstance(version, int) or isinstance(version, bool) or version < 1 or version > VERSION:
+            raise StateError(
+                "the data state has a version that this release cannot read",
+                found=f"version {version!r}",
+                expected=f"a version from 1 to {VERSION}",
+                cause="it was written by a newer megaresume",
+                action="upgrade: pip install --upgrade megaresume",
+            )
+        body = {key: value for key, value in data.items() if key != "checksum"}
+        if data.get("checksum") != _checksum(body):
+            raise StateError(
+                "the data state is damaged",
+                found=f"checksum {data.get('checksum')!r} in the state, {_checksum(body)!r} computed",
+                expected="the same checksum",
+                cause="a bit changed on disk or in transit, or the state was edited by hand",
+                action="load an older checkpoint: megaresume inspect DIR lists those that are whole",
+            )
+        for old in range(version, VERSION):
+            body = _MIGRATIONS[old](body)
+        try:
+            return _from_plain(body)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise StateError(
+                "the data state lacks a field or has one of the wrong kind",
+                found=f"{type(error).__name__}: {error}",
+                expected=f"the fields of version {VERSION}",
+                cause="the state was written by a faulty program: its checksum is right",
+                action="load an older checkpoint: megaresume inspect DIR lists those that are whole",
+            ) from error
+
+
+#: version -> function that turns a body of that version into one of the next.
+_MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+
+
+def _dumps(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
+def _checksum(body: Mapping[str, Any]) -> str:
+    # Keys sorted: a container that reorders keys must not look like damage.
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _parse(state: str | bytes | Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if state is None or (isinstance(state, str | bytes) and not state.strip()):
+        raise StateError(
+            "there is no data state",
+            found="nothing",
+            expected="the state that megaresume saved with the checkpoint",
+            cause="the checkpoint was written without megaresume, or the file is empty",
+            action="megaresume inspect DIR shows which checkpoints have a data state",
+        )
+    if isinstance(state, Mapping):
+        return state
+    try:
+        data = json.loads(state)
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+        raise StateError(
+            "the data state is unreadable",
+            found=f"{len(state)} bytes that are no JSON ({error})",
+            expected="one JSON object",
+            cause="the file was truncated or damaged",
+            action="load an older checkpoint: megaresume inspect DIR lists those that are whole",
+        ) from error
+    if not isinstance(data, dict):
+        raise StateError(
+            "the data state is unreadable",
+            found=f"a JSON {type(data).__name__}",
+            expected="one JSON object",
+            action="check which checkpoint is being loaded: megaresume inspect DIR",
+        )
+    return data
+
+
+def _plain(state: StreamState) -> dict[str, Any]:
+    """Lists and dicts of str, int, bool and None; segments as short lists to keep the state small."""
+    return {
+        "config": json.loads(_dumps(state.config)),
+        "fingerprints": {name: dataclasses.asdict(f) for name, f in state.fingerprints.items()},
+        "samples": state.samples,
+        "documents": state.documents,
+        "tokens": state.tokens,
+        "sources": {name: dataclasses.asdict(s) for name, s in state.sources.items()},
+        "bins": [[b.opened_at, [_short(s) for s in b.segments]] for b in state.bins],
+        "pending": None if state.pending is None else _short(state.pending),
+        "stages": [list(stage) for stage in state.stages],
+        "batches": [list(batch) for batch in state.batches],
+        "skipped_ranges": [list(r) for r in state.skipped_ranges],
+        "overrides": list(state.overrides),
+        "digest": state.digest,
+    }
+
+
+def _short(segment: Segment) -> list[int]:
+    return [segment.source, segment.position, segment.offset, segment.length]
+
+
+def _segment(short: list[int]) -> Segment:
+    source, position, offset, length = (_count(n) for n in short)
+    return Segment(source=source, position=position, offset=offset, length=length)
+
+
+def _count(value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise ValueError(f"{value!r} is not a count")
+
+
+def _from_plain(body: Mapping[str, Any]) -> StreamState:
+    return StreamState(
+        config=dict(body["config"]),
+        fingerprints={name: Fingerprint(**f) for name, f in body["fingerprints"].items()},
+        samples=_count(body["samples"]),
+        documents=_count(body["documents"]),
+        tokens=_count(body["tokens"]),
+        sources={name: SourceCursor(**s) for name, s in body["sources"].items()},
+        bins=tuple(
+            Bin(opened_at=_count(opened_at), segments=tuple(_segment(s) for s in segments))
+            for opened_at, segments in body["bins"]
+        ),
+        pending=None if body["pending"] is None else _segment(body["pending"]),
+        stages=tuple((_count(first), str(name)) for first, name in body["stages"]),
+        batches=tuple((_count(first), _count(size)) for first, size in body["batches"]),
+        skipped_ranges=tuple((_count(first), _count(last)) for first, last in body["skipped_ranges"]),
+        overrides=tuple(str(o) for o in body["overrides"]),
+        digest=str(body["digest"]),
+    )

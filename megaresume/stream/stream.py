@@ -1,0 +1,224 @@
+"""`Stream`: the one endless sequence of samples that exists before any rank does.
+
+    permutation of each source -> blend -> lengths -> packer -> samples 0, 1, 2, ...
+
+A stream plans forward in blocks, keeps the last blocks and a snapshot at the start of each, and answers three
+questions about any sample near the front: what is in it (`plan`), what is the state before it (`state_at`), what is
+the digest up to it (`digest_at`). Samples before the kept blocks are planned again from the last state given.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from megaresume.stream import cursor
+from megaresume.stream.config import StreamConfig
+from megaresume.stream.errors import StateError, StreamExhausted
+from megaresume.stream.fingerprints import check_fingerprints, fingerprint_of
+from megaresume.stream.kernel import Arrays
+from megaresume.stream.plan import Plan, concatenate
+from megaresume.stream.planner import Planner
+from megaresume.stream.source import LengthSource
+from megaresume.stream.state import Fingerprint, StreamState
+
+__all__ = ["Stream"]
+
+#: Samples planned at a time: small, because `state_at` plans up to this many again.
+BLOCK = 128
+#: Blocks kept behind the front; a loader plans ahead by less than this.
+KEPT_BLOCKS = 256
+#: A seek over more samples than this shows a progress bar.
+LONG_SEEK = 200_000
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    snapshot: Arrays
+    plan: Plan
+
+
+class Stream:
+    """The stream of a config over its sources.
+
+    Safe to use from several threads. Cheap to build in every process that needs data: it reads lengths, no tokens.
+
+    Args:
+        config: what defines the order.
+        sources: one for each of ``config.sources``, in that order.
+        state: where to go on; None: at sample 0.
+
+    Raises:
+        ConfigError, CorpusError: the config or a source is unusable.
+        StateError: the state belongs to another config or other corpora, naming the fields that differ.
+    """
+
+    def __init__(
+        self, config: StreamConfig, sources: Sequence[LengthSource], *, state: StreamState | None = None
+    ) -> None:
+        self.config = config
+        self.sources = list(sources)
+        self._fingerprints: dict[str, Fingerprint] | None = None
+        self._num_documents = [len(source) for source in self.sources]
+        self._lock = threading.RLock()
+        self._base_state: StreamState | None = None
+        self._base: Arrays | None = None
+        self.restore(state)
+
+    @property
+    def fingerprints(self) -> dict[str, Fingerprint]:
+        """What the sources are, by name. The first use may read an index once from end to end."""
+        if self._fingerprints is None:
+            names = [s.name for s in self.config.sources]
+            self._fingerprints = {
+                name: fingerprint_of(source, name) for name, source in zip(names, self.sources, strict=True)
+            }
+        return self._fingerprints
+
+    @property
+    def start(self) -> int:
+        """The sample at which the stream was begun or restored: going back further is refused."""
+        return self._base_state.samples if self._base_state is not None else 0
+
+    def restore(self, state: StreamState | None) -> None:
+        """Go on from a state (None: from sample 0). O(1): no sample before it is planned.
+
+        Raises:
+            StateError: as above; the stream stays as it was.
+        """
+        base = None
+        if state is not None:
+            self.check(state)
+            base = cursor.arrays_of(state, self.config, self._num_documents)
+        with self._lock:
+            planner = Planner(self.config, self.sources, base)
+            self._base_state, self._base, self._planner = state, base, planner
+            self._blocks: deque[_Block] = deque(maxlen=KEPT_BLOCKS)
+
+    def check(self, state: StreamState) -> None:
+        """Raise a `StateError` naming what differs unless the state is one of this config and these corpora."""
+        check_fingerprints(state, self.config, self.fingerprints)
+
+    def plan(self, first: int, stop: int) -> Plan:
+        """What samples ``first .. stop`` hold.
+
+        Raises:
+            StreamExhausted: the stream ends before ``stop``.
+            StateError: ``first`` lies before the state that the stream was restored from.
+        """
+        with self._lock:
+            parts = []
+            while first < stop:
+                block = self._block(first)
+                end = min(stop, block.plan.stop)
+                parts.append(block.plan.slice(first, end))
+                first = end
+            return concatenate(parts) if parts else self._block(max(first - 1, self.start)).plan.slice(first, first)
+
+    def digest_at(self, sample: int) -> str:
+        """Rolling digest of all samples before ``sample``: 16 hex digits."""
+        with self._lock:
+            block = self._blocks[-1] if self._blocks else None
+            if block is not None and block.plan.first < sample <= block.plan.stop:
+                return f"{int(block.plan.digests[sample - block.plan.first - 1]):016x}"
+            return str(self._fields_at(sample)["digest"])
+
+    def state_at(
+        self, sample: int, *, batches: Sequence[tuple[int, int]] = (), overrides: Sequence[str] = ()
+    ) -> StreamState:
+        """The state before ``sample``: what a checkpoint needs when ``sample`` samples were trained.
+
+        Args:
+            sample: number of samples trained.
+            batches: (first sample, global batch size) segments up to here; see `BatchSchedule.until`.
+            overrides: differences accepted at this start, added to those of the state resumed from.
+        """
+        with self._lock:
+            fields = self._fields_at(sample)
+        before = self._base_state
+        return StreamState(
+            config=self.config.to_dict(),
+            fingerprints=self.fingerprints,
+            stages=before.stages if before is not None else ((0, "start"),),
+            batches=tuple(batches) or (before.batches if before is not None else ()),
+            skipped_ranges=before.skipped_ranges if before is not None else (),
+            overrides=(*(before.overrides if before is not None else ()), *overrides),
+            **fields,
+        )
+
+    def _fields_at(self, sample: int) -> dict[str, Any]:
+        """The state's position fields before ``sample``."""
+        if sample == self._planner.position:
+            return cursor.fields_of(self._planner.snapshot(), self.config)
+        block = self._block(sample)
+        planner = Planner(self.config, self.sources, block.snapshot)
+        planner.advance(sample - block.plan.first)
+        return cursor.fields_of(planner.snapshot(), self.config)
+
+    def _block(self, sample: int) -> _Block:
+        """The block that holds ``sample``; plans forward, or again from the base."""
+        if sample < self.start:
+            raise StateError(
+                f"sample {sample} lies before the state that the stream goes on from",
+                found=f"a stream restored at sample {self.start}",
+                expected=f"a sample from {self.start} on",
+                cause="a step counter went back, or a loader was built for another position",
+                action="restore the state of an earlier checkpoint, or none for the start of the stream",
+            )
+        if self._blocks and sample >= self._blocks[0].plan.first:
+            if sample < self._planner.position:
+                return self._kept(sample)
+        elif sample < self._planner.position:
+            log.info("planning samples %d to %d again", self.start, sample)
+            self._planner = Planner(self.config, self.sources, self._base)
+            self._blocks.clear()
+        return self._plan_up_to(sample)
+
+    def _kept(self, sample: int) -> _Block:
+        # Blocks are equally long, but for one that the end of the stream cut short.
+        index = (sample - self._blocks[0].plan.first) // BLOCK
+        return self._blocks[index]
+
+    def _plan_up_to(self, sample: int) -> _Block:
+        distance = sample - self._planner.position
+        bar = tqdm(
+            total=distance,
+            unit=" samples",
+            unit_scale=True,
+            desc="seeking in the stream",
+            disable=None if distance > LONG_SEEK else True,
+        )
+        if distance > LONG_SEEK:
+            log.info("seeking from sample %d to %d", self._planner.position, sample)
+        with bar:
+            while self._planner.position <= sample:
+                snapshot = self._planner.snapshot()
+                plan = self._planner.advance(BLOCK)
+                if len(plan):
+                    self._blocks.append(_Block(snapshot, plan))
+                if len(plan) < BLOCK and self._planner.position <= sample:
+                    raise self._exhausted(sample)
+                bar.update(len(plan))
+        return self._blocks[-1]
+
+    def _exhausted(self, sample: int) -> StreamExhausted:
+        ended = [
+            f"{s.name} ({s.max_epochs} epochs, {s.on_exhausted})"
+            for s in self.config.sources
+            if s.max_epochs is not None and s.on_exhausted != "repeat"
+        ]
+        return StreamExhausted(
+            "the stream has ended",
+            found=f"sample {sample} was asked for, the stream has {self._planner.position} samples",
+            expected=f"at most {self._planner.position} samples",
+            cause=f"sources with an end: {', '.join(ended)}",
+            action="train fewer samples, raise max_epochs, or set on_exhausted: repeat",
+        )
