@@ -1,0 +1,94 @@
+"""Checkpoints: what lies beside the model files, how a save becomes valid, and what is loaded after a kill.
+
+    save                                                     load
+    ----                                                     ----
+    rank 0  begin_save        -> marker                      rank 0  choose          -> Choice
+    all     model files                                      rank 0  broadcasts Choice.to_broadcast()
+    all     barrier                                          others  confirm_choice  -> the same state, or an error
+    rank 0  commit_save                                      rank 0  record_start    -> ledger line
+              every expected file there, none empty?
+              step_0000010.json            data state
+              step_0000010.manifest.json   every file with its size: from here the checkpoint is complete
+              latest, latest_checkpointed_iteration.txt
+              ledger.jsonl                 one line
+              marker removed
+
+What makes it hold:
+
+- Every file of ours is replaced atomically (`atomic`) and carries a checksum of its own bytes (`sealed`).
+- The **manifest** says that a checkpoint is complete; the pointers only say which one was meant. DeepSpeed moves its
+  own ``latest`` before the other ranks are done, so a pointer proves nothing.
+- The **marker** tells a save that was killed from a directory that somebody wrote without us, and pointers that a
+  kill kept from moving from pointers that were moved back on purpose.
+- State, manifest and marker carry the id of their save; state and ledger the id of the run: nothing of another save
+  or run passes for one of this.
+- Values are captured by `begin_save`, so that a finalizer may commit them when training has long gone on.
+- A choice comes with the reason for every checkpoint that was passed over. Records of a newer megaresume stop the
+  resume: they never look like damage.
+
+A save, and the next start::
+
+    pending = begin_save(save, tag="global_step10", iteration=10, state=stream_state, topology=topology)
+    engine.save_checkpoint(save, tag="global_step10", save_latest=False)      # all ranks, then a barrier
+    commit_save(pending, expected_files=["mp_rank_00_model_states.pt", ...])
+
+    choice = choose(load)                                                      # rank 0
+    step = confirm_choice(load, broadcast)                                     # the others
+    record_start(save, iteration=choice.iteration, state=choice.state, choice=choice)
+
+One idea a file: `layout` names and paths, `atomic` writing, `sealed` checksummed JSON, `topology`, `state_file`,
+`manifest`, `pointers`, `ledger`, `marker`, `commit`, `candidates` (is this one whole?), `choose`, `confirm`, `start`.
+Nothing here imports torch or numpy, unpickles anything, or knows about ranks.
+"""
+
+from megaresume.checkpoint.candidates import Candidate, Examined, Status, examine, list_candidates, resolve_pointer
+from megaresume.checkpoint.choose import Choice, Rejected, choose
+from megaresume.checkpoint.commit import Commit, PendingCheckpoint, begin_save, commit_save, run_of
+from megaresume.checkpoint.confirm import confirm_choice
+from megaresume.checkpoint.layout import check_tag, deepspeed_tag, megatron_tag, split_root, tag_iteration
+from megaresume.checkpoint.ledger import LedgerEntry, LedgerProblem, LedgerReading, append_ledger, read_ledger
+from megaresume.checkpoint.manifest import FileEntry, Manifest, Problem, read_manifest
+from megaresume.checkpoint.pointers import Pointer, read_pointers
+from megaresume.checkpoint.sealed import NewerFormatError
+from megaresume.checkpoint.start import record_start
+from megaresume.checkpoint.state_file import StepFile, read_step_file
+from megaresume.checkpoint.topology import Topology
+
+__all__ = [
+    "Candidate",
+    "Choice",
+    "Commit",
+    "Examined",
+    "FileEntry",
+    "LedgerEntry",
+    "LedgerProblem",
+    "LedgerReading",
+    "Manifest",
+    "NewerFormatError",
+    "PendingCheckpoint",
+    "Pointer",
+    "Problem",
+    "Rejected",
+    "Status",
+    "StepFile",
+    "Topology",
+    "append_ledger",
+    "begin_save",
+    "check_tag",
+    "choose",
+    "commit_save",
+    "confirm_choice",
+    "deepspeed_tag",
+    "examine",
+    "list_candidates",
+    "megatron_tag",
+    "read_ledger",
+    "read_manifest",
+    "read_pointers",
+    "read_step_file",
+    "record_start",
+    "resolve_pointer",
+    "run_of",
+    "split_root",
+    "tag_iteration",
+]

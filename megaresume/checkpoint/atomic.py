@@ -1,0 +1,122 @@
+"""Writing small files so that a reader, or the next start after a kill, sees the old content or the new, never less.
+
+Temporary file in the same directory, fsync, rename, fsync of the directory. A writer that is killed leaves at most
+a file named ``.<name>.megaresume-<pid>-<random>.tmp``: nobody reads it, and `remove_leftovers` clears it away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+from pathlib import Path
+
+from megaresume.stream.errors import CheckpointError
+
+__all__ = ["fsync_dir", "fsync_file", "is_leftover", "make_dir", "remove_leftovers", "write_all", "write_atomic"]
+
+_LEFTOVER = re.compile(r"\..+\.megaresume-[0-9]+-[0-9a-f]{8}\.tmp")
+
+#: What filesystems without fsync answer (some FUSE and network mounts). Harmless for a killed process, since renames
+#: stay atomic; what is lost is only durability over a power cut, which such a mount never offered. Everything else
+#: (EIO, ENOSPC, EDQUOT) means that data was lost, and is an error.
+_NO_FSYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
+
+_CAUSES = {
+    errno.ENOSPC: ("the disk is full", "free space on it, or save elsewhere"),
+    errno.EDQUOT: ("the quota is used up", "free space in it, or save elsewhere"),
+    errno.EROFS: ("the filesystem is mounted read-only", "save to a writable directory"),
+    errno.EACCES: ("no permission to write there", "save to a directory that this user may write to"),
+    errno.EPERM: ("no permission to write there", "save to a directory that this user may write to"),
+    errno.EIO: ("the device or the network filesystem fails", "look at the kernel log; save elsewhere"),
+    errno.EISDIR: ("a directory has the name of the file", "move that directory away"),
+}
+
+
+def write_error(path: Path, error: OSError) -> CheckpointError:
+    """Turn the system's error into ours, with the likely cause and what to do."""
+    cause, action = _CAUSES.get(error.errno or 0, (None, None))
+    return CheckpointError(f"cannot write {path}", found=f"{error.strerror or error}", cause=cause, action=action)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write all of it: a single write may stop short on a full disk, a signal or a network filesystem."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def fsync_file(descriptor: int) -> None:
+    """Force a file's content to the disk, where the filesystem can."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FSYNC:
+            raise
+
+
+def fsync_dir(directory: Path) -> None:
+    """Force the names in a directory to the disk: a rename is only durable after this."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except PermissionError:
+        return  # writable but not listable: the rename stands, only its durability cannot be forced
+    try:
+        fsync_file(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_dir(directory: Path) -> None:
+    """Create a directory and its parents, durably. Raises CheckpointError."""
+    try:
+        if not directory.is_dir():
+            directory.mkdir(parents=True, exist_ok=True)
+            fsync_dir(directory.parent)
+    except OSError as error:
+        raise write_error(directory, error) from error
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace a file's content in one step. Its directory must exist.
+
+    Raises:
+        CheckpointError: disk full, read-only, no permission, ...; the old content is still there.
+    """
+    temporary = path.with_name(f".{path.name}.megaresume-{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            write_all(descriptor, data)
+            fsync_file(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, path)
+        fsync_dir(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise write_error(path, error) from error
+
+
+def is_leftover(name: str) -> bool:
+    """Whether a file name is one of our temporary files, left behind by a killed writer."""
+    return _LEFTOVER.fullmatch(name) is not None
+
+
+def remove_leftovers(directory: Path) -> int:
+    """Delete what killed writers left. Only for the start of a run, when nothing is being written.
+
+    Returns:
+        how many files were deleted; files that cannot be deleted are left, they harm nobody.
+    """
+    removed = 0
+    with contextlib.suppress(OSError):
+        for name in os.listdir(directory):
+            if is_leftover(name):
+                with contextlib.suppress(OSError):
+                    os.unlink(directory / name)
+                    removed += 1
+    return removed

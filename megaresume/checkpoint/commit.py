@@ -1,0 +1,375 @@
+"""The save protocol, on rank 0: `begin_save` before the first model file, `commit_save` when all ranks are done.
+
+    begin_save      marker                    step_0000010.saving.json
+                    ... all ranks write their model files, barrier ...
+    commit_save     every expected file there, none of 0 bytes?
+                    data state                step_0000010.json
+                    manifest                  step_0000010.manifest.json    <- from here the checkpoint is complete
+                    latest, tracker
+                    ledger line
+                    marker removed            <- from here its commit is over
+
+Each step is atomic and durable before the next begins. A kill between any two leaves either the checkpoint before or
+this one, never a mixture; `record_start` of the next run finishes a commit that was cut off after the manifest.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from megaresume.checkpoint.atomic import fsync_dir, fsync_file, make_dir, write_atomic, write_error
+from megaresume.checkpoint.clock import utc
+from megaresume.checkpoint.layout import (
+    check_tag,
+    ledger_path,
+    manifest_path,
+    marker_path,
+    parse_record_name,
+    records_dir,
+    step_path,
+    superseded_path,
+)
+from megaresume.checkpoint.ledger import LedgerEntry, append_ledger, read_run
+from megaresume.checkpoint.manifest import FileEntry, Manifest, Progress, checksum_files, list_files
+from megaresume.checkpoint.marker import Marker, read_marker, remove_marker, write_marker
+from megaresume.checkpoint.pointers import write_latest, write_tracker
+from megaresume.checkpoint.sealed import NewerFormatError
+from megaresume.checkpoint.state_file import StepFile, new_id, read_step_file, write_step_file
+from megaresume.checkpoint.topology import Topology
+from megaresume.stream.errors import CheckpointError, StateError, UsageError
+from megaresume.stream.state import StreamState
+
+__all__ = ["Commit", "PendingCheckpoint", "begin_save", "commit_save", "publish", "run_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PendingCheckpoint:
+    """A save that has begun: everything that will be written about it, as it was at that moment.
+
+    Plain values: it may be kept until an asynchronous save is done, or sent to the process that finishes it.
+    """
+
+    #: the checkpoint root.
+    save_dir: Path
+    step: StepFile
+    #: which pointers the commit moves.
+    latest: bool
+    tracker: bool
+    #: files that must be there, relative to the tag directory; None: at least one file that is not empty.
+    expected_files: tuple[str, ...] | None
+    #: seconds since 1970, when the save began.
+    began: float
+
+    @property
+    def tag_dir(self) -> Path:
+        """The tag directory."""
+        return self.save_dir / self.step.tag
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Commit:
+    """What a commit did."""
+
+    step: StepFile
+    manifest: Manifest
+    #: from `begin_save` to the end of the commit.
+    seconds: float
+    #: what somebody should know: sentences.
+    notes: tuple[str, ...]
+
+
+def run_of(root: Path) -> str | None:
+    """The run that a checkpoint root belongs to: from the ledger, or else from its newest readable state."""
+    run = read_run(ledger_path(root))
+    if run is not None:
+        return run
+    try:
+        names = sorted(os.listdir(records_dir(root)), reverse=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    for name in names:
+        record = parse_record_name(name)
+        if record is not None and record.kind == "state":
+            try:
+                return read_step_file(records_dir(root) / name).run
+            except NewerFormatError:
+                raise
+            except StateError:
+                continue
+    return None
+
+
+def begin_save(
+    save_dir: str | os.PathLike[str],
+    *,
+    tag: str,
+    iteration: int,
+    state: StreamState,
+    topology: Topology | None = None,
+    expected_files: Iterable[str] | None = None,
+    latest: bool = True,
+    tracker: bool = True,
+) -> PendingCheckpoint:
+    """Announce a save and capture its values. On rank 0, before any rank writes a model file.
+
+    Where the tag directory exists already (the same step saved a second time), put a barrier between this and the
+    first write of any rank, so that no file of a complete checkpoint is overwritten before the marker says so.
+
+    Args:
+        save_dir: the checkpoint root; created if need be.
+        tag: name of the tag directory.
+        iteration: optimizer steps done.
+        state: the stream as trained up to here.
+        topology: how the run is laid out.
+        expected_files: what the tag directory must hold in the end; may also be given to `commit_save`.
+        latest: whether the commit moves DeepSpeed's ``latest``.
+        tracker: whether it moves Megatron's tracker. False where Megatron moves it itself.
+
+    Raises:
+        UsageError: impossible tag or negative iteration.
+        CheckpointError: the directory cannot be written.
+        StateError: the root was written by a newer megaresume.
+    """
+    check_tag(tag)
+    if iteration < 0:
+        raise UsageError("an iteration cannot be negative", found=iteration, expected="0 or more")
+    root = Path(os.path.abspath(save_dir))
+    make_dir(records_dir(root))
+    began = time.time()
+    step = StepFile(
+        iteration=iteration,
+        tag=tag,
+        run=run_of(root) or new_id(),
+        save_id=new_id(),
+        saved_at=utc(began),
+        topology=topology or Topology(),
+        state=state,
+    )
+    marker = Marker(
+        iteration=iteration,
+        tag=tag,
+        save_id=step.save_id,
+        began_at=step.saved_at,
+        latest=latest,
+        tracker=tracker,
+    )
+    write_marker(marker_path(root, iteration, tag), marker)
+    return PendingCheckpoint(
+        save_dir=root,
+        step=step,
+        latest=latest,
+        tracker=tracker,
+        expected_files=None if expected_files is None else tuple(expected_files),
+        began=began,
+    )
+
+
+def commit_save(
+    pending: PendingCheckpoint,
+    *,
+    expected_files: Iterable[str] | None = None,
+    checksums: bool = False,
+    sync_files: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Commit:
+    """Make a save count. On rank 0, after the barrier behind the last model file (or in the finalizer).
+
+    Args:
+        pending: what `begin_save` gave.
+        expected_files: files that must be there, relative to the tag directory; in place of those in ``pending``.
+        checksums: read every file and put its checksum into the manifest.
+        sync_files: fsync every model file first. A killed process loses nothing without it; a power cut may, which
+            the sizes in the manifest show on load. Costs what the disk needs to write the checkpoint out.
+        threads: for checksums, at the same time; None: one a core.
+        progress: called with the bytes just read for checksums, from several threads.
+
+    Raises:
+        CheckpointError: expected files are missing or empty (named; the pointers stay as they are), another save of
+            the same step has begun since, or the disk refuses.
+    """
+    root, step = pending.save_dir, pending.step
+    _check_not_overtaken(pending)
+    expected = pending.expected_files if expected_files is None else tuple(expected_files)
+    files = _collect(pending.tag_dir, expected)
+    if checksums:
+        files = _with_checksums(pending.tag_dir, files, threads, progress)
+    if sync_files:
+        _sync(pending.tag_dir, files)
+    notes = _keep_superseded(root, step)
+    manifest = Manifest(
+        iteration=step.iteration,
+        tag=step.tag,
+        save_id=step.save_id,
+        digest=step.state.digest,
+        files=files,
+    )
+    write_step_file(step_path(root, step.iteration, step.tag), step)
+    write_atomic(manifest_path(root, step.iteration, step.tag), manifest.to_bytes())
+    seconds = time.time() - pending.began
+    publish(root, step, manifest, latest=pending.latest, tracker=pending.tracker, seconds=seconds, notes=notes)
+    return Commit(step=step, manifest=manifest, seconds=time.time() - pending.began, notes=notes)
+
+
+def publish(
+    root: Path,
+    step: StepFile,
+    manifest: Manifest,
+    *,
+    latest: bool,
+    tracker: bool,
+    seconds: float | None,
+    notes: tuple[str, ...] = (),
+) -> None:
+    """The second half of a commit: pointers, ledger line, marker. The manifest must have been written.
+
+    Args:
+        root: the checkpoint root.
+        step: the state that was committed.
+        manifest: its manifest.
+        latest: whether to move DeepSpeed's pointer.
+        tracker: whether to move Megatron's.
+        seconds: that the save took; None: not known.
+        notes: to be kept in the ledger.
+    """
+    if latest:
+        write_latest(root, step.tag)
+    if tracker:
+        write_tracker(root, step.iteration)
+    details: dict[str, object] = {
+        "save_id": step.save_id,
+        "files": len(manifest.files),
+        "bytes": manifest.size,
+    }
+    if seconds is not None:
+        details["save_seconds"] = round(max(seconds, 0.0), 3)
+    if notes:
+        details["notes"] = list(notes)
+    entry = LedgerEntry(
+        kind="checkpoint",
+        iteration=step.iteration,
+        tag=step.tag,
+        samples=step.state.samples,
+        digest=step.state.digest,
+        run=step.run,
+        time=step.saved_at,
+        topology=step.topology,
+        details=details,
+    )
+    append_ledger(ledger_path(root), entry)
+    remove_marker(marker_path(root, step.iteration, step.tag))
+
+
+def _check_not_overtaken(pending: PendingCheckpoint) -> None:
+    step = pending.step
+    path = marker_path(pending.save_dir, step.iteration, step.tag)
+    marker = read_marker(path)
+    if marker is None or marker.save_id != step.save_id:
+        raise CheckpointError(
+            f"another save of {step.tag} has begun or ended since this one began; this one is not committed",
+            found="no save marker" if marker is None else f"a save that began {marker.began_at}",
+            expected=f"the marker of the save that began {step.saved_at}: {path}",
+            cause="two jobs save into one directory, or a finalizer ran twice",
+            action="give every job its own --save directory",
+        )
+
+
+def _collect(tag_dir: Path, expected: tuple[str, ...] | None) -> tuple[FileEntry, ...]:
+    """The files of the tag directory, or CheckpointError if one that is expected is missing or empty."""
+    try:
+        files = list_files(tag_dir)
+    except (FileNotFoundError, NotADirectoryError):
+        files = ()
+    except OSError as error:
+        raise CheckpointError(f"cannot read the tag directory {tag_dir}", found=error.strerror or str(error)) from error
+    sizes = {entry.path: entry.size for entry in files}
+    if expected is None:
+        if not any(sizes.values()):
+            _refuse(tag_dir, ["no file that is not empty"], "at least one file with content")
+        return files
+    wanted = [str(PurePosixPath(name)) for name in expected]
+    wrong = [f"{name} is missing" for name in wanted if name not in sizes]
+    wrong += [f"{name} has 0 bytes" for name in wanted if sizes.get(name) == 0]
+    if wrong:
+        _refuse(tag_dir, wrong, f"{len(wanted)} files that are not empty")
+    return files
+
+
+def _refuse(tag_dir: Path, wrong: list[str], expected: str) -> None:
+    shown = ", ".join(wrong[:10]) + (f", and {len(wrong) - 10} more" if len(wrong) > 10 else "")
+    raise CheckpointError(
+        f"the checkpoint {tag_dir.name} is incomplete and was not committed; the pointers stay as they were",
+        found=f"{tag_dir}: {shown}",
+        expected=expected,
+        cause="a rank was killed or ran out of disk while saving, or saves to another directory than rank 0",
+        action="look at the logs of the ranks that own these files; every rank must see the same --save directory",
+    )
+
+
+def _with_checksums(
+    tag_dir: Path, files: tuple[FileEntry, ...], threads: int | None, progress: Progress | None
+) -> tuple[FileEntry, ...]:
+    checksums = checksum_files(tag_dir, (entry.path for entry in files), threads=threads, progress=progress)
+    result: list[FileEntry] = []
+    for entry in files:
+        checksum = checksums[entry.path]
+        if isinstance(checksum, OSError):
+            raise CheckpointError(
+                f"cannot read a file that was just saved: {tag_dir / entry.path}", found=str(checksum)
+            ) from checksum
+        result.append(FileEntry(path=entry.path, size=entry.size, checksum=checksum))
+    return tuple(result)
+
+
+def _sync(tag_dir: Path, files: tuple[FileEntry, ...]) -> None:
+    directories = {tag_dir, tag_dir.parent}
+    for entry in files:
+        path = tag_dir / entry.path
+        directories.add(path.parent)
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                fsync_file(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise write_error(path, error) from error
+    for directory in directories:
+        try:
+            fsync_dir(directory)
+        except OSError as error:
+            raise write_error(directory, error) from error
+
+
+def _keep_superseded(root: Path, step: StepFile) -> tuple[str, ...]:
+    """Move the state of the same step aside if it is of other data: a step's history is never lost in silence."""
+    path = step_path(root, step.iteration, step.tag)
+    if not path.exists():
+        return ()
+    try:
+        old = read_step_file(path)
+        digest, what = old.state.digest, f"digest {old.state.digest}, saved {old.saved_at}"
+        if digest == step.state.digest and old.tag == step.tag:
+            return ()
+    except NewerFormatError:
+        raise
+    except StateError as error:
+        digest, what = "unreadable", f"an unreadable state ({error.headline})"
+    keep = superseded_path(root, step.iteration, step.tag, digest)
+    make_dir(keep.parent)
+    try:
+        # First the manifest: it describes files that are already overwritten.
+        manifest_path(root, step.iteration, step.tag).unlink(missing_ok=True)
+        os.replace(path, keep)
+        fsync_dir(keep.parent)
+        fsync_dir(path.parent)
+    except OSError as error:
+        raise write_error(keep, error) from error
+    return (
+        f"iteration {step.iteration} was committed before with other data: {what}; now digest {step.state.digest}. "
+        f"The old state is kept as {keep.relative_to(root)}",
+    )

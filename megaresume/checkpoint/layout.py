@@ -1,0 +1,183 @@
+"""What lies where in a checkpoint root: names, paths, and how to read them back.
+
+    <save>/global_step10/  or  iter_0000010/     tag directory: DeepSpeed's, Megatron's; any other name is allowed too
+    <save>/latest                                DeepSpeed's pointer: a tag
+    <save>/latest_checkpointed_iteration.txt     Megatron's pointer, the tracker: an iteration
+    <save>/megaresume/step_0000010.json          data state
+    <save>/megaresume/step_0000010.manifest.json
+    <save>/megaresume/step_0000010.saving.json   marker: a save of this step has begun and has not ended
+    <save>/megaresume/ledger.jsonl
+    <save>/megaresume/superseded/                states of steps that were saved again with other data
+
+A tag that is not the usual name of its iteration (``best`` at iteration 10) is part of the record's name:
+``step_0000010@best.json``, ``step_0000010.manifest@best.json``. Nothing of ours lies inside a tag directory, and
+nothing that is no checkpoint is called ``iter_*``: Megatron refuses the one and deletes the other.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from megaresume.stream.errors import UsageError
+
+__all__ = [
+    "LATEST",
+    "LEDGER",
+    "RECORDS_DIR",
+    "TRACKER",
+    "RecordKind",
+    "RecordName",
+    "check_tag",
+    "deepspeed_tag",
+    "is_usual_tag",
+    "ledger_path",
+    "manifest_path",
+    "marker_path",
+    "megatron_tag",
+    "parse_record_name",
+    "records_dir",
+    "split_root",
+    "step_path",
+    "superseded_path",
+    "tag_iteration",
+]
+
+RECORDS_DIR = "megaresume"
+LATEST: Final = "latest"
+TRACKER: Final = "latest_checkpointed_iteration.txt"
+LEDGER = "ledger.jsonl"
+
+RecordKind = Literal["state", "manifest", "saving"]
+
+_INFIX: dict[RecordKind, str] = {"state": "", "manifest": ".manifest", "saving": ".saving"}
+_RECORD = re.compile(r"step_([0-9]{7,18})(\.manifest|\.saving)?(?:@(.+))?\.json")
+_TAG = re.compile(r"global_step([0-9]{1,18})|iter_([0-9]{7,18})")
+#: bytes; a record's temporary file must stay below the 255 bytes that filesystems allow.
+_MAX_TAG_BYTES = 160
+_RESERVED = frozenset({RECORDS_DIR, LATEST, TRACKER})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordName:
+    """What the name of a file in ``<save>/megaresume`` says."""
+
+    kind: RecordKind
+    iteration: int
+    #: None: the usual tag of the iteration, `deepspeed_tag` or `megatron_tag`.
+    tag: str | None
+
+
+def deepspeed_tag(iteration: int) -> str:
+    """DeepSpeed's usual name of a tag directory: ``global_step10``."""
+    return f"global_step{iteration}"
+
+
+def megatron_tag(iteration: int) -> str:
+    """Megatron's name of a tag directory: ``iter_0000010``."""
+    return f"iter_{iteration:07d}"
+
+
+def tag_iteration(tag: str) -> int | None:
+    """The iteration that a tag's name tells, or None for a name of the user's own."""
+    match = _TAG.fullmatch(tag)
+    return int(match[1] or match[2]) if match else None
+
+
+def is_usual_tag(tag: str, iteration: int) -> bool:
+    """Whether a tag is DeepSpeed's or Megatron's usual name of this iteration."""
+    return tag in (deepspeed_tag(iteration), megatron_tag(iteration))
+
+
+def check_tag(tag: str) -> str:
+    """Return the tag, or raise UsageError where it cannot be the name of a directory below the checkpoint root."""
+    bad = (
+        not tag
+        or tag != tag.strip()
+        or tag.startswith(".")
+        or "/" in tag
+        or os.sep in tag
+        or not tag.isprintable()
+        or tag in _RESERVED
+        or len(tag.encode("utf-8", "surrogatepass")) > _MAX_TAG_BYTES
+    )
+    if bad:
+        raise UsageError(
+            "a checkpoint tag must be the plain name of a directory",
+            found=repr(tag[:200]),
+            expected=f"a name such as global_step10, at most {_MAX_TAG_BYTES} bytes, without '/', control characters "
+            f"or a leading dot, and none of {', '.join(sorted(_RESERVED))}",
+        )
+    return tag
+
+
+def records_dir(root: Path) -> Path:
+    """Where our own files lie, beside the tag directories."""
+    return root / RECORDS_DIR
+
+
+def ledger_path(root: Path) -> Path:
+    """The ledger of a checkpoint root."""
+    return records_dir(root) / LEDGER
+
+
+def _record_path(root: Path, kind: RecordKind, iteration: int, tag: str) -> Path:
+    suffix = "" if is_usual_tag(tag, iteration) else f"@{tag}"
+    return records_dir(root) / f"step_{iteration:07d}{_INFIX[kind]}{suffix}.json"
+
+
+def step_path(root: Path, iteration: int, tag: str) -> Path:
+    """The file that holds the data state of a checkpoint."""
+    return _record_path(root, "state", iteration, tag)
+
+
+def manifest_path(root: Path, iteration: int, tag: str) -> Path:
+    """The file that lists the files of a checkpoint."""
+    return _record_path(root, "manifest", iteration, tag)
+
+
+def marker_path(root: Path, iteration: int, tag: str) -> Path:
+    """The file that is there from the beginning of a save to the end of its commit."""
+    return _record_path(root, "saving", iteration, tag)
+
+
+def superseded_path(root: Path, iteration: int, tag: str, digest: str) -> Path:
+    """Where the state of a step goes that is saved again with another digest."""
+    return records_dir(root) / "superseded" / f"{step_path(root, iteration, tag).stem}.{digest}.json"
+
+
+def parse_record_name(name: str) -> RecordName | None:
+    """Read a file name of ``<save>/megaresume``; None for files that are no records (ledger, temporary files)."""
+    match = _RECORD.fullmatch(name)
+    if match is None:
+        return None
+    kinds: dict[str | None, RecordKind] = {None: "state", ".manifest": "manifest", ".saving": "saving"}
+    return RecordName(kind=kinds[match[2]], iteration=int(match[1]), tag=match[3])
+
+
+def split_root(directory: Path) -> tuple[Path, str | None]:
+    """Tell a checkpoint root from a tag directory.
+
+    Returns:
+        ``(root, None)`` for a root, ``(root, tag)`` for a tag directory below one.
+    """
+    directory = Path(os.path.abspath(directory))
+    if any((directory / name).exists() for name in (RECORDS_DIR, LATEST, TRACKER)):
+        return directory, None
+    if tag_iteration(directory.name) is not None or directory.name in _own_tags(directory.parent):
+        return directory.parent, directory.name
+    if directory.name == RECORDS_DIR and (directory / LEDGER).exists():
+        return directory.parent, None
+    return directory, None
+
+
+def _own_tags(root: Path) -> set[str]:
+    """Tags of the user's own that the records of a root name."""
+    try:
+        names = os.listdir(records_dir(root))
+    except OSError:
+        return set()
+    return {record.tag for name in names if (record := parse_record_name(name)) is not None and record.tag}

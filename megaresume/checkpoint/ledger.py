@@ -1,0 +1,243 @@
+"""The ledger: append-only JSON lines, one for every checkpoint and for every start of a run.
+
+It outlives pruned checkpoints, tells which run a directory belongs to, and in which order things happened: which
+checkpoints lie on the path to the present, and which on a branch that was given up.
+
+Every line is sealed (`megaresume.checkpoint.sealed`). A kill in the middle of an append leaves a torn last line: it is
+reported, not used, and closed off by the next append. Damaged lines elsewhere are reported by number.
+
+Version history:
+
+    1  first version
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from megaresume.checkpoint.atomic import fsync_dir, fsync_file, make_dir, write_all, write_error
+from megaresume.checkpoint.sealed import NewerFormatError, SealError, seal, unseal
+from megaresume.checkpoint.topology import Topology
+from megaresume.stream.errors import StateError
+
+__all__ = [
+    "FORMAT",
+    "VERSION",
+    "LedgerEntry",
+    "LedgerProblem",
+    "LedgerReading",
+    "abandoned_checkpoints",
+    "append_ledger",
+    "read_ledger",
+    "read_run",
+]
+
+FORMAT = "megaresume.ledger"
+VERSION = 1
+
+EntryKind = Literal["checkpoint", "start"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LedgerEntry:
+    """One event of a run."""
+
+    #: ``checkpoint``: one was committed. ``start``: a process group began to train from here.
+    kind: EntryKind
+    #: of the checkpoint, or where the start began.
+    iteration: int
+    #: the tag directory saved, or loaded; None: a start from nothing.
+    tag: str | None
+    #: samples trained, and the digest of them.
+    samples: int
+    digest: str
+    #: the run, 16 hex digits: the same in all lines of a root.
+    run: str
+    #: UTC. Of a checkpoint: when its save began.
+    time: str
+    topology: Topology
+    #: whatever else is worth keeping: ``save_id``, ``bytes`` and ``save_seconds`` of a checkpoint, the place that a
+    #: start loaded from, notes. Plain JSON.
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """The line, with its newline."""
+        fields: dict[str, Any] = {
+            "format": FORMAT,
+            "version": VERSION,
+            "kind": self.kind,
+            "iteration": self.iteration,
+            "tag": self.tag,
+            "samples": self.samples,
+            "digest": self.digest,
+            "run": self.run,
+            "time": self.time,
+            "topology": self.topology.to_dict(),
+        }
+        if self.details:
+            fields["details"] = dict(self.details)
+        return seal(fields)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LedgerProblem:
+    """A line that cannot be used."""
+
+    #: counted from 1.
+    line: int
+    #: the rest of a sentence about the line.
+    reason: str
+    #: the last line, cut short: a writer was killed in its append. Nothing else is wrong then.
+    torn: bool = False
+
+    def __str__(self) -> str:
+        return f"ledger line {self.line} {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LedgerReading:
+    """What a ledger says, and what of it cannot be read."""
+
+    entries: tuple[LedgerEntry, ...] = ()
+    problems: tuple[LedgerProblem, ...] = ()
+
+    @property
+    def run(self) -> str | None:
+        """The run that the ledger belongs to."""
+        return self.entries[0].run if self.entries else None
+
+
+def read_ledger(path: Path) -> LedgerReading:
+    """Read every line that can be read. A missing ledger is an empty one.
+
+    Raises:
+        StateError: the file is there but cannot be read at all.
+        NewerFormatError: a line is of a newer version.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return LedgerReading()
+    except OSError as error:
+        raise StateError(
+            "the ledger cannot be read", found=f"{path}: {error.strerror or error}", expected="a readable file"
+        ) from error
+    lines = data.split(b"\n")
+    entries: list[LedgerEntry] = []
+    problems: list[LedgerProblem] = []
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            entries.append(_entry(path, unseal(line)))
+        except SealError as error:
+            torn = number == len(lines)  # what follows the last newline
+            reason = f"is torn after {len(line)} bytes (a writer was killed while appending)" if torn else str(error)
+            problems.append(LedgerProblem(line=number, reason=reason, torn=torn))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            problems.append(LedgerProblem(line=number, reason=f"lacks a field or has a wrong one: {error}"))
+    return LedgerReading(entries=tuple(entries), problems=tuple(problems))
+
+
+def read_run(path: Path) -> str | None:
+    """The run that a ledger belongs to, from its first good line: no more is read. None without one."""
+    try:
+        with open(path, "rb") as file:
+            for line in file:
+                try:
+                    return _entry(path, unseal(line)).run
+                except (SealError, KeyError, TypeError, ValueError, AttributeError):
+                    continue
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StateError(
+            "the ledger cannot be read", found=f"{path}: {error.strerror or error}", expected="a readable file"
+        ) from error
+    return None
+
+
+def _entry(path: Path, fields: Mapping[str, Any]) -> LedgerEntry:
+    version = fields["version"]
+    if fields["format"] != FORMAT or type(version) is not int:
+        raise ValueError(f"it is a {fields['format']!r}, version {version!r}")
+    if version > VERSION:
+        raise NewerFormatError(
+            "the ledger was written by a newer megaresume",
+            found=f"{path}: version {version}",
+            expected=f"version {VERSION} or older",
+            action="upgrade megaresume on this machine to the version that wrote it",
+        )
+    kind = fields["kind"]
+    if kind not in ("checkpoint", "start"):
+        raise ValueError(f"unknown kind {kind!r}")
+    tag, run, digest = fields["tag"], fields["run"], fields["digest"]
+    if not (tag is None or isinstance(tag, str)) or not isinstance(run, str) or not isinstance(digest, str):
+        raise ValueError("tag, run and digest must be text")
+    return LedgerEntry(
+        kind=kind,
+        iteration=int(fields["iteration"]),
+        tag=tag,
+        samples=int(fields["samples"]),
+        digest=digest,
+        run=run,
+        time=str(fields["time"]),
+        topology=Topology.from_dict(fields["topology"]),
+        details=dict(fields.get("details", {})),
+    )
+
+
+def append_ledger(path: Path, entry: LedgerEntry) -> None:
+    """Append one line, durably; a torn last line is closed off first, never glued to.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    make_dir(path.parent)
+    try:
+        new = not path.exists()
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            size = os.fstat(descriptor).st_size
+            torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+            write_all(descriptor, (b"\n" if torn else b"") + entry.to_bytes())
+            fsync_file(descriptor)
+        finally:
+            os.close(descriptor)
+        if new:
+            fsync_dir(path.parent)
+    except OSError as error:
+        raise write_error(path, error) from error
+
+
+def abandoned_checkpoints(entries: tuple[LedgerEntry, ...]) -> frozenset[tuple[int, str]]:
+    """Checkpoints on branches that were given up.
+
+    When a run starts again from iteration 10 and goes on to save 15, what it had saved beyond 10 before that start no
+    longer leads to the present. A start alone gives nothing up: only the first checkpoint after it does.
+
+    Returns:
+        (iteration, tag) of them.
+    """
+    live: dict[tuple[int, str], None] = {}
+    abandoned: set[tuple[int, str]] = set()
+    started_at: int | None = None
+    for entry in entries:
+        if entry.kind == "start":
+            started_at = entry.iteration
+            continue
+        if started_at is not None:
+            given_up = [key for key in live if key[0] > started_at]
+            abandoned.update(given_up)
+            for key in given_up:
+                del live[key]
+            started_at = None
+        if entry.tag is not None:
+            key = (entry.iteration, entry.tag)
+            live[key] = None
+            abandoned.discard(key)
+    return frozenset(abandoned)

@@ -1,0 +1,58 @@
+"""How a run was laid out when it wrote a record. Information for people: no part of the data state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+__all__ = ["Topology"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Topology:
+    """Counts of processes and of samples; None where the writer does not know."""
+
+    #: processes of the run.
+    world_size: int = 1
+    #: data-parallel size.
+    dp: int = 1
+    #: tensor-, pipeline- and context-parallel size.
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    #: DataLoader worker processes of each rank.
+    num_workers: int = 0
+    #: samples of one rank in one forward pass.
+    micro_batch_size: int | None = None
+    #: samples of one step, all ranks together.
+    global_batch_size: int | None = None
+    #: DeepSpeed's ZeRO stage.
+    zero_stage: int | None = None
+    #: machines.
+    nodes: int | None = None
+
+    def to_dict(self) -> dict[str, int]:
+        """Plain JSON, without what is not known."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Topology:
+        """Read what `to_dict` wrote; members that a later version added are passed over.
+
+        Raises:
+            ValueError: a value is not an integer.
+        """
+        known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
+        for name, value in known.items():
+            if type(value) is not int:
+                raise ValueError(f"topology: {name} is {value!r}, not an integer")
+        return cls(**known)
+
+    def __str__(self) -> str:
+        parts = [f"dp {self.dp}"]
+        parts += [f"{name} {size}" for name in ("tp", "pp", "cp") if (size := getattr(self, name)) > 1]
+        parts.append(f"workers {self.num_workers}")
+        if self.global_batch_size is not None:
+            parts.append(f"gbs {self.global_batch_size}")
+        return " ".join(parts)
