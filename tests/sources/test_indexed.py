@@ -233,6 +233,20 @@ class TestDamage:
         with pytest.raises(CorpusError, match=r"is damaged at document [01]"):
             source.token_starts(np.array([0, 1, 2]))
 
+    @pytest.mark.parametrize(
+        ("offset", "value"),
+        [
+            (34 + 4, struct.pack("<i", -1)),  # length of sequence 1
+            (34 + 36 + 8, struct.pack("<q", -1)),  # boundary 1
+            (34 + 36 + 8, struct.pack("<q", 1 << 60)),
+            (34 + 36 + 8, struct.pack("<q", 3)),
+        ],
+    )
+    def test_damage_in_the_middle_does_not_become_a_length(self, prefix, offset, value):
+        rewrite(Path(f"{prefix}.idx"), offset, value)
+        with pytest.raises(CorpusError, match=r"is damaged at document [01]"):
+            IndexedSource(prefix).lengths(np.array([0, 1, 2]))
+
     def test_bin_removed_or_cut_after_open(self, prefix):
         source = IndexedSource(prefix)
         Path(f"{prefix}.bin").write_bytes(b"")
