@@ -32,7 +32,6 @@ class Feed:
         self.seed = seed
         self.num_documents = len(source)
         self.chunk = FIRST_CHUNK
-        self._repeat_noted = False
 
     @property
     def limit(self) -> int | None:
@@ -56,7 +55,8 @@ class Feed:
         """
         start = position
         while self.limit is None or position < self.limit:
-            if position - start > self.num_documents:
+            # Two epochs hold a whole one wherever they begin; a single one may miss its only document.
+            if position - start >= 2 * self.num_documents:
                 raise CorpusError(
                     f"source '{self.config.name}' has only empty documents",
                     found=f"{self.num_documents} documents without a token",
@@ -64,7 +64,7 @@ class Feed:
                     action="give it weight 0, or check how it was prepared",
                 )
             epoch, index = divmod(position, self.num_documents)
-            self._note_repeat(epoch)
+            self._note_repeat(position)
             num = min(self.chunk, len(out), self.num_documents - index)
             documents = permute_range(index, num, self.num_documents, round_keys(self.seed, self.config.name, epoch))
             lengths = self.source.lengths(documents)
@@ -93,9 +93,11 @@ class Feed:
                 action="build the index again: megaresume prepare",
             )
 
-    def _note_repeat(self, epoch: int) -> None:
-        if self.config.on_exhausted == "repeat" and epoch == self.config.max_epochs and not self._repeat_noted:
-            self._repeat_noted = True
+    def _note_repeat(self, position: int) -> None:
+        if self.config.max_epochs is None or self.config.on_exhausted != "repeat":
+            return
+        # Only where the epoch begins, or every checkpoint taken in it would say so again.
+        if position == self.config.max_epochs * self.num_documents:
             log.warning(
                 "source '%s' has been seen for max_epochs %d and goes on (on_exhausted: repeat)",
                 self.config.name,
