@@ -9,6 +9,7 @@ the digest up to it (`digest_at`). Samples before the kept blocks are planned ag
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from collections import deque
@@ -121,7 +122,7 @@ class Stream:
                 end = min(stop, block.plan.stop)
                 parts.append(block.plan.slice(first, end))
                 first = end
-            return concatenate(parts) if parts else self._block(max(first - 1, self.start)).plan.slice(first, first)
+            return concatenate(parts) if parts else dataclasses.replace(self._planner.advance(0), first=first)
 
     def digest_at(self, sample: int) -> str:
         """Rolling digest of all samples before ``sample``: 16 hex digits."""
@@ -156,6 +157,8 @@ class Stream:
 
     def _fields_at(self, sample: int) -> dict[str, Any]:
         """The state's position fields before ``sample``."""
+        if sample > self._planner.position:
+            self._plan_up_to(sample - 1)  # no further: the stream may end here
         if sample == self._planner.position:
             return cursor.fields_of(self._planner.snapshot(), self.config)
         block = self._block(sample)
