@@ -77,6 +77,7 @@ def arrays_of(state: StreamState, config: StreamConfig, num_documents: Sequence[
     constants = kernel_config(config)
     _restore_sources(arrays, state, config)
     _check_sums(state)
+    _check_sources(state, config, num_documents)
     scalars = arrays.scalars
     scalars[kernel.SAMPLES] = state.samples
     scalars[kernel.DOCUMENTS] = state.documents
@@ -86,8 +87,10 @@ def arrays_of(state: StreamState, config: StreamConfig, num_documents: Sequence[
     arrays.digest[0] = int(state.digest, 16)
     if state.pending is not None:
         scalars[kernel.PENDING : kernel.PENDING + kernel.SEGMENT_WIDTH] = _row(state.pending, config, num_documents)
-    if len(state.bins) > constants.open_bins:
-        raise _contradiction(f"{len(state.bins)} open bins", f"at most {constants.open_bins}")
+    most_open = 0 if config.packing.mode == "none" else constants.open_bins
+    opened = [b.opened_at for b in state.bins]
+    if len(state.bins) > most_open or opened != sorted(opened):
+        raise _contradiction(f"bins opened at samples {opened}", f"at most {most_open}, the oldest first")
     most = max((len(b.segments) for b in state.bins), default=0)
     if most > arrays.bins.shape[1]:
         shape = (arrays.bins.shape[0], most, kernel.SEGMENT_WIDTH)
@@ -129,23 +132,61 @@ def _restore_sources(arrays: Arrays, state: StreamState, config: StreamConfig) -
 
 
 def _row(segment: Segment, config: StreamConfig, num_documents: Sequence[int]) -> list[int]:
-    if segment.source >= len(config.sources):
-        raise _contradiction(f"a segment of source {segment.source}", f"a source below {len(config.sources)}")
+    if segment.source >= len(config.sources) or segment.length == 0:
+        raise _contradiction(
+            f"a segment of {segment.length} tokens of source {segment.source}",
+            f"at least 1 token of a source below {len(config.sources)}",
+        )
     name = config.sources[segment.source].name
     _, document = permute_at(segment.position, num_documents[segment.source], config.seed, name)
     return [segment.source, segment.position, document, segment.offset, segment.length]
 
 
 def _check_sums(state: StreamState) -> None:
-    """Every token drawn lies in a trained sample, an open bin, or the document being cut."""
-    waiting = sum(s.length for b in state.bins for s in b.segments)
-    waiting += state.pending.length if state.pending is not None else 0
-    drawn = sum(c.tokens for c in state.sources.values())
-    if drawn != state.tokens + waiting:
-        raise _contradiction(
-            f"{drawn} tokens drawn from the sources",
-            f"{state.tokens} tokens trained + {waiting} waiting = {state.tokens + waiting}",
-        )
+    """Every token drawn, and every document, lies in a trained sample, an open bin, or the document being placed."""
+    waiting = _waiting(state)
+    drawn = {
+        "tokens": (sum(c.tokens for c in state.sources.values()), state.tokens, sum(s.length for s in waiting)),
+        "documents": (
+            sum(c.documents for c in state.sources.values()),
+            state.documents,
+            sum(s.offset == 0 for s in waiting),
+        ),
+    }
+    for what, (num_drawn, num_trained, num_waiting) in drawn.items():
+        if num_drawn != num_trained + num_waiting:
+            raise _contradiction(
+                f"{num_drawn} {what} drawn from the sources",
+                f"{num_trained} {what} trained + {num_waiting} waiting = {num_trained + num_waiting}",
+            )
+
+
+def _waiting(state: StreamState) -> list[Segment]:
+    pending = [state.pending] if state.pending is not None else []
+    return [s for b in state.bins for s in b.segments] + pending
+
+
+def _check_sources(state: StreamState, config: StreamConfig, num_documents: Sequence[int]) -> None:
+    """Each source's numbers agree with each other, with its size and with the segments that wait."""
+    waiting = _waiting(state)
+    for i, (source, num) in enumerate(zip(config.sources, num_documents, strict=True)):
+        c = state.sources[source.name]
+        ends = source.max_epochs is not None and source.on_exhausted != "repeat"
+        last = max((s.position for s in waiting if s.source == i), default=-1)
+        in_stage = c.tokens if config.blend.unit == "tokens" else c.documents
+        if (
+            c.epoch != c.position // max(num, 1)
+            or c.position != c.documents + c.skipped
+            or c.drawn_in_stage > in_stage
+            or c.position <= last
+            or (c.exhausted and not ends)
+            or (ends and c.position > (source.max_epochs or 0) * num)
+        ):
+            raise _contradiction(
+                f"source '{source.name}' of {num} documents at {c}, its last waiting segment at position {last}",
+                "epoch = position // documents, position = documents drawn + skipped and past what waits, "
+                "no more drawn in the stage than in all, exhausted only at the end of its epochs",
+            )
 
 
 def _contradiction(found: str, expected: str) -> StateError:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -225,6 +226,8 @@ def _plain(state: StreamState) -> dict[str, Any]:
     """Lists and dicts of str, int, bool and None; segments as short lists to keep the state small."""
     return {
         "config": json.loads(_dumps(state.config)),
+        # Segments and ties go by the order of the sources, which a container that sorts keys would lose.
+        "order": list(state.sources),
         "fingerprints": {name: dataclasses.asdict(f) for name, f in state.fingerprints.items()},
         "samples": state.samples,
         "documents": state.documents,
@@ -250,19 +253,40 @@ def _segment(short: list[int]) -> Segment:
 
 
 def _count(value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+    # Counts are held in 64 bits, signed.
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63:
         return value
     raise ValueError(f"{value!r} is not a count")
 
 
+def _cursor(fields: Mapping[str, Any]) -> SourceCursor:
+    exhausted = fields["exhausted"]
+    if not isinstance(exhausted, bool):
+        raise ValueError(f"exhausted: {exhausted!r} is not true or false")
+    return SourceCursor(exhausted=exhausted, **{k: _count(v) for k, v in fields.items() if k != "exhausted"})
+
+
+def _digest(value: object) -> str:
+    if isinstance(value, str) and re.fullmatch("[0-9a-f]{16}", value):
+        return value
+    raise ValueError(f"digest {value!r} is not 16 hex digits")
+
+
+def _ordered(by_name: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
+    if sorted(by_name) != sorted(order):
+        raise ValueError(f"sources {sorted(by_name)} where {sorted(order)} should be")
+    return {name: by_name[name] for name in order}
+
+
 def _from_plain(body: Mapping[str, Any]) -> StreamState:
+    order = [str(name) for name in body["order"]]
     return StreamState(
-        config=dict(body["config"]),
-        fingerprints={name: Fingerprint(**f) for name, f in body["fingerprints"].items()},
+        config={**body["config"], "sources": _ordered(body["config"]["sources"], order)},
+        fingerprints={name: Fingerprint(**f) for name, f in _ordered(body["fingerprints"], order).items()},
         samples=_count(body["samples"]),
         documents=_count(body["documents"]),
         tokens=_count(body["tokens"]),
-        sources={name: SourceCursor(**s) for name, s in body["sources"].items()},
+        sources={name: _cursor(s) for name, s in _ordered(body["sources"], order).items()},
         bins=tuple(
             Bin(opened_at=_count(opened_at), segments=tuple(_segment(s) for s in segments))
             for opened_at, segments in body["bins"]
@@ -272,5 +296,5 @@ def _from_plain(body: Mapping[str, Any]) -> StreamState:
         batches=tuple((_count(first), _count(size)) for first, size in body["batches"]),
         skipped_ranges=tuple((_count(first), _count(last)) for first, last in body["skipped_ranges"]),
         overrides=tuple(str(o) for o in body["overrides"]),
-        digest=str(body["digest"]),
+        digest=_digest(body["digest"]),
     )
