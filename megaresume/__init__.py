@@ -1,3 +1,56 @@
-"""Exact, elastic, provable data resume for Megatron-LM and DeepSpeed training."""
+"""Exact, elastic, provable data resume for Megatron-LM and DeepSpeed training.
+
+    megaresume.attach(engine, "data.yaml")     DeepSpeed: micro-batches, saved and restored with the model
+    megaresume.open_stream("data.yaml")        the stream itself: plan, state and digest of any sample
+    megaresume.StreamLoader, StreamDataset     its samples as torch tensors
+
+Names are imported when they are first used, so that the command line stays fast.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megaresume.integrations.deepspeed import attach
+    from megaresume.loading.dataset import StreamDataset
+    from megaresume.loading.loader import StreamLoader
+    from megaresume.loading.open import open_stream
+    from megaresume.stream.batches import BatchSchedule
+    from megaresume.stream.config import StreamConfig
+    from megaresume.stream.errors import MegaresumeError
+    from megaresume.stream.state import StreamState
+    from megaresume.stream.stream import Stream
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "BatchSchedule",
+    "MegaresumeError",
+    "Stream",
+    "StreamConfig",
+    "StreamDataset",
+    "StreamLoader",
+    "StreamState",
+    "attach",
+    "open_stream",
+]
+
+_HOMES = {
+    "BatchSchedule": "megaresume.stream.batches",
+    "MegaresumeError": "megaresume.stream.errors",
+    "Stream": "megaresume.stream.stream",
+    "StreamConfig": "megaresume.stream.config",
+    "StreamDataset": "megaresume.loading.dataset",
+    "StreamLoader": "megaresume.loading.loader",
+    "StreamState": "megaresume.stream.state",
+    "attach": "megaresume.integrations.deepspeed",
+    "open_stream": "megaresume.loading.open",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'megaresume' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOMES[name]), name)

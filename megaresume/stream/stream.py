@@ -85,6 +85,11 @@ class Stream:
         return self._fingerprints
 
     @property
+    def base_state(self) -> StreamState | None:
+        """The state that the stream goes on from; None: it began at sample 0."""
+        return self._base_state
+
+    @property
     def start(self) -> int:
         """The sample at which the stream was begun or restored: going back further is refused."""
         return self._base_state.samples if self._base_state is not None else 0

@@ -1,0 +1,99 @@
+"""`StreamDataset`: the stream as a map-style torch dataset; item i is a pure function of the stream and i.
+
+In a worker process it plans for itself: a worker is handed sample numbers, never samples, so that neither the number
+of workers nor how they were started can enter the order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch.utils.data
+
+from megaresume.loading.assemble import Assembler
+from megaresume.loading.batch import Batch, make_batch
+from megaresume.sources.base import Source
+from megaresume.stream.plan import Plan, concatenate
+from megaresume.stream.stream import Stream
+
+__all__ = ["StreamDataset", "whole"]
+
+
+def whole(batch: Any) -> Any:
+    """Collation for a `torch.utils.data.DataLoader` over a `StreamDataset`, which fetches whole micro-batches."""
+    return batch
+
+
+class StreamDataset(torch.utils.data.Dataset[Batch]):
+    """Samples of a stream by number.
+
+    With a ``DataLoader``, pass ``collate_fn=whole`` and a batch sampler that gives sample numbers.
+
+    Args:
+        stream: the stream; its sources must be readable, not only give lengths.
+        num_samples: what ``len`` answers, for samplers that ask (Megatron's do): samples of the whole run.
+        attention_mask: add the document-diagonal mask, bool[m, 1, S, S].
+        pad_id: token written where there is no document.
+    """
+
+    def __init__(
+        self, stream: Stream, *, num_samples: int | None = None, attention_mask: bool = False, pad_id: int = 0
+    ) -> None:
+        self._spec = (stream.config, stream.sources, stream.base_state)
+        self._num_samples = num_samples
+        self._attention_mask = attention_mask
+        self._pad_id = pad_id
+        self._stream, self._owner = stream, os.getpid()
+        self._assembler: Assembler | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For workers that are spawned: what the stream is made of, not the stream."""
+        return self.__dict__ | {"_stream": None, "_owner": None, "_assembler": None}
+
+    @property
+    def stream(self) -> Stream:
+        """This process's stream."""
+        if self._owner != os.getpid():
+            # Spawned: there is none yet. Forked: the parent's lock may have been held at the fork.
+            config, sources, state = self._spec
+            self._stream, self._owner = Stream(config, sources, state=state), os.getpid()
+        return self._stream
+
+    @property
+    def assembler(self) -> Assembler:
+        """Reads the tokens of planned samples."""
+        if self._assembler is None:
+            config, sources, _ = self._spec
+            self._assembler = Assembler(
+                cast(list[Source], sources),
+                seq_length=config.seq_length,
+                align=config.packing.align,
+                pad_id=self._pad_id,
+            )
+        return self._assembler
+
+    def __len__(self) -> int:
+        """Samples of the run.
+
+        Raises:
+            TypeError: no number was given; the stream itself has no end.
+        """
+        if self._num_samples is None:
+            raise TypeError("the stream has no end: pass num_samples to StreamDataset")
+        return self._num_samples
+
+    def __getitem__(self, sample: int) -> Batch:
+        """One sample, as a batch of one."""
+        return self.__getitems__([sample])
+
+    def __getitems__(self, samples: Sequence[int]) -> Batch:
+        """A micro-batch: ``samples`` in this order, usually consecutive."""
+        return make_batch(self._plan(samples), self.assembler, attention_mask=self._attention_mask)
+
+    def _plan(self, samples: Sequence[int]) -> Plan:
+        first, stop = samples[0], samples[-1] + 1
+        if list(samples) == list(range(first, stop)):
+            return self.stream.plan(first, stop)
+        return concatenate([self.stream.plan(sample, sample + 1) for sample in samples])

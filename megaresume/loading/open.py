@@ -1,0 +1,57 @@
+"""`open_stream`: from a data.yaml, a mapping or a Megatron ``--data-path`` to a `Stream` whose samples can be read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megaresume.sources import open_sources, read_data_config, sources_from_data_path
+from megaresume.sources.split import Part
+from megaresume.stream.config import StreamConfig
+from megaresume.stream.state import StreamState
+from megaresume.stream.stream import Stream
+
+__all__ = ["open_stream"]
+
+
+def open_stream(
+    data: str | os.PathLike[str] | Mapping[str, Any] | Sequence[str],
+    *,
+    seq_length: int | None = None,
+    seed: int | None = None,
+    split: str | None = None,
+    part: Part = "train",
+    base_dir: str | os.PathLike[str] = ".",
+    objects: Mapping[str, object] | None = None,
+    state: StreamState | None = None,
+) -> Stream:
+    """Open the sources of a data config and build their stream.
+
+    Args:
+        data: path of a data.yaml; or the mapping in it; or what follows ``--data-path``, as a list of words.
+        seq_length: tokens a sample, where the config does not say.
+        seed: where the config does not say.
+        split: Megatron's ``--split``, for sources without their own.
+        part: train, valid or test.
+        base_dir: directory that paths in a mapping or list are relative to; that of the file for a data.yaml.
+        objects: sources that are Python objects, by name.
+        state: where to go on; None: from sample 0.
+
+    Raises:
+        ConfigError, CorpusError, SetupError, StateError: see `StreamConfig.from_dict`, `open_sources` and `Stream`.
+    """
+    directory = Path(base_dir)
+    if isinstance(data, Mapping):
+        mapping = dict(data)
+    elif isinstance(data, str | os.PathLike):
+        mapping, directory = read_data_config(Path(data))
+    else:
+        mapping = {"sources": sources_from_data_path(data)}
+    if seed is not None:
+        mapping.setdefault("seed", seed)
+    config = StreamConfig.from_dict(mapping, seq_length=seq_length)
+    specs = {source.name: source.options for source in config.sources}
+    opened = open_sources(specs, base_dir=directory, split=split, part=part, objects=objects)
+    return Stream(config, list(opened.values()), state=state)

@@ -1,0 +1,153 @@
+"""The micro-batches of every rank, whatever reads them, put together give the global batches of the stream."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from megaresume.loading.assemble import Assembler
+from megaresume.loading.batch import make_batch
+from megaresume.loading.loader import StreamLoader
+from megaresume.loading.open import open_stream
+from megaresume.stream.batches import BatchSchedule
+from megaresume.stream.errors import ConfigError, CorpusError, StreamExhausted, UsageError
+
+KEYS = ("tokens", "labels", "loss_mask", "position_ids", "samples", "hashes")
+
+
+def global_batches(open_it, num_steps, schedule, *, micro, dp, start=None, **how):
+    """The steps of a run over ``dp`` ranks: for each step the rows in stream order, key by key."""
+    loaders = [
+        StreamLoader(open_it(), schedule, micro_batch_size=micro, dp_rank=r, dp_size=dp, start=start, **how)
+        for r in range(dp)
+    ]
+    ranks = [iter(loader) for loader in loaders]
+    sample = loaders[0].start
+    steps = []
+    for _ in range(num_steps):
+        size = schedule.size_at(sample)
+        parts = [next(ranks[r]) for _ in range(size // (micro * dp)) for r in range(dp)]
+        steps.append({key: torch.cat([part[key] for part in parts]) for key in KEYS})
+        sample += size
+    for rank in ranks:
+        rank.close()
+    return steps
+
+
+def assert_same(a, b):
+    assert len(a) == len(b)
+    for x, y in zip(a, b, strict=True):
+        for key in KEYS:
+            assert torch.equal(x[key], y[key]), key
+
+
+@pytest.fixture(scope="module")
+def open_it(config, notes):
+    return lambda state=None: open_stream(config, objects={"notes": notes}, state=state)
+
+
+@pytest.fixture(scope="module")
+def expected(open_it):
+    """Twelve steps of 8, straight from the plan."""
+    stream = open_it()
+    assembler = Assembler(stream.sources, seq_length=128)
+    return [make_batch(stream.plan(c, c + 8), assembler) for c in range(0, 96, 8)]
+
+
+@pytest.mark.parametrize("dp, micro", [(1, 1), (1, 8), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (8, 1)])
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_any_ranks_and_micro_batches(open_it, expected, dp, micro, prefetch):
+    steps = global_batches(open_it, 12, BatchSchedule.constant(8), micro=micro, dp=dp, prefetch=prefetch)
+    assert_same(steps, expected)
+    assert steps[0]["samples"].tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("num_workers, start_method", [(1, "fork"), (3, "fork"), (2, "spawn")])
+def test_any_workers_however_started(open_it, expected, num_workers, start_method):
+    how = {"num_workers": num_workers, "start_method": start_method}
+    assert_same(global_batches(open_it, 12, BatchSchedule.constant(8), micro=4, dp=2, **how), expected)
+
+
+@pytest.mark.parametrize("how", [{"prefetch": 0}, {"prefetch": 2}, {"num_workers": 2, "start_method": "fork"}])
+def test_resumed_in_any_way_it_goes_on(open_it, expected, how):
+    """States taken while batches were read ahead; resumed with other ranks, twice."""
+    stream = open_it()
+    loader = iter(StreamLoader(stream, BatchSchedule.constant(8), micro_batch_size=8, **how))
+    for _ in range(3):
+        next(loader)
+    state = stream.state_at(24)
+    loader.close()
+    second = open_it(state)
+    assert_same(
+        global_batches(lambda: open_it(state), 1, BatchSchedule.constant(8), micro=2, dp=2, **how), expected[3:4]
+    )
+    state = second.state_at(32)
+    steps = global_batches(lambda: open_it(state), 8, BatchSchedule.constant(8), micro=1, dp=4, prefetch=1)
+    assert_same(steps, expected[4:])
+
+
+def test_a_ramp_up_moves_only_the_boundaries(open_it, expected):
+    schedule = BatchSchedule.ramp_up(4, 4, 24, 16)
+    steps = global_batches(open_it, 8, schedule, micro=2, dp=2)
+    assert [len(s["samples"]) for s in steps][:4] == [4, 4, 8, 12]
+    joined = {key: torch.cat([s[key] for s in steps]) for key in KEYS}
+    whole = {key: torch.cat([e[key] for e in expected]) for key in KEYS}
+    for key in KEYS:
+        num = min(len(joined[key]), len(whole[key]))
+        assert num > 80
+        assert torch.equal(joined[key][:num], whole[key][:num])
+
+
+def test_a_global_batch_that_does_not_divide_is_refused_at_once(open_it):
+    with pytest.raises(UsageError) as error:
+        StreamLoader(open_it(), BatchSchedule.constant(10), micro_batch_size=2, dp_size=2)
+    assert "10" in str(error.value) and "8 or 12" in str(error.value)
+
+
+@pytest.mark.parametrize("how", [{"prefetch": 0}, {"prefetch": 2}, {"num_workers": 2, "start_method": "fork"}])
+def test_the_end_of_the_stream_and_errors_reach_the_consumer(config, notes, how):
+    finite = {n: s | {"max_epochs": 1} for n, s in config["sources"].items()}
+    stream = open_stream(config | {"sources": finite}, objects={"notes": notes})
+    loader = StreamLoader(stream, BatchSchedule.constant(4), micro_batch_size=4, **how)
+    seen = []
+    with pytest.raises(StreamExhausted, match="the stream has ended"):
+        for batch in loader:
+            seen.extend(batch["samples"].tolist())
+    assert seen == list(range(len(seen))) and len(seen) > 100
+
+
+def test_a_damaged_source_stops_the_consumer(config, notes):
+    class Broken(type(notes)):
+        def get(self, i):
+            raise CorpusError("disk gone")
+
+    stream = open_stream(config, objects={"notes": Broken(notes.documents)})
+    for how in ({"prefetch": 2}, {"num_workers": 1, "start_method": "fork"}):
+        with pytest.raises(CorpusError, match="disk gone"):
+            list(itertools.islice(StreamLoader(stream, BatchSchedule.constant(4), micro_batch_size=4, **how), 50))
+
+
+def test_dataset_under_a_plain_dataloader(open_it, expected):
+    """Level 2 of the design: any sampler that counts from the consumed samples is exact."""
+    from megaresume.loading.dataset import StreamDataset
+
+    dataset = StreamDataset(open_it(), num_samples=96)
+    assert len(dataset) == 96
+    for i in (95, 0, 40, 39):
+        assert torch.equal(dataset[i]["tokens"][0], torch.cat([e["tokens"] for e in expected])[i])
+
+
+def test_open_stream_from_classic_data_path(corpora):
+    web, code = corpora
+    words = open_stream(["0.6", web, "0.3", code], seq_length=64, seed=3)
+    mapping = open_stream(
+        {"seed": 3, "sources": {"web": {"path": web, "weight": 6}, "code": {"path": code, "weight": 3}}}, seq_length=64
+    )
+    assert words.state_at(40).to_json() == mapping.state_at(40).to_json()
+
+
+def test_a_source_without_anything_to_open_is_an_error(config):
+    with pytest.raises(ConfigError, match="notes"):
+        open_stream(config)
