@@ -1,0 +1,10 @@
+"""How the stream is attached to other people's training programs.
+
+    deepspeed.py              `attach`: data for a DeepSpeed engine, its state in every checkpoint
+    deepspeed_data.py         `TrainingData`: the micro-batches of a rank, clocked by the optimizer step
+    deepspeed_checkpoint.py   what happens around the engine's save_checkpoint and load_checkpoint
+    deepspeed_engine.py       what an engine says of itself: sizes, ranks, the files that it writes
+    deepspeed_ranks.py        one rank decides, all ranks know; one rank fails, all ranks fail
+
+Importing this package imports neither torch nor DeepSpeed.
+"""

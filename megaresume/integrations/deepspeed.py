@@ -1,0 +1,219 @@
+"""`attach`: exact data resume for a DeepSpeed engine, in the user's own training loop.
+
+    engine, *_ = deepspeed.initialize(...)
+    data = megaresume.attach(engine, "data.yaml")
+    engine.load_checkpoint("checkpoints")          # nothing there yet: starts at sample 0
+    for batch in data:
+        loss = ...
+        engine.backward(loss)
+        engine.step()
+        if engine.global_steps % 100 == 0: engine.save_checkpoint("checkpoints")
+
+`attach` hooks this engine's ``save_checkpoint`` and ``load_checkpoint`` (and ``train_batch`` of a pipeline engine), on
+the instance: other wrappers, before or after, stay in the chain. See docs/deepspeed.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megaresume.integrations import deepspeed_engine as facts
+from megaresume.integrations.deepspeed_checkpoint import Checkpoints, Resume
+from megaresume.integrations.deepspeed_data import TrainingData
+from megaresume.integrations.deepspeed_ranks import on_all_ranks, on_rank_0, same_on_all_ranks
+from megaresume.loading.batch import Batch
+from megaresume.loading.loader import StartMethod
+from megaresume.loading.open import open_stream
+from megaresume.stream.batches import BatchSchedule
+from megaresume.stream.stream import Stream
+
+__all__ = ["Attached", "attach"]
+
+#: where an engine keeps what is attached to it.
+_SLOT = "_megaresume_attached"
+
+
+class Attached(TrainingData):
+    """The data of an engine, and what became of its last load. Iterate over it; made by `attach`."""
+
+    checkpoints: Checkpoints
+
+    @property
+    def resume(self) -> Resume | None:
+        """What the last ``engine.load_checkpoint`` restored; None: nothing, this is a fresh start."""
+        return self.checkpoints.resume
+
+    @property
+    def attempt(self) -> int | None:
+        """Which start of the run this is, from 1; on rank 0, once the first step has begun in a known ``save_dir``."""
+        return self.checkpoints.attempt
+
+    def _open_step(self) -> None:
+        super()._open_step()
+        self.checkpoints.record_start()
+
+
+def attach(
+    engine: Any,
+    data: Stream | str | os.PathLike[str] | Mapping[str, Any] | Sequence[str],
+    *,
+    num_workers: int = 0,
+    prefetch: int = 2,
+    start_method: StartMethod | None = None,
+    pin_memory: bool | None = None,
+    attention_mask: bool = False,
+    pad_id: int = 0,
+    transform: Callable[[Batch], Any] | None = None,
+    schedule: BatchSchedule | None = None,
+    save_dir: str | os.PathLike[str] | None = None,
+    seq_length: int | None = None,
+    seed: int | None = None,
+    split: str | None = None,
+    objects: Mapping[str, object] | None = None,
+) -> Attached:
+    """Give an engine its data, and its checkpoints the state of that data. Call it on every rank, right after
+    ``deepspeed.initialize`` and before ``engine.load_checkpoint``.
+
+    Micro-batch size, data-parallel rank and size, and gradient accumulation steps are the engine's. Attaching twice
+    replaces the data; hooks are not stacked.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned first; ZeRO 0 to 3, or a pipeline engine.
+        data: path of a data.yaml; the mapping in it; what follows ``--data-path``, as a list; or a `Stream`.
+        num_workers: worker processes; 0: a thread, which is faster for corpora of tokens.
+        prefetch: micro-batches read ahead (by each worker); 0: on demand.
+        start_method: of worker processes.
+        pin_memory: page-locked batches; None: on a CUDA device.
+        attention_mask: add the document-diagonal mask, bool[m, 1, S, S], to every batch.
+        pad_id: token written where there is no document.
+        transform: makes of a batch what the model wants, for example ``((tokens, position_ids), labels)`` for a
+            pipeline engine.
+        schedule: global batch sizes to come, for a ramp-up; the engine's batch size then follows it. None: the
+            engine's own, read anew at every step.
+        save_dir: where the run saves its checkpoints: with it the ledger there records every start, also of a
+            process that dies before its first save.
+        seq_length, seed, split, objects: see `megaresume.loading.open.open_stream`.
+
+    Returns:
+        the data: iterate over it, or pass it to ``engine.train_batch(data_iter=...)``.
+
+    Raises, on every rank:
+        UsageError: no DeepSpeed engine, settings that cannot be committed, or sizes that do not divide.
+        ConfigError, CorpusError, SetupError: the data cannot be opened, or differs between ranks.
+    """
+    facts.check_engine(engine)
+
+    opened: list[Stream] = []
+
+    def open_data() -> Stream:
+        if not opened:
+            ours = {"seq_length": seq_length, "seed": seed, "split": split, "objects": objects}
+            stream = data if isinstance(data, Stream) else open_stream(data, **ours)  # type: ignore[arg-type]
+            stream.fingerprints  # noqa: B018  computed here, where an error reaches every rank
+            opened.append(stream)
+        return opened[0]
+
+    # Rank 0 first: it leaves the fingerprints beside the corpora, and the other ranks need not compute them again.
+    on_rank_0(lambda: bool(open_data()))
+    stream = on_all_ranks(open_data)
+    order = repr((stream.config.to_dict(), sorted(stream.fingerprints.items())))
+    same_on_all_ranks(
+        hashlib.sha256(order.encode()).hexdigest()[:16],
+        "the data",
+        cause="the nodes have different copies of data.yaml or of a corpus",
+        action="compare data.yaml and the sizes of the .idx files on the nodes",
+    )
+    attached = Attached(
+        engine,
+        stream,
+        schedule=schedule,
+        num_workers=num_workers,
+        prefetch=prefetch,
+        start_method=start_method,
+        pin_memory=engine.device.type == "cuda" if pin_memory is None else pin_memory,
+        attention_mask=attention_mask,
+        pad_id=pad_id,
+        transform=transform,
+    )
+    attached.checkpoints = Checkpoints(attached, save_dir=None if save_dir is None else os.fspath(save_dir))
+    _hook(engine, attached)
+    return attached
+
+
+@dataclass(slots=True)
+class _Slot:
+    """What is attached to an engine now; the hooks look here at every call."""
+
+    data: Attached
+
+
+def _hook(engine: Any, attached: Attached) -> None:
+    slot: _Slot | None = engine.__dict__.get(_SLOT)
+    if slot is not None:
+        slot.data.detach("megaresume.attach was called again on the same engine")
+        slot.data = attached
+        return
+    slot = _Slot(attached)
+    setattr(engine, _SLOT, slot)
+    engine.save_checkpoint = _save_hook(engine.save_checkpoint, slot)
+    engine.load_checkpoint = _load_hook(engine.load_checkpoint, slot)
+    if facts.is_pipeline(engine):
+        engine.train_batch = _train_batch_hook(engine.train_batch, slot)
+
+
+def _save_hook(save: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
+    @functools.wraps(save)
+    def save_checkpoint(
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        **more: Any,
+    ) -> Any:
+        if exclude_frozen_parameters:
+            more["exclude_frozen_parameters"] = True
+        write = functools.partial(save, **more)
+        return slot.data.checkpoints.save(write, os.fspath(save_dir), tag, client_state or {}, save_latest)
+
+    return save_checkpoint
+
+
+def _load_hook(load: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def load_checkpoint(
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+        **more: Any,
+    ) -> Any:
+        read = functools.partial(
+            load,
+            load_module_strict=load_module_strict,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+            custom_load_fn=custom_load_fn,
+            **more,
+        )
+        return slot.data.checkpoints.load(read, os.fspath(load_dir), tag, load_module_only)
+
+    return load_checkpoint
+
+
+def _train_batch_hook(train: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
+    @functools.wraps(train)
+    def train_batch(data_iter: Iterator[Any] | None = None, *args: Any, **more: Any) -> Any:
+        slot.data.before_train_batch()
+        return train(slot.data if data_iter is None else data_iter, *args, **more)
+
+    return train_batch

@@ -1,0 +1,272 @@
+"""`TrainingData`: the micro-batches of one rank, and the count of samples that the optimizer has trained.
+
+The only clock is ``engine.global_steps``. It says which samples are trained; what was read ahead, handed out and not
+yet stepped on, or lost in a step that a kill cut short does not count and is handed out again after a resume. Steps
+that were skipped for an overflow (fp16) do count: their samples were seen, as in Megatron.
+
+    samples handed out   >=   samples trained = schedule.after(base sample, global_steps - base step)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+from megaresume.integrations import deepspeed_engine as facts
+from megaresume.loading.batch import Batch
+from megaresume.loading.loader import StartMethod, StreamLoader
+from megaresume.stream.batches import BatchSchedule, micro_batches
+from megaresume.stream.errors import MegaresumeError, StateError, UsageError
+from megaresume.stream.state import StreamState
+from megaresume.stream.stream import Stream
+
+__all__ = ["TrainingData"]
+
+
+class TrainingData:
+    """Iterates over this rank's micro-batches for ever; made by `megaresume.attach`.
+
+    Micro-step k of the step that begins at sample c gives data-parallel rank r of D the samples
+    ``c + k*(D*m) + r*m .. + m``. Batch sizes are read from the engine at the first micro-batch of every step.
+
+    ``iter(data)`` is ``data`` itself: there is one position, that of the engine.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        stream: Stream,
+        *,
+        schedule: BatchSchedule | None,
+        num_workers: int,
+        prefetch: int,
+        start_method: StartMethod | None,
+        pin_memory: bool,
+        attention_mask: bool,
+        pad_id: int,
+        transform: Callable[[Batch], Any] | None,
+    ) -> None:
+        self.engine = engine
+        self.stream = stream
+        self.num_workers = num_workers
+        self._planned = schedule
+        self._loading: dict[str, Any] = {
+            "num_workers": num_workers,
+            "prefetch": prefetch,
+            "start_method": start_method,
+            "pin_memory": pin_memory,
+            "attention_mask": attention_mask,
+            "pad_id": pad_id,
+        }
+        self._transform = transform
+        self._is_pipeline = facts.is_pipeline(engine)
+        self._reader: Iterator[Batch] | None = None
+        self._failure: MegaresumeError | None = None
+        #: whether the position of the engine is one that the data has too.
+        self._ready = int(engine.global_steps) == 0
+        self._set_base(int(engine.global_steps), None)
+
+    def _set_base(self, step: int, state: StreamState | None) -> None:
+        """Count from here: ``step`` optimizer steps have trained ``state.samples`` samples."""
+        planned = self._planned or BatchSchedule.constant(int(self.engine.train_batch_size()))
+        sample = 0 if state is None else state.samples
+        schedule = planned.resumed(() if state is None else state.batches, sample)
+        self._check_sizes(schedule, sample)
+        self._close()
+        self._schedule = schedule
+        self._base_step, self._base_sample = step, sample
+        # Steps whose micro-batches were begun to be handed out, and the first sample of the last and of the next.
+        self._opened = 0
+        self._sample = self._next_sample = sample
+        # Micro-batches of the last opened step: handed out, in all.
+        self._handed = self._per_step = 0
+        self._layout: tuple[int, int] | None = None
+
+    def _check_sizes(self, schedule: BatchSchedule, sample: int) -> None:
+        """Sizes that do not divide must fail now, on every rank, not in the middle of the ramp-up."""
+        sizes = {schedule.size_at(sample), *(size for first, size in schedule.segments if first > sample)}
+        micro = int(self.engine.train_micro_batch_size_per_gpu())
+        for size in sorted(sizes):
+            micro_batches(0, size, micro_batch_size=micro, dp_rank=0, dp_size=facts.data_size(self.engine))
+
+    @property
+    def samples_trained(self) -> int:
+        """Samples that optimizer steps have trained on, since the start of the run."""
+        return self._schedule.after(self._base_sample, self._steps_trained())
+
+    @property
+    def schedule(self) -> BatchSchedule:
+        """Global batch sizes of the whole run: those that were, those that are planned."""
+        return self._schedule
+
+    @property
+    def base(self) -> tuple[int, int]:
+        """(optimizer steps, samples) at which this process began."""
+        return self._base_step, self._base_sample
+
+    def state(self) -> StreamState:
+        """The state for exactly the samples that are trained; the same on every rank.
+
+        Raises:
+            StateError: the engine has steps that this data knows nothing of.
+        """
+        self._check_clock()
+        sample = self.samples_trained
+        return self.stream.state_at(sample, batches=self._schedule.until(sample))
+
+    def restore(self, state: StreamState, *, step: int | None = None) -> None:
+        """Go on from a state. ``engine.load_checkpoint`` does it by itself.
+
+        Args:
+            state: what a checkpoint held.
+            step: optimizer steps that led to it; default: those that the engine counts.
+
+        Raises:
+            StateError: the state belongs to another config or other corpora, naming the fields that differ.
+            UsageError: the batch sizes do not divide over the ranks.
+        """
+        self.stream.restore(state)
+        self._set_base(int(self.engine.global_steps) if step is None else step, state)
+        self._ready, self._failure = True, None
+
+    def __iter__(self) -> TrainingData:
+        return self
+
+    def __next__(self) -> Any:
+        """The next micro-batch: a `Batch`, or what ``transform`` made of it.
+
+        Raises:
+            StateError: the engine was loaded from a checkpoint and the data was not, or steps and batches do not fit.
+            StreamExhausted: the stream ends within this global batch; raised at its start, on every rank alike.
+            CorpusError: a document is damaged. Only on the rank that reads it: the process must end, and the
+                launcher with it the others.
+        """
+        if self._failure is not None:
+            raise self._failure
+        try:
+            batch = self._next_batch()
+        except MegaresumeError as error:
+            self._failure = error
+            self._close()
+            raise
+        self._handed += 1
+        return batch if self._transform is None else self._transform(batch)
+
+    def _next_batch(self) -> Batch:
+        if self._handed == self._per_step:
+            if self._is_pipeline:
+                raise UsageError(
+                    "a pipeline engine's batches are handed out within train_batch only",
+                    found=f"a batch was asked for after {self._handed} of {self._per_step} micro-batches",
+                    expected="engine.train_batch(data_iter=data)",
+                    action="do not call next(data) yourself, and do not save or restore engine.train_batch",
+                )
+            self._open_step()
+        if self._reader is None:
+            self._reader = self._read_from(self._sample)
+        return next(self._reader)
+
+    def before_train_batch(self) -> None:
+        """Begin a step of a pipeline engine, on every rank: only its first and last stages ask for batches.
+
+        Raises:
+            StateError: the last step did not use up its micro-batches.
+        """
+        reads = self.engine.is_first_stage() or self.engine.is_last_stage()
+        if reads and self._handed != self._per_step:
+            raise StateError(
+                "the pipeline did not use up the micro-batches of its last step",
+                found=f"{self._handed} micro-batches handed out",
+                expected=f"{self._per_step} in a step",
+                cause="train_batch failed in the middle, or was given another iterator",
+                action="pass data_iter=data to train_batch; to go on, load the last checkpoint",
+            )
+        self._open_step()
+
+    def detach(self, why: str) -> None:
+        """Hand out nothing any more: the engine has other data now."""
+        self._close()
+        self._failure = StateError("this data is no longer that of the engine", cause=why)
+
+    def _open_step(self) -> None:
+        """Settle the sizes of the next step and make sure that all of its samples exist."""
+        self._check_clock()
+        sample = self._next_sample
+        size = self._settle_size(sample)
+        micro = int(self.engine.train_micro_batch_size_per_gpu())
+        # A reader knows the planned sizes ahead; one that they did not tell needs a new reader.
+        if self._layout not in (None, (size if self._planned is None else 0, micro)):
+            self._close()
+        self._layout = (size if self._planned is None else 0, micro)
+        # Every rank raises here if the stream ends within the batch: one that ran dry alone would hang the others.
+        self.stream.plan(sample + size - 1, sample + size)
+        self._handed, self._per_step = 0, size // (micro * facts.data_size(self.engine))
+        self._sample, self._next_sample = sample, sample + size
+        self._opened += 1
+
+    def _settle_size(self, sample: int) -> int:
+        """The global batch size of the step at ``sample``, in force in the engine."""
+        engine = self.engine
+        engine_size = int(engine.train_batch_size())
+        if self._planned is None:
+            if engine_size != self._schedule.size_at(sample):
+                self._schedule = BatchSchedule.constant(engine_size).resumed(self._schedule.segments, sample)
+        elif engine_size != (size := self._schedule.size_at(sample)):
+            if self._opened > self._steps_trained():
+                raise UsageError(
+                    "the batch size changes while batches are read ahead of the optimizer step",
+                    found=f"{self._opened - self._steps_trained()} steps ahead at sample {sample}",
+                    expected="next(data) after engine.step() of the step before",
+                    action="remove the wrapper that reads ahead; prefetch= of megaresume.attach does that",
+                )
+            facts.set_batch_size(engine, size)
+            engine_size = size
+        return engine_size
+
+    def _steps_trained(self) -> int:
+        return int(self.engine.global_steps) - self._base_step
+
+    def _check_clock(self) -> None:
+        """Raise a StateError where steps were made that these batches cannot have led to."""
+        if not self._ready:
+            raise StateError(
+                "the engine is past its first step, but no data state was restored",
+                found=f"iteration {self.engine.global_steps}, no data state",
+                expected="the data state of the checkpoint that the engine was loaded from",
+                cause="load_checkpoint was called before megaresume.attach, or not through the engine",
+                action="call megaresume.attach right after deepspeed.initialize, before engine.load_checkpoint",
+            )
+        steps = self._steps_trained()
+        unfinished = not self._is_pipeline and self._handed < self._per_step
+        if 0 <= steps <= self._opened - unfinished:
+            return
+        raise StateError(
+            "the optimizer steps and the batches that were handed out do not fit",
+            found=f"iteration {self.engine.global_steps}, {steps} steps since iteration {self._base_step}; batches of "
+            f"{self._opened} steps" + (f", the last only {self._handed} of {self._per_step}" * unfinished),
+            expected="all micro-batches of a step before engine.step() ends it",
+            cause="the engine trained on other batches, was loaded without its load_checkpoint method, or its batch "
+            "size was changed in the middle of a step",
+            action="feed the engine from this data alone; for a ramp-up of the batch size pass schedule= to "
+            "megaresume.attach",
+        )
+
+    def _read_from(self, sample: int) -> Iterator[Batch]:
+        schedule = self._schedule
+        later = [segment for segment in schedule.segments if segment[0] > sample]
+        loader = StreamLoader(
+            self.stream,
+            BatchSchedule(((0, schedule.size_at(sample)), *later)),
+            micro_batch_size=int(self.engine.train_micro_batch_size_per_gpu()),
+            dp_rank=facts.data_rank(self.engine),
+            dp_size=facts.data_size(self.engine),
+            start=sample,
+            **self._loading,
+        )
+        return iter(loader)
+
+    def _close(self) -> None:
+        """Stop reading ahead."""
+        reader, self._reader = self._reader, None
+        if isinstance(reader, Generator):
+            reader.close()

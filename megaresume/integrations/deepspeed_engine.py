@@ -1,0 +1,147 @@
+"""What a DeepSpeed engine says of itself. Everything that reads the engine's private names is in this file.
+
+Read against DeepSpeed 0.16 to 0.19 (deepspeed/runtime/engine.py, deepspeed/runtime/pipe/engine.py).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megaresume.checkpoint.topology import Topology
+from megaresume.stream.errors import UsageError
+
+__all__ = [
+    "check_engine",
+    "data_rank",
+    "data_size",
+    "expected_files",
+    "is_pipeline",
+    "loads_universal",
+    "partitions",
+    "set_batch_size",
+    "topology",
+]
+
+
+def is_pipeline(engine: Any) -> bool:
+    """Whether the engine pulls its micro-batches itself, in ``train_batch``."""
+    return hasattr(engine, "train_batch") and hasattr(engine, "set_dataiterator")
+
+
+def check_engine(engine: Any) -> None:
+    """Raise a UsageError for engines and settings under which a checkpoint cannot be committed."""
+    if not all(hasattr(engine, name) for name in ("save_checkpoint", "load_checkpoint", "global_steps")):
+        raise UsageError(
+            "this is not a DeepSpeed engine",
+            found=type(engine).__name__,
+            expected="the first value that deepspeed.initialize(...) returned",
+            action="call megaresume.attach after deepspeed.initialize",
+        )
+    writer = getattr(engine, "checkpoint_engine", None)
+    if writer is not None and getattr(writer, "is_decoupled", lambda: False)():
+        raise UsageError(
+            "DeepSpeed's checkpoint engine writes after save_checkpoint has returned; it cannot be committed",
+            found=type(writer).__name__,
+            expected="a checkpoint engine that has written its files when save_checkpoint returns",
+            action="remove the 'checkpoint.writer' or 'datastates_ckpt' section from the DeepSpeed config",
+        )
+    if getattr(engine, "use_node_local_storage", lambda: False)():
+        raise UsageError(
+            "checkpoints on node-local storage cannot be checked by one rank",
+            found="checkpoint.use_node_local_storage: true in the DeepSpeed config",
+            expected="a directory that every rank sees",
+            action="remove use_node_local_storage and save to shared storage",
+        )
+
+
+def data_size(engine: Any) -> int:
+    """Data-parallel ranks: those that are given different samples."""
+    return int(engine.dp_world_size)
+
+
+def data_rank(engine: Any) -> int:
+    """This rank among the data-parallel ranks."""
+    return dist.get_rank(group=engine.data_parallel_group)
+
+
+def partitions(engine: Any) -> int:
+    """Ranks over which ZeRO divides the optimizer state."""
+    return int(engine.seq_dp_world_size)
+
+
+def loads_universal(engine: Any) -> bool:
+    """Whether ``checkpoint.load_universal`` is set."""
+    return bool(engine.load_universal_checkpoint())
+
+
+def set_batch_size(engine: Any, size: int) -> None:
+    """Change the global batch size (samples) between two steps, with all that DeepSpeed leaves behind."""
+    engine.set_train_batch_size(size)
+    if not is_pipeline(engine):
+        # The engine steps where its micro-step counter is a multiple of the *new* number of micro-steps; without
+        # this, the first step of another size would be cut short.
+        engine.micro_steps = 0
+    if hasattr(engine.optimizer, "gradient_accumulation_steps"):
+        engine.optimizer.gradient_accumulation_steps = engine.gradient_accumulation_steps()
+
+
+def topology(engine: Any, *, num_workers: int) -> Topology:
+    """How the run is laid out, for records."""
+    world = dist.get_world_size()
+    dp, sp = data_size(engine), partitions(engine) // data_size(engine)
+    if is_pipeline(engine):
+        pp = int(engine.grid.pipe_parallel_size)
+        tp = int(engine.grid.model_parallel_size)
+    else:
+        pp, tp = 1, int(engine.mp_world_size)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    return Topology(
+        world_size=world,
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        cp=sp,
+        num_workers=num_workers,
+        micro_batch_size=int(engine.train_micro_batch_size_per_gpu()),
+        global_batch_size=int(engine.train_batch_size()),
+        zero_stage=int(engine.zero_optimization_stage()),
+        nodes=world // local if local and world % local == 0 else None,
+    )
+
+
+def expected_files(engine: Any, save_dir: str, tag: str) -> list[str]:
+    """The files that this rank writes into the tag directory, relative to it.
+
+    Model states: one for each model-parallel rank, by data-parallel rank 0 (ZeRO 3: by every rank). Optimizer states:
+    one for each rank from ZeRO 1 on. Pipelines: one for each layer besides. Files of MoE experts and of tensors
+    offloaded to NVMe are not among them; the manifest lists those that are there.
+    """
+    paths: list[str] = []
+    if engine.save_non_zero_checkpoint:
+        paths.append(engine._get_ckpt_name(save_dir, tag))
+    if engine.save_zero_checkpoint:
+        paths.append(engine._get_zero_ckpt_name(save_dir, tag))
+    if is_pipeline(engine):
+        paths += _layer_files(engine.module, os.path.join(save_dir, tag))
+    tag_dir = Path(save_dir, tag)
+    return [Path(path).relative_to(tag_dir).as_posix() for path in paths]
+
+
+def _layer_files(module: Any, tag_dir: str) -> list[str]:
+    """As in ``PipelineModule.save_state_dict``."""
+    rank, size = module._grid.data_parallel_id, module._grid.data_parallel_size
+    layers = list(module.forward_funcs)
+    if module.checkpoint_parallel_write_pipeline:
+        from deepspeed.runtime import utils  # deferred: DeepSpeed takes seconds to import
+
+        bounds = utils.partition_uniform(len(layers), size)
+        first, stop = bounds[rank], bounds[rank + 1]
+    else:
+        first, stop = (0, len(layers)) if rank == 0 else (0, 0)
+    return [
+        module.ckpt_layer_path(tag_dir, index) for index in range(first, stop) if hasattr(layers[index], "state_dict")
+    ]
