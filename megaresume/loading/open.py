@@ -54,4 +54,19 @@ def open_stream(
     config = StreamConfig.from_dict(mapping, seq_length=seq_length)
     specs = {source.name: source.options for source in config.sources}
     opened = open_sources(specs, base_dir=directory, split=split, part=part, objects=objects)
-    return Stream(config, list(opened.values()), state=state)
+    origin = None if objects or part != "train" else _origin(config, directory, split)
+    return Stream(config, list(opened.values()), state=state, origin=origin)
+
+
+def _origin(config: StreamConfig, directory: Path, split: str | None) -> dict[str, Any]:
+    """A data config that opens the same train part again, from any directory."""
+    mapping = config.to_dict()
+    for source in config.sources:
+        options = dict(source.options)
+        if isinstance(options.get("path"), str | os.PathLike):
+            path = Path(os.path.expandvars(options["path"])).expanduser()
+            options["path"] = str((directory / path).resolve())
+        if split is not None:
+            options.setdefault("split", split)
+        mapping["sources"][source.name] |= options
+    return mapping

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from megaresume.stream.permutation import permute_at
 from megaresume.stream.planner import fresh_arrays, kernel_config
 from megaresume.stream.state import Bin, Segment, SourceCursor, StreamState
 
-__all__ = ["arrays_of", "fields_of"]
+__all__ = ["arrays_of", "comparable", "fields_of"]
 
 
 def fields_of(arrays: Arrays, config: StreamConfig) -> dict[str, Any]:
@@ -38,6 +38,12 @@ def fields_of(arrays: Arrays, config: StreamConfig) -> dict[str, Any]:
         "pending": _segment(pending) if pending[kernel.LENGTH] else None,
         "digest": f"{int(arrays.digest[0]):016x}",
     }
+
+
+def comparable(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `fields_of`, or those fields of a state: to compare the two."""
+    names = ("samples", "documents", "tokens", "sources", "bins", "pending", "digest")
+    return {name: fields[name] for name in names}
 
 
 def _rows(arrays: Arrays, slot: int) -> list[list[int]]:

@@ -14,7 +14,7 @@ from megaresume.stream.errors import CorpusError, StateError
 from megaresume.stream.source import LengthSource
 from megaresume.stream.state import Fingerprint, StreamState
 
-__all__ = ["check_fingerprints", "differences", "fingerprint_of", "hash_lengths"]
+__all__ = ["check_fingerprint", "check_fingerprints", "differences", "fingerprint_of", "hash_lengths"]
 
 #: Documents hashed at a time.
 CHUNK = 1 << 20
@@ -81,18 +81,26 @@ def check_fingerprints(state: StreamState, config: StreamConfig, fingerprints: M
             action="resume with the values under 'expected', or start a new run in another --save directory",
         )
     for name, fingerprint in fingerprints.items():
-        before = state.fingerprints.get(name)
-        if before == fingerprint:
-            continue
-        fields = ("documents", "tokens", "lengths", "tokenizer")
-        differ = [f for f in fields if before is None or getattr(before, f) != getattr(fingerprint, f)]
-        raise StateError(
-            f"source '{name}' is not the corpus that the state was made with",
-            found=_listing((f"{name}.{f}", getattr(fingerprint, f)) for f in differ),
-            expected=_listing((f"{name}.{f}", getattr(before, f, None)) for f in differ),
-            cause=_likely_change(before, fingerprint),
-            action=f"give '{name}' the path of the corpus as it was, or add the new data as a source of its own",
-        )
+        check_fingerprint(name, state.fingerprints.get(name), fingerprint)
+
+
+def check_fingerprint(name: str, before: Fingerprint | None, now: Fingerprint) -> None:
+    """Raise unless a source is the corpus that it was.
+
+    Raises:
+        StateError: naming each field that differs.
+    """
+    if before == now:
+        return
+    fields = ("documents", "tokens", "lengths", "tokenizer")
+    differ = [f for f in fields if before is None or getattr(before, f) != getattr(now, f)]
+    raise StateError(
+        f"source '{name}' is not the corpus that the state was made with",
+        found=_listing((f"{name}.{f}", getattr(now, f)) for f in differ),
+        expected=_listing((f"{name}.{f}", getattr(before, f, None)) for f in differ),
+        cause=_likely_change(before, now),
+        action=f"give '{name}' the path of the corpus as it was, or add the new data as a source of its own",
+    )
 
 
 def _listing(items: Iterator[tuple[str, Any]]) -> str:

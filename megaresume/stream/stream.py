@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,8 @@ class Stream:
         config: what defines the order.
         sources: one for each of ``config.sources``, in that order.
         state: where to go on; None: at sample 0.
+        origin: a data config that opens the same sources again (`megaresume.loading.open`), if there is one. Kept for
+            `megaresume verify`; never part of a state.
 
     Raises:
         ConfigError, CorpusError: the config or a source is unusable.
@@ -63,9 +65,15 @@ class Stream:
     """
 
     def __init__(
-        self, config: StreamConfig, sources: Sequence[LengthSource], *, state: StreamState | None = None
+        self,
+        config: StreamConfig,
+        sources: Sequence[LengthSource],
+        *,
+        state: StreamState | None = None,
+        origin: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = config
+        self.origin = origin
         self.sources = list(sources)
         self._fingerprints: dict[str, Fingerprint] | None = None
         self._num_documents = [len(source) for source in self.sources]
@@ -135,7 +143,7 @@ class Stream:
             block = self._blocks[-1] if self._blocks else None
             if block is not None and block.plan.first < sample <= block.plan.stop:
                 return f"{int(block.plan.digests[sample - block.plan.first - 1]):016x}"
-            return str(self._fields_at(sample)["digest"])
+            return str(self.fields_at(sample)["digest"])
 
     def state_at(
         self, sample: int, *, batches: Sequence[tuple[int, int]] = (), overrides: Sequence[str] = ()
@@ -147,8 +155,7 @@ class Stream:
             batches: (first sample, global batch size) segments up to here; see `BatchSchedule.until`.
             overrides: differences accepted at this start, added to those of the state resumed from.
         """
-        with self._lock:
-            fields = self._fields_at(sample)
+        fields = self.fields_at(sample)
         before = self._base_state
         return StreamState(
             config=self.config.to_dict(),
@@ -160,8 +167,12 @@ class Stream:
             **fields,
         )
 
-    def _fields_at(self, sample: int) -> dict[str, Any]:
-        """The state's position fields before ``sample``."""
+    def fields_at(self, sample: int) -> dict[str, Any]:
+        """The fields of the state before ``sample`` that say where the stream is (see `cursor.fields_of`)."""
+        with self._lock:
+            return self._fields(sample)
+
+    def _fields(self, sample: int) -> dict[str, Any]:
         if sample > self._planner.position:
             self._plan_up_to(sample - 1)  # no further: the stream may end here
         if sample == self._planner.position:

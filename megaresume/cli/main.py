@@ -1,0 +1,64 @@
+"""The program ``megaresume``: finds the command, and turns errors into messages.
+
+Exit status: 0 when what was asked holds, 1 when it does not, 2 on bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from types import ModuleType
+
+import megaresume
+from megaresume.cli.flags import normalise
+from megaresume.stream.errors import MegaresumeError, UsageError
+
+__all__ = ["main"]
+
+#: In the order of a newcomer's first day. Each is a module of this package with HELP, add_arguments and run.
+COMMANDS = ("demo", "prepare", "stream", "inspect", "verify")
+
+DESCRIPTION = "Exact, elastic, provable data resume for Megatron-LM and DeepSpeed training."
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command line; returns the exit status."""
+    argv = normalise(sys.argv[1:] if argv is None else argv)
+    # Only the command that is asked for is imported; the help text needs them all.
+    names = [name for name in argv[:1] if name in COMMANDS] or list(COMMANDS)
+    parser = argparse.ArgumentParser(prog="megaresume", description=DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"megaresume {megaresume.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    modules: dict[str, ModuleType] = {}
+    for name in names:
+        module = modules[name] = importlib.import_module(f"megaresume.cli.{name}")
+        command = commands.add_parser(name, help=module.HELP, description=module.HELP)
+        module.add_arguments(command)
+    args = parser.parse_args(argv)
+    try:
+        status: int = modules[args.command].run(args)
+        sys.stdout.flush()
+        return status
+    except UsageError as error:
+        return _report(error, 2)
+    except MegaresumeError as error:
+        return _report(error, 1)
+    except BrokenPipeError:
+        # The reader of our output has gone, as `| head` does.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        print("megaresume: interrupted", file=sys.stderr)
+        return 130
+
+
+def _report(error: MegaresumeError, status: int) -> int:
+    sys.stdout.flush()
+    print(f"megaresume: error: {error}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""``megaresume stream DATA.yaml --samples A:B``: what the stream holds there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megaresume.stream.errors import UsageError
+
+if TYPE_CHECKING:
+    from megaresume.stream.plan import Plan
+    from megaresume.stream.stream import Stream
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "show what the stream holds: the documents of each sample, fill, shares of the sources"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the command."""
+    parser.add_argument("data", nargs="+", metavar="DATA", help="a data.yaml, or what follows Megatron's --data-path")
+    parser.add_argument("--samples", default="0:8", metavar="A:B", help="samples A to B-1 (default 0:8)")
+    parser.add_argument("--seq-length", type=int, help="tokens a sample, where the data config does not say")
+    parser.add_argument("--seed", type=int, help="where the data config does not say")
+    parser.add_argument("--split", help="shares of train, valid and test, as in Megatron: 969,30,1")
+    parser.add_argument("--part", choices=["train", "valid", "test"], default="train", help="part of the split")
+    parser.add_argument(
+        "--state", metavar="FILE", help="go on from the data state in this file: SAVE/megaresume/step_0000010.json"
+    )
+    parser.add_argument("--summary", action="store_true", help="totals only, not every sample")
+    parser.add_argument("--json", action="store_true", help="JSON on standard output")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the samples."""
+    from megaresume.checkpoint.state_file import read_step_file
+    from megaresume.loading.open import open_stream
+
+    first, stop = _range(args.samples)
+    data = args.data[0] if len(args.data) == 1 and args.data[0].endswith((".yaml", ".yml")) else args.data
+    seed = 1234 if args.seed is None else args.seed
+    stream = open_stream(data, seq_length=args.seq_length, seed=seed, split=args.split, part=args.part)
+    if args.state is not None:
+        stream.restore(read_step_file(Path(args.state)).state)
+    plan = stream.plan(first, stop)
+    report = _summary(stream, plan)
+    if not args.summary:
+        report["samples"] = [_sample(stream, plan, sample) for sample in range(first, stop)]
+    print(json.dumps(report) if args.json else _text(stream, report))
+    return 0
+
+
+def _range(text: str) -> tuple[int, int]:
+    first, colon, stop = text.partition(":")
+    try:
+        numbers = int(first or 0), int(stop) if colon else int(first) + 1
+    except ValueError:
+        numbers = (0, -1)
+    if not 0 <= numbers[0] < numbers[1]:
+        raise UsageError(
+            "bad range of samples", found=repr(text), expected="A:B with 0 <= A < B", action="for example --samples 0:8"
+        )
+    return numbers
+
+
+def _sample(stream: Stream, plan: Plan, sample: int) -> dict[str, Any]:
+    names = [s.name for s in stream.config.sources]
+    segments = [
+        {"source": names[s.source], "epoch": s.epoch, "document": s.document, "offset": s.offset, "length": s.length}
+        for s in plan.segments(sample)
+    ]
+    index = sample - plan.first
+    return {
+        "sample": sample,
+        "tokens": sum(s["length"] for s in segments),
+        "hash": f"{int(plan.hashes[index]):016x}",
+        "digest": f"{int(plan.digests[index]):016x}",
+        "segments": segments,
+    }
+
+
+def _summary(stream: Stream, plan: Plan) -> dict[str, Any]:
+    import numpy as np
+
+    config = stream.config
+    lengths, which = plan.table[:, 4], plan.table[:, 0]
+    total = int(lengths.sum())
+    weights = sum(s.weight for s in config.sources)
+    sources = {
+        s.name: {
+            "segments": int(np.count_nonzero(which == i)),
+            "tokens": int(lengths[which == i].sum()),
+            "share": round(int(lengths[which == i].sum()) / total, 6) if total else 0.0,
+            "weight": round(s.weight / weights, 6),
+        }
+        for i, s in enumerate(config.sources)
+    }
+    return {
+        "first": plan.first,
+        "stop": plan.stop,
+        "seq_length": config.seq_length,
+        "packing": config.packing.mode,
+        "tokens": total,
+        "fill": round(total / (len(plan) * config.seq_length), 6),
+        "sources": sources,
+    }
+
+
+def _text(stream: Stream, report: dict[str, Any]) -> str:
+    seq_length = report["seq_length"]
+    lines = []
+    for sample in report.get("samples", ()):
+        parts = [
+            f"{s['source']}:{s['document']}"
+            + (f"[{s['offset']}:{s['offset'] + s['length']}]" if s["offset"] else f"[:{s['length']}]")
+            + (f" epoch {s['epoch']}" if s["epoch"] else "")
+            for s in sample["segments"]
+        ]
+        fill = f"{100 * sample['tokens'] / seq_length:6.2f} %"
+        lines.append(f"sample {sample['sample']:>9}  {fill}  {sample['hash']}  {', '.join(parts)}")
+    if lines:
+        lines.append("")
+    lines.append(
+        f"samples {report['first']} to {report['stop'] - 1}: {report['tokens']:,} tokens, "
+        f"{100 * report['fill']:.3f} % of {seq_length} a sample ({report['packing']})"
+    )
+    width = max(len(name) for name in report["sources"])
+    lines.append(f"  {'source':<{width}}  {'segments':>10}  {'tokens':>14}  {'share':>8}  {'weight':>8}")
+    for name, s in report["sources"].items():
+        lines.append(
+            f"  {name:<{width}}  {s['segments']:>10,}  {s['tokens']:>14,}  {s['share']:>8.4f}  {s['weight']:>8.4f}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,192 @@
+"""``megaresume verify DIR``: plans the stream of a run again, on a CPU, and compares it with everything recorded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megaresume.stream.errors import CheckpointError, ConfigError, CorpusError, MegaresumeError, UsageError
+
+if TYPE_CHECKING:
+    from megaresume.checkpoint.state_file import StepFile
+    from megaresume.sources.base import Source
+    from megaresume.stream.replay import Checked, Recorded
+    from megaresume.stream.state import StreamState
+    from megaresume.stream.stream import Stream
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "recompute the stream of a run on a CPU and compare digests: proof, or the first difference"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the command."""
+    parser.add_argument("dir", metavar="DIR", type=Path, help="the run's --save directory")
+    parser.add_argument("--data", metavar="DATA.yaml", help="where the corpora are now (default: as recorded in DIR)")
+    parser.add_argument("--json", action="store_true", help="JSON on standard output")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Verify a run."""
+    from megaresume.stream.replay import replay
+
+    steps, recorded = _records(args.dir)
+    state = steps[-1].state
+    sources = _sources(args, state)
+    problems = _corpus_problems(sources, state)
+    stream = _stream(state, sources)
+    checked = list(replay(stream, recorded)) if stream is not None else []
+    report = _report(args.dir, problems, checked)
+    print(json.dumps(report) if args.json else _text(report))
+    return 0 if report["holds"] else 1
+
+
+def _records(root: Path) -> tuple[list[StepFile], list[Recorded]]:
+    """Every readable data state, oldest first, and every point with a digest: states and ledger lines."""
+    from megaresume.checkpoint.layout import ledger_path, parse_record_name, records_dir
+    from megaresume.checkpoint.ledger import read_ledger
+    from megaresume.checkpoint.state_file import read_step_file
+    from megaresume.stream.cursor import comparable
+    from megaresume.stream.replay import Recorded
+
+    if not root.is_dir():
+        raise UsageError(
+            "no such directory", found=str(root), expected="the --save directory of a run", action="check the path"
+        )
+    steps: list[StepFile] = []
+    recorded: list[Recorded] = []
+    for path in sorted(records_dir(root).glob("step_*.json")):
+        name = parse_record_name(path.name)
+        if name is None or name.kind != "state":
+            continue
+        step = read_step_file(path)
+        steps.append(step)
+        position = comparable({f: getattr(step.state, f) for f in step.state.__dataclass_fields__})
+        recorded.append(
+            Recorded(
+                origin=f"state of step {step.iteration}",
+                sample=step.state.samples,
+                digest=step.state.digest,
+                position=position,
+            )
+        )
+    for entry in read_ledger(ledger_path(root)).entries:
+        origin = f"ledger: {entry.kind} at step {entry.iteration}"
+        recorded.append(Recorded(origin=origin, sample=entry.samples, digest=entry.digest))
+    if not steps:
+        raise CheckpointError(
+            "there is nothing to verify",
+            found=f"no data state in {records_dir(root)}",
+            expected="step_0000010.json or the like, written with a checkpoint",
+            cause="not a --save directory, or the run has saved no checkpoint with megaresume",
+            action=f"megaresume inspect {root}",
+        )
+    return sorted(steps, key=lambda s: s.state.samples), recorded
+
+
+def _sources(args: argparse.Namespace, state: StreamState) -> dict[str, Source]:
+    """The corpora, opened; by the name of their source."""
+    from megaresume.checkpoint.data_file import data_path
+    from megaresume.sources import open_sources, read_data_config
+    from megaresume.stream.config import StreamConfig
+
+    path = Path(args.data) if args.data else data_path(args.dir)
+    if not path.is_file():
+        raise UsageError(
+            "it is not known where the corpora are",
+            found=f"no file {path}",
+            expected="the data config of the run",
+            cause="a source is a Python object, or the run was saved by another program" if not args.data else None,
+            action="pass --data DATA.yaml",
+        )
+    mapping, directory = read_data_config(path)
+    config = StreamConfig.from_dict(mapping, seq_length=mapping.get("seq_length", state.config["seq_length"]))
+    opened = open_sources({s.name: s.options for s in config.sources}, base_dir=directory)
+    missing = [name for name in state.fingerprints if name not in opened]
+    if missing:
+        raise ConfigError(
+            "the data config lacks sources of the run",
+            found=", ".join(opened),
+            expected=", ".join(state.fingerprints),
+            action=f"add {', '.join(missing)} to {path}",
+        )
+    return {name: opened[name] for name in state.fingerprints}
+
+
+def _corpus_problems(sources: dict[str, Source], state: StreamState) -> list[str]:
+    """What differs between the corpora as they are, read from end to end, and as the state knows them."""
+    from megaresume.stream.fingerprints import check_fingerprint
+
+    problems = []
+    for name, source in sources.items():
+        try:
+            check_fingerprint(name, state.fingerprints[name], source.fingerprint(recompute=True))
+        except MegaresumeError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _stream(state: StreamState, sources: dict[str, Source]) -> Stream | None:
+    """The stream of the recorded config over the corpora as they are."""
+    from megaresume.stream.config import StreamConfig
+    from megaresume.stream.stream import Stream
+
+    try:
+        return Stream(StreamConfig.from_dict(state.config), list(sources.values()))
+    except CorpusError:
+        return None  # already among the problems of the corpora
+
+
+def _report(root: Path, problems: list[str], checked: list[Checked]) -> dict[str, Any]:
+    difference = next((c for c in checked if not c.holds), None)
+    agreeing = [c.recorded.sample for c in checked if c.holds]
+    report: dict[str, Any] = {
+        "dir": str(root),
+        "holds": not problems and difference is None and bool(checked),
+        "corpora": problems,
+        "points": [
+            {"origin": c.recorded.origin, "samples": c.recorded.sample, "digest": c.recorded.digest, "holds": c.holds}
+            for c in checked
+        ],
+        "first_difference": None,
+    }
+    if difference is not None:
+        before = max((s for s in agreeing if s <= difference.recorded.sample), default=0)
+        report["first_difference"] = {
+            "origin": difference.recorded.origin,
+            "samples": [before, difference.recorded.sample],
+            "recorded": difference.recorded.digest,
+            "recomputed": difference.digest,
+            "fields": list(difference.fields),
+            "error": str(difference.error) if difference.error else None,
+        }
+    return report
+
+
+def _text(report: dict[str, Any]) -> str:
+    lines = [f"verify {report['dir']}"]
+    for problem in report["corpora"]:
+        lines += ["", *(f"  {line}" for line in problem.splitlines())]
+    if report["corpora"]:
+        lines.append("")
+    for point in report["points"]:
+        mark = "same     " if point["holds"] else "DIFFERENT"
+        lines.append(f"  {mark}  sample {point['samples']:>10}  digest {point['digest']}  {point['origin']}")
+    difference = report["first_difference"]
+    if difference:
+        first, stop = difference["samples"]
+        lines += ["", f"first difference: in samples {first} to {stop - 1} ({difference['origin']})"]
+        lines.append(f"  recorded digest   {difference['recorded']}")
+        lines.append(f"  recomputed        {difference['recomputed'] or 'not possible'}")
+        if difference["fields"]:
+            lines.append(f"  fields that differ: {', '.join(difference['fields'])}")
+        if difference["error"]:
+            lines += [f"  {line}" for line in difference["error"].splitlines()]
+    if report["holds"]:
+        last = max(point["samples"] for point in report["points"])
+        lines.append(f"proved: all {len(report['points'])} recorded points are those of one stream of {last} samples")
+    else:
+        lines += ["", "not proved: the corpora or the records are not those of the run"]
+    return "\n".join(lines)

@@ -1,0 +1,76 @@
+"""Plan a stream again and compare it with what was recorded: proof, or the first difference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megaresume.stream import cursor
+from megaresume.stream.errors import MegaresumeError
+from megaresume.stream.stream import Stream
+
+__all__ = ["Checked", "Recorded", "replay"]
+
+#: Samples planned between two signs of life.
+STRIDE = 1 << 15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """A point of the past: what a checkpoint, a ledger line or a log says about it."""
+
+    #: where it was recorded, for people.
+    origin: str
+    #: samples trained.
+    sample: int
+    #: rolling digest of them, 16 hex digits.
+    digest: str
+    #: the fields of the state that say where the stream was, if it was recorded as a whole.
+    position: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """A recorded point, and what planning it again gave."""
+
+    recorded: Recorded
+    #: None: the stream could not be planned up to here.
+    digest: str | None
+    #: fields of the position that differ.
+    fields: tuple[str, ...] = ()
+    #: why it could not be planned.
+    error: MegaresumeError | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the recorded point is that of the stream."""
+        return self.digest == self.recorded.digest and not self.fields
+
+
+def replay(
+    stream: Stream, recorded: Iterable[Recorded], *, progress: Callable[[int], object] = lambda samples: None
+) -> Iterator[Checked]:
+    """Check recorded points in the order of their samples.
+
+    Ends after a point that could not be planned: nothing behind it can be either.
+
+    Args:
+        stream: a stream that begins at or before the first point.
+        recorded: the points.
+        progress: called with the samples planned since the last call.
+    """
+    done = stream.start
+    for point in sorted(recorded, key=lambda r: r.sample):
+        try:
+            while done < point.sample:
+                stop = min(done + STRIDE, point.sample)
+                stream.plan(stop - 1, stop)
+                progress(stop - done)
+                done = stop
+            position = cursor.comparable(stream.fields_at(point.sample))
+        except MegaresumeError as error:
+            yield Checked(recorded=point, digest=None, error=error)
+            return
+        differ = () if point.position is None else tuple(k for k in position if position[k] != point.position.get(k))
+        yield Checked(recorded=point, digest=position["digest"], fields=differ)
