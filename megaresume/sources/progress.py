@@ -39,19 +39,21 @@ class _Lines:
             rate = self._done / max(now - self._start, 1e-9)
             left = (self._total - self._done) / max(rate, 1e-9)
             print(
-                f"{self._what}: {_short(self._done)}/{_short(self._total)} {self._unit} ({share:.0f} %), "
-                f"{_short(rate)} {self._unit}/s, {left:.0f} s left",
+                f"{self._what}: {_short(self._done, self._unit)} of {_short(self._total, self._unit)} ({share:.0f} %), "
+                f"{_short(rate, self._unit)}/s, {left:.0f} s left",
                 file=sys.stderr,
                 flush=True,
             )
 
 
-def _short(amount: float) -> str:
-    for unit in ("", "k", "M", "G"):
-        if abs(amount) < 1000:
-            return f"{amount:.0f}{unit}" if unit == "" else f"{amount:.1f}{unit}"
+def _short(amount: float, unit: str) -> str:
+    if amount < 1000:
+        return f"{amount:.0f} {unit}"
+    for prefix in ("k", "M", "G", "T"):
         amount /= 1000
-    return f"{amount:.1f}T"
+        if amount < 1000:
+            break
+    return f"{amount:.1f} {prefix}{unit}" if unit == "B" else f"{amount:.1f} {prefix} {unit}"
 
 
 @contextmanager

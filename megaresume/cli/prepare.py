@@ -1,0 +1,126 @@
+"""``megaresume prepare``: text, JSON lines or a directory of files to a Megatron corpus."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict
+
+HELP = "build .bin/.idx from text, JSON lines or a directory of files"
+
+DESCRIPTION = """\
+Builds OUTPUT.bin and OUTPUT.idx, which Megatron opens, and OUTPUT.megaresume.json, which remembers the tokenizer.
+If it is killed, the same command goes on where it stopped. The result does not depend on --workers.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the command."""
+    parser.description = DESCRIPTION
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help="a text file (.txt .md .rst), JSON lines (.jsonl .ndjson .json), either with .gz .bz2 .xz or .zst, "
+        "or a directory of files",
+    )
+    parser.add_argument("--output", required=True, metavar="PREFIX", help="where the corpus goes, without .bin or .idx")
+    parser.add_argument(
+        "--tokenizer", metavar="FILE", help="a Hugging Face tokenizer.json, or a directory with one (default: bytes)"
+    )
+    parser.add_argument(
+        "--append-eod",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="end every document with the end-of-document token (default: yes)",
+    )
+    parser.add_argument(
+        "--eod-token", metavar="TEXT", help="that token, if it has an unusual name (default: <|endoftext|>, </s>, ...)"
+    )
+    parser.add_argument(
+        "--json-key", default="text", metavar="KEY", help="key of the text in JSON lines (default: text)"
+    )
+    parser.add_argument(
+        "--text-unit",
+        choices=("file", "line", "paragraph"),
+        default="file",
+        help="what a document is in a text file (default: the file)",
+    )
+    parser.add_argument(
+        "--glob", default="**/*", metavar="PATTERN", help="files of a directory (default: all, at any depth)"
+    )
+    parser.add_argument("--format", choices=("text", "jsonl"), help="of all files, whatever their names")
+    parser.add_argument(
+        "--invalid-utf8",
+        choices=("error", "replace", "skip"),
+        default="error",
+        help="for text that is not UTF-8: stop, put U+FFFD, or leave the document out (default: stop)",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        metavar="TYPE",
+        help="of the tokens in the .bin (default: uint16 for vocabularies below 65500, otherwise int32)",
+    )
+    parser.add_argument(
+        "--workers", type=int, default=_cores(), metavar="N", help="processes (default: one a core, here %(default)s)"
+    )
+    parser.add_argument(
+        "--block-bytes",
+        type=int,
+        metavar="N",
+        help="text in one unit of work; a kill loses at most one a worker (default: 4 to 64 MiB, by size of the input)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace a corpus that is there")
+    parser.add_argument("--restart", action="store_true", help="throw away what a killed run left, and start again")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 0 when the corpus is complete.
+
+    Raises:
+        MegaresumeError: see `megaresume.encoding.prepare.prepare`.
+    """
+    from megaresume.encoding.documents import TextOptions
+    from megaresume.encoding.prepare import PrepareOptions, prepare
+    from megaresume.stream.errors import UsageError
+
+    if args.block_bytes is not None and args.block_bytes < 1:
+        raise UsageError("bad --block-bytes", found=args.block_bytes, expected="1 or more")
+    options = PrepareOptions(
+        tokenizer=args.tokenizer,
+        eod_token=args.eod_token,
+        append_eod=args.append_eod,
+        dtype=args.dtype,
+        glob=args.glob,
+        format=args.format,
+        text_unit=args.text_unit,
+        text=TextOptions(json_key=args.json_key, invalid=args.invalid_utf8),
+        workers=args.workers,
+        block_bytes=args.block_bytes,
+        overwrite=args.overwrite,
+        restart=args.restart,
+    )
+    summary = prepare(args.inputs, args.output, options)
+    if args.json:
+        json.dump(asdict(summary), sys.stdout, indent=1)
+        print()
+        return 0
+    rate = summary.text_bytes / max(summary.seconds, 1e-9) / 1e6
+    left_out = [f"{n} {what}" for n, what in ((summary.empty, "empty"), (summary.skipped, "not UTF-8")) if n]
+    left_out_note = f"; documents left out: {', '.join(left_out)}" if left_out else ""
+    resumed_note = (
+        f", {summary.resumed_blocks} of {summary.blocks} blocks from an earlier run" if summary.resumed_blocks else ""
+    )
+    print(f"{summary.prefix}.bin and .idx: {summary.documents} documents, {summary.tokens} tokens ({summary.dtype})")
+    print(f"  tokenizer {summary.tokenizer}, vocabulary {summary.vocab_size}, end of document {summary.eod}")
+    print(f"  {summary.files} files, {summary.text_bytes / 1e6:.1f} MB of text{left_out_note}")
+    print(f"  {summary.seconds:.1f} s, {rate:.1f} MB/s{resumed_note}")
+    return 0
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,235 @@
+"""Text to token ids: any Hugging Face ``tokenizer.json``, or bytes.
+
+The byte-level tokenizer needs no file: token = byte of the UTF-8 text, 256 = end of document, vocabulary 257.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from megaresume.stream.errors import CorpusError, SetupError, UsageError
+
+__all__ = [
+    "EOD_TOKENS",
+    "ByteTokenizer",
+    "HuggingFaceTokenizer",
+    "Tokenizer",
+    "load_tokenizer",
+    "tokenizer_from_content",
+]
+
+TokenArray = npt.NDArray[Any]
+
+#: what models call the token at the end of a document; the first one that the vocabulary has.
+EOD_TOKENS = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|end▁of▁sentence|>",
+    "<EOD>",
+    "<|eos|>",
+    "[EOS]",
+    "<eod>",
+)
+
+
+class Tokenizer(Protocol):
+    """What `prepare` and `trace --text` ask of a tokenizer."""
+
+    #: for people: a file name, or "bytes".
+    name: str
+    #: one above the largest token id.
+    vocab_size: int
+    #: token at the end of a document; None if the vocabulary has none that we know.
+    eod: int | None
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
+        """Tokens of each text, one-dimensional, an unsigned integer dtype; no token is added or cut off."""
+        ...
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        """The text of tokens; end-of-document tokens are left out."""
+        ...
+
+    def fingerprint(self) -> str:
+        """32 hex digits: the same for the same mapping of text to tokens."""
+        ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes."""
+
+    name = "bytes"
+    vocab_size = 257
+    eod: int | None = 256
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
+        """uint8[bytes of the text] for each text."""
+        return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        """Bytes that are no UTF-8 (a document cut inside a character) become U+FFFD.
+
+        Raises:
+            CorpusError: a token outside the vocabulary.
+        """
+        array = _in_vocabulary(ids, self)
+        text: str = array[array != self.eod].astype(np.uint8).tobytes().decode("utf-8", "replace")
+        return text
+
+    def fingerprint(self) -> str:
+        """A constant."""
+        return xxhash.xxh3_128_hexdigest(b"megaresume bytes 1")
+
+
+class HuggingFaceTokenizer:
+    """A ``tokenizer.json``, without its truncation, padding and added start or end tokens.
+
+    Args:
+        content: of the file.
+        name: for people.
+        eod_token: text of the token at the end of a document; by default the first of `EOD_TOKENS` that it knows.
+
+    Raises:
+        SetupError: the library `tokenizers` is missing.
+        UsageError: not a tokenizer.json, or it has no token ``eod_token``.
+    """
+
+    def __init__(self, content: bytes, *, name: str, eod_token: str | None = None) -> None:
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise SetupError(
+                "the library 'tokenizers' is missing",
+                found=str(error),
+                expected="it reads tokenizer.json",
+                action="pip install 'megaresume[text]', or leave out --tokenizer for byte tokens",
+            ) from error
+        self.name = name
+        description = _description(content, name)
+        # A tokenizer.json often carries the padding and truncation of its last user: Megatron's documents are whole.
+        description["truncation"] = description["padding"] = None
+        # Not tokenizer.to_str(): that changes with the version of the library.
+        canonical = json.dumps(description, sort_keys=True, separators=(",", ":"))
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(canonical)
+        except Exception as error:  # the library raises no narrower type
+            raise _not_a_tokenizer(name, str(error)) from error
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        known = (token for token in EOD_TOKENS if token in vocabulary)
+        self.eod: int | None = vocabulary.get(eod_token if eod_token is not None else next(known, ""))
+        if eod_token is not None and self.eod is None:
+            raise UsageError(
+                f"tokenizer {name} has no token {eod_token!r}",
+                found=f"{len(vocabulary)} tokens, among them {', '.join(sorted(vocabulary)[:5])}",
+                expected="the text of a token of the vocabulary",
+                action="correct --eod-token",
+            )
+        self._fingerprint = xxhash.xxh3_128_hexdigest(f"{canonical}\neod {self.eod}".encode())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
+        """uint32[tokens of the text] for each text."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        """The text of tokens; special tokens other than the end of document are kept.
+
+        Raises:
+            CorpusError: a token outside the vocabulary.
+        """
+        array = _in_vocabulary(ids, self)
+        kept = array if self.eod is None else array[array != self.eod]
+        text: str = self._tokenizer.decode(kept.tolist(), skip_special_tokens=False)
+        return text
+
+    def fingerprint(self) -> str:
+        """xxh3_128 of the content as canonical JSON, and the end-of-document token."""
+        return self._fingerprint
+
+
+def load_tokenizer(path: str | Path | None, *, eod_token: str | None = None) -> Tokenizer:
+    """The tokenizer of a ``tokenizer.json`` (or of a directory that holds one); by bytes without a path.
+
+    Raises:
+        UsageError: no such file, not a tokenizer, or no such end-of-document token.
+        SetupError: the library `tokenizers` is missing.
+    """
+    return tokenizer_from_content(*read_tokenizer_file(path), eod_token=eod_token)
+
+
+def read_tokenizer_file(path: str | Path | None) -> tuple[bytes | None, str]:
+    """The content of the file and a name for people: what a worker process needs to build the same tokenizer."""
+    if path is None:
+        return None, ByteTokenizer.name
+    path = Path(path)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"tokenizer {file} cannot be read",
+            found=error.strerror,
+            expected="a tokenizer.json as Hugging Face tokenizers write it, or a directory that holds one",
+            cause="a model with only tokenizer.model (SentencePiece) or vocab.json and merges.txt"
+            if path.is_dir()
+            else None,
+            action="check --tokenizer; transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) writes one",
+        ) from error
+    return content, f"{path.name}/tokenizer.json" if path.is_dir() else path.name
+
+
+def tokenizer_from_content(content: bytes | None, name: str, *, eod_token: str | None = None) -> Tokenizer:
+    """As `load_tokenizer`, from what `read_tokenizer_file` returned."""
+    if content is not None:
+        return HuggingFaceTokenizer(content, name=name, eod_token=eod_token)
+    if eod_token is not None:
+        raise UsageError(
+            "the byte-level tokenizer has an end-of-document token of its own",
+            found=f"--eod-token {eod_token}",
+            expected="--eod-token together with --tokenizer",
+            action="remove --eod-token",
+        )
+    return ByteTokenizer()
+
+
+def _description(content: bytes, name: str) -> dict[str, Any]:
+    try:
+        description = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise _not_a_tokenizer(name, f"no JSON ({error})") from error
+    if not isinstance(description, dict) or not isinstance(description.get("model"), dict):
+        raise _not_a_tokenizer(name, "JSON without a 'model'")
+    return description
+
+
+def _not_a_tokenizer(name: str, found: str) -> UsageError:
+    return UsageError(
+        f"{name} is not a tokenizer that the library 'tokenizers' can read",
+        found=found,
+        expected="a tokenizer.json as Hugging Face tokenizers write it",
+        cause="another file of the model (config.json, tokenizer_config.json, vocab.json), or a newer format",
+        action="pass the model's tokenizer.json, or: pip install --upgrade tokenizers",
+    )
+
+
+def _in_vocabulary(ids: npt.ArrayLike, tokenizer: Tokenizer) -> TokenArray:
+    array = np.asarray(ids)
+    if array.size and (array.min() < 0 or array.max() >= tokenizer.vocab_size):
+        raise CorpusError(
+            f"a token outside the vocabulary of tokenizer {tokenizer.name}",
+            found=f"tokens {array.min()} to {array.max()}",
+            expected=f"0 to {tokenizer.vocab_size - 1}",
+            cause="the corpus was made with another tokenizer",
+            action="decode with the tokenizer that the corpus was prepared with",
+        )
+    return array
