@@ -256,7 +256,7 @@ class _Search:
             self._check_empty()
             return None
         ledger = read_ledger(ledger_path(self.root))
-        self.notes += [str(problem) for problem in ledger.problems]
+        self.notes += [str(problem) for problem in ledger.problems if problem.kind != "cut"]
         named = self._named_by_pointers()
         abandoned = abandoned_checkpoints(ledger.entries)
 

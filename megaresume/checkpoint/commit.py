@@ -83,7 +83,7 @@ class Commit:
 
 
 def run_of(root: Path) -> str | None:
-    """The run that a checkpoint root belongs to: from the ledger, or else from its newest readable state."""
+    """The run that a checkpoint root belongs to: from the ledger, or else from its newest readable record."""
     run = read_run(ledger_path(root))
     if run is not None:
         return run
@@ -93,13 +93,17 @@ def run_of(root: Path) -> str | None:
         return None
     for name in names:
         record = parse_record_name(name)
-        if record is not None and record.kind == "state":
-            try:
+        try:
+            if record is not None and record.kind == "state":
                 return read_step_file(records_dir(root) / name).run
-            except NewerFormatError:
-                raise
-            except StateError:
-                continue
+            if record is not None and record.kind == "saving":
+                marker = read_marker(records_dir(root) / name)
+                if marker is not None:
+                    return marker.run
+        except NewerFormatError:
+            raise
+        except (StateError, CheckpointError):
+            continue
     return None
 
 
@@ -153,6 +157,7 @@ def begin_save(
         iteration=iteration,
         tag=tag,
         save_id=step.save_id,
+        run=step.run,
         began_at=step.saved_at,
         latest=latest,
         tracker=tracker,

@@ -91,8 +91,9 @@ class LedgerProblem:
     line: int
     #: the rest of a sentence about the line.
     reason: str
-    #: the last line, cut short: a writer was killed in its append. Nothing else is wrong then.
-    torn: bool = False
+    #: torn: the last line, a writer was killed in its append. cut: the same, closed off by a later append; an old
+    #: story that costs nothing but the line. damaged: anything else.
+    kind: Literal["torn", "cut", "damaged"] = "damaged"
 
     def __str__(self) -> str:
         return f"ledger line {self.line} {self.reason}"
@@ -135,12 +136,18 @@ def read_ledger(path: Path) -> LedgerReading:
         try:
             entries.append(_entry(path, unseal(line)))
         except SealError as error:
-            torn = number == len(lines)  # what follows the last newline
-            reason = f"is torn after {len(line)} bytes (a writer was killed while appending)" if torn else str(error)
-            problems.append(LedgerProblem(line=number, reason=reason, torn=torn))
+            problems.append(_problem(number, line, error, last=number == len(lines)))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             problems.append(LedgerProblem(line=number, reason=f"lacks a field or has a wrong one: {error}"))
     return LedgerReading(entries=tuple(entries), problems=tuple(problems))
+
+
+def _problem(number: int, line: bytes, error: SealError, *, last: bool) -> LedgerProblem:
+    """Args: last: whether this is what follows the last newline."""
+    if last:
+        reason = f"is torn after {len(line)} bytes (a writer was killed while appending)"
+        return LedgerProblem(line=number, reason=reason, kind="torn")
+    return LedgerProblem(line=number, reason=str(error), kind="cut" if error.cut else "damaged")
 
 
 def read_run(path: Path) -> str | None:

@@ -31,6 +31,8 @@ class Marker:
     tag: str
     #: the save; its state and manifest will have the same, 16 hex digits.
     save_id: str
+    #: the run, 16 hex digits.
+    run: str
     #: UTC.
     began_at: str
     #: which pointers this save will move.
@@ -45,6 +47,7 @@ class Marker:
             "iteration": self.iteration,
             "tag": self.tag,
             "save_id": self.save_id,
+            "run": self.run,
             "began_at": self.began_at,
             "latest": self.latest,
             "tracker": self.tracker,
@@ -72,6 +75,7 @@ def read_marker(path: Path) -> Marker | None:
             iteration=int(fields["iteration"]),
             tag=str(fields["tag"]),
             save_id=str(fields["save_id"]),
+            run=str(fields["run"]),
             began_at=str(fields["began_at"]),
             latest=bool(fields["latest"]),
             tracker=bool(fields["tracker"]),

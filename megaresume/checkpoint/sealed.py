@@ -33,6 +33,11 @@ class NewerFormatError(StateError):
 class SealError(ValueError):
     """Bytes that are not an intact sealed object; the message is the rest of a sentence about the file."""
 
+    def __init__(self, message: str, *, cut: bool = False) -> None:
+        super().__init__(message)
+        #: the end is missing, as a killed writer leaves it.
+        self.cut = cut
+
 
 def _dumps(value: object) -> str:
     return json.dumps(value, allow_nan=False, separators=(", ", ": "))
@@ -86,9 +91,9 @@ def unseal(data: bytes) -> dict[str, Any]:
     comma = data.rfind(b",", 0, start) if start >= 0 else -1
     match = _SEAL.fullmatch(data, comma) if comma >= 0 else None
     if match is None:
-        if data.rstrip().endswith(b"}"):
+        if _is_json(data):
             raise SealError("has no checksum at its end")
-        raise SealError(f"is cut short after {len(data)} bytes")
+        raise SealError(f"is cut short after {len(data)} bytes", cut=True)
     actual = xxhash.xxh3_128_hexdigest(data[:comma])
     recorded = match[1].decode("ascii")
     if actual != recorded:
@@ -100,6 +105,14 @@ def unseal(data: bytes) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise SealError("is not a JSON object")
     return fields
+
+
+def _is_json(data: bytes) -> bool:
+    try:
+        json.loads(data)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def read_sealed(

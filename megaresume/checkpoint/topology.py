@@ -43,6 +43,8 @@ class Topology:
         Raises:
             ValueError: a value is not an integer.
         """
+        if not isinstance(data, Mapping):
+            raise ValueError(f"topology is {data!r}, not an object")
         known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
         for name, value in known.items():
             if type(value) is not int:

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from megaresume.checkpoint.ledger import (
+    LedgerEntry,
+    abandoned_checkpoints,
+    append_ledger,
+    read_ledger,
+    read_run,
+)
+from megaresume.checkpoint.sealed import NewerFormatError, seal
+from megaresume.checkpoint.topology import Topology
+from megaresume.stream.errors import StateError
+
+
+def entry(iteration: int, kind: str = "checkpoint", tag: str | None = "usual") -> LedgerEntry:
+    return LedgerEntry(
+        kind=kind,  # type: ignore[arg-type]
+        iteration=iteration,
+        tag=f"global_step{iteration}" if tag == "usual" else tag,
+        samples=iteration * 8,
+        digest=f"{iteration:016x}",
+        run="a" * 16,
+        time="2025-01-01T00:00:00.000Z",
+        topology=Topology(dp=2, global_batch_size=8),
+        details={"bytes": 100, "save_seconds": 1.5},
+    )
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "megaresume" / "ledger.jsonl"
+    for iteration in (10, 20, 30):
+        append_ledger(path, entry(iteration))
+    return path
+
+
+def test_round_trip(path: Path) -> None:
+    append_ledger(path, entry(30, "start", tag=None))
+    reading = read_ledger(path)
+    assert reading.entries == (entry(10), entry(20), entry(30), entry(30, "start", tag=None))
+    assert reading.problems == ()
+    assert reading.run == read_run(path) == "a" * 16
+    assert len(path.read_bytes().splitlines()) == 4
+
+
+def test_missing_is_empty(tmp_path: Path) -> None:
+    reading = read_ledger(tmp_path / "ledger.jsonl")
+    assert (reading.entries, reading.problems, reading.run) == ((), (), None)
+    assert read_run(tmp_path / "ledger.jsonl") is None
+
+
+def test_a_torn_last_line_at_every_byte(path: Path) -> None:
+    data = path.read_bytes()
+    start = data.rindex(b"\n", 0, len(data) - 1) + 1
+    for length in range(start + 1, len(data) - 1):
+        path.write_bytes(data[:length])
+        torn = read_ledger(path)
+        assert torn.entries == (entry(10), entry(20))
+        assert [(p.line, p.kind) for p in torn.problems] == [(3, "torn")]
+        assert f"torn after {length - start} bytes" in str(torn.problems[0])
+
+        append_ledger(path, entry(40))
+        after = read_ledger(path)
+        assert after.entries == (entry(10), entry(20), entry(40))
+        assert [(p.line, p.kind) for p in after.problems] == [(3, "cut")]
+
+
+def test_a_line_that_only_lacks_its_newline_is_good(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+    assert len(read_ledger(path).entries) == 3
+    append_ledger(path, entry(40))
+    reading = read_ledger(path)
+    assert [e.iteration for e in reading.entries] == [10, 20, 30, 40]
+    assert reading.problems == ()
+
+
+def test_damaged_middle_lines_are_reported_by_number(path: Path) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + lines[1].replace(b'"samples": 160', b'"samples": 161') + b"noise\n" + lines[2])
+    reading = read_ledger(path)
+    assert [e.iteration for e in reading.entries] == [10, 30]
+    assert [(p.line, p.kind) for p in reading.problems] == [(2, "damaged"), (3, "cut")]
+    assert "is damaged" in str(reading.problems[0])
+    assert str(reading.problems[1]).startswith("ledger line 3 is cut short")
+
+
+def test_the_run_is_found_behind_a_damaged_first_line(path: Path) -> None:
+    path.write_bytes(b"noise\n" + path.read_bytes())
+    assert read_run(path) == "a" * 16
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kind": "party"},
+        {"iteration": "x"},
+        {"tag": 5},
+        {"run": None},
+        {"topology": {"dp": "2"}},
+        {"topology": 5},
+        {"format": "other"},
+        {"version": "1"},
+        {"details": 5},
+    ],
+)
+def test_wrong_fields_are_reported(path: Path, change: dict[str, object]) -> None:
+    fields = json.loads(path.read_bytes().splitlines()[0])
+    del fields["checksum"]
+    with open(path, "ab") as file:
+        file.write(seal(fields | change))
+    reading = read_ledger(path)
+    assert len(reading.entries) == 3
+    assert [p.line for p in reading.problems] == [4]
+    assert "lacks a field or has a wrong one" in str(reading.problems[0])
+
+
+def test_a_newer_version_is_refused(path: Path) -> None:
+    fields = json.loads(path.read_bytes().splitlines()[0])
+    del fields["checksum"]
+    path.write_bytes(seal(fields | {"version": 2}))
+    with pytest.raises(NewerFormatError):
+        read_ledger(path)
+
+
+def test_a_directory_in_its_place(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="the ledger cannot be read"):
+        read_ledger(tmp_path)
+    with pytest.raises(StateError, match="the ledger cannot be read"):
+        read_run(tmp_path)
+
+
+def history(*events: int | str) -> frozenset[tuple[int, str]]:
+    """Numbers are checkpoints, ``"@10"`` a start from 10."""
+    entries = [
+        entry(int(e[1:]), "start") if isinstance(e, str) else entry(e, tag="t")  # tags do not matter here
+        for e in events
+    ]
+    return abandoned_checkpoints(tuple(entries))
+
+
+def test_given_up_branches() -> None:
+    assert history("@0", 10, 20, 30) == frozenset()
+    assert history(10, 20, "@20", 30) == frozenset()
+    assert history(10, 12, 14, "@10") == frozenset()  # nothing came of it yet
+    assert history(10, 12, 14, "@10", 15) == {(12, "t"), (14, "t")}
+    assert history(10, 12, 14, "@10", 12) == {(14, "t")}  # 12 was saved again
+    assert history(10, 20, "@10", 15, "@20", 30) == {(20, "t")}
+
+
+def test_reading_ten_thousand_lines_is_quick(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    path.write_bytes(b"".join(entry(n).to_bytes() for n in range(10_000)))
+    began = time.perf_counter()
+    assert len(read_ledger(path).entries) == 10_000
+    assert time.perf_counter() - began < 2.0

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from megaresume.checkpoint.manifest import FileEntry, Manifest, checksum_files, list_files, read_manifest
+from megaresume.checkpoint.sealed import NewerFormatError, seal
+from megaresume.stream.errors import CheckpointError
+
+
+@pytest.fixture
+def tag_dir(tmp_path: Path) -> Path:
+    directory = tmp_path / "global_step10"
+    (directory / "mp_rank_00").mkdir(parents=True)
+    (directory / "a.pt").write_bytes(b"a" * 1000)
+    (directory / "mp_rank_00" / "b.pt").write_bytes(bytes(range(256)) * 40_000)  # more than one chunk
+    (directory / ".metadata").write_bytes(b"m")
+    return directory
+
+
+def manifest_of(tag_dir: Path) -> Manifest:
+    files = list_files(tag_dir)
+    sums = checksum_files(tag_dir, [f.path for f in files])
+    entries = tuple(FileEntry(path=f.path, size=f.size, checksum=str(sums[f.path])) for f in files)
+    return Manifest(iteration=10, tag=tag_dir.name, save_id="1" * 16, digest="2" * 16, files=entries)
+
+
+def test_lists_every_file_with_its_size(tag_dir: Path) -> None:
+    (tag_dir / ".nfs0001").write_bytes(b"kept by NFS for a deleted open file")
+    found = [(f.path, f.size) for f in list_files(tag_dir)]
+    assert found == [(".metadata", 1), ("a.pt", 1000), ("mp_rank_00/b.pt", 10_240_000)]
+
+
+def test_round_trip(tag_dir: Path, tmp_path: Path) -> None:
+    manifest = manifest_of(tag_dir)
+    path = tmp_path / "step_0000010.manifest.json"
+    path.write_bytes(manifest.to_bytes())
+    assert read_manifest(path, iteration=10, tag="global_step10") == manifest
+    assert manifest.size == 10_241_001
+    assert manifest.verify(tag_dir) == manifest.verify(tag_dir, mode="checksums") == []
+
+
+def test_checksums_are_xxh3_128_of_the_file(tag_dir: Path) -> None:
+    seen: list[int] = []
+    sums = checksum_files(tag_dir, ["mp_rank_00/b.pt"], progress=seen.append)
+    assert sums["mp_rank_00/b.pt"] == xxhash.xxh3_128_hexdigest((tag_dir / "mp_rank_00/b.pt").read_bytes())
+    assert sum(seen) == 10_240_000
+
+
+def test_problems_are_precise_and_in_order(tag_dir: Path) -> None:
+    manifest = manifest_of(tag_dir)
+    (tag_dir / ".metadata").unlink()
+    with open(tag_dir / "a.pt", "r+b") as file:
+        file.truncate(990)
+    data = bytearray((tag_dir / "mp_rank_00/b.pt").read_bytes())
+    data[5_000_000] ^= 4
+    (tag_dir / "mp_rank_00/b.pt").write_bytes(data)
+
+    assert [str(p) for p in manifest.verify(tag_dir)] == [
+        ".metadata: is missing, had 1 bytes",
+        "a.pt: has 990 bytes, had 1000 when it was saved",
+    ]
+    problems = manifest.verify(tag_dir, mode="checksums")
+    assert [(p.path, p.kind) for p in problems] == [
+        (".metadata", "missing"),
+        ("a.pt", "size"),
+        ("mp_rank_00/b.pt", "checksum"),
+    ]
+    assert manifest.files[2].checksum is not None
+    assert manifest.files[2].checksum in problems[2].detail
+
+
+def test_files_added_later_are_no_problem(tag_dir: Path) -> None:
+    manifest = manifest_of(tag_dir)
+    (tag_dir / "config.yml").write_text("added after the save")
+    assert manifest.verify(tag_dir, mode="checksums") == []
+
+
+def test_a_missing_directory_is_every_file_missing(tag_dir: Path, tmp_path: Path) -> None:
+    problems = manifest_of(tag_dir).verify(tmp_path / "elsewhere", mode="checksums")
+    assert [p.kind for p in problems] == ["missing"] * 3
+
+
+def test_an_unreadable_file_is_a_problem(tag_dir: Path) -> None:
+    manifest = manifest_of(tag_dir)
+    (tag_dir / "a.pt").unlink()
+    (tag_dir / "a.pt").symlink_to("a.pt")
+    assert [p.kind for p in manifest.verify(tag_dir)] == ["unreadable"]
+
+
+def test_damaged_manifests_are_refused(tag_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "manifest.json"
+    with pytest.raises(CheckpointError, match="the manifest is missing"):
+        read_manifest(path)
+    data = manifest_of(tag_dir).to_bytes()
+    path.write_bytes(data[:-40])
+    with pytest.raises(CheckpointError, match="the manifest is cut short"):
+        read_manifest(path)
+    path.write_bytes(data.replace(b"a.pt", b"c.pt"))
+    with pytest.raises(CheckpointError, match="the manifest is damaged"):
+        read_manifest(path)
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="belongs to another checkpoint"):
+        read_manifest(path, iteration=20)
+    with pytest.raises(CheckpointError, match="belongs to another checkpoint"):
+        read_manifest(path, tag="best")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("files", [["../up", 1, None]]),
+        ("files", [["/etc/passwd", 1, None]]),
+        ("files", [["a", -1, None]]),
+        ("files", [["a", 1]]),
+        ("files", [["a", 1, 5]]),
+        ("files", None),
+        ("iteration", "10"),
+    ],
+)
+def test_wrong_fields_are_refused(tag_dir: Path, tmp_path: Path, field: str, value: object) -> None:
+    path = tmp_path / "manifest.json"
+    fields = json.loads(manifest_of(tag_dir).to_bytes())
+    del fields["checksum"]
+    path.write_bytes(seal(fields | {field: value}))
+    with pytest.raises(CheckpointError, match="lacks a field or has one of the wrong kind"):
+        read_manifest(path)
+
+
+def test_newer_version(tag_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "manifest.json"
+    fields = json.loads(manifest_of(tag_dir).to_bytes())
+    del fields["checksum"]
+    path.write_bytes(seal(fields | {"version": 2}))
+    with pytest.raises(NewerFormatError):
+        read_manifest(path)
