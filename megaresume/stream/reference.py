@@ -76,9 +76,6 @@ def reference_digests(samples: Iterable[Sample], names: Sequence[str]) -> Iterat
         yield digest
 
 
-_ROUNDS = 6
-
-
 def permute(index: int, num_documents: int, seed: int, name: str, epoch: int) -> int:
     """The document at ``index`` of an epoch: an alternating Feistel network, walked until it lands below N.
 
@@ -88,11 +85,12 @@ def permute(index: int, num_documents: int, seed: int, name: str, epoch: int) ->
     bits = max((num_documents - 1).bit_length(), 2)
     widths = (bits // 2, bits - bits // 2)
     text = f"megaresume.permutation.1|{seed}|{len(name.encode())}|{name}|{epoch}"
-    secret = hashlib.blake2b(text.encode(), digest_size=8 * _ROUNDS).digest()
+    rounds = 6 if bits >= 16 else 24
+    secret = hashlib.shake_256(text.encode()).digest(8 * rounds)
     value = index
     while True:
         halves = list(divmod(value, 1 << widths[1]))
-        for turn in range(_ROUNDS):
+        for turn in range(rounds):
             key = int.from_bytes(secret[8 * turn : 8 * turn + 8], "little")
             changed, other = turn % 2, 1 - turn % 2
             halves[changed] ^= splitmix64(halves[other] ^ key) % (1 << widths[changed])
