@@ -77,6 +77,9 @@ def test_reasons_are_told_apart() -> None:
         unseal(data.replace(b'"version": 1', b'"version": 2'))
     with pytest.raises(SealError, match="has no checksum"):
         unseal(b'{"format": "x"}')
+    with pytest.raises(SealError, match="has no checksum") as caught:
+        unseal(data.replace(b'"checksum"', b'#checksum"'))
+    assert not caught.value.cut
 
 
 def test_deep_nesting_is_refused_not_a_crash() -> None:
