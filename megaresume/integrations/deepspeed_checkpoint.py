@@ -22,6 +22,7 @@ from typing import Any
 from megaresume.checkpoint.choose import Choice, choose
 from megaresume.checkpoint.commit import begin_save, commit_save
 from megaresume.checkpoint.confirm import confirm_choice
+from megaresume.checkpoint.data_file import write_data_file
 from megaresume.checkpoint.layout import deepspeed_tag, ledger_path
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.start import record_start
@@ -128,7 +129,14 @@ class Checkpoints:
         result = write(save_dir, tag=tag, client_state={**client_state, KEY: state.to_dict()}, save_latest=False)
         # Gathering the names is also the barrier behind the last write.
         files = sorted({file for files in gather(facts.expected_files(engine, save_dir, tag)) for file in files})
-        on_rank_0(lambda: commit_save(begin, expected_files=files).notes)
+
+        def commit() -> tuple[str, ...]:
+            notes = commit_save(begin, expected_files=files).notes
+            if data.stream.origin is not None:
+                write_data_file(Path(save_dir), data.stream.origin)
+            return notes
+
+        on_rank_0(commit)
         return result
 
     def record_start(self, save_dir: str | None = None) -> None:

@@ -1,0 +1,245 @@
+"""The demo's report: one HTML page with everything inside, no script, no link outside."""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megaresume.training.demo.compare import Comparison, Step
+
+if TYPE_CHECKING:
+    from megaresume.stream.stream import Stream
+
+__all__ = ["Facts", "Start", "write_report"]
+
+_COLOURS = ("#0b6e99", "#c2571a", "#2e7d4f", "#7b4ba8")
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #1c2330; max-width: 62rem; margin: 2.5rem auto; padding: 0 1.2rem }
+h1 { font-size: 1.7rem; margin-bottom: .2rem } h2 { font-size: 1.15rem; margin: 2.2rem 0 .4rem }
+p { margin: .4rem 0 } .verdict { font-size: 1.1rem; padding: .7rem 1rem; border-radius: 6px; margin: 1rem 0 }
+.holds { background: #e3f3e8; color: #14532d } .fails { background: #fde8e6; color: #8c1d18 }
+table { border-collapse: collapse; margin: .5rem 0; font-variant-numeric: tabular-nums }
+th, td { text-align: left; padding: .28rem .9rem .28rem 0; border-bottom: 1px solid #dde2ea; vertical-align: top }
+th { font-weight: 600; color: #56607a } .number { text-align: right }
+code, pre { font: 13px/1.45 ui-monospace, monospace }
+pre { background: #f4f6f9; padding: .7rem .9rem; overflow-x: auto; border-radius: 6px }
+svg { max-width: 100%; height: auto }
+details { margin-top: 1rem } summary { cursor: pointer; color: #56607a } .scroll { overflow-x: auto }
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """One start of the run, for the report."""
+
+    layout: str
+    #: steps that it did; None: none.
+    steps: tuple[int, int] | None
+    #: what ended it, in words.
+    end: str
+    #: the line that it printed when it resumed.
+    resumed: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What the report tells."""
+
+    holds: bool
+    comparison: Comparison
+    twin: Sequence[Step]
+    run: Sequence[Step]
+    starts: Sequence[Start]
+    #: of ``megaresume verify``.
+    verified: dict[str, Any]
+    #: sources and fill of the run's samples: what ``megaresume stream --summary --json`` prints.
+    summary: dict[str, Any]
+    seconds: float
+    versions: str
+
+
+def write_report(path: Path, facts: Facts, stream: Stream) -> None:
+    """Write the page."""
+    path.write_text(_page(facts, stream), encoding="utf-8")
+
+
+def _page(facts: Facts, stream: Stream) -> str:
+    verdict = (
+        "The run was killed twice and resumed on other processes, workers and micro-batches. It trained on exactly "
+        "what the uninterrupted run trained on."
+        if facts.holds
+        else "The run did not train on what the uninterrupted run trained on."
+    )
+    parts = [
+        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
+        f"<title>megaresume demo</title><style>{_STYLE}</style>",
+        f"<h1>megaresume demo</h1><p>{html.escape(facts.versions)}; {facts.seconds:.0f} seconds in all</p>",
+        f"<p class='verdict {'holds' if facts.holds else 'fails'}'>{verdict}</p>",
+        "<h2>What was checked</h2>",
+        _table(("", "result"), _checks(facts)),
+        "<h2>Loss, step by step</h2>",
+        _losses(facts),
+        "<h2>The starts of the run</h2>",
+        _table(("", "layout", "steps", "end"), _starts(facts)),
+        "<pre>" + html.escape("\n".join(s.resumed for s in facts.starts if s.resumed)) + "</pre>",
+        "<h2>What each source contributed</h2>",
+        _table(("source", "weight", "share of tokens", "tokens", "segments"), _sources(facts), numbers=True),
+        _shares(facts, stream),
+        "<h2>Packing</h2>",
+        f"<p>{100 * facts.summary['fill']:.2f} % of all positions hold a token "
+        f"({html.escape(facts.summary['packing'])}, samples of {facts.summary['seq_length']} tokens). "
+        "Only documents longer than a sample were cut.</p>",
+        _fill(facts, stream),
+        "<details><summary>Every step</summary><div class=scroll>",
+        _table(("step", "start", "samples", "digest", "loss", "loss of the twin"), _steps(facts)),
+        "</div></details>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _checks(facts: Facts) -> list[tuple[str, ...]]:
+    c = facts.comparison
+    points = facts.verified["points"]
+    return [
+        ("steps compared", f"{c.steps}, and {c.redone} that were done again after a kill"),
+        ("samples of every step", _all_or(c.different_samples, c.steps)),
+        ("their tokens, labels, masks and positions", _all_or(c.different_content, c.steps)),
+        ("steps missing", ", ".join(map(str, c.missing)) or "none"),
+        (
+            "losses",
+            f"{c.equal_losses} of {c.steps} bit for bit; the others differ by at most {c.largest_difference:.1e}, "
+            "since with other processes or micro-batches the sums are taken in another order",
+        ),
+        (
+            "megaresume verify",
+            f"{sum(p['holds'] for p in points)} of {len(points)} recorded points planned again on a CPU: "
+            + ("proved" if facts.verified["holds"] else "not proved"),
+        ),
+    ]
+
+
+def _all_or(different: Sequence[int], steps: int) -> str:
+    return (
+        f"identical in all {steps} steps" if not different else f"DIFFERENT in steps {', '.join(map(str, different))}"
+    )
+
+
+def _starts(facts: Facts) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("twin", "never disturbed", f"1 to {facts.comparison.steps}", "finished")]
+    for number, start in enumerate(facts.starts, 1):
+        steps = f"{start.steps[0]} to {start.steps[1]}" if start.steps else "none"
+        rows.append((f"start {number}", start.layout, steps, start.end))
+    return rows
+
+
+def _sources(facts: Facts) -> list[tuple[str, ...]]:
+    return [
+        (name, f"{s['weight']:.3f}", f"{s['share']:.3f}", f"{s['tokens']:,}", f"{s['segments']:,}")
+        for name, s in facts.summary["sources"].items()
+    ]
+
+
+def _steps(facts: Facts) -> list[tuple[str, ...]]:
+    twin = {t.step: t for t in facts.twin}
+    return [
+        (
+            str(s.step),
+            str(s.attempt + 1),
+            f"{s.samples[0]} to {s.samples[1] - 1}",
+            s.digest,
+            f"{s.loss:.6f}",
+            f"{twin[s.step].loss:.6f}" if s.step in twin else "",
+        )
+        for s in facts.run
+    ]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = False) -> str:
+    def cells(tag: str, row: Sequence[str]) -> str:
+        marks = [" class=number" if numbers and i else "" for i in range(len(row))]
+        return "".join(f"<{tag}{m}>{html.escape(cell)}</{tag}>" for m, cell in zip(marks, row, strict=True))
+
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    return f"<table><tr>{cells('th', head)}</tr>{body}</table>"
+
+
+def _svg(draw: Any, *, height: float) -> str:
+    """A figure as inline SVG; ``draw`` is called with its axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.5, height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    draw(axes)
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    content = buffer.getvalue()
+    return content[content.index("<svg") :]
+
+
+def _losses(facts: Facts) -> str:
+    def draw(axes: Any) -> None:
+        axes.plot(
+            [t.step for t in facts.twin], [t.loss for t in facts.twin], color="#c9d0dc", lw=7, label="uninterrupted"
+        )
+        for number, start in enumerate(facts.starts):
+            steps = [s for s in facts.run if s.attempt == number]
+            if not steps:
+                continue
+            colour = _COLOURS[number % len(_COLOURS)]
+            label = f"start {number + 1}: {start.layout}"
+            axes.plot([s.step for s in steps], [s.loss for s in steps], color=colour, lw=1.8, label=label)
+            if start.end != "finished":
+                axes.axvline(steps[-1].step + 0.5, color=colour, lw=1, ls="--")
+                axes.annotate(
+                    "SIGKILL",
+                    (steps[-1].step + 0.5, 1),
+                    xycoords=("data", "axes fraction"),
+                    xytext=(4, -10),
+                    textcoords="offset points",
+                    color=colour,
+                    fontsize=9,
+                )
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss")
+        axes.legend(frameon=False, fontsize=9)
+
+    return _svg(draw, height=4.2)
+
+
+def _shares(facts: Facts, stream: Stream) -> str:
+    """Tokens of each source so far over all tokens so far, against the weights."""
+    import numpy as np
+
+    plan = stream.plan(facts.summary["first"], facts.summary["stop"])
+    sample = np.repeat(np.arange(plan.first, plan.stop), np.diff(plan.starts))
+    total = np.cumsum(plan.table[:, 4])
+
+    def draw(axes: Any) -> None:
+        for i, (name, s) in enumerate(facts.summary["sources"].items()):
+            colour = _COLOURS[i % len(_COLOURS)]
+            mine = np.cumsum(np.where(plan.table[:, 0] == i, plan.table[:, 4], 0))
+            axes.plot(sample, mine / total, color=colour, lw=1.6, label=name)
+            axes.axhline(s["weight"], color=colour, lw=0.8, ls=":")
+        axes.set_xlabel("sample")
+        axes.set_ylabel("share of tokens so far")
+        axes.legend(frameon=False, fontsize=9, loc="upper right")
+
+    return _svg(draw, height=3)
+
+
+def _fill(facts: Facts, stream: Stream) -> str:
+    plan = stream.plan(facts.summary["first"], facts.summary["stop"])
+    padding = facts.summary["seq_length"] - plan.tokens()
+
+    def draw(axes: Any) -> None:
+        axes.bar(range(plan.first, plan.stop), padding, width=1.0, color="#c2571a")
+        axes.set_xlabel("sample")
+        axes.set_ylabel("padding, tokens")
+
+    return _svg(draw, height=2.2)

@@ -1,0 +1,248 @@
+"""The demo from beginning to end."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megaresume.loading.open import open_stream
+from megaresume.stream.errors import SetupError, UsageError
+from megaresume.training.demo.compare import Step, compare, read_steps
+from megaresume.training.demo.corpus import SOURCES, write_texts
+from megaresume.training.demo.jobs import Ended, run_job
+from megaresume.training.demo.plan import ATTEMPTS, GLOBAL_BATCH_SIZE, SEQ_LENGTH, TWIN, Attempt, model_flags
+from megaresume.training.demo.report import Facts, Start, write_report
+
+__all__ = ["run_demo"]
+
+#: Written into the directory of a demo, so that --overwrite removes nothing else.
+MARK = ".megaresume-demo"
+
+
+def run_demo(out: Path, *, steps: int, overwrite: bool, quiet: bool) -> dict[str, Any]:
+    """Prepare, train, kill, resume, compare, report.
+
+    Args:
+        out: directory for everything.
+        steps: of the run.
+        overwrite: remove an earlier demo in ``out``.
+        quiet: say nothing on standard output.
+
+    Returns:
+        ``holds``, the comparison, and where the report lies.
+    """
+    say: Callable[[str], None] = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
+    start = time.monotonic()
+    _make_directory(out, overwrite)
+    say("1. Preparing three corpora from the texts of this machine's Python")
+    data = _prepare(out, say)
+
+    say(f"2. Training the uninterrupted twin: {TWIN.layout}, {steps} steps")
+    _train(out, "twin", TWIN, steps, 0)
+    twin = read_steps(out / "twin-0.jsonl")
+
+    say("3. Training the run, and killing it")
+    run: list[Step] = []
+    starts: list[Start] = []
+    for number, attempt in enumerate(ATTEMPTS):
+        say(f"   start {number + 1}: {attempt.layout}")
+        ended = _train(out, "run", attempt, steps, number)
+        done = read_steps(out / f"run-{number}.jsonl", attempt=number)
+        run += done
+        starts.append(_start(out, attempt, number, done, ended))
+        if starts[-1].resumed:
+            say(f"     {starts[-1].resumed}")
+        say(f"     {starts[-1].end}" + (f" in step {done[-1].step + 1}, with kill -9" if ended.killed and done else ""))
+
+    say("4. Comparing every step, and planning the whole stream again: megaresume verify")
+    comparison = compare(twin, run)
+    verified = _json("verify", str(out / "run"))
+    samples = steps * GLOBAL_BATCH_SIZE
+    facts = Facts(
+        holds=comparison.holds and bool(verified["holds"]) and all(s.resumed for s in starts[1:]),
+        comparison=comparison,
+        twin=twin,
+        run=run,
+        starts=starts,
+        verified=verified,
+        summary=_json("stream", str(data), "--samples", f"0:{samples}", "--summary"),
+        seconds=time.monotonic() - start,
+        versions=", ".join(f"{name} {version(name)}" for name in ("megaresume", "torch", "deepspeed", "megatron-core")),
+    )
+    report = out / "report.html"
+    write_report(report, facts, open_stream(data))
+    say(_table(facts))
+    say(f"\nreport: {report}")
+    say(f"look around: megaresume inspect {out / 'run'}    megaresume stream {data} --samples 0:8")
+    c = comparison
+    return {
+        "holds": facts.holds,
+        "steps": c.steps,
+        "redone": c.redone,
+        "different_samples": list(c.different_samples),
+        "different_content": list(c.different_content),
+        "missing": list(c.missing),
+        "equal_losses": c.equal_losses,
+        "largest_difference": c.largest_difference,
+        "seconds": round(facts.seconds, 1),
+        "report": str(report),
+    }
+
+
+def _make_directory(out: Path, overwrite: bool) -> None:
+    if out.exists() and any(out.iterdir()):
+        if not (out / MARK).exists():
+            raise UsageError(
+                "the directory holds something else",
+                found=f"{out}, not empty",
+                expected="an empty directory, or one of an earlier demo",
+                action="--out ANOTHER",
+            )
+        if not overwrite:
+            raise UsageError(
+                "an earlier demo lies there",
+                found=f"{out}",
+                expected="an empty directory",
+                action=f"--overwrite, or --out ANOTHER; its report: {out / 'report.html'}",
+            )
+        shutil.rmtree(out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / MARK).touch()
+
+
+def _prepare(out: Path, say: Callable[[str], None]) -> Path:
+    """Build the corpora with ``megaresume prepare``; the data config."""
+    for name, path in write_texts(out / "texts").items():
+        summary = _json("prepare", str(path), "--output", str(out / "corpora" / name))
+        say(f"   {name}: {summary['documents']:,} documents, {summary['tokens']:,} tokens")
+    data = out / "data.yaml"
+    config = {
+        "seed": 1234,
+        "seq_length": SEQ_LENGTH,
+        "packing": {"mode": "best_fit", "open_bins": 16},
+        "sources": {name: {"path": f"corpora/{name}", "weight": float(w)} for name, (_, w) in SOURCES.items()},
+    }
+    data.write_text(yaml.safe_dump(config, sort_keys=False))
+    return data
+
+
+def _json(*words: str) -> dict[str, Any]:
+    """What a command of the program prints with --json; its exit status is in there too."""
+    done = subprocess.run([sys.executable, "-m", "megaresume", *words, "--json"], stdout=subprocess.PIPE, text=True)
+    if not done.stdout.strip():
+        raise SetupError(
+            f"megaresume {words[0]} failed",
+            found=f"exit status {done.returncode}",
+            expected="a result",
+            action=f"run it by hand: megaresume {' '.join(words)}",
+        )
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def _train(out: Path, name: str, attempt: Attempt, steps: int, number: int) -> Ended:
+    """One start of the twin or the run."""
+    log = out / f"{name}-{number}.jsonl"
+    kill_after = None if attempt.killed_after is None else int(attempt.killed_after * steps)
+    killer = _Killer(log, kill_after) if kill_after is not None else None
+    bar = _Bar(log, steps, f"     {name}")
+    flags = [
+        *model_flags(steps),
+        *("--megaresume-data", str(out / "data.yaml")),
+        *("--save", str(out / name), "--load", str(out / name)),
+        *("--micro-batch-size", str(attempt.micro_batch_size), "--num-workers", str(attempt.workers)),
+        *("--megaresume-log-samples", str(log)),
+        *(("--megaresume-start-method", attempt.start_method) if attempt.start_method else ()),
+    ]
+    try:
+        return run_job(
+            flags,
+            processes=attempt.processes,
+            output=out / f"{name}-{number}.log",
+            kill_when=killer,
+            watch=bar.look,
+        )
+    finally:
+        bar.close()
+
+
+class _Killer:
+    """Asks for the kill half a step after a step was logged: in the middle of the next one."""
+
+    def __init__(self, log: Path, after: int) -> None:
+        self._log, self._after = log, after
+        self._at: float | None = None
+        self._seen = 0
+        self._times: list[float] = []
+
+    def __call__(self) -> bool:
+        now = time.monotonic()
+        if self._at is not None:
+            return now >= self._at
+        steps = read_steps(self._log)
+        if len(steps) > self._seen:
+            self._seen = len(steps)
+            self._times.append(now)
+        if steps and steps[-1].step >= self._after:
+            last = self._times[-4:]
+            step_seconds = (last[-1] - last[0]) / max(len(last) - 1, 1)
+            self._at = now + 0.4 * step_seconds
+        return False
+
+
+class _Bar:
+    """Steps done, read from the log of a job."""
+
+    def __init__(self, log: Path, steps: int, what: str) -> None:
+        from tqdm import tqdm
+
+        self._log, self._size = log, 0
+        self._bar = tqdm(total=steps, desc=what, unit="step", disable=None, leave=False, file=sys.stderr)
+
+    def look(self) -> None:
+        size = self._log.stat().st_size if self._log.exists() else 0
+        if size != self._size:
+            self._size = size
+            steps = read_steps(self._log)
+            self._bar.update((steps[-1].step if steps else 0) - self._bar.n)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def _start(out: Path, attempt: Attempt, number: int, done: list[Step], ended: Ended) -> Start:
+    output = (out / f"run-{number}.log").read_text(errors="replace")
+    resumed = re.search(r"megaresume: resumed at sample .*", output)
+    return Start(
+        layout=attempt.layout,
+        steps=(done[0].step, done[-1].step) if done else None,
+        end="killed" if ended.killed else "finished",
+        resumed=resumed[0] if resumed else None,
+    )
+
+
+def _table(facts: Facts) -> str:
+    c = facts.comparison
+    rows = [
+        ("steps compared", f"{c.steps} (and {c.redone} done again after a kill)"),
+        ("samples of every step", f"{c.steps - len(c.different_samples)} of {c.steps} identical"),
+        ("tokens, labels, masks, positions", f"{c.steps - len(c.different_content)} of {c.steps} identical"),
+        ("steps missing", ", ".join(map(str, c.missing)) or "none"),
+        ("losses, bit for bit", f"{c.equal_losses} of {c.steps}, the others within {c.largest_difference:.1e}"),
+        ("megaresume verify", "proved" if facts.verified["holds"] else "NOT PROVED"),
+        ("packing efficiency", f"{100 * facts.summary['fill']:.2f} %"),
+        ("time", f"{facts.seconds:.0f} s"),
+    ]
+    lines = [f"   {what:<34} {result}" for what, result in rows]
+    verdict = "exact: nothing repeated, nothing skipped" if facts.holds else "NOT EXACT"
+    return "\n".join(["", *lines, "", f"   {verdict}"])
