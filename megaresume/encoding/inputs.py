@@ -257,7 +257,7 @@ def _damaged(file: InputFile, error: BaseException) -> CorpusError:
         found=f"{type(error).__name__}: {error}",
         expected=f"a complete {file.path.suffix} file",
         cause="an interrupted download or copy, or a file with the wrong suffix",
-        action=f"fetch {file.path.name} again; prepare goes on where it stopped",
+        action=f"fetch {file.path.name} again, then start again: --restart",
     )
 
 

@@ -286,13 +286,28 @@ def test_policies_for_invalid_text(tmp_path):
     options = {"text_unit": "line", "overwrite": True}
     with pytest.raises(CorpusError, match=r"in\.txt:2 is not UTF-8"):
         prepare([path], tmp_path / "out", PrepareOptions(**options))
-    summary = prepare(
-        [path], tmp_path / "out", PrepareOptions(text=TextOptions(invalid="skip"), restart=True, **options)
-    )
+    summary = prepare([path], tmp_path / "out", PrepareOptions(text=TextOptions(invalid="skip"), **options))
     assert (summary.documents, summary.skipped) == (1, 1)
+    with pytest.raises(Stop), pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, 0)
+        prepare([path], tmp_path / "out", PrepareOptions(text=TextOptions(invalid="skip"), **options))
+    with pytest.raises(UsageError, match="was left by a prepare"):  # what "skip" left out is lost for "replace"
+        prepare([path], tmp_path / "out", PrepareOptions(text=TextOptions(invalid="replace"), **options))
+    options["restart"] = True
     summary = prepare([path], tmp_path / "out", PrepareOptions(text=TextOptions(invalid="replace"), **options))
     assert (summary.documents, summary.skipped) == (2, 0)
     assert IndexedSource(tmp_path / "out").get(1).tolist() == [*"b\ufffdd".encode(), 256]
+
+
+def test_milder_policy_after_invalid_text_goes_on(tmp_path):
+    path = tmp_path / "in.txt"
+    path.write_bytes(b"fine\n" * 100 + b"b\xffd\n")
+    options = {"text_unit": "line", "block_bytes": 50}
+    with pytest.raises(CorpusError, match="is not UTF-8"):
+        prepare([path], tmp_path / "out", PrepareOptions(**options))
+    summary = prepare([path], tmp_path / "out", PrepareOptions(text=TextOptions(invalid="skip"), **options))
+    assert (summary.documents, summary.skipped) == (100, 1)
+    assert summary.resumed_blocks == summary.blocks - 1 > 5
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", b'{"text": ""}\n'])
