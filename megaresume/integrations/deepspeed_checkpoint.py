@@ -12,8 +12,8 @@ their files. So it is told not to, and the commit writes it.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +91,9 @@ class Checkpoints:
 
     def topology(self) -> Topology:
         """How the run is laid out now."""
-        return facts.topology(self.data.engine, num_workers=self.data.num_workers)
+        now = facts.topology(self.data.engine, num_workers=self.data.num_workers)
+        # In a ramp-up the engine learns of its batch size only when the next step begins.
+        return dataclasses.replace(now, global_batch_size=self.data.schedule.size_at(self.data.samples_trained))
 
     # Save
 
@@ -245,7 +247,6 @@ class Checkpoints:
         if is_rank_0():
             # Printed, not logged: it must be in the job's output whatever the program does with its logging.
             print(self.resume.line(), flush=True)
-            sys.stdout.flush()
         if self.resume.repeated or self.resume.skipped:
             raise StateError(
                 "the weights and the data state do not stand at the same sample",

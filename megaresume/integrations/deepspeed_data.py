@@ -183,10 +183,14 @@ class TrainingData:
             )
         self._open_step()
 
+    def close(self) -> None:
+        """Stop reading ahead, at the end of a run; nothing is handed out any more."""
+        self.detach("it was closed")
+
     def detach(self, why: str) -> None:
         """Hand out nothing any more: the engine has other data now."""
         self._close()
-        self._failure = StateError("this data is no longer that of the engine", cause=why)
+        self._failure = StateError("this data hands out nothing any more", cause=why)
 
     def _open_step(self) -> None:
         """Settle the sizes of the next step and make sure that all of its samples exist."""

@@ -60,6 +60,12 @@ def _portable(error: Exception) -> MegaresumeError:
     return CheckpointError(f"{type(error).__name__}: {error}", cause="see the log of the rank that it happened on")
 
 
+def _known(error: Exception) -> Exception:
+    """Mark an error that every rank raises: one of them is enough to print it."""
+    error.known_to_all_ranks = True  # type: ignore[attr-defined]
+    return error
+
+
 def on_rank_0(function: Callable[[], T]) -> T:
     """Run on rank 0; every rank gets the result (which must be picklable) or raises the error."""
     value: T | None = None
@@ -68,9 +74,9 @@ def on_rank_0(function: Callable[[], T]) -> T:
         value, error = _attempt(function)
     value, sent = _broadcast((value, None if error is None else _portable(error)))
     if error is not None:
-        raise error
+        raise _known(error)
     if sent is not None:
-        raise sent
+        raise _known(sent)
     return value  # type: ignore[return-value,unused-ignore]
 
 
@@ -79,11 +85,11 @@ def on_all_ranks(function: Callable[[], T]) -> T:
     value, error = _attempt(function)
     errors = gather(None if error is None else _portable(error))
     if error is not None:
-        raise error
+        raise _known(error)
     for rank, other in enumerate(errors):
         if other is not None:
             other.headline = f"rank {rank}: {other.headline}"
-            raise other
+            raise _known(other)
     return value  # type: ignore[return-value]
 
 
@@ -92,10 +98,11 @@ def same_on_all_ranks(value: Any, what: str, *, cause: str, action: str) -> None
     values: Sequence[Any] = gather(value)
     for rank, other in enumerate(values):
         if other != values[0]:
-            raise StateError(
+            error = StateError(
                 f"the ranks disagree on {what}",
                 found=f"rank 0: {values[0]}; rank {rank}: {other}",
                 expected="the same on every rank",
                 cause=cause,
                 action=action,
             )
+            raise _known(error)

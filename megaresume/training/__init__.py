@@ -1,0 +1,20 @@
+"""The reference pretraining program: a megatron-core GPT under a DeepSpeed engine, with exact data resume.
+
+torchrun --nproc-per-node 2 -m megaresume.training --num-layers 2 ... --save checkpoints --load checkpoints
+deepspeed --module megaresume.training ...
+python -m megaresume.training ...                     (one process)
+
+flags.py        a dataclass of flags -> argparse: dashes or underscores
+arguments.py    the flags, Megatron's own names, and which combinations are refused
+launch.py       process group, device, parallel groups; the end of a process
+mpu.py          megatron-core's parallel groups as DeepSpeed asks for them
+model.py        GPTModel; attention that never crosses a document
+optimizer.py    apex's, DeepSpeed's or torch's AdamW, and why
+schedule.py     learning rate as a function of trained samples
+ds_config.py    the DeepSpeed config that the flags mean
+loss.py         what is minimised and what is reported
+validation.py   the same samples of the validation stream every time
+logging.py      lines for people, JSON lines for programs
+loop.py         the loop
+__main__.py     from flags to a trained model
+"""

@@ -1,0 +1,188 @@
+"""From flags to a trained model: ``torchrun -m megaresume.training``, ``deepspeed --module megaresume.training``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
+from megaresume.training.arguments import Arguments, check_layout, parse_arguments
+from megaresume.training.launch import announce, launch, rank_and_size, shut_down, stop_at_once
+
+__all__ = ["main"]
+
+#: Megatron's default for --data-path.
+DEFAULT_SPLIT = "969, 30, 1"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program.
+
+    Returns:
+        exit status: 0 when the run is over, or over for now; 1 when it failed; 2 on bad usage.
+    """
+    sys.excepthook = _die
+    rank, world_size = rank_and_size()
+    try:
+        args = parse_arguments(sys.argv[1:] if argv is None else argv)
+        check_layout(args, world_size)
+    except UsageError as error:
+        # Every rank finds the same; one says it.
+        if rank == 0:
+            print(f"megaresume: {error}", file=sys.stderr, flush=True)
+        return 2
+    try:
+        _run(args)
+    except MegaresumeError as error:
+        if rank == 0 or not getattr(error, "known_to_all_ranks", False):
+            print(f"megaresume: rank {rank}: {error}", file=sys.stderr, flush=True)
+        stop_at_once(2 if isinstance(error, UsageError) else 1)
+    return 0
+
+
+def _die(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """End at once: a rank that waits for the others at its exit keeps the launcher from ending them."""
+    traceback.print_exception(kind, error, trace)
+    stop_at_once(130 if kind is KeyboardInterrupt else 1)
+
+
+def _run(args: Arguments) -> None:
+    device = launch(args)
+    # Deferred: torch, DeepSpeed and megatron-core take seconds to import, and bad flags should not.
+    import deepspeed
+    import torch.distributed as dist
+
+    import megaresume.integrations.deepspeed as integration
+    from megaresume.integrations.deepspeed_ranks import on_all_ranks
+    from megaresume.loading.open import open_stream
+    from megaresume.training.ds_config import deepspeed_config
+    from megaresume.training.logging import SampleLog
+    from megaresume.training.loop import Trainer
+    from megaresume.training.model import build_model
+    from megaresume.training.mpu import ModelParallelUnit
+    from megaresume.training.optimizer import build_optimizer
+    from megaresume.training.schedule import LearningRate
+    from megaresume.training.validation import Validation
+
+    _, schedule = check_layout(args, dist.get_world_size())
+    stream = on_all_ranks(lambda: open_stream(**_data(args), part="train"))
+    seq_length = stream.config.seq_length
+    vocab_size = on_all_ranks(lambda: _vocab_size(args, stream.sources))
+    model, layers = build_model(args, vocab_size=vocab_size, seq_length=seq_length, device=device)
+    optimizer, why = build_optimizer(args, model, device)
+    announce(f"megaresume: optimizer is {why}; {layers} layers; device {device}; {dist.get_backend()}")
+    config = on_all_ranks(lambda: deepspeed_config(args, global_batch_size=schedule.size_at(0)))
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=ModelParallelUnit())
+    data = integration.attach(
+        engine,
+        stream,
+        schedule=schedule,
+        num_workers=args.num_workers,
+        prefetch=args.megaresume_prefetch,
+        start_method=args.megaresume_start_method,
+        save_dir=args.save,
+    )
+    validation = None
+    if args.eval_iters:
+        valid = on_all_ranks(lambda: open_stream(**_data(args), part="valid"))
+        validation = Validation(
+            valid,
+            num_batches=args.eval_iters,
+            global_batch_size=schedule.segments[-1][1],
+            micro_batch_size=args.micro_batch_size,
+            pin_memory=device.type == "cuda",
+        )
+    _load(args, engine)
+    data.checkpoints.record_start()
+    log = on_all_ranks(
+        lambda: SampleLog(
+            args.megaresume_log_samples,
+            attempt=data.attempt or 1,
+            topology=data.checkpoints.topology(),
+            writes=dist.get_rank() == 0,
+        )
+    )
+    log.start(step=engine.global_steps, samples=data.samples_trained, digest=stream.digest_at(data.samples_trained))
+    trainer = Trainer(
+        args,
+        engine,
+        data,
+        device=device,
+        rate=LearningRate.from_arguments(args, schedule),
+        validation=validation,
+        log=log,
+        vocab_size=vocab_size,
+    )
+    if args.skip_train:
+        trainer.validate()
+    elif trainer.finished():
+        announce(f"megaresume: the run is over: {engine.global_steps} steps, {data.samples_trained} samples trained")
+    else:
+        trainer.train()
+    data.close()
+    shut_down()
+
+
+def _data(args: Arguments) -> dict[str, Any]:
+    """What `open_stream` needs."""
+    if args.megaresume_data is not None:
+        return {"data": args.megaresume_data, "seq_length": args.seq_length, "seed": args.seed, "split": args.split}
+    words = list(args.data_path or ())
+    return {"data": words, "seq_length": args.seq_length, "seed": args.seed, "split": args.split or DEFAULT_SPLIT}
+
+
+def _vocab_size(args: Arguments, sources: Sequence[Any]) -> int:
+    if args.vocab_size is not None:
+        return args.vocab_size
+    known: list[int] = []
+    for source in sources:
+        record: Mapping[str, Any] = getattr(getattr(source, "source", source), "tokenizer", None) or {}
+        if not isinstance(record.get("vocab_size"), int):
+            raise UsageError(
+                "the size of the vocabulary is not known",
+                found=f"{source!r}, which does not say which tokenizer made it",
+                expected="--vocab-size, or corpora that megaresume prepare built",
+                action="--vocab-size N, where N is the tokenizer's number of token ids",
+            )
+        known.append(record["vocab_size"])
+    return max(known)
+
+
+def _load(args: Arguments, engine: Any) -> None:
+    """Go on from --load, or make sure that a fresh start overwrites nothing."""
+    from megaresume.checkpoint.choose import choose
+    from megaresume.integrations.deepspeed_ranks import on_rank_0
+
+    path = None
+    if args.load is not None:
+        tag = None
+        if args.ckpt_step is not None:
+            tag = f"global_step{args.ckpt_step}" + "_universal" * args.universal_checkpoint
+        options = {"load_optimizer_states": False, "load_lr_scheduler_states": False} if args.finetune else {}
+        path, _ = engine.load_checkpoint(args.load, tag=tag, load_module_only=args.finetune, **options)
+        if path is None:
+            if args.exit_on_missing_checkpoint:
+                raise CheckpointError(
+                    "there is no checkpoint, and --exit-on-missing-checkpoint was given",
+                    found=f"nothing in {os.path.abspath(args.load)}",
+                    expected="a checkpoint",
+                    action="check --load, or remove --exit-on-missing-checkpoint to begin anew",
+                )
+            announce(f"megaresume: no checkpoint in {args.load}: beginning at sample 0")
+    save = args.save
+    if (path is None or args.finetune) and save is not None and on_rank_0(lambda: choose(save) is not None):
+        raise UsageError(
+            "a fresh start would overwrite the checkpoints of another run",
+            found=f"checkpoints in --save {save}",
+            expected="an empty directory",
+            cause="--finetune was not removed for the restart" if args.finetune else "--load was forgotten",
+            action=f"--load {save} without --finetune to go on from them, or save to an empty directory",
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""From processes to ranks, and the end of a process."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import socket
+import sys
+import warnings
+
+import torch
+
+from megaresume.stream.errors import SetupError
+from megaresume.training.arguments import Arguments
+
+__all__ = ["announce", "launch", "rank_and_size", "seed_everything", "shut_down", "stop_at_once"]
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This process and how many there are, as torchrun, deepspeed or a Slurm script say; (0, 1) without a launcher."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def announce(text: str) -> None:
+    """Print on rank 0."""
+    if rank_and_size()[0] == 0:
+        print(text, flush=True)
+
+
+def launch(args: Arguments) -> torch.device:
+    """Join the process group and the parallel groups.
+
+    Returns:
+        the device of this rank.
+
+    Raises:
+        SetupError: there are fewer GPUs than ranks on this machine.
+    """
+    device = _device(args)
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        # One thread a rank: sums are then always taken in the same order.
+        torch.set_num_threads(1)
+    if "RANK" not in os.environ:
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    if args.deterministic_mode:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    # megatron-core says at import, on every rank, which optional packages it does without.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    import deepspeed  # deferred: it decides about accelerators when imported
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    if device.type == "cpu":
+        # Otherwise DeepSpeed compiles a shared-memory collective at start, and a kill meanwhile leaves a lock.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(
+        dist_backend=args.distributed_backend or ("gloo" if device.type == "cpu" else "nccl"),
+        timeout=datetime.timedelta(minutes=args.distributed_timeout_minutes),
+        verbose=False,
+    )
+    from megatron.core import parallel_state  # deferred: seconds to import
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=args.tensor_model_parallel_size)
+    seed_everything(args.seed, device)
+    return device
+
+
+def seed_everything(seed: int, device: torch.device) -> None:
+    """Seed torch and megatron-core's generators."""
+    from megatron.core import tensor_parallel
+
+    torch.manual_seed(seed)
+    # The tracker for inference is the official one that keeps no state, and so needs no GPU.
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=device.type == "cpu")
+
+
+def shut_down() -> None:
+    """Leave the groups: without it a process may end in ``terminate called without an active exception``."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def stop_at_once(status: int) -> None:
+    """End the process without waiting for anybody: the launcher then ends the other ranks."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _device(args: Arguments) -> torch.device:
+    if not torch.cuda.is_available() or os.environ.get("DS_ACCELERATOR") == "cpu":
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", max(args.local_rank, 0)))
+    if local_rank >= torch.cuda.device_count():
+        raise SetupError(
+            "there are fewer GPUs than ranks on this machine",
+            found=f"{torch.cuda.device_count()} GPUs, local rank {local_rank}",
+            expected="one GPU for each rank",
+            action=f"start {torch.cuda.device_count()} ranks here, or set DS_ACCELERATOR=cpu",
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,133 @@
+"""What a run says: lines for people on standard output, JSON lines for programs in a file.
+
+A JSON line is one write to a file opened for appending: a kill loses at most the line of the step that it cut short,
+and what an earlier attempt wrote is never touched. The last line of a step is the one that counts.
+
+    {"event": "start", "attempt": 2, "step": 10, "samples": 80, "digest": "...", "topology": {...}, "time": ...}
+    {"event": "step", "attempt": 2, "step": 11, "samples": [80, 88], "order": "...", "content": "...", "digest": "...",
+     "loss": 5.25, "loss_hex": "0x1.5p+2", "lr": 0.001, "grad_norm": 1.5, "tokens": 500, "tokens_per_second": 9000, ...}
+    {"event": "validation", "attempt": 2, "step": 11, "loss": 5.25, "loss_hex": "0x1.5p+2", "tokens": 4000}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from megaresume.checkpoint.clock import utc
+from megaresume.checkpoint.topology import Topology
+from megaresume.stream.errors import UsageError
+from megaresume.training.launch import announce
+
+__all__ = ["SampleLog", "StepRecord", "Trained"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """One optimizer step."""
+
+    #: number of the step, from 1.
+    step: int
+    #: [first, last) samples that the ranks trained on, as their batches said.
+    samples: tuple[int, int]
+    #: hash over the identities of those samples, and over their tokens as they went into the model; 16 hex digits.
+    #: None where no log is written.
+    order: str | None
+    content: str | None
+    #: rolling digest of the stream behind the step, 16 hex digits.
+    digest: str
+    #: mean over the trained tokens of the global batch.
+    loss: float
+    lr: float
+    grad_norm: float | None
+    #: trained tokens.
+    tokens: int
+    global_batch_size: int
+    #: seconds, and places (tokens and padding) a second.
+    seconds: float
+    tokens_per_second: float
+
+    def line(self, total_steps: str) -> str:
+        """As Megatron prints it."""
+        norm = "" if self.grad_norm is None else f" grad norm: {self.grad_norm:.3f} |"
+        return (
+            f" iteration {self.step:8d}/{total_steps:>8} | consumed samples: {self.samples[1]:12d} | "
+            f"elapsed time per iteration (ms): {self.seconds * 1000:.1f} | tokens/s: {self.tokens_per_second:.0f} | "
+            f"learning rate: {self.lr:.6E} | global batch size: {self.global_batch_size:5d} | "
+            f"lm loss: {self.loss:.6E} |{norm} sample digest: {self.digest} |"
+        )
+
+
+class Trained:
+    """Notes what one rank trains in a step, for comparison between runs of any layout."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, int, int]] = []
+
+    def add(self, samples: torch.Tensor, hashes: torch.Tensor, tokens: torch.Tensor, *, content: bool) -> None:
+        """Note a micro-batch: int64[m], int64[m], int64[m, S] on the CPU."""
+        for sample, identity, row in zip(samples.tolist(), hashes.tolist(), tokens.numpy(), strict=True):
+            self._rows.append((sample, identity, _signed(xxhash.xxh3_64_intdigest(row)) if content else 0))
+
+    def collect(self, group: dist.ProcessGroup | None, device: torch.device) -> tuple[tuple[int, int], str, str]:
+        """Bring the rows of all data-parallel ranks together and start anew.
+
+        Returns:
+            (first, last) sample, hash over identities, hash over tokens, in the order of the stream.
+        """
+        rows = torch.tensor(self._rows, dtype=torch.int64, device=device)
+        gathered = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, rows, group=group)
+        everything = torch.cat(gathered).cpu()
+        everything = everything[everything[:, 0].argsort(stable=True)]
+        self._rows = []
+        order, content = (xxhash.xxh3_64_hexdigest(everything[:, k].numpy().tobytes()) for k in (1, 2))
+        return (int(everything[0, 0]), int(everything[-1, 0]) + 1), order, content
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+class SampleLog:
+    """The file of JSON lines; written by rank 0 alone."""
+
+    def __init__(self, path: str | None, *, attempt: int, topology: Topology, writes: bool) -> None:
+        self.enabled = path is not None
+        self._common = {"attempt": attempt}
+        self._topology = topology
+        self._file: int | None = None
+        if path is not None and writes:
+            try:
+                os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+                self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            except OSError as error:
+                raise UsageError(f"cannot write --megaresume-log-samples {path}", found=str(error)) from error
+
+    def start(self, *, step: int, samples: int, digest: str) -> None:
+        """Note where this process begins."""
+        topology = self._topology.to_dict()
+        self._write({"event": "start", "step": step, "samples": samples, "digest": digest, "topology": topology})
+
+    def step(self, record: StepRecord) -> None:
+        """Note a step."""
+        names = ("dp", "tp", "micro_batch_size", "num_workers")
+        layout = {name: getattr(self._topology, name) for name in names}
+        self._write({"event": "step", **asdict(record), "loss_hex": record.loss.hex(), **layout})
+
+    def validation(self, *, step: int, loss: float, tokens: int) -> None:
+        """Note a validation, and say it."""
+        announce(f" validation loss at iteration {step} | lm loss value: {loss:.6E} | tokens: {tokens} |")
+        self._write({"event": "validation", "step": step, "loss": loss, "loss_hex": loss.hex(), "tokens": tokens})
+
+    def _write(self, fields: dict[str, Any]) -> None:
+        if self._file is not None:
+            line = json.dumps({**self._common, **fields, "time": utc(time.time())})
+            os.write(self._file, line.encode() + b"\n")

@@ -1,0 +1,200 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from megatron.core import parallel_state
+
+from megaresume.integrations.deepspeed import Attached
+from megaresume.loading.batch import Batch
+from megaresume.stream.errors import CorpusError, StreamExhausted
+from megaresume.training.arguments import Arguments
+from megaresume.training.launch import announce, seed_everything
+from megaresume.training.logging import SampleLog, StepRecord, Trained
+from megaresume.training.loss import LossMeter, loss_to_minimise
+from megaresume.training.model import document_mask
+from megaresume.training.schedule import LearningRate
+from megaresume.training.validation import Validation
+
+__all__ = ["Trainer"]
+
+
+class Trainer:
+    """Trains one engine on its data until the run is over.
+
+    Args:
+        args: the flags.
+        engine: the DeepSpeed engine.
+        data: attached to it.
+        device: of this rank.
+        rate: learning rate by sample.
+        validation: None: none.
+        log: of steps.
+        vocab_size: token ids below this exist.
+    """
+
+    def __init__(
+        self,
+        args: Arguments,
+        engine: Any,
+        data: Attached,
+        *,
+        device: torch.device,
+        rate: LearningRate,
+        validation: Validation | None,
+        log: SampleLog,
+        vocab_size: int,
+    ) -> None:
+        self.args, self.engine, self.data, self.device = args, engine, data, device
+        self.rate, self.validation, self.log = rate, validation, log
+        self.vocab_size = vocab_size
+        self._began = time.monotonic()
+        self._terminated = False
+        self._saved_at = int(engine.global_steps)
+
+    def train(self) -> None:
+        """Train, save, validate; returns when the run is over or a flag says to stop."""
+        if self.args.exit_signal_handler:
+            signal.signal(signal.SIGTERM, self._terminate)
+        self.engine.train()
+        validated_at = None
+        while not self.finished():
+            try:
+                record = self._step()
+            except StreamExhausted as end:
+                announce(f"megaresume: the stream has ended, and with it the run: {end.found}")
+                break
+            self.log.step(record)
+            if record.step % self.args.log_interval == 0:
+                announce(record.line("-" if self.args.train_iters is None else str(self.args.train_iters)))
+            if self.validation is not None and record.step % self.args.eval_interval == 0:
+                self.validate()
+                validated_at = record.step
+            if self.args.save_interval is not None and record.step % self.args.save_interval == 0:
+                self.save()
+            if self._stops_here(record.step):
+                self.save()
+                return
+        self.save()
+        if self.validation is not None and validated_at != self.engine.global_steps:
+            self.validate()
+
+    def finished(self) -> bool:
+        """Whether all steps or samples of the run are trained."""
+        if self.args.train_samples is not None:
+            return self.data.samples_trained >= self.args.train_samples
+        return int(self.engine.global_steps) >= (self.args.train_iters or 0)
+
+    def validate(self) -> None:
+        """Measure and log the validation loss."""
+        if self.validation is not None:
+            loss, tokens = self.validation.measure(self.engine, self._token_losses, self.device)
+            self.log.validation(step=int(self.engine.global_steps), loss=loss, tokens=tokens)
+
+    def save(self) -> None:
+        """Save a checkpoint unless the last one is of this step."""
+        step = int(self.engine.global_steps)
+        if self.args.save is not None and step != self._saved_at:
+            self.engine.save_checkpoint(self.args.save)
+            self._saved_at = step
+            announce(f"  successfully saved checkpoint at iteration {step} to {self.args.save}")
+
+    def _step(self) -> StepRecord:
+        """All micro-steps of one optimizer step."""
+        began = time.perf_counter()
+        engine, first = self.engine, self.data.samples_trained
+        lr = self.rate.at(first)
+        for group in engine.optimizer.param_groups:
+            group["lr"] = lr
+        meter, trained = LossMeter(self.device), Trained()
+        last, norm = False, None
+        while not last:
+            batch = next(self.data)  # the first of a step also puts the batch size in force
+            trained.add(batch["samples"], batch["hashes"], batch["tokens"], content=self.log.enabled)
+            self._seed_dropout(int(batch["samples"][0]))
+            losses, mask = self._token_losses(batch)
+            meter.add(losses, mask)
+            last = engine.is_gradient_accumulation_boundary()
+            engine.backward(loss_to_minimise(losses, mask))
+            norm = self._gradient_norm() if last else None
+            engine.step()
+        group = parallel_state.get_data_parallel_group()
+        loss, tokens = meter.reduce(group)
+        samples, order, content = trained.collect(group, self.device)
+        size = samples[1] - samples[0]
+        seconds = time.perf_counter() - began
+        return StepRecord(
+            step=int(engine.global_steps),
+            samples=samples,
+            order=order,
+            content=content if self.log.enabled else None,
+            digest=self.data.stream.digest_at(samples[1]),
+            loss=loss,
+            lr=lr,
+            grad_norm=_number(norm if norm is not None else engine.get_global_grad_norm()),
+            tokens=tokens,
+            global_batch_size=size,
+            seconds=seconds,
+            tokens_per_second=size * self.data.stream.config.seq_length / seconds,
+        )
+
+    def _token_losses(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """float[m, S] losses and float32[m, S] loss mask, on the device."""
+        highest = int(batch["tokens"].max())
+        if highest >= self.vocab_size:
+            raise CorpusError(
+                "a corpus holds a token that the vocabulary does not have",
+                found=f"token {highest} in samples {batch['samples'].tolist()}",
+                expected=f"tokens below {self.vocab_size}",
+                cause="--vocab-size is not that of the tokenizer that made the corpus",
+                action=f"--vocab-size {highest + 1} at least",
+            )
+        tokens, labels, mask, positions = (
+            batch[name].to(self.device, non_blocking=True) for name in ("tokens", "labels", "loss_mask", "position_ids")
+        )
+        losses = self.engine(tokens, positions, document_mask(positions), labels=labels)
+        return losses, mask
+
+    def _gradient_norm(self) -> torch.Tensor | None:
+        """The norm before clipping where DeepSpeed does not keep it: plain float32 without ZeRO."""
+        args = self.args
+        if args.zero_stage or args.bf16 or args.fp16 or args.tensor_model_parallel_size > 1:
+            return None
+        return torch.nn.utils.get_total_norm([p.grad for p in self.engine.module.parameters() if p.grad is not None])
+
+    def _seed_dropout(self, sample: int) -> None:
+        """Key dropout by the micro-batch's first sample: no generator's state needs saving."""
+        if self.args.attention_dropout or self.args.hidden_dropout:
+            key = xxhash.xxh3_64_intdigest(f"dropout {self.args.seed} {sample}".encode())
+            seed_everything(key >> 33, self.device)  # 31 bits: megatron-core adds to it
+
+    def _terminate(self, signum: int, frame: FrameType | None) -> None:
+        self._terminated = True
+
+    def _stops_here(self, step: int) -> bool:
+        """Whether a flag ends this process after the step; the same on every rank."""
+        if self.args.exit_interval is not None and step % self.args.exit_interval == 0:
+            announce(f"exiting program at iteration {step}")
+            return True
+        if not self.args.exit_signal_handler and self.args.exit_duration_in_mins is None:
+            return False
+        limit = math.inf if self.args.exit_duration_in_mins is None else self.args.exit_duration_in_mins
+        stops = self._terminated or (time.monotonic() - self._began) / 60 > limit
+        # Ranks learn of a signal or of the time between different steps: any of them stops all.
+        anybody = torch.tensor([stops], dtype=torch.int32, device=self.device)
+        dist.all_reduce(anybody, op=dist.ReduceOp.MAX)
+        if anybody.item():
+            announce(f"exiting program at iteration {step}: signal or time limit")
+        return bool(anybody.item())
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
