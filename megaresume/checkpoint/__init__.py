@@ -37,7 +37,8 @@ A save, and the next start::
     record_start(save, iteration=choice.iteration, state=choice.state, choice=choice)
 
 One idea a file: `layout` names and paths, `atomic` writing, `sealed` checksummed JSON, `topology`, `state_file`,
-`manifest`, `pointers`, `ledger`, `marker`, `commit`, `candidates` (is this one whole?), `choose`, `confirm`, `start`.
+`manifest`, `pointers`, `ledger`, `marker`, `commit`, `candidates` (is this one whole?), `choose`, `confirm`, `start`,
+`survey` (all of a root, for `megaresume inspect`).
 Nothing here imports torch or numpy, unpickles anything, or knows about ranks.
 """
 

@@ -10,7 +10,6 @@ import contextlib
 import errno
 import os
 import re
-import secrets
 from pathlib import Path
 
 from megaresume.stream.errors import CheckpointError
@@ -85,7 +84,7 @@ def write_atomic(path: Path, data: bytes) -> None:
     Raises:
         CheckpointError: disk full, read-only, no permission, ...; the old content is still there.
     """
-    temporary = path.with_name(f".{path.name}.megaresume-{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.megaresume-{os.getpid()}-{os.urandom(4).hex()}.tmp")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:

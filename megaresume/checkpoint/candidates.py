@@ -37,7 +37,8 @@ __all__ = ["Candidate", "Examined", "Status", "examine", "list_candidates", "res
 #: incomplete: its save was killed, is going on, or is being done over.
 #: damaged: it was complete, and is no longer.
 #: pruned: the weights were deleted, records are left.
-Status = Literal["complete", "unmanaged", "incomplete", "damaged", "pruned"]
+#: newer: a record was written by a newer megaresume (only `survey` says so; `examine` raises).
+Status = Literal["complete", "unmanaged", "incomplete", "damaged", "pruned", "newer"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

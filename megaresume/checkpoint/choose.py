@@ -125,7 +125,7 @@ def choose(
     _check_root(root)
     if tag is not None:
         check_tag(tag)
-    search = _Search(root, tag, checksums, threads, progress)
+    search = Search(root, run_of(root), tag, checksums, threads, progress)
     if tag is not None:
         return search.exactly_tag(tag, iteration)
     if iteration is not None:
@@ -146,18 +146,24 @@ def _check_root(root: Path) -> None:
         )
 
 
-class _Search:
-    """One decision: remembers what was examined and passed over."""
+class Search:
+    """One decision: remembers what was examined and passed over. For `choose` and `survey`."""
 
     def __init__(
-        self, root: Path, tag: str | None, checksums: bool, threads: int | None, progress: Progress | None
+        self,
+        root: Path,
+        run: str | None,
+        tag: str | None,
+        checksums: bool,
+        threads: int | None,
+        progress: Progress | None,
     ) -> None:
         self.root = root
         self.checksums, self.threads, self.progress = checksums, threads, progress
         self.pointers = read_pointers(root)
         named = tuple(name for name in (tag, *(p.tag for p in self.pointers)) if name)
         self.candidates = list_candidates(root, tags=named)
-        self.run = run_of(root)
+        self.run = run
         self.examined: dict[Candidate, Examined] = {}
         self.notes: list[str] = []
 
@@ -314,7 +320,10 @@ class _Search:
         named: list[tuple[Pointer, Candidate]] = []
         for pointer in self.pointers:
             candidate = resolve_pointer(pointer, self.candidates)
-            if candidate is not None:
+            if candidate is not None and "saving" in candidate.records and "manifest" not in candidate.records:
+                # DeepSpeed moves its own before the save is done: that says nothing about what was meant.
+                self.notes.append(f"{pointer.name} names {candidate.tag}, whose save did not end")
+            elif candidate is not None:
                 named.append((pointer, candidate))
             elif pointer.problem is not None:
                 self.notes.append(pointer.problem)

@@ -29,7 +29,7 @@ VERSION = 1
 #: bytes read at once; large enough that hashing, not the calls, is what costs.
 _CHUNK = 4 << 20
 
-Progress = Callable[[int], None]
+Progress = Callable[[int], object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

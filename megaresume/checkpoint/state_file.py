@@ -10,7 +10,7 @@ Version history (raise `VERSION` when a reader of the old version would misunder
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ VERSION = 1
 
 def new_id() -> str:
     """A new name for a run or a save: 16 hex digits."""
-    return secrets.token_hex(8)
+    return os.urandom(8).hex()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -186,6 +186,18 @@ def test_a_killed_save_is_passed_over(root: Path, state: MakeState, model: Model
     assert "did not end" in choice.rejected[0].reason
 
 
+def test_deepspeeds_early_pointer_has_no_vote(root: Path, state: MakeState, model: Model) -> None:
+    """Somebody went back to 10; the first save after that was killed. The pointers do not "disagree" for that."""
+    point(root, 10)
+    record_start(root, iteration=10, state=state(80), choice=choose(root))
+    begin_save(root, tag="global_step15", iteration=15, state=state(120))
+    model(root / "global_step15", state(120))
+    (root / "latest").write_text("global_step15")
+    choice = chosen(root)
+    assert choice.iteration == 10
+    assert choice.notes[0] == "latest names global_step15, whose save did not end"
+
+
 def test_killed_between_manifest_and_pointers_counts(root: Path, state: MakeState, model: Model) -> None:
     interrupted_commit(root, 40, state(320), model)
     choice = chosen(root)

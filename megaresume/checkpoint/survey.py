@@ -1,0 +1,115 @@
+"""Everything that can be said about a checkpoint root, however damaged: what `megaresume inspect` prints."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaresume.checkpoint.atomic import is_leftover
+from megaresume.checkpoint.candidates import Candidate, Examined
+from megaresume.checkpoint.choose import Choice, Search
+from megaresume.checkpoint.commit import run_of
+from megaresume.checkpoint.layout import ledger_path, records_dir
+from megaresume.checkpoint.ledger import LedgerReading, read_ledger
+from megaresume.checkpoint.manifest import Progress
+from megaresume.checkpoint.pointers import Pointer
+from megaresume.checkpoint.sealed import NewerFormatError
+from megaresume.stream.errors import MegaresumeError, StateError
+
+__all__ = ["Survey", "survey"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Survey:
+    """A checkpoint root, looked at from end to end."""
+
+    root: Path
+    pointers: tuple[Pointer, Pointer]
+    #: newest first; with a tag, only that one.
+    checkpoints: tuple[Examined, ...]
+    ledger: LedgerReading
+    #: what a resume would load; None: nothing, or an error.
+    choice: Choice | None
+    #: why nothing can be loaded.
+    error: MegaresumeError | None
+    #: temporary files of killed writers; harmless.
+    leftovers: tuple[str, ...]
+    #: sentences, besides those of the choice.
+    notes: tuple[str, ...]
+
+    @property
+    def resumable(self) -> bool:
+        """Whether a resume would find weights *and* their data state."""
+        return self.choice is not None and self.choice.state is not None
+
+
+def survey(
+    root: Path,
+    *,
+    tag: str | None = None,
+    checksums: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Survey:
+    """Look at a whole root. Reads only.
+
+    Args:
+        root: the checkpoint root.
+        tag: what a resume is asked to load; None: the newest complete one. Only this one is examined then.
+        checksums: read every file that has a checksum in its manifest.
+        threads: for checksums, at the same time; None: one a core.
+        progress: called with the bytes just read, from several threads.
+
+    Raises:
+        CheckpointError: the directory cannot be listed at all.
+    """
+    notes: list[str] = []
+    run = None
+    try:
+        run = run_of(root)
+        ledger = read_ledger(ledger_path(root))
+    except StateError as problem:
+        ledger = LedgerReading()
+        notes.append(str(problem))
+    search = Search(root, run, tag, checksums, threads, progress)
+    choice, error = None, None
+    try:
+        choice = search.newest() if tag is None else search.exactly_tag(tag, None)
+    except MegaresumeError as problem:
+        error = problem
+    wanted = [c for c in search.candidates if tag is None or c.tag == tag]
+    checkpoints = tuple(_examine(search, candidate) for candidate in wanted)
+    if checksums:
+        unsummed = [e.candidate.tag for e in checkpoints if e.manifest is not None and not _has_checksums(e)]
+        if unsummed:
+            notes.append(f"saved without checksums, so that only sizes could be compared: {', '.join(unsummed)}")
+    return Survey(
+        root=root,
+        pointers=search.pointers,
+        checkpoints=checkpoints,
+        ledger=ledger,
+        choice=choice,
+        error=error,
+        leftovers=_leftovers(root),
+        notes=tuple(notes),
+    )
+
+
+def _has_checksums(examined: Examined) -> bool:
+    return examined.manifest is not None and all(f.checksum is not None for f in examined.manifest.files)
+
+
+def _examine(search: Search, candidate: Candidate) -> Examined:
+    try:
+        return search.examine(candidate)
+    except NewerFormatError as error:
+        return Examined(candidate=candidate, status="newer", reasons=(f"{error.headline} ({error.found})",))
+
+
+def _leftovers(root: Path) -> tuple[str, ...]:
+    found: list[str] = []
+    for directory in (root, records_dir(root)):
+        if directory.is_dir():
+            found += [os.path.relpath(directory / name, root) for name in os.listdir(directory) if is_leftover(name)]
+    return tuple(sorted(found))

@@ -1,0 +1,326 @@
+"""``megaresume inspect DIR``: a checkpoint's data state, the pointers, and whether every checkpoint is complete.
+
+Answers in well under half a second: neither torch nor numpy is imported, and nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megaresume.stream.errors import UsageError
+
+if TYPE_CHECKING:
+    from megaresume.checkpoint.candidates import Examined
+    from megaresume.checkpoint.ledger import LedgerEntry
+    from megaresume.checkpoint.state_file import StepFile
+    from megaresume.checkpoint.survey import Survey
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "a checkpoint's data state, pointers and completeness, readable"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the command."""
+    parser.add_argument("dir", metavar="DIR", type=Path, help="a --save directory, or one tag directory in it")
+    parser.add_argument("--json", action="store_true", help="JSON on standard output")
+    parser.add_argument(
+        "--checksums", action="store_true", help="read every file and compare its checksum, not only its size"
+    )
+    parser.add_argument(
+        "--last", type=int, default=10, metavar="N", help="checkpoints and ledger lines to show (default: 10)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Inspect a directory; 1 if a resume from it would not find weights and their data state."""
+    from megaresume.checkpoint.layout import split_root
+    from megaresume.checkpoint.survey import survey
+
+    if not args.dir.is_dir():
+        raise UsageError(
+            "no such directory",
+            found=f"{args.dir} is a file" if args.dir.exists() else str(args.dir),
+            expected="the --save directory of a run, or one tag directory in it",
+        )
+    if args.last < 1:
+        raise UsageError("--last must be at least 1", found=args.last)
+    root, tag = split_root(args.dir)
+    with _progress(root, show=args.checksums and sys.stderr.isatty()) as progress:
+        found = survey(root, tag=tag, checksums=args.checksums, progress=progress)
+    print(json.dumps(_report(found)) if args.json else _text(found, args.last))
+    return 0 if found.resumable else 1
+
+
+@contextmanager
+def _progress(root: Path, *, show: bool) -> Iterator[Callable[[int], object] | None]:
+    if not show:
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(desc=f"reading {root}", unit="B", unit_scale=True, leave=False) as bar:
+        yield bar.update
+
+
+def _newest_state(found: Survey) -> StepFile | None:
+    """The state to show: what a resume loads, or else the newest that can be read."""
+    if found.choice is not None and found.choice.step is not None:
+        return found.choice.step
+    return next((e.step for e in found.checkpoints if e.step is not None), None)
+
+
+# -- JSON
+
+
+def _report(found: Survey) -> dict[str, Any]:
+    choice, step = found.choice, _newest_state(found)
+    return {
+        "root": str(found.root),
+        "resumable": found.resumable,
+        "choice": None
+        if choice is None
+        else choice.to_broadcast()
+        | {"rejected": [{"tag": r.tag, "iteration": r.iteration, "reason": r.reason} for r in choice.rejected]},
+        "error": None if found.error is None else str(found.error),
+        "notes": [*(choice.notes if choice else ()), *found.notes],
+        "state": None if step is None else step.to_fields(),
+        "pointers": [
+            {"name": p.name, "status": p.status, "text": p.text, "tag": p.tag, "problem": p.problem}
+            for p in found.pointers
+        ],
+        "checkpoints": [_checkpoint(e) for e in found.checkpoints],
+        "ledger": {
+            "run": found.ledger.run,
+            "entries": [_entry(e) for e in found.ledger.entries],
+            "problems": [{"line": p.line, "kind": p.kind, "reason": p.reason} for p in found.ledger.problems],
+        },
+        "leftovers": list(found.leftovers),
+    }
+
+
+def _checkpoint(examined: Examined) -> dict[str, Any]:
+    step, manifest = examined.step, examined.manifest
+    return {
+        "tag": examined.candidate.tag,
+        "iteration": examined.candidate.iteration,
+        "status": examined.status,
+        "reasons": list(examined.reasons),
+        "files": None if manifest is None else len(manifest.files),
+        "bytes": None if manifest is None else manifest.size,
+        "samples": None if step is None else step.state.samples,
+        "digest": None if step is None else step.state.digest,
+        "saved_at": None if step is None else step.saved_at,
+        "topology": None if step is None else step.topology.to_dict(),
+    }
+
+
+def _entry(entry: LedgerEntry) -> dict[str, Any]:
+    return {
+        "kind": entry.kind,
+        "time": entry.time,
+        "iteration": entry.iteration,
+        "tag": entry.tag,
+        "samples": entry.samples,
+        "digest": entry.digest,
+        "run": entry.run,
+        "topology": entry.topology.to_dict(),
+        "details": dict(entry.details),
+    }
+
+
+# -- text
+
+
+def _text(found: Survey, last: int) -> str:
+    blocks = [_headline(found), _state_block(found), _pointer_block(found)]
+    blocks += [_checkpoint_block(found, last), _ledger_block(found, last), _note_block(found)]
+    return "\n\n".join(block for block in blocks if block)
+
+
+def _headline(found: Survey) -> str:
+    choice = found.choice
+    if choice is None:
+        why = "there is no checkpoint" if found.error is None else found.error.headline
+        return f"{found.root}\nNOT RESUMABLE: {why}"
+    if choice.state is None:
+        return f"{found.root}\nNOT RESUMABLE: {choice.tag} has no data state (written without megaresume)"
+    return f"{found.root}\nresumes from {choice.tag}, at sample {choice.state.samples:,}"
+
+
+def _state_block(found: Survey) -> str:
+    step = _newest_state(found)
+    if step is None:
+        return ""
+    state, config = step.state, step.state.config
+    packing, blend = config.get("packing", {}), config.get("blend", {})
+    rows = [
+        ["iteration", f"{step.iteration:,}"],
+        ["samples", f"{state.samples:,}"],
+        ["documents", f"{state.documents:,}"],
+        ["tokens", f"{state.tokens:,}"],
+        ["digest", state.digest],
+        ["saved", f"{step.saved_at}  on {step.topology}"],
+        ["run", step.run],
+        ["stream", _words({"seed": config.get("seed"), "seq_length": config.get("seq_length"), **packing, **blend})],
+        ["stages", ", ".join(f"{name} from {first:,}" for first, name in state.stages)],
+        ["batches", ", ".join(f"{size:,} from {first:,}" for first, size in state.batches)],
+        ["open bins", f"{len(state.bins)} with {sum(len(b.segments) for b in state.bins)} segments"],
+    ]
+    if state.pending is not None:
+        rows.append(["cut document", f"{state.pending.length:,} tokens are left of it"])
+    if state.skipped_ranges:
+        rows.append(["skipped", ", ".join(f"{first:,} to {last:,}" for first, last in state.skipped_ranges)])
+    rows += [["accepted", override] for override in state.overrides]
+    return f"data state of {step.tag}\n" + _table(rows) + _source_table(step)
+
+
+def _source_table(step: StepFile) -> str:
+    state = step.state
+    if not state.sources:
+        return ""
+    weights = state.config.get("sources", {})
+    drawn = sum(cursor.tokens for cursor in state.sources.values()) or 1
+    rows = [["source", "weight", "epoch", "position", "of", "tokens", "share", "skipped", ""]]
+    for name, cursor in state.sources.items():
+        documents = state.fingerprints[name].documents if name in state.fingerprints else 0
+        rows.append(
+            [
+                name,
+                str(weights.get(name, {}).get("weight", "?")),
+                str(cursor.epoch),
+                f"{cursor.position - cursor.epoch * documents:,}",
+                f"{documents:,}",
+                f"{cursor.tokens:,}",
+                f"{cursor.tokens / drawn:.1%}",
+                f"{cursor.skipped:,}",
+                "exhausted" if cursor.exhausted else "",
+            ]
+        )
+    return "\n\n" + _table(rows)
+
+
+def _words(values: dict[str, Any]) -> str:
+    return "  ".join(f"{name} {value}" for name, value in values.items() if value is not None)
+
+
+def _pointer_block(found: Survey) -> str:
+    from megaresume.checkpoint.candidates import resolve_pointer
+
+    by_candidate = {examined.candidate: examined for examined in found.checkpoints}
+    rows = []
+    for pointer in found.pointers:
+        named = resolve_pointer(pointer, tuple(by_candidate))
+        if named is not None:
+            says = f"{named.tag}, {by_candidate[named].status}"
+        else:
+            says = pointer.problem or pointer.status
+        rows.append([pointer.name, pointer.text or "-", says])
+    return "pointers\n" + _table(rows)
+
+
+def _checkpoint_block(found: Survey, last: int) -> str:
+    present = [e for e in found.checkpoints if e.status != "pruned"]
+    pruned = len(found.checkpoints) - len(present)
+    if not present:
+        return f"checkpoints\n  none; {pruned} pruned" if pruned else ""
+    rows = [["", "tag", "status", "files", "size", "samples", "digest", "saved", "layout"]]
+    reasons: dict[int, tuple[str, ...]] = {}
+    for examined in present[:last]:
+        step, manifest = examined.step, examined.manifest
+        chosen = found.choice is not None and found.choice.tag == examined.candidate.tag
+        if examined.status != "complete":
+            reasons[len(rows)] = examined.reasons
+        rows.append(
+            [
+                ">" if chosen else "",
+                examined.candidate.tag,
+                examined.status,
+                "-" if manifest is None else f"{len(manifest.files):,}",
+                "-" if manifest is None else _size(manifest.size),
+                "-" if step is None else f"{step.state.samples:,}",
+                "-" if step is None else step.state.digest,
+                "-" if step is None else step.saved_at[:19].replace("T", " "),
+                "-" if step is None else str(step.topology),
+            ]
+        )
+    lines = []
+    for number, line in enumerate(_table(rows).split("\n")):
+        lines.append(line)
+        shown = reasons.get(number, ())
+        lines += [f"      {reason}" for reason in shown[:8]]
+        if len(shown) > 8:
+            lines.append(f"      and {len(shown) - 8} more")
+    if len(present) > last:
+        lines.append(f"  ... and {len(present) - last} older (--last {len(present)} shows all)")
+    if pruned:
+        lines.append(f"  {pruned} more were pruned: their data states are kept")
+    return "checkpoints\n" + "\n".join(lines)
+
+
+def _ledger_block(found: Survey, last: int) -> str:
+    entries, problems = found.ledger.entries, found.ledger.problems
+    if not entries and not problems:
+        return ""
+    rows = [["time", "what", "iteration", "tag", "samples", "digest", "layout", "took"]]
+    for entry in entries[-last:]:
+        seconds = entry.details.get("save_seconds")
+        rows.append(
+            [
+                entry.time[:19].replace("T", " "),
+                entry.kind,
+                f"{entry.iteration:,}",
+                entry.tag or "-",
+                f"{entry.samples:,}",
+                entry.digest,
+                str(entry.topology),
+                f"{seconds:.1f} s" if isinstance(seconds, int | float) else "",
+            ]
+        )
+    text = f"ledger, the last {len(rows) - 1} of {len(entries)} lines\n" + _table(rows)
+    shown = [f"  {problem}" for problem in problems[-last:]]
+    if len(problems) > last:
+        shown.insert(0, f"  {len(problems) - last} more lines cannot be read")
+    return "\n".join([text, *shown])
+
+
+def _note_block(found: Survey) -> str:
+    above = {str(problem) for problem in found.ledger.problems}
+    notes = [note for note in (*(found.choice.notes if found.choice else ()), *found.notes) if note not in above]
+    if found.leftovers:
+        notes.append(f"temporary files of killed writers, harmless: {', '.join(found.leftovers[:5])}")
+    if found.error is not None:
+        notes.append(str(found.error))
+    return "notes\n" + "\n".join("  " + note.replace("\n", "\n  ") for note in notes) if notes else ""
+
+
+def _size(size: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def _table(rows: list[list[str]]) -> str:
+    """Columns aligned: numbers to the right, the rest to the left."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    right = [
+        all(not row[i] or row[i][0].isdigit() or row[i] in "-?" for row in rows[1:])
+        and all(len(row[i]) < 16 for row in rows)
+        for i in range(len(widths))
+    ]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, right, strict=True)
+        ]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return "\n".join(lines)
