@@ -1,0 +1,20 @@
+"""For all tests: property tests that give the same answer every time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Derandomized: a run that fails in CI fails on the next machine too. No deadline: CI machines are slow and shared.
+settings.register_profile(
+    "megaresume", derandomize=True, deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("megaresume")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--regenerate",
+        action="store_true",
+        help="write golden files anew instead of comparing with them; see tests/stream/test_golden.py",
+    )
