@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +20,17 @@ MAX_DOCUMENT_TOKENS = (1 << 31) - 1
 
 #: Documents that the first look ahead fetches: few, so that a resume touches few pages of a large index.
 FIRST_CHUNK = 16
+#: Chunks remembered: a state a little behind the front is planned again without asking the source.
+RECENT_CHUNKS = 4
 
 log = logging.getLogger(__name__)
 
 
 class Feed:
-    """Looks ahead in one source. Holds no state of the stream: all follows from the position asked for."""
+    """Looks ahead in one source. Holds no state of the stream: all follows from the position asked for.
+
+    Not safe to use from several threads at once.
+    """
 
     def __init__(self, source: LengthSource, config: SourceConfig, seed: int) -> None:
         self.source = source
@@ -32,6 +38,8 @@ class Feed:
         self.seed = seed
         self.num_documents = len(source)
         self.chunk = FIRST_CHUNK
+        #: (first position, position after the last, int64[n, 3] rows of `fill`), the latest last.
+        self._recent: deque[tuple[int, int, npt.NDArray[np.int64]]] = deque(maxlen=RECENT_CHUNKS)
 
     @property
     def limit(self) -> int | None:
@@ -53,6 +61,8 @@ class Feed:
         Raises:
             CorpusError: a length that is negative or too large; nothing but empty documents.
         """
+        if rows := self._remembered(position, out):
+            return rows
         start = position
         while self.limit is None or position < self.limit:
             # Two epochs hold a whole one wherever they begin; a single one may miss its only document.
@@ -77,8 +87,19 @@ class Feed:
             rows = len(documents)
             out[:rows, 0], out[:rows, 1], out[:rows, 2] = positions, documents, lengths
             if rows:
+                self._recent.append((position, position + num, out[:rows].copy()))
                 return rows
             position += num
+        return 0
+
+    def _remembered(self, position: int, out: npt.NDArray[np.int64]) -> int:
+        """Answer from a remembered chunk; 0 if there is none."""
+        for first, stop, known in self._recent:
+            if first <= position < stop:
+                # Empty documents are not among the rows: the first at or after the position.
+                rows = known[int(known[:, 0].searchsorted(position)) :][: len(out)]
+                out[: len(rows)] = rows
+                return len(rows)
         return 0
 
     def _check(self, documents: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> None:

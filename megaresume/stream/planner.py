@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -27,6 +28,7 @@ LOOK_AHEAD, LOOK_AHEAD_LOW, LOOK_AHEAD_HIGH = 1 << 16, 32, 1024
 BIN_SEGMENTS = 32
 
 
+@lru_cache(maxsize=4096)
 def source_key(name: str) -> int:
     """64-bit hash of a source's name: its part in the identity of a sample."""
     digest = hashlib.blake2b(f"megaresume.source.1|{name}".encode(), digest_size=8).digest()
@@ -73,12 +75,20 @@ class Planner:
         config: the stream's config.
         sources: lengths by document, in the order of ``config.sources``.
         arrays: where to start (`snapshot`, or ``cursor.arrays_of`` a state); None: at sample 0. Copied.
+        feeds: those of another planner of the same config and sources, which remember what they looked up last.
 
     Raises:
         CorpusError: a source with a positive weight has no documents.
     """
 
-    def __init__(self, config: StreamConfig, sources: Sequence[LengthSource], arrays: Arrays | None = None) -> None:
+    def __init__(
+        self,
+        config: StreamConfig,
+        sources: Sequence[LengthSource],
+        arrays: Arrays | None = None,
+        *,
+        feeds: Sequence[Feed] | None = None,
+    ) -> None:
         for entry, source in zip(config.sources, sources, strict=True):
             if entry.weight > 0 and len(source) == 0:
                 raise CorpusError(
@@ -90,11 +100,11 @@ class Planner:
         self.config = config
         self._sources = sources
         self._kernel_config = kernel_config(config)
-        self._feeds = [Feed(s, c, config.seed) for s, c in zip(sources, config.sources, strict=True)]
+        self.feeds = feeds or [Feed(s, c, config.seed) for s, c in zip(sources, config.sources, strict=True)]
         self._keys = np.array([source_key(s.name) for s in config.sources], np.uint64)
         num = min(max(LOOK_AHEAD // len(sources), LOOK_AHEAD_LOW), LOOK_AHEAD_HIGH)
         self._ahead = np.zeros((len(sources), num, 3), np.int64)
-        start = arrays or fresh_arrays(config, [feed.num_documents for feed in self._feeds])
+        start = arrays or fresh_arrays(config, [feed.num_documents for feed in self.feeds])
         self._arrays = _copy(start)
         self._total_weight = 0
         self._refill_all()
@@ -169,7 +179,7 @@ class Planner:
 
     def _refill(self, i: int) -> None:
         sources = self._arrays.sources
-        num = self._feeds[i].fill(int(sources[kernel.NEXT, i]), self._ahead[i])
+        num = self.feeds[i].fill(int(sources[kernel.NEXT, i]), self._ahead[i])
         sources[kernel.HEAD, i], sources[kernel.NUM_AHEAD, i] = 0, num
         if num:
             self._set_deadline(i)

@@ -178,7 +178,7 @@ class Stream:
         if sample == self._planner.position:
             return cursor.fields_of(self._planner.snapshot(), self.config)
         block = self._block(sample)
-        planner = Planner(self.config, self.sources, block.snapshot)
+        planner = Planner(self.config, self.sources, block.snapshot, feeds=self._planner.feeds)
         planner.advance(sample - block.plan.first)
         return cursor.fields_of(planner.snapshot(), self.config)
 
