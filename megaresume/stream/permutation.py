@@ -67,19 +67,29 @@ def round_keys(seed: int, source: str, epoch: int) -> npt.NDArray[np.uint64]:
 
 @numba.njit(cache=True, nogil=True)
 def _permute_range(start, out, num_documents, left_bits, right_bits, keys, rounds):  # type: ignore[no-untyped-def]
+    # A round at a time over all values, then again over those that fell outside: loops without a branch, which the
+    # compiler turns into vector instructions. Value by value it takes three times as long.
     one = np.uint64(1)
     left_mask, right_mask = (one << left_bits) - one, (one << right_bits) - one
-    for i in range(out.size):
+    num = out.size  # values still outside; those at `where`, with the halves `left` and `right`
+    left, right, where = np.empty(num, np.uint64), np.empty(num, np.uint64), np.empty(num, np.int64)
+    for i in range(num):
         x = start + np.uint64(i)
-        while True:
-            left, right = x >> right_bits, x & right_mask
-            for r in range(0, rounds, 2):
-                left ^= mix(right ^ keys[r]) & left_mask
-                right ^= mix(left ^ keys[r + 1]) & right_mask
-            x = (left << right_bits) | right
-            if x < num_documents:
-                break
-        out[i] = np.int64(x)
+        left[i], right[i], where[i] = x >> right_bits, x & right_mask, i
+    while num:
+        for r in range(0, rounds, 2):
+            key, next_key = keys[r], keys[r + 1]
+            for i in range(num):
+                left[i] ^= mix(right[i] ^ key) & left_mask
+            for i in range(num):
+                right[i] ^= mix(left[i] ^ next_key) & right_mask
+        outside = 0
+        for i in range(num):
+            x = (left[i] << right_bits) | right[i]
+            out[where[i]] = np.int64(x)
+            left[outside], right[outside], where[outside] = left[i], right[i], where[i]
+            outside += 1 if x >= num_documents else 0
+        num = outside
 
 
 @numba.njit(cache=True, nogil=True)
