@@ -178,7 +178,13 @@ class IndexedSource:
         ids = np.ascontiguousarray(ids, np.int64)
         out = np.empty(ids.shape, np.int64)
         bad = document_starts(
-            ids, self._boundaries, self._lengths, self._pointers, self.dtype.itemsize, self.bin_bytes, out
+            ids,
+            self._boundaries,
+            self._lengths,
+            self._pointers,
+            self.dtype.itemsize.bit_length() - 1,
+            self.bin_bytes,
+            out,
         )
         if bad >= 0:
             raise self._bad_document(int(ids[bad]))

@@ -2,6 +2,8 @@
 
 Arrays straight from an ``.idx`` are read-only and unaligned (its header has 34 bytes); numba handles both. Every value
 read from a file is checked before it is used as an index: a damaged file must end in an error, not in a crash.
+Nearly every corpus has one sequence a document, and then document d is sequence d: taking that case first lets the
+processor fetch both arrays at the same time instead of one after the other, twice as fast where memory is the limit.
 Names of axes: n looked-up documents; D documents; S sequences.
 """
 
@@ -34,6 +36,12 @@ def document_lengths(ids: Array, boundaries: Array, lengths: Array, out: Array) 
         last = boundaries[document + 1]
         if first < 0 or last < first or last > sequences:
             return i
+        if first == document and last == document + 1:
+            length = np.int64(lengths[document])
+            if length < 0:
+                return i
+            out[i] = length
+            continue
         total = np.int64(0)
         for sequence in range(first, last):
             length = np.int64(lengths[sequence])
@@ -46,10 +54,11 @@ def document_lengths(ids: Array, boundaries: Array, lengths: Array, out: Array) 
 
 @numba.njit(nogil=True, cache=True)
 def document_starts(
-    ids: Array, boundaries: Array, lengths: Array, pointers: Array, item_bytes: int, bin_bytes: int, out: Array
+    ids: Array, boundaries: Array, lengths: Array, pointers: Array, item_shift: int, bin_bytes: int, out: Array
 ) -> int:
     """Offset in tokens of each document in the .bin: ids int64[n] to out int64[n]; pointers int64[S], in bytes.
 
+    A token has 2 ** item_shift bytes.
     What it returns is safe to copy from: start + length of the document lies within the .bin.
 
     Returns:
@@ -57,6 +66,7 @@ def document_starts(
     """
     documents = boundaries.shape[0] - 1
     sequences = lengths.shape[0]
+    mask = (1 << item_shift) - 1
     for i in range(ids.shape[0]):
         document = ids[i]
         if document < 0 or document >= documents:
@@ -68,18 +78,31 @@ def document_starts(
         if first == last:
             out[i] = 0
             continue
+        if first == document and last == document + 1:
+            start = pointers[document]
+            length = np.int64(lengths[document])
+            if (
+                start < 0
+                or start > bin_bytes
+                or length < 0
+                or start & mask
+                or start + (length << item_shift) > bin_bytes
+            ):
+                return i
+            out[i] = start >> item_shift
+            continue
         start = pointers[first]
-        if start < 0 or start % item_bytes != 0:
+        if start < 0 or start > bin_bytes or start & mask:
             return i
         end = start
         for sequence in range(first, last):
             length = np.int64(lengths[sequence])
             if length < 0 or pointers[sequence] != end:
                 return i
-            end += length * item_bytes
+            end += length << item_shift
         if end > bin_bytes:
             return i
-        out[i] = start // item_bytes
+        out[i] = start >> item_shift
     return -1
 
 
@@ -102,7 +125,7 @@ def scan_documents(
         for sequence in range(begin, end):
             length = np.int64(lengths[sequence])
             pointer = pointers[sequence]
-            if length < 0 or pointer < 0 or pointer + length * item_bytes > bin_bytes:
+            if length < 0 or pointer < 0 or pointer > bin_bytes or pointer + length * item_bytes > bin_bytes:
                 return first + i
             if sequence > 0 and pointer != pointers[sequence - 1] + np.int64(lengths[sequence - 1]) * item_bytes:
                 return first + i

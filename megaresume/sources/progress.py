@@ -49,7 +49,8 @@ class _Lines:
 def _short(amount: float, unit: str) -> str:
     if amount < 1000:
         return f"{amount:.0f} {unit}"
-    for prefix in ("k", "M", "G", "T"):
+    prefix = ""
+    for prefix in ("k", "M", "G", "T"):  # noqa: B007 - the last one is used below
         amount /= 1000
         if amount < 1000:
             break

@@ -220,6 +220,7 @@ class TestDamage:
             (34 + 4, struct.pack("<i", 1 << 30)),
             (34 + 12 + 8, struct.pack("<q", 1 << 60)),  # pointer of sequence 1
             (34 + 12 + 8, struct.pack("<q", -4)),
+            (34 + 12 + 8, struct.pack("<q", (1 << 63) - 4)),  # the end would leave int64
             (34 + 12 + 8, struct.pack("<q", 13)),
             (34 + 36 + 8, struct.pack("<q", -1)),  # boundary 1
             (34 + 36 + 8, struct.pack("<q", 1 << 60)),
