@@ -124,8 +124,34 @@ def _corpus_problems(sources: dict[str, Source], state: StreamState) -> list[str
         try:
             check_fingerprint(name, state.fingerprints[name], source.fingerprint(recompute=True))
         except MegaresumeError as error:
-            problems.append(str(error))
+            gap = _first_gap(source)
+            problems.append(str(error) + ("" if gap is None else f"\n  {'where:':<14}{gap}"))
     return problems
+
+
+def _first_gap(source: Source) -> str | None:
+    """The first document that does not end where the next one starts: a damaged length, in words."""
+    import numpy as np
+
+    from megaresume.sources.base import TokenSource
+
+    if not isinstance(source, TokenSource):
+        return None
+    chunk = 1 << 20
+    for first in range(0, len(source), chunk):
+        ids = np.arange(first, min(first + chunk + 1, len(source)))
+        try:
+            lengths = source.lengths(ids)
+            ids, lengths = ids[lengths > 0], lengths[lengths > 0]
+            starts = source.token_starts(ids)
+        except CorpusError:
+            return None  # the error already names the document
+        gaps = np.flatnonzero(starts[:-1] + lengths[:-1] != starts[1:])
+        if len(gaps):
+            k = int(gaps[0])
+            between = int(starts[k + 1] - starts[k])
+            return f"document {ids[k]} has {lengths[k]} tokens, but {between} lie between its start and the next one's"
+    return None
 
 
 def _stream(state: StreamState, sources: dict[str, Source]) -> Stream | None:

@@ -1,0 +1,63 @@
+"""The program as a whole: help, bad usage, errors without tracebacks, and no slow start."""
+
+from __future__ import annotations
+
+import pytest
+
+from megaresume.cli.flags import normalise
+from megaresume.cli.main import COMMANDS
+from tests.cli.conftest import megaresume
+
+
+def test_help_names_every_command():
+    done = megaresume("--help")
+    assert done.returncode == 0
+    for name in COMMANDS:
+        assert f"\n    {name} " in done.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command):
+    assert "usage: megaresume " + command in megaresume(command, "--help").stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [(), ("nonsense",), ("stream",), ("verify", "/nowhere"), ("inspect", "/nowhere"), ("demo", "--steps", "3")],
+)
+def test_bad_usage_is_status_2_without_a_traceback(words):
+    done = megaresume(*words)
+    assert done.returncode == 2
+    assert done.stderr and "Traceback" not in done.stderr
+
+
+def test_dashes_and_underscores_are_the_same_in_flags_only():
+    assert normalise(["x", "--a_b", "c_d", "--e_f=g_h", "--", "--i_j"]) == [
+        "x",
+        "--a-b",
+        "c_d",
+        "--e-f=g_h",
+        "--",
+        "--i_j",
+    ]
+
+
+def test_a_closed_pipe_is_no_crash(run):
+    import subprocess
+    import sys
+
+    command = f"{sys.executable} -m megaresume stream {run.data} --samples 0:20000 | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.stdout.startswith("sample         0") and "Traceback" not in done.stderr
+
+
+def test_the_cheap_commands_import_nothing_heavy(run):
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from megaresume.cli.main import main; main(['inspect', sys.argv[1], '--json']);"
+        "heavy = {'torch', 'numba', 'numpy', 'deepspeed', 'megatron'} & set(sys.modules); print(heavy, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(run.save)], capture_output=True, text=True)
+    assert done.stderr.strip() == "set()"

@@ -1,0 +1,108 @@
+"""Proof, or the first difference."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from megaresume.loading.open import open_stream
+from megaresume.sources.layout import HEADER_BYTES
+from tests.cli.conftest import megaresume
+
+
+def test_proves_a_run(run):
+    done = megaresume("verify", run.save)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "proved: all 7 recorded points are those of one stream of 96 samples" in done.stdout
+    assert "DIFFERENT" not in done.stdout
+    report = json.loads(megaresume("verify", run.save, "--json").stdout)
+    assert report["holds"] and [p["samples"] for p in report["points"]] == [0, 32, 32, 64, 64, 96, 96]
+
+
+def test_corpora_that_moved(run):
+    moved = run.corpora.with_name("elsewhere")
+    run.corpora.rename(moved)
+    assert megaresume("verify", run.save).returncode == 1
+    data = run.data.with_name("moved.yaml")
+    data.write_text(run.data.read_text().replace("corpora/", "elsewhere/"))
+    done = megaresume("verify", run.save, "--data", data)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("document", [0, 77, 150])
+def test_one_byte_of_a_length_is_found_and_named(run, document):
+    idx = run.corpora / "web.idx"
+    data = bytearray(idx.read_bytes())
+    before = data[HEADER_BYTES + 4 * document]
+    data[HEADER_BYTES + 4 * document] ^= 1
+    idx.write_bytes(data)
+    done = megaresume("verify", run.save)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "web.idx is damaged at document" in done.stdout and "not proved" in done.stdout
+    # A document that is too long runs into the next one; one that is too short leaves a gap before it.
+    assert f"document {document} has {before ^ 1} tokens, but {before} lie between" in done.stdout
+    # The difference shows in the samples from the one on that holds the document.
+    stream = open_stream(run.data)
+    of_web = [(s.document, n) for n in range(96) for s in stream.plan(n, n + 1).segments(n) if s.source == 0]
+    assert ("first difference" in done.stdout) == (document in [d for d, _ in of_web])
+
+
+def test_the_first_differing_sample_is_bracketed(run):
+    """A length in use is changed; the difference lies between the two recorded points around its sample."""
+    stream = open_stream(run.data)
+    plan = stream.plan(0, 96)
+    sample, document = next((n, s.document) for n in range(40, 96) for s in plan.segments(n) if s.source == 0)
+    idx = run.corpora / "web.idx"
+    data = bytearray(idx.read_bytes())
+    data[HEADER_BYTES + 4 * document] ^= 1
+    idx.write_bytes(data)
+    report = json.loads(megaresume("verify", run.save, "--json").stdout)
+    first, stop = report["first_difference"]["samples"]
+    assert first <= sample < stop + 32 and first in (0, 32, 64)
+
+
+def test_the_last_length_does_not_even_open(run):
+    idx = run.corpora / "web.idx"
+    data = bytearray(idx.read_bytes())
+    data[HEADER_BYTES + 4 * 299] ^= 1
+    idx.write_bytes(data)
+    done = megaresume("verify", run.save)
+    assert done.returncode == 1 and "than its index says" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_corpus_with_other_lengths_that_fit_each_other(run):
+    """The same number of documents and tokens, two lengths exchanged: only their hash tells."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+
+    old = IndexedDataset(str(run.corpora / "web"))
+    documents = [np.array(old[i]) for i in range(len(old))]
+    assert len(documents[3]) != len(documents[4])
+    documents[3], documents[4] = documents[4], documents[3]
+    del old
+    import torch
+
+    builder = IndexedDatasetBuilder(str(run.corpora / "web.bin"), dtype=np.uint16)
+    for document in documents:
+        builder.add_document(torch.from_numpy(document.astype(np.int32)), [len(document)])
+    builder.finalize(str(run.corpora / "web.idx"))
+    report = json.loads(megaresume("verify", run.save, "--json").stdout)
+    assert not report["holds"]
+    assert "web.lengths" in report["corpora"][0] and "web.documents" not in report["corpora"][0]
+    assert report["first_difference"]["recomputed"] != report["first_difference"]["recorded"]
+
+
+def test_bad_input(run):
+    done = megaresume("verify", run.corpora)
+    assert done.returncode == 1 and "there is nothing to verify" in done.stderr
+    (run.save / "megaresume" / "data.yaml").unlink()
+    done = megaresume("verify", run.save)
+    assert done.returncode == 2 and "--data DATA.yaml" in done.stderr
+    state = run.save / "megaresume" / "step_0000004.json"
+    state.write_bytes(state.read_bytes()[:-40])
+    done = megaresume("verify", run.save, "--data", run.data)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    shutil.rmtree(run.save / "megaresume")
+    assert megaresume("verify", run.save, "--data", run.data).returncode == 1
