@@ -78,8 +78,13 @@ def make_dir(directory: Path) -> None:
         raise write_error(directory, error) from error
 
 
-def write_atomic(path: Path, data: bytes) -> None:
+def write_atomic(path: Path, data: bytes, *, sync_dir: bool = True) -> None:
     """Replace a file's content in one step. Its directory must exist.
+
+    Args:
+        path: the file.
+        data: its new content.
+        sync_dir: False where another write into the same directory follows at once and brings its own.
 
     Raises:
         CheckpointError: disk full, read-only, no permission, ...; the old content is still there.
@@ -93,7 +98,8 @@ def write_atomic(path: Path, data: bytes) -> None:
         finally:
             os.close(descriptor)
         os.replace(temporary, path)
-        fsync_dir(path.parent)
+        if sync_dir:
+            fsync_dir(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)

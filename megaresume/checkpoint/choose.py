@@ -20,13 +20,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megaresume.checkpoint.candidates import Candidate, Examined, examine, list_candidates, resolve_pointer
 from megaresume.checkpoint.commit import run_of
 from megaresume.checkpoint.layout import check_tag, ledger_path, split_root, step_path
-from megaresume.checkpoint.ledger import abandoned_checkpoints, read_ledger
+from megaresume.checkpoint.ledger import LedgerReading, abandoned_checkpoints, read_ledger
 from megaresume.checkpoint.manifest import Manifest, Progress
 from megaresume.checkpoint.pointers import Pointer, read_pointers
 from megaresume.checkpoint.state_file import StepFile, read_step_file
@@ -167,6 +168,10 @@ class Search:
         self.examined: dict[Candidate, Examined] = {}
         self.notes: list[str] = []
 
+    @cached_property
+    def ledger(self) -> LedgerReading:
+        return read_ledger(ledger_path(self.root))
+
     def examine(self, candidate: Candidate) -> Examined:
         if candidate not in self.examined:
             self.examined[candidate] = examine(
@@ -261,10 +266,9 @@ class Search:
         if not any(c.has_dir for c in self.candidates):
             self._check_empty()
             return None
-        ledger = read_ledger(ledger_path(self.root))
-        self.notes += [str(problem) for problem in ledger.problems if problem.kind != "cut"]
+        self.notes += [str(problem) for problem in self.ledger.problems if problem.kind != "cut"]
         named = self._named_by_pointers()
-        abandoned = abandoned_checkpoints(ledger.entries)
+        abandoned = abandoned_checkpoints(self.ledger.entries)
 
         def given_up(c: Candidate) -> bool:
             return c.iteration is not None and (c.iteration, c.tag) in abandoned and c is not named

@@ -213,7 +213,8 @@ def commit_save(
         digest=step.state.digest,
         files=files,
     )
-    write_step_file(step_path(root, step.iteration, step.tag), step)
+    # One fsync of the directory for both: should a power cut lose only the state, the manifest tells.
+    write_step_file(step_path(root, step.iteration, step.tag), step, sync_dir=False)
     write_atomic(manifest_path(root, step.iteration, step.tag), manifest.to_bytes())
     seconds = time.time() - pending.began
     publish(root, step, manifest, latest=pending.latest, tracker=pending.tracker, seconds=seconds, notes=notes)

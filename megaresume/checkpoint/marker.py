@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.atomic import fsync_dir, write_atomic, write_error
+from megaresume.checkpoint.atomic import write_atomic, write_error
 from megaresume.checkpoint.sealed import read_sealed, seal
 from megaresume.stream.errors import CheckpointError
 
@@ -87,14 +87,13 @@ def read_marker(path: Path) -> Marker | None:
 
 
 def remove_marker(path: Path) -> None:
-    """Remove a marker, durably; no error where there is none. Raises CheckpointError."""
+    """Remove a marker; no error where there is none. Raises CheckpointError.
+
+    Not made durable: one that a power cut brings back beside its own manifest changes nothing.
+    """
     try:
         os.unlink(path)
     except FileNotFoundError:
         return
     except OSError as error:
         raise write_error(path, error) from error
-    try:
-        fsync_dir(path.parent)
-    except OSError as error:
-        raise write_error(path.parent, error) from error

@@ -78,6 +78,9 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
 
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
 def unseal(data: bytes) -> dict[str, Any]:
     """Check and parse a sealed object.
 
@@ -101,7 +104,7 @@ def unseal(data: bytes) -> dict[str, Any]:
     if actual != recorded:
         raise SealError(f"is damaged: its content has checksum {actual}, recorded was {recorded}")
     try:
-        fields = json.loads(data, parse_constant=_refuse_constant)
+        fields = _DECODER.decode(data.decode("ascii"))
     except (ValueError, RecursionError) as error:
         raise SealError(f"is not JSON: {error}") from error
     if not isinstance(fields, dict):

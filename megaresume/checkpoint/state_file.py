@@ -70,9 +70,9 @@ class StepFile:
         return seal(self.to_fields(), depth=3)
 
 
-def write_step_file(path: Path, step: StepFile) -> None:
-    """Write atomically. Raises CheckpointError where the disk refuses."""
-    write_atomic(path, step.to_bytes())
+def write_step_file(path: Path, step: StepFile, *, sync_dir: bool = True) -> None:
+    """Write atomically (see `write_atomic`). Raises CheckpointError where the disk refuses."""
+    write_atomic(path, step.to_bytes(), sync_dir=sync_dir)
 
 
 def read_step_file(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from megaresume.checkpoint.atomic import is_leftover
-from megaresume.checkpoint.candidates import Candidate, Examined
+from megaresume.checkpoint.candidates import Candidate, Examined, resolve_pointer
 from megaresume.checkpoint.choose import Choice, Search
 from megaresume.checkpoint.commit import run_of
-from megaresume.checkpoint.layout import ledger_path, records_dir
-from megaresume.checkpoint.ledger import LedgerReading, read_ledger
+from megaresume.checkpoint.layout import records_dir
+from megaresume.checkpoint.ledger import LedgerReading
 from megaresume.checkpoint.manifest import Progress
 from megaresume.checkpoint.pointers import Pointer
 from megaresume.checkpoint.sealed import NewerFormatError
@@ -26,8 +27,14 @@ class Survey:
 
     root: Path
     pointers: tuple[Pointer, Pointer]
-    #: newest first; with a tag, only that one.
+    #: newest first, without pruned ones; with a tag, only that one.
     checkpoints: tuple[Examined, ...]
+    #: older ones that were not looked at, because of the limit.
+    num_older: int
+    #: checkpoints whose weights are gone while their records are kept.
+    num_pruned: int
+    #: what each of the pointers names; None: nothing that is there.
+    named: tuple[Examined | None, Examined | None]
     ledger: LedgerReading
     #: what a resume would load; None: nothing, or an error.
     choice: Choice | None
@@ -48,6 +55,7 @@ def survey(
     root: Path,
     *,
     tag: str | None = None,
+    limit: int | None = None,
     checksums: bool = False,
     threads: int | None = None,
     progress: Progress | None = None,
@@ -57,6 +65,7 @@ def survey(
     Args:
         root: the checkpoint root.
         tag: what a resume is asked to load; None: the newest complete one. Only this one is examined then.
+        limit: how many checkpoints to look at, from the newest on; None: all.
         checksums: read every file that has a checksum in its manifest.
         threads: for checksums, at the same time; None: one a core.
         progress: called with the bytes just read, from several threads.
@@ -65,29 +74,37 @@ def survey(
         CheckpointError: the directory cannot be listed at all.
     """
     notes: list[str] = []
-    run = None
-    try:
+    run, ledger = None, LedgerReading()
+    with contextlib.suppress(StateError):
         run = run_of(root)
-        ledger = read_ledger(ledger_path(root))
-    except StateError as problem:
-        ledger = LedgerReading()
-        notes.append(str(problem))
     search = Search(root, run, tag, checksums, threads, progress)
+    try:
+        ledger = search.ledger
+    except StateError as problem:
+        notes.append(str(problem))
     choice, error = None, None
     try:
         choice = search.newest() if tag is None else search.exactly_tag(tag, None)
     except MegaresumeError as problem:
         error = problem
-    wanted = [c for c in search.candidates if tag is None or c.tag == tag]
-    checkpoints = tuple(_examine(search, candidate) for candidate in wanted)
+    matching = [c for c in search.candidates if tag in (None, c.tag)]
+    present = [c for c in matching if c.has_dir or "manifest" not in c.records]
+    shown = present[:limit]
+    checkpoints = tuple(_examine(search, candidate) for candidate in shown)
     if checksums:
         unsummed = [e.candidate.tag for e in checkpoints if e.manifest is not None and not _has_checksums(e)]
         if unsummed:
-            notes.append(f"saved without checksums, so that only sizes could be compared: {', '.join(unsummed)}")
+            some = ", ".join(unsummed[:5]) + (f", and {len(unsummed) - 5} more" if len(unsummed) > 5 else "")
+            notes.append(f"saved without checksums, so that only sizes could be compared: {some}")
+    resolved = [resolve_pointer(pointer, search.candidates) for pointer in search.pointers]
+    latest, tracker = (None if c is None else _examine(search, c) for c in resolved)
     return Survey(
         root=root,
         pointers=search.pointers,
         checkpoints=checkpoints,
+        num_older=len(present) - len(shown),
+        num_pruned=len(matching) - len(present),
+        named=(latest, tracker),
         ledger=ledger,
         choice=choice,
         error=error,

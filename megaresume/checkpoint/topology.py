@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -37,15 +36,15 @@ class Topology:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Topology:
+    def from_dict(cls, data: dict[str, Any]) -> Topology:
         """Read what `to_dict` wrote; members that a later version added are passed over.
 
         Raises:
             ValueError: a value is not an integer.
         """
-        if not isinstance(data, Mapping):
+        if not isinstance(data, dict):
             raise ValueError(f"topology is {data!r}, not an object")
-        known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
+        known = {name: data[name] for name in _NAMES if name in data}
         for name, value in known.items():
             if type(value) is not int:
                 raise ValueError(f"topology: {name} is {value!r}, not an integer")
@@ -58,3 +57,6 @@ class Topology:
         if self.global_batch_size is not None:
             parts.append(f"gbs {self.global_batch_size}")
         return " ".join(parts)
+
+
+_NAMES = tuple(field.name for field in fields(Topology))

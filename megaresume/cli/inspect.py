@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--last must be at least 1", found=args.last)
     root, tag = split_root(args.dir)
     with _progress(root, show=args.checksums and sys.stderr.isatty()) as progress:
-        found = survey(root, tag=tag, checksums=args.checksums, progress=progress)
-    print(json.dumps(_report(found)) if args.json else _text(found, args.last))
+        found = survey(root, tag=tag, limit=args.last, checksums=args.checksums, progress=progress)
+    print(json.dumps(_report(found, args.last)) if args.json else _text(found, args.last))
     return 0 if found.resumable else 1
 
 
@@ -79,7 +79,7 @@ def _newest_state(found: Survey) -> StepFile | None:
 # -- JSON
 
 
-def _report(found: Survey) -> dict[str, Any]:
+def _report(found: Survey, last: int) -> dict[str, Any]:
     choice, step = found.choice, _newest_state(found)
     return {
         "root": str(found.root),
@@ -96,9 +96,12 @@ def _report(found: Survey) -> dict[str, Any]:
             for p in found.pointers
         ],
         "checkpoints": [_checkpoint(e) for e in found.checkpoints],
+        "older_checkpoints": found.num_older,
+        "pruned_checkpoints": found.num_pruned,
         "ledger": {
             "run": found.ledger.run,
-            "entries": [_entry(e) for e in found.ledger.entries],
+            "lines": len(found.ledger.entries),
+            "entries": [_entry(e) for e in found.ledger.entries[-last:]],
             "problems": [{"line": p.line, "kind": p.kind, "reason": p.reason} for p in found.ledger.problems],
         },
         "leftovers": list(found.leftovers),
@@ -140,7 +143,7 @@ def _entry(entry: LedgerEntry) -> dict[str, Any]:
 
 def _text(found: Survey, last: int) -> str:
     blocks = [_headline(found), _state_block(found), _pointer_block(found)]
-    blocks += [_checkpoint_block(found, last), _ledger_block(found, last), _note_block(found)]
+    blocks += [_checkpoint_block(found), _ledger_block(found, last), _note_block(found)]
     return "\n\n".join(block for block in blocks if block)
 
 
@@ -211,28 +214,19 @@ def _words(values: dict[str, Any]) -> str:
 
 
 def _pointer_block(found: Survey) -> str:
-    from megaresume.checkpoint.candidates import resolve_pointer
-
-    by_candidate = {examined.candidate: examined for examined in found.checkpoints}
     rows = []
-    for pointer in found.pointers:
-        named = resolve_pointer(pointer, tuple(by_candidate))
-        if named is not None:
-            says = f"{named.tag}, {by_candidate[named].status}"
-        else:
-            says = pointer.problem or pointer.status
+    for pointer, named in zip(found.pointers, found.named, strict=True):
+        says = f"{named.candidate.tag}, {named.status}" if named is not None else pointer.problem or pointer.status
         rows.append([pointer.name, pointer.text or "-", says])
     return "pointers\n" + _table(rows)
 
 
-def _checkpoint_block(found: Survey, last: int) -> str:
-    present = [e for e in found.checkpoints if e.status != "pruned"]
-    pruned = len(found.checkpoints) - len(present)
-    if not present:
-        return f"checkpoints\n  none; {pruned} pruned" if pruned else ""
+def _checkpoint_block(found: Survey) -> str:
+    if not found.checkpoints:
+        return f"checkpoints\n  none; {found.num_pruned} were pruned" if found.num_pruned else ""
     rows = [["", "tag", "status", "files", "size", "samples", "digest", "saved", "layout"]]
     reasons: dict[int, tuple[str, ...]] = {}
-    for examined in present[:last]:
+    for examined in found.checkpoints:
         step, manifest = examined.step, examined.manifest
         chosen = found.choice is not None and found.choice.tag == examined.candidate.tag
         if examined.status != "complete":
@@ -257,10 +251,10 @@ def _checkpoint_block(found: Survey, last: int) -> str:
         lines += [f"      {reason}" for reason in shown[:8]]
         if len(shown) > 8:
             lines.append(f"      and {len(shown) - 8} more")
-    if len(present) > last:
-        lines.append(f"  ... and {len(present) - last} older (--last {len(present)} shows all)")
-    if pruned:
-        lines.append(f"  {pruned} more were pruned: their data states are kept")
+    if found.num_older:
+        lines.append(f"  ... and {found.num_older} older (--last {found.num_older + len(found.checkpoints)} shows all)")
+    if found.num_pruned:
+        lines.append(f"  {found.num_pruned} more were pruned: their data states are kept")
     return "checkpoints\n" + "\n".join(lines)
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint import Choice, Commit, choose, read_ledger, record_start
+from megaresume.checkpoint import Choice, Commit, choose, read_ledger, read_pointers, record_start
+from megaresume.checkpoint.sealed import unseal
 from megaresume.stream.state import StreamState
 
 MODEL = "mp_rank_00_model_states.pt"
@@ -42,6 +43,13 @@ def assert_whole(choice: Choice) -> None:
         assert (choice.tag_dir / name).read_bytes() == choice.digest.encode() * 64
 
 
+def assert_every_file_whole(root: Path) -> None:
+    """Other programs read the pointers too, and know nothing of walking back."""
+    assert [p.status for p in read_pointers(root)] == ["ok", "ok"]
+    for path in (root / "megaresume").glob("step_*.json"):
+        unseal(path.read_bytes())
+
+
 def go_on(root: Path, choice: Choice, save: Save, iteration: int) -> None:
     """The next run starts, saves, and everything is in order again."""
     assert choice.iteration is not None
@@ -64,6 +72,7 @@ def test_a_new_checkpoint(root: Path, tmp_path: Path, save: Save, state: MakeSta
     seen = []
     attempts = kill_everywhere("next_step", root, tmp_path / "work")
     for attempt in attempts:
+        assert_every_file_whole(attempt)
         choice = chosen(attempt)
         assert (choice.iteration, choice.digest) in allowed, attempt.name
         assert_whole(choice)
@@ -81,6 +90,7 @@ def test_the_same_step_again(root: Path, tmp_path: Path, save: Save, state: Make
     allowed = {(30, state(240).digest), (20, state(160).digest), (30, state(240, salt=1).digest)}
     seen = set()
     for attempt in kill_everywhere("same_step_other_data", root, tmp_path / "work"):
+        assert_every_file_whole(attempt)
         choice = chosen(attempt)
         assert (choice.iteration, choice.digest) in allowed, attempt.name
         assert_whole(choice)
@@ -108,6 +118,7 @@ def test_a_start_that_finishes_a_killed_commit(
             break
     assert base.exists()
     for attempt in kill_everywhere("start", base, tmp_path / "starts"):
+        assert_every_file_whole(attempt)
         choice = chosen(attempt)
         assert (choice.iteration, choice.digest) == (40, state(320).digest), attempt.name
         go_on(attempt, choice, save, 50)
