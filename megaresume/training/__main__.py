@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -31,15 +32,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse_arguments(sys.argv[1:] if argv is None else argv)
         check_layout(args, world_size)
     except UsageError as error:
-        # Every rank finds the same; one says it.
+        # Every rank finds the same; one says it, before the launcher ends it because another one has ended.
         if rank == 0:
             print(f"megaresume: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(2)
         return 2
+    from megaresume.integrations.deepspeed_ranks import on_rank_0  # deferred: torch
+
     try:
         _run(args)
     except MegaresumeError as error:
-        if rank == 0 or not getattr(error, "known_to_all_ranks", False):
+        shared = getattr(error, "known_to_all_ranks", False)
+        if rank == 0 or not shared:
             print(f"megaresume: rank {rank}: {error}", file=sys.stderr, flush=True)
+        if shared:
+            # All ranks are here. None may end before rank 0 has said why: its launcher would end rank 0.
+            on_rank_0(lambda: None)
         stop_at_once(2 if isinstance(error, UsageError) else 1)
     return 0
 

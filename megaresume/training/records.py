@@ -1,0 +1,97 @@
+"""Reads the JSON lines that ``--megaresume-log-samples`` wrote, and compares two runs step by step.
+
+A step that was trained, lost to a kill and trained again has a line of each attempt; the last one counts.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaresume.stream.errors import UsageError
+
+__all__ = ["Difference", "RunRecords", "compare", "read_records"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRecords:
+    """One run, over all of its attempts."""
+
+    #: every start, in order of time.
+    starts: tuple[dict[str, Any], ...]
+    #: by step: the last line of it.
+    steps: dict[int, dict[str, Any]]
+    #: lines of steps that were trained again later: the work that kills cost.
+    lost: tuple[dict[str, Any], ...]
+    #: by step: the last validation.
+    validations: dict[int, dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """The first step at which two runs differ."""
+
+    step: int
+    #: ``samples``, ``order``, ``content``, ``digest`` or ``loss_hex``.
+    field: str
+    first: object
+    second: object
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.field} {self.first} and {self.second}"
+
+
+def read_records(path: str | Path) -> RunRecords:
+    """Read a file of JSON lines. A last line that a kill cut short is left out.
+
+    Raises:
+        UsageError: no such file, or a line that is no record.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UsageError(
+            f"cannot read {path}", found=str(error), expected="a file of --megaresume-log-samples"
+        ) from error
+    starts: list[dict[str, Any]] = []
+    steps: dict[int, dict[str, Any]] = {}
+    lost: list[dict[str, Any]] = []
+    validations: dict[int, dict[str, Any]] = {}
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            record = json.loads(line)
+            event, step = record["event"], record["step"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(
+                f"line {number} of {path} is no record", found=line[:100].decode("utf-8", "replace")
+            ) from error
+        if event == "start":
+            starts.append(record)
+            lost += [steps.pop(later) for later in sorted(s for s in steps if s > step)]
+        elif event == "step":
+            steps[step] = record
+        elif event == "validation":
+            validations[step] = record
+    return RunRecords(starts=tuple(starts), steps=steps, lost=tuple(lost), validations=validations)
+
+
+def compare(
+    first: RunRecords, second: RunRecords, *, fields: tuple[str, ...] = ("samples", "order", "content", "digest")
+) -> Difference | None:
+    """The first difference in the steps that either run has; None: they are the same, in every field.
+
+    Args:
+        first, second: the runs.
+        fields: what must be equal. With ``loss_hex``, the losses bit for bit.
+    """
+    for step in sorted(first.steps.keys() | second.steps.keys()):
+        one, other = first.steps.get(step), second.steps.get(step)
+        if one is None or other is None:
+            return Difference(step=step, field="step", first=one and one["step"], second=other and other["step"])
+        for field in fields:
+            if one[field] != other[field]:
+                return Difference(step=step, field=field, first=one[field], second=other[field])
+    return None
