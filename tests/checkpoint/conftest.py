@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,17 @@ def save_checkpoint(root: Path, iteration: int, *, tag: str | None = None, salt:
     )
     write_model(pending.tag_dir, state)
     return commit_save(pending, expected_files=[MODEL, OPTIM], checksums=checksums)
+
+
+@pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """In memory where the machine has it: thousands of fsyncs, which these tests do not need, cost minutes on disk."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        yield tmp_path_factory.mktemp("checkpoint")
+        return
+    with tempfile.TemporaryDirectory(prefix="megaresume-test-", dir=memory) as directory:
+        yield Path(directory)
 
 
 @pytest.fixture
