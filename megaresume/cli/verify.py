@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Verify a run."""
+    from megaresume.stream.progress import progress
     from megaresume.stream.replay import replay
 
     steps, recorded = _records(args.dir)
@@ -37,7 +38,10 @@ def run(args: argparse.Namespace) -> int:
     sources = _sources(args, state)
     problems = _corpus_problems(sources, state)
     stream = _stream(state, sources)
-    checked = list(replay(stream, recorded)) if stream is not None else []
+    checked: list[Checked] = []
+    if stream is not None:
+        with progress("planning the stream again", state.samples, "samples") as bar:
+            checked = list(replay(stream, recorded, progress=bar.update))
     report = _report(args.dir, problems, checked)
     print(json.dumps(report) if args.json else _text(report))
     return 0 if report["holds"] else 1

@@ -29,9 +29,9 @@ from megaresume.encoding.merge import merge_parts
 from megaresume.encoding.parts import Part, PartFiles
 from megaresume.encoding.tokenizers import Tokenizer, read_tokenizer_file, tokenizer_from_content
 from megaresume.sources.layout import DTYPES, bin_path, idx_path, prefix_of
-from megaresume.sources.progress import Progress, progress
 from megaresume.sources.sidecar import sidecar_path
 from megaresume.stream.errors import CorpusError, SetupError, UsageError
+from megaresume.stream.progress import Progress, progress
 
 __all__ = ["DTYPE_NAMES", "PrepareOptions", "PrepareSummary", "prepare"]
 

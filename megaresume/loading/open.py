@@ -48,7 +48,7 @@ def open_stream(
     elif isinstance(data, str | os.PathLike):
         mapping, directory = read_data_config(Path(data))
     else:
-        mapping = {"sources": sources_from_data_path(data)}
+        mapping = {"sources": sources_from_data_path(data, base_dir=directory, split=split, part=part)}
     if seed is not None:
         mapping.setdefault("seed", seed)
     config = StreamConfig.from_dict(mapping, seq_length=seq_length)

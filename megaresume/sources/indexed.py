@@ -19,8 +19,8 @@ import xxhash
 
 from megaresume.sources import sidecar
 from megaresume.sources.layout import HEADER_BYTES, IndexHeader, bin_path, idx_path, prefix_of
-from megaresume.sources.progress import progress
 from megaresume.stream.errors import CorpusError, SetupError
+from megaresume.stream.progress import progress
 from megaresume.stream.state import Fingerprint
 
 __all__ = ["IndexedSource"]

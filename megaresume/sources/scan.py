@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megaresume.sources.progress import progress
+from megaresume.stream.progress import progress
 from megaresume.stream.state import Fingerprint
 
 __all__ = ["scan_fingerprint"]

@@ -17,8 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tqdm import tqdm
-
 from megaresume.stream import cursor
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import StateError, StreamExhausted
@@ -26,6 +24,7 @@ from megaresume.stream.fingerprints import check_fingerprints, fingerprint_of
 from megaresume.stream.kernel import Arrays
 from megaresume.stream.plan import Plan, concatenate
 from megaresume.stream.planner import Planner
+from megaresume.stream.progress import Progress, progress
 from megaresume.stream.source import LengthSource
 from megaresume.stream.state import Fingerprint, StreamState
 
@@ -208,23 +207,20 @@ class Stream:
 
     def _plan_up_to(self, sample: int) -> _Block:
         distance = sample - self._planner.position
-        bar = tqdm(
-            total=distance,
-            unit=" samples",
-            unit_scale=True,
-            desc="seeking in the stream",
-            disable=None if distance > LONG_SEEK else True,
-        )
-        if distance > LONG_SEEK:
-            log.info("seeking from sample %d to %d", self._planner.position, sample)
-        with bar:
-            while self._planner.position <= sample:
-                snapshot = self._planner.snapshot()
-                plan = self._planner.advance(BLOCK)
-                if len(plan):
-                    self._blocks.append(_Block(snapshot, plan))
-                if len(plan) < BLOCK and self._planner.position <= sample:
-                    raise self._exhausted(sample)
+        if distance <= LONG_SEEK:
+            return self._advance_to(sample, None)
+        with progress("seeking in the stream", distance, "samples") as bar:
+            return self._advance_to(sample, bar)
+
+    def _advance_to(self, sample: int, bar: Progress | None) -> _Block:
+        while self._planner.position <= sample:
+            snapshot = self._planner.snapshot()
+            plan = self._planner.advance(BLOCK)
+            if len(plan):
+                self._blocks.append(_Block(snapshot, plan))
+            if len(plan) < BLOCK and self._planner.position <= sample:
+                raise self._exhausted(sample)
+            if bar is not None:
                 bar.update(len(plan))
         return self._blocks[-1]
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-import megaresume.sources.progress as module
-from megaresume.sources.progress import progress
+import megaresume.stream.progress as module
+from megaresume.stream.progress import progress
 
 
 def test_lines_in_a_log(capsys, monkeypatch):
