@@ -229,7 +229,8 @@ def _no_longer_than_a_sample(documents: Iterable[ReferenceSegment], seq_length: 
 
 
 def _used(segments: Sample, config: StreamConfig) -> int:
-    return sum(ceil(Fraction(s.length, config.packing.align)) * config.packing.align for s in segments)
+    align = config.packing.align
+    return sum((s.length + align - 1) // align * align for s in segments)
 
 
 def reference_samples(
