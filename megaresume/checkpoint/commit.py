@@ -368,8 +368,6 @@ def _keep_superseded(root: Path, step: StepFile) -> tuple[str, ...]:
     keep = superseded_path(root, step.iteration, step.tag, digest)
     make_dir(keep.parent)
     try:
-        # First the manifest: it describes files that are already overwritten.
-        manifest_path(root, step.iteration, step.tag).unlink(missing_ok=True)
         os.replace(path, keep)
         fsync_dir(keep.parent)
         fsync_dir(path.parent)

@@ -65,7 +65,7 @@ def survey(
     Args:
         root: the checkpoint root.
         tag: what a resume is asked to load; None: the newest complete one. Only this one is examined then.
-        limit: how many checkpoints to look at, from the newest on; None: all.
+        limit: how many checkpoints to look at, from the newest on, besides the chosen one; None: all.
         checksums: read every file that has a checksum in its manifest.
         threads: for checksums, at the same time; None: one a core.
         progress: called with the bytes just read, from several threads.
@@ -90,6 +90,8 @@ def survey(
     matching = [c for c in search.candidates if tag in (None, c.tag)]
     present = [c for c in matching if c.has_dir or "manifest" not in c.records]
     shown = present[:limit]
+    if choice is not None:
+        shown += [c for c in present[len(shown) :] if c.tag == choice.tag]
     checkpoints = tuple(_examine(search, candidate) for candidate in shown)
     if checksums:
         unsummed = [e.candidate.tag for e in checkpoints if e.manifest is not None and not _has_checksums(e)]

@@ -162,7 +162,9 @@ def _state_block(found: Survey) -> str:
     if step is None:
         return ""
     state, config = step.state, step.state.config
-    packing, blend = config.get("packing", {}), config.get("blend", {})
+    packing = dict(config.get("packing", {}))
+    order = {name: config.get(name) for name in ("seed", "seq_length")}
+    order |= {"packing": packing.pop("mode", None), **packing, "blend by": config.get("blend", {}).get("unit")}
     rows = [
         ["iteration", f"{step.iteration:,}"],
         ["samples", f"{state.samples:,}"],
@@ -171,7 +173,7 @@ def _state_block(found: Survey) -> str:
         ["digest", state.digest],
         ["saved", f"{step.saved_at}  on {step.topology}"],
         ["run", step.run],
-        ["stream", _words({"seed": config.get("seed"), "seq_length": config.get("seq_length"), **packing, **blend})],
+        ["stream", _words(order)],
         ["stages", ", ".join(f"{name} from {first:,}" for first, name in state.stages)],
         ["batches", ", ".join(f"{size:,} from {first:,}" for first, size in state.batches)],
         ["open bins", f"{len(state.bins)} with {sum(len(b.segments) for b in state.bins)} segments"],

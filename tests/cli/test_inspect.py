@@ -201,6 +201,12 @@ def test_last(root: Path, inspect: Inspect) -> None:
     assert status == 0
     assert "ledger, the last 1 of 3 lines" in out
     assert "... and 2 older (--last 3 shows all)" in out
+    (root / "global_step30" / MODEL).unlink()
+    (root / "global_step20" / MODEL).unlink()
+    status, out = inspect(root, "--last", 1)
+    assert status == 0
+    assert ">  global_step10  complete" in out  # what a start takes is always shown
+    assert "... and 1 older" in out
 
 
 @pytest.mark.parametrize("args", [["{}/missing"], ["{}/latest"], ["{}", "--last", "0"]])
