@@ -271,6 +271,18 @@ def _cursor(fields: Mapping[str, Any]) -> SourceCursor:
     return SourceCursor(exhausted=exhausted, **{k: _count(v) for k, v in fields.items() if k != "exhausted"})
 
 
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    raise ValueError(f"{value!r} is not a text")
+
+
+def _list(value: object) -> list[object]:
+    if isinstance(value, list):
+        return value
+    raise ValueError(f"{value!r} is not a list")
+
+
 def _digest(value: object) -> str:
     if isinstance(value, str) and re.fullmatch("[0-9a-f]{16}", value):
         return value
@@ -284,7 +296,7 @@ def _ordered(by_name: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]
 
 
 def _from_plain(body: Mapping[str, Any]) -> StreamState:
-    order = [str(name) for name in body["order"]]
+    order = [_text(name) for name in _list(body["order"])]
     return StreamState(
         config={**body["config"], "sources": _ordered(body["config"]["sources"], order)},
         fingerprints={name: Fingerprint(**f) for name, f in _ordered(body["fingerprints"], order).items()},
@@ -297,9 +309,9 @@ def _from_plain(body: Mapping[str, Any]) -> StreamState:
             for opened_at, segments in body["bins"]
         ),
         pending=None if body["pending"] is None else _segment(body["pending"]),
-        stages=tuple((_count(first), str(name)) for first, name in body["stages"]),
+        stages=tuple((_count(first), _text(name)) for first, name in body["stages"]),
         batches=tuple((_count(first), _count(size)) for first, size in body["batches"]),
         skipped_ranges=tuple((_count(first), _count(last)) for first, last in body["skipped_ranges"]),
-        overrides=tuple(str(o) for o in body["overrides"]),
+        overrides=tuple(_text(o) for o in _list(body["overrides"])),
         digest=_digest(body["digest"]),
     )
