@@ -1,0 +1,183 @@
+"""The state as JSON: what goes in comes out, and nothing else is ever taken for a state."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megaresume.stream import state as state_module
+from megaresume.stream.errors import StateError
+from megaresume.stream.state import VERSION, StreamState
+from megaresume.stream.stream import Stream
+
+DATA = {
+    "seq_length": 64,
+    "packing": {"mode": "best_fit", "open_bins": 3},
+    "sources": {"web": {"weight": 2}, 'Ünï"code\\ 日本': {"weight": 1, "max_epochs": 4}, "a": {"weight": 0}},
+}
+LENGTHS = {"web": [3, 40, 7, 0, 12, 64, 90, 1, 33], 'Ünï"code\\ 日本': [130, 5, 64, 20], "a": []}
+
+
+@pytest.fixture
+def state(stream_of: Callable[..., Stream]) -> StreamState:
+    """With open bins, a pending document, batches, and an override."""
+    stream = stream_of(DATA, LENGTHS)
+    sample = next(k for k in range(10, 50) if stream.state_at(k).pending is not None)
+    return stream.state_at(sample, batches=[(0, 4), (8, 2)], overrides=["accepted: seed 1 for 2"])
+
+
+def test_round_trip(state: StreamState) -> None:
+    data = state.to_dict()
+    assert json.loads(json.dumps(data)) == data
+    assert state.bins and state.pending is not None and state.batches and state.overrides
+    for form in (data, state.to_json(), state.to_json().encode(), json.dumps(data, indent=2), f"\n{state.to_json()}\n"):
+        assert StreamState.from_json(form) == state
+    assert StreamState.from_json(state.to_json()).to_json() == state.to_json()
+
+
+def test_it_is_small_and_holds_no_place_and_no_rank(state: StreamState) -> None:
+    text = state.to_json()
+    assert len(text) < 4096
+    assert not any(word in text for word in ("path", "rank", "worker", "device", "/"))
+
+
+def test_keys_in_another_order(state: StreamState, stream_of: Callable[..., Stream]) -> None:
+    """A container may sort keys; the order of the sources, which breaks ties, stays."""
+    data = json.loads(json.dumps(state.to_dict(), sort_keys=True))
+    read = StreamState.from_json(data)
+    assert read == state
+    names = list(DATA["sources"])
+    assert list(read.sources) == list(read.fingerprints) == list(read.config["sources"]) == names != sorted(names)
+    assert stream_of(DATA, LENGTHS, read).digest_at(60) == stream_of(DATA, LENGTHS).digest_at(60)
+
+
+@pytest.mark.parametrize("nothing", [None, "", b"", " \n"])
+def test_missing(nothing: Any) -> None:
+    with pytest.raises(StateError, match="there is no data state"):
+        StreamState.from_json(nothing)
+
+
+def test_truncated_at_every_byte(state: StreamState) -> None:
+    text = state.to_json().encode()
+    for end in range(1, len(text)):
+        with pytest.raises(StateError, match="the data state is unreadable") as error:
+            StreamState.from_json(text[:end])
+        assert f"{end} bytes that are no JSON" in str(error.value.found)
+
+
+def test_every_flipped_bit(state: StreamState) -> None:
+    text = state.to_json().encode()
+    seen = set()
+    for k in range(8 * len(text)):
+        damaged = bytearray(text)
+        damaged[k // 8] ^= 1 << k % 8
+        try:
+            # \u00dc and \u00DC are the same character: all that a bit may change without being noticed.
+            assert StreamState.from_json(bytes(damaged)) == state
+            assert bytes(damaged).lower() == text.lower()
+        except StateError as error:
+            seen.add(error.headline)
+    assert seen == {
+        "the data state is unreadable",
+        "the data state is damaged",
+        "this is not a data state of megaresume",
+        "the data state has a version that this release cannot read",
+    }
+
+
+def test_overwritten_and_shortened(state: StreamState) -> None:
+    rng = random.Random(0)
+    text = state.to_json().encode()
+    for _ in range(2000):
+        a, b = sorted(rng.sample(range(len(text)), 2))
+        damaged = text[:a] + rng.choice([b"", bytes(b - a), rng.randbytes(b - a), b"0" * (b - a)]) + text[b:]
+        if damaged != text:
+            with pytest.raises(StateError):
+                StreamState.from_json(damaged)
+
+
+@pytest.mark.parametrize("foreign", ["{}", '{"iteration": 10}', {"format": "torch"}, '{"format": null}'])
+def test_foreign(foreign: Any) -> None:
+    with pytest.raises(StateError, match="not a data state of megaresume") as error:
+        StreamState.from_json(foreign)
+    assert "megaresume.stream-state" in str(error.value.expected)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", '"state"', "null", "true"])
+def test_json_that_is_no_object(text: str) -> None:
+    with pytest.raises(StateError, match="the data state is unreadable"):
+        StreamState.from_json(text)
+
+
+def test_not_utf8(state: StreamState) -> None:
+    with pytest.raises(StateError, match="the data state is unreadable"):
+        StreamState.from_json(b"\xff\xfe" + state.to_json().encode())
+
+
+@pytest.mark.parametrize("version", [VERSION + 1, VERSION + 100, 0, -1, "1", 1.0, True, None])
+def test_other_version(state: StreamState, version: Any) -> None:
+    with pytest.raises(StateError, match="version that this release cannot read") as error:
+        StreamState.from_json(_resealed(state.to_dict() | {"version": version}))
+    assert error.value.found == f"version {version!r}"
+
+
+def test_edited_by_hand(state: StreamState) -> None:
+    with pytest.raises(StateError, match="the data state is damaged"):
+        StreamState.from_json(state.to_dict() | {"samples": state.samples + 1})
+    without = {k: v for k, v in state.to_dict().items() if k != "checksum"}
+    with pytest.raises(StateError, match="the data state is damaged"):
+        StreamState.from_json(without)
+
+
+def _resealed(data: dict[str, Any]) -> dict[str, Any]:
+    """With the checksum that belongs to the content: what a faulty writer would leave."""
+    body = {k: v for k, v in data.items() if k != "checksum"}
+    return body | {"checksum": state_module._checksum(body)}
+
+
+def test_every_field_is_needed(state: StreamState) -> None:
+    data = state.to_dict()
+    for key in data.keys() - {"format", "version", "checksum"}:
+        for value in (None, "x", -1, [[1]], {"a": {"b": 1}}):
+            if key == "pending" and value is None:
+                continue
+            with pytest.raises(StateError, match="lacks a field or has one of the wrong kind"):
+                StreamState.from_json(_resealed(data | {key: value}))
+        with pytest.raises(StateError, match="lacks a field or has one of the wrong kind"):
+            StreamState.from_json(_resealed({k: v for k, v in data.items() if k != key}))
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "3", None, 1 << 63])
+def test_numbers_that_are_no_counts(state: StreamState, value: Any) -> None:
+    """They would become other numbers in the arrays of the planner."""
+    data = state.to_dict()
+    web = data["sources"]["web"]
+    for key in web.keys() - {"exhausted"}:
+        sources = data["sources"] | {"web": web | {key: value}}
+        with pytest.raises(StateError, match="lacks a field or has one of the wrong kind"):
+            StreamState.from_json(_resealed(data | {"sources": sources}))
+    for k in range(4):
+        pending = data["pending"][:]
+        pending[k] = value
+        with pytest.raises(StateError, match="lacks a field or has one of the wrong kind"):
+            StreamState.from_json(_resealed(data | {"pending": pending}))
+
+
+@pytest.mark.parametrize("digest", ["", "xyz", "0" * 15, "0" * 17, "ABCDEF0123456789", "0x00000000000000", " " * 16])
+def test_digest_that_is_none(state: StreamState, digest: str) -> None:
+    with pytest.raises(StateError, match="lacks a field or has one of the wrong kind"):
+        StreamState.from_json(_resealed(state.to_dict() | {"digest": digest}))
+
+
+def test_reading_a_state_needs_neither_numpy_nor_numba() -> None:
+    code = (
+        "import sys; from megaresume.stream.state import StreamState; import megaresume.stream.batches;"
+        "sys.exit(bool({'numpy', 'numba', 'torch', 'yaml'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
