@@ -14,7 +14,7 @@ HELP = "train, kill -9, resume on another topology, and prove that nothing was r
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("demo-run"), help="default: demo-run")
-    parser.add_argument("--steps", type=int, default=60, help="steps of the run (default 60)")
+    parser.add_argument("--steps", type=int, default=100, help="steps of the run (default 100)")
     parser.add_argument("--overwrite", action="store_true", help="remove what an earlier demo left in DIR")
     parser.add_argument("--json", action="store_true", help="the result as JSON on standard output")
 

@@ -2,7 +2,6 @@
 
 corpus.py    real text that every machine has, as corpora
 plan.py      what is run: the uninterrupted twin, and the run that is killed
-jobs.py      starts training processes and kills them with SIGKILL
 compare.py   every step of the run against the twin
 report.py    one self-contained HTML page
 """

@@ -2,56 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-__all__ = ["Comparison", "Step", "compare", "read_steps"]
+from megaresume.training.records import RunRecords
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
-    """What the training program logged about one step."""
-
-    step: int
-    #: [first, stop) in samples.
-    samples: tuple[int, int]
-    #: of the identities of the step's samples.
-    digest: str
-    #: of their tokens, labels, masks and positions.
-    content: str
-    loss: float
-    #: loss, bit for bit.
-    loss_bits: str
-    #: 0-based start of the run that did the step.
-    attempt: int
-
-
-def read_steps(path: Path, *, attempt: int = 0) -> list[Step]:
-    """Steps of a log, in the order in which they were done. A line cut short by a kill ends it."""
-    steps = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            record: dict[str, Any] = json.loads(line)
-        except ValueError:
-            break
-        if "loss" in record and "step" in record:
-            steps.append(_step(record, attempt))
-    return steps
-
-
-def _step(record: dict[str, Any], attempt: int) -> Step:
-    return Step(
-        step=record["step"],
-        samples=(record["samples"][0], record["samples"][1]),
-        digest=record["digest"],
-        content=record["content"],
-        loss=record["loss"],
-        loss_bits=record["loss_hex"],
-        attempt=attempt,
-    )
+__all__ = ["Comparison", "compare_all"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +17,7 @@ class Comparison:
     steps: int
     #: steps that were done twice, since a kill came between them and the next checkpoint.
     redone: int
-    #: numbers of the steps, in order, whose samples are not the twin's; that the run lacks.
+    #: numbers of the steps, in order, whose samples, or their content, are not the twin's; that the run lacks.
     different_samples: tuple[int, ...]
     different_content: tuple[int, ...]
     missing: tuple[int, ...]
@@ -75,20 +31,26 @@ class Comparison:
         return not (self.different_samples or self.different_content or self.missing) and self.steps > 0
 
 
-def compare(twin: Sequence[Step], run: Iterable[Step]) -> Comparison:
-    """Compare every step that the run did, also those that it did again after a kill."""
-    done: dict[int, list[Step]] = {}
-    for step in run:
-        done.setdefault(step.step, []).append(step)
-    differences = [abs(other.loss - t.loss) for t in twin for other in done.get(t.step, ())[-1:]]
+def compare_all(twin: RunRecords, run: RunRecords) -> Comparison:
+    """Compare every step that the run did, also those that a kill made it do again."""
+    done: dict[int, list[dict[str, Any]]] = {step: [record] for step, record in run.steps.items()}
+    for record in run.lost:
+        done.setdefault(record["step"], []).append(record)
+
+    def differing(*fields: str) -> tuple[int, ...]:
+        return tuple(
+            step
+            for step, expected in sorted(twin.steps.items())
+            if any(record[field] != expected[field] for record in done.get(step, ()) for field in fields)
+        )
+
+    both = [(run.steps[step], expected) for step, expected in twin.steps.items() if step in run.steps]
     return Comparison(
-        steps=len(twin),
-        redone=sum(len(same) - 1 for same in done.values()),
-        different_samples=tuple(
-            t.step for t in twin if any((s.samples, s.digest) != (t.samples, t.digest) for s in done.get(t.step, ()))
-        ),
-        different_content=tuple(t.step for t in twin if any(s.content != t.content for s in done.get(t.step, ()))),
-        missing=tuple(t.step for t in twin if t.step not in done),
-        equal_losses=sum(done[t.step][-1].loss_bits == t.loss_bits for t in twin if t.step in done),
-        largest_difference=max(differences, default=0.0),
+        steps=len(twin.steps),
+        redone=len(run.lost),
+        different_samples=differing("samples", "order", "digest"),
+        different_content=differing("content"),
+        missing=tuple(step for step in sorted(twin.steps) if step not in run.steps),
+        equal_losses=sum(a["loss_hex"] == b["loss_hex"] for a, b in both),
+        largest_difference=max((abs(a["loss"] - b["loss"]) for a, b in both), default=0.0),
     )

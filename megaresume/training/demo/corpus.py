@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import sysconfig
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ NUM_FILES = 240
 #: Articles of the manual longer than this are left out, so that the demo crosses an epoch of this source.
 LONGEST_ARTICLE = 1800
 
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
 
 def _files() -> list[Path]:
     """The first modules of the standard library, by name."""
@@ -25,22 +28,31 @@ def _files() -> list[Path]:
     return [p for p in files if p.stat().st_size > 200][:NUM_FILES]
 
 
-def _code() -> Iterator[str]:
+def _modules() -> Iterator[tuple[str, ast.Module]]:
     for path in _files():
-        yield path.read_text(encoding="utf-8", errors="replace")
-
-
-def _docstrings() -> Iterator[str]:
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for text in _code():
+        text = path.read_text(encoding="utf-8", errors="replace")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # old escapes in the library's own sources
             try:
-                tree = ast.parse(text)
+                yield text, ast.parse(text)
             except (SyntaxError, ValueError):
                 continue
-        for node in ast.walk(tree):
-            doc = ast.get_docstring(node) if isinstance(node, kinds) else None
+
+
+def _code() -> Iterator[str]:
+    """Functions and methods: whole modules would fill a hundred samples each."""
+    for text, module in _modules():
+        lines = text.splitlines(keepends=True)
+        for node in module.body:
+            for inner in node.body if isinstance(node, ast.ClassDef) else [node]:
+                if isinstance(inner, _FUNCTIONS):
+                    yield textwrap.dedent("".join(lines[inner.lineno - 1 : inner.end_lineno]))
+
+
+def _docstrings() -> Iterator[str]:
+    for _, module in _modules():
+        for node in ast.walk(module):
+            doc = ast.get_docstring(node) if isinstance(node, (ast.Module, ast.ClassDef, *_FUNCTIONS)) else None
             if doc:
                 yield doc
 

@@ -26,8 +26,10 @@ class Attempt:
     @property
     def layout(self) -> str:
         """In words."""
-        workers = f"{self.workers} workers ({self.start_method})" if self.workers else "no workers"
-        return f"{self.processes} processes, micro-batch {self.micro_batch_size}, {workers}"
+        processes = f"{self.processes} process" + ("es" if self.processes > 1 else "")
+        workers = f"{self.workers} worker" + ("s" if self.workers != 1 else "")
+        how = f" ({self.start_method})" if self.start_method else ""
+        return f"{processes}, micro-batch {self.micro_batch_size}, {workers}{how}"
 
 
 #: The run that nobody disturbs.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import html
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaresume.training.demo.compare import Comparison, Step
+from megaresume.training.demo.compare import Comparison
+from megaresume.training.records import RunRecords
 
 if TYPE_CHECKING:
     from megaresume.stream.stream import Stream
@@ -27,7 +29,7 @@ table { border-collapse: collapse; margin: .5rem 0; font-variant-numeric: tabula
 th, td { text-align: left; padding: .28rem .9rem .28rem 0; border-bottom: 1px solid #dde2ea; vertical-align: top }
 th { font-weight: 600; color: #56607a } .number { text-align: right }
 code, pre { font: 13px/1.45 ui-monospace, monospace }
-pre { background: #f4f6f9; padding: .7rem .9rem; overflow-x: auto; border-radius: 6px }
+pre { background: #f4f6f9; padding: .7rem .9rem; white-space: pre-wrap; border-radius: 6px }
 svg { max-width: 100%; height: auto }
 details { margin-top: 1rem } summary { cursor: pointer; color: #56607a } .scroll { overflow-x: auto }
 """
@@ -38,8 +40,9 @@ class Start:
     """One start of the run, for the report."""
 
     layout: str
-    #: steps that it did; None: none.
-    steps: tuple[int, int] | None
+    #: the first and the last step that it did.
+    steps: tuple[int, int]
+    killed: bool
     #: what ended it, in words.
     end: str
     #: the line that it printed when it resumed.
@@ -52,8 +55,8 @@ class Facts:
 
     holds: bool
     comparison: Comparison
-    twin: Sequence[Step]
-    run: Sequence[Step]
+    twin: RunRecords
+    run: RunRecords
     starts: Sequence[Start]
     #: of ``megaresume verify``.
     verified: dict[str, Any]
@@ -132,8 +135,7 @@ def _all_or(different: Sequence[int], steps: int) -> str:
 def _starts(facts: Facts) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("twin", "never disturbed", f"1 to {facts.comparison.steps}", "finished")]
     for number, start in enumerate(facts.starts, 1):
-        steps = f"{start.steps[0]} to {start.steps[1]}" if start.steps else "none"
-        rows.append((f"start {number}", start.layout, steps, start.end))
+        rows.append((f"start {number}", start.layout, f"{start.steps[0]} to {start.steps[1]}", start.end))
     return rows
 
 
@@ -144,18 +146,22 @@ def _sources(facts: Facts) -> list[tuple[str, ...]]:
     ]
 
 
+def _all_records(facts: Facts) -> list[dict[str, Any]]:
+    """Every step that the run did, in the order in which it did them."""
+    return sorted([*facts.run.steps.values(), *facts.run.lost], key=lambda r: (r["attempt"], r["step"]))
+
+
 def _steps(facts: Facts) -> list[tuple[str, ...]]:
-    twin = {t.step: t for t in facts.twin}
     return [
         (
-            str(s.step),
-            str(s.attempt + 1),
-            f"{s.samples[0]} to {s.samples[1] - 1}",
-            s.digest,
-            f"{s.loss:.6f}",
-            f"{twin[s.step].loss:.6f}" if s.step in twin else "",
+            str(r["step"]),
+            str(r["attempt"]),
+            f"{r['samples'][0]} to {r['samples'][1] - 1}",
+            r["digest"],
+            f"{r['loss']:.6f}",
+            f"{facts.twin.steps[r['step']]['loss']:.6f}" if r["step"] in facts.twin.steps else "",
         )
-        for s in facts.run
+        for r in _all_records(facts)
     ]
 
 
@@ -179,35 +185,26 @@ def _svg(draw: Any, *, height: float) -> str:
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     content = buffer.getvalue()
-    return content[content.index("<svg") :]
+    return re.sub(r"<metadata>.*?</metadata>", "", content[content.index("<svg") :], flags=re.DOTALL)
 
 
 def _losses(facts: Facts) -> str:
     def draw(axes: Any) -> None:
-        axes.plot(
-            [t.step for t in facts.twin], [t.loss for t in facts.twin], color="#c9d0dc", lw=7, label="uninterrupted"
-        )
-        for number, start in enumerate(facts.starts):
-            steps = [s for s in facts.run if s.attempt == number]
-            if not steps:
-                continue
-            colour = _COLOURS[number % len(_COLOURS)]
-            label = f"start {number + 1}: {start.layout}"
-            axes.plot([s.step for s in steps], [s.loss for s in steps], color=colour, lw=1.8, label=label)
-            if start.end != "finished":
-                axes.axvline(steps[-1].step + 0.5, color=colour, lw=1, ls="--")
-                axes.annotate(
-                    "SIGKILL",
-                    (steps[-1].step + 0.5, 1),
-                    xycoords=("data", "axes fraction"),
-                    xytext=(4, -10),
-                    textcoords="offset points",
-                    color=colour,
-                    fontsize=9,
-                )
+        twin = [facts.twin.steps[step] for step in sorted(facts.twin.steps)]
+        axes.plot([r["step"] for r in twin], [r["loss"] for r in twin], color="#c9d0dc", lw=7, label="uninterrupted")
+        for number, start in enumerate(facts.starts, 1):
+            records = [r for r in _all_records(facts) if r["attempt"] == number]
+            colour = _COLOURS[(number - 1) % len(_COLOURS)]
+            label = f"start {number}: {start.layout}"
+            axes.plot([r["step"] for r in records], [r["loss"] for r in records], color=colour, lw=1.8, label=label)
+            if start.killed:
+                at = start.steps[1] + 0.5
+                axes.axvline(at, color=colour, lw=1, ls="--")
+                place = {"xycoords": ("data", "axes fraction"), "xytext": (4, -10), "textcoords": "offset points"}
+                axes.annotate("SIGKILL", (at, 1), color=colour, fontsize=9, **place)
         axes.set_xlabel("step")
         axes.set_ylabel("loss")
-        axes.legend(frameon=False, fontsize=9)
+        axes.figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
 
     return _svg(draw, height=4.2)
 

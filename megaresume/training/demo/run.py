@@ -17,11 +17,12 @@ import yaml
 
 from megaresume.loading.open import open_stream
 from megaresume.stream.errors import SetupError, UsageError
-from megaresume.training.demo.compare import Step, compare, read_steps
+from megaresume.training.demo.compare import compare_all
 from megaresume.training.demo.corpus import SOURCES, write_texts
-from megaresume.training.demo.jobs import Ended, run_job
 from megaresume.training.demo.plan import ATTEMPTS, GLOBAL_BATCH_SIZE, SEQ_LENGTH, TWIN, Attempt, model_flags
 from megaresume.training.demo.report import Facts, Start, write_report
+from megaresume.training.jobs import LocalJob
+from megaresume.training.records import RunRecords, read_records
 
 __all__ = ["run_demo"]
 
@@ -48,24 +49,21 @@ def run_demo(out: Path, *, steps: int, overwrite: bool, quiet: bool) -> dict[str
     data = _prepare(out, say)
 
     say(f"2. Training the uninterrupted twin: {TWIN.layout}, {steps} steps")
-    _train(out, "twin", TWIN, steps, 0)
-    twin = read_steps(out / "twin-0.jsonl")
+    _train(out, "twin", TWIN, steps)
+    twin = read_records(out / "twin.jsonl")
 
     say("3. Training the run, and killing it")
-    run: list[Step] = []
     starts: list[Start] = []
-    for number, attempt in enumerate(ATTEMPTS):
-        say(f"   start {number + 1}: {attempt.layout}")
-        ended = _train(out, "run", attempt, steps, number)
-        done = read_steps(out / f"run-{number}.jsonl", attempt=number)
-        run += done
-        starts.append(_start(out, attempt, number, done, ended))
+    for number, attempt in enumerate(ATTEMPTS, start=1):
+        say(f"   start {number}: {attempt.layout}")
+        starts.append(_train(out, "run", attempt, steps))
         if starts[-1].resumed:
             say(f"     {starts[-1].resumed}")
-        say(f"     {starts[-1].end}" + (f" in step {done[-1].step + 1}, with kill -9" if ended.killed and done else ""))
+        say(f"     {starts[-1].end}")
+    run = read_records(out / "run.jsonl")
 
     say("4. Comparing every step, and planning the whole stream again: megaresume verify")
-    comparison = compare(twin, run)
+    comparison = compare_all(twin, run)
     verified = _json("verify", str(out / "run"))
     samples = steps * GLOBAL_BATCH_SIZE
     facts = Facts(
@@ -150,85 +148,90 @@ def _json(*words: str) -> dict[str, Any]:
     return result
 
 
-def _train(out: Path, name: str, attempt: Attempt, steps: int, number: int) -> Ended:
-    """One start of the twin or the run."""
-    log = out / f"{name}-{number}.jsonl"
-    kill_after = None if attempt.killed_after is None else int(attempt.killed_after * steps)
-    killer = _Killer(log, kill_after) if kill_after is not None else None
-    bar = _Bar(log, steps, f"     {name}")
+def _train(out: Path, name: str, attempt: Attempt, steps: int) -> Start:
+    """One start of the twin or the run, to its end or its kill."""
+    records, output = out / f"{name}.jsonl", out / f"{name}.log"
     flags = [
         *model_flags(steps),
         *("--megaresume-data", str(out / "data.yaml")),
         *("--save", str(out / name), "--load", str(out / name)),
         *("--micro-batch-size", str(attempt.micro_batch_size), "--num-workers", str(attempt.workers)),
-        *("--megaresume-log-samples", str(log)),
+        *("--megaresume-log-samples", str(records)),
         *(("--megaresume-start-method", attempt.start_method) if attempt.start_method else ()),
     ]
-    try:
-        return run_job(
-            flags,
-            processes=attempt.processes,
-            output=out / f"{name}-{number}.log",
-            kill_when=killer,
-            watch=bar.look,
+    watch = _Watch(records, steps, f"     {name}")
+    first = watch.step
+    with LocalJob("megaresume.training", flags, num_processes=attempt.processes, output=output) as job:
+        fatal_step = None if attempt.killed_after is None else int(attempt.killed_after * steps)
+        killed = job.wait_until(lambda: watch.reached(fatal_step))
+        if killed:
+            # In the middle of the next step: its samples are read, its gradients half computed.
+            time.sleep(0.4 * watch.step_seconds)
+            job.kill()
+        status = job.wait()
+        text = job.text()
+    watch.close()
+    if status and not killed:
+        raise SetupError(
+            "a training job of the demo failed",
+            found=f"exit status {status}; the end of {output}:\n{text[-2000:]}",
+            expected="a job that trains to its end",
+            action=f"read {output}",
         )
-    finally:
-        bar.close()
+    resumed = re.search(r"megaresume: resumed at sample .*", text)
+    return Start(
+        layout=attempt.layout,
+        steps=(first + 1, watch.step),
+        killed=killed,
+        end=f"killed in step {watch.step + 1}, with SIGKILL" if killed else "finished",
+        resumed=resumed[0] if resumed else None,
+    )
 
 
-class _Killer:
-    """Asks for the kill half a step after a step was logged: in the middle of the next one."""
+class _Watch:
+    """Follows the records of a run, with a progress bar."""
 
-    def __init__(self, log: Path, after: int) -> None:
-        self._log, self._after = log, after
-        self._at: float | None = None
-        self._seen = 0
-        self._times: list[float] = []
-
-    def __call__(self) -> bool:
-        now = time.monotonic()
-        if self._at is not None:
-            return now >= self._at
-        steps = read_steps(self._log)
-        if len(steps) > self._seen:
-            self._seen = len(steps)
-            self._times.append(now)
-        if steps and steps[-1].step >= self._after:
-            last = self._times[-4:]
-            step_seconds = (last[-1] - last[0]) / max(len(last) - 1, 1)
-            self._at = now + 0.4 * step_seconds
-        return False
-
-
-class _Bar:
-    """Steps done, read from the log of a job."""
-
-    def __init__(self, log: Path, steps: int, what: str) -> None:
+    def __init__(self, records: Path, steps: int, what: str) -> None:
         from tqdm import tqdm
 
-        self._log, self._size = log, 0
+        self._records = records
+        self._size = -1
+        self._times: list[float] = []
+        #: the last step done.
+        self.step = 0
         self._bar = tqdm(total=steps, desc=what, unit="step", disable=None, leave=False, file=sys.stderr)
+        self.reached(None)
 
-    def look(self) -> None:
-        size = self._log.stat().st_size if self._log.exists() else 0
+    @property
+    def step_seconds(self) -> float:
+        """Of the last steps, on average."""
+        last = self._times[-4:]
+        return (last[-1] - last[0]) / max(len(last) - 1, 1)
+
+    def reached(self, step: int | None) -> bool:
+        """Look again; say whether this step is done (None: no)."""
+        size = self._records.stat().st_size if self._records.exists() else 0
         if size != self._size:
             self._size = size
-            steps = read_steps(self._log)
-            self._bar.update((steps[-1].step if steps else 0) - self._bar.n)
+            records = read_records(self._records) if size else None
+            done = _last_step(records)
+            if done > self.step:
+                self._times.append(time.monotonic())
+            self.step = done
+            self._bar.update(done - self._bar.n)
+        return step is not None and self.step >= step
 
     def close(self) -> None:
+        """Remove the bar."""
+        self.reached(None)
         self._bar.close()
 
 
-def _start(out: Path, attempt: Attempt, number: int, done: list[Step], ended: Ended) -> Start:
-    output = (out / f"run-{number}.log").read_text(errors="replace")
-    resumed = re.search(r"megaresume: resumed at sample .*", output)
-    return Start(
-        layout=attempt.layout,
-        steps=(done[0].step, done[-1].step) if done else None,
-        end="killed" if ended.killed else "finished",
-        resumed=resumed[0] if resumed else None,
-    )
+def _last_step(records: RunRecords | None) -> int:
+    if records is None:
+        return 0
+    starts: list[int] = [start["step"] for start in records.starts[-1:]]
+    return max([0, *records.steps, *starts])
 
 
 def _table(facts: Facts) -> str:
