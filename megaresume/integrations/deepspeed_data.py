@@ -153,6 +153,8 @@ class TrainingData:
         return batch if self._transform is None else self._transform(batch)
 
     def _next_batch(self) -> Batch:
+        if not self._is_pipeline:
+            self._check_clock()
         if self._handed == self._per_step:
             if self._is_pipeline:
                 raise UsageError(

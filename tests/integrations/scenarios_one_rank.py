@@ -1,0 +1,92 @@
+"""Run by one process: loads what two processes have saved. See the tests of the same names."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import toy
+
+import megaresume
+
+toy.start()
+
+
+def elastic() -> None:
+    """Two ranks to one, other micro-batches, other prefetch."""
+    engine = toy.engine_of(micro=4)
+    data = megaresume.attach(engine, toy.DATA, num_workers=2, start_method="fork")
+    engine.load_checkpoint(str(toy.ROOT / "zero0"), tag="global_step2")
+    seen = toy.train(engine, data, 6)
+    assert data.resume is not None
+    toy.result("elastic", {"seen": seen, "line": data.resume.line()})
+
+
+def larger_batch() -> None:
+    """Another global batch size: the order goes on, only the boundaries move."""
+    engine = toy.engine_of(micro=4, batch=12)
+    data = megaresume.attach(engine, toy.DATA)
+    engine.load_checkpoint(str(toy.ROOT / "zero0"), tag="global_step2")
+    seen = toy.train(engine, data, 4, toy.ROOT / "larger", every=2)
+    batches = list(data.state().batches)
+    engine = toy.engine_of(micro=4, batch=12)
+    data = megaresume.attach(engine, toy.DATA)
+    engine.load_checkpoint(str(toy.ROOT / "larger"))
+    toy.result("larger_batch", {"seen": seen, "batches": batches, "samples": data.samples_trained})
+
+
+def partitions() -> None:
+    """ZeRO on another number of ranks: refused with the command that converts, which then works."""
+    found: dict[str, Any] = {}
+    for stage in (1, 2, 3):
+        engine = toy.engine_of(stage=stage)
+        megaresume.attach(engine, toy.DATA)
+        found[f"zero{stage}"] = toy.error_of(lambda e=engine, s=stage: e.load_checkpoint(str(toy.ROOT / f"zero{s}")))
+    command = found["zero1"][2].split(",")[0].split()
+    done = subprocess.run([sys.executable, *command[1:]], capture_output=True, text=True)
+    found["converted"] = done.returncode, done.stdout[-2000:] + done.stderr[-2000:]
+    engine = toy.engine_of(stage=1, checkpoint={"load_universal": True})
+    data = megaresume.attach(engine, toy.DATA)
+    path, _ = engine.load_checkpoint(str(toy.ROOT / "zero1"))
+    assert data.resume is not None
+    found["path"] = Path(path).parent.name
+    found["line"] = data.resume.line()
+    found["seen"] = toy.train(engine, data, 8)
+    engine = toy.engine_of()
+    data = megaresume.attach(engine, toy.DATA)
+    engine.load_checkpoint(str(toy.ROOT / "zero0"))
+    found["without_zero"] = toy.train(engine, data, 8)
+    toy.result("partitions", found)
+
+
+def weights_only() -> None:
+    engine = toy.engine_of()
+    data = megaresume.attach(engine, toy.DATA)
+    engine.load_checkpoint(str(toy.ROOT / "zero0"), load_module_only=True)
+    first = next(data)["samples"].tolist()
+    toy.result("weights_only", {"step": engine.global_steps, "first": first, "resume": data.resume is None})
+
+
+def walk_back() -> None:
+    """The newest checkpoint lost a file: the one before it is taken, weights and data."""
+    directory = toy.ROOT / "damaged"
+    shutil.copytree(toy.ROOT / "zero0", directory)
+    (directory / "global_step6" / "mp_rank_00_model_states.pt").unlink()
+    engine = toy.engine_of()
+    data = megaresume.attach(engine, toy.DATA)
+    path, _ = engine.load_checkpoint(str(directory))
+    toy.result(
+        "walk_back",
+        {"path": Path(path).parent.name, "step": engine.global_steps, "samples": data.samples_trained},
+    )
+
+
+elastic()
+larger_batch()
+partitions()
+weights_only()
+walk_back()
+toy.finish()
