@@ -21,7 +21,7 @@ __all__ = ["arrays_of", "comparable", "fields_of"]
 def fields_of(arrays: Arrays, config: StreamConfig) -> dict[str, Any]:
     """The fields of a `StreamState` that say where the stream is, from a planner's snapshot."""
     scalars, sources = arrays.scalars.tolist(), arrays.sources.T.tolist()
-    num_open = scalars[kernel.NUM_OPEN]
+    opened, slots = arrays.opened.tolist(), arrays.slot.tolist()
     pending = scalars[kernel.PENDING : kernel.PENDING + kernel.SEGMENT_WIDTH]
     return {
         "samples": scalars[kernel.SAMPLES],
@@ -29,11 +29,8 @@ def fields_of(arrays: Arrays, config: StreamConfig) -> dict[str, Any]:
         "tokens": scalars[kernel.TOKENS],
         "sources": {s.name: _source_cursor(column) for s, column in zip(config.sources, sources, strict=True)},
         "bins": tuple(
-            Bin(
-                opened_at=int(arrays.opened[b]),
-                segments=tuple(_segment(row) for row in _rows(arrays, int(arrays.slot[b]))),
-            )
-            for b in range(num_open)
+            Bin(opened_at=opened[b], segments=tuple([_segment(row) for row in _rows(arrays, slots[b])]))
+            for b in range(scalars[kernel.NUM_OPEN])
         ),
         "pending": _segment(pending) if pending[kernel.LENGTH] else None,
         "digest": f"{int(arrays.digest[0]):016x}",
@@ -52,12 +49,8 @@ def _rows(arrays: Arrays, slot: int) -> list[list[int]]:
 
 
 def _segment(row: Sequence[int]) -> Segment:
-    return Segment(
-        source=row[kernel.SOURCE],
-        position=row[kernel.POSITION],
-        offset=row[kernel.OFFSET],
-        length=row[kernel.LENGTH],
-    )
+    source, position, _, offset, length = row
+    return Segment(source=source, position=position, offset=offset, length=length)
 
 
 def _source_cursor(column: Sequence[int]) -> SourceCursor:

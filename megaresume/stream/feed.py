@@ -21,7 +21,7 @@ MAX_DOCUMENT_TOKENS = (1 << 31) - 1
 #: Documents that the first look ahead fetches: few, so that a resume touches few pages of a large index.
 FIRST_CHUNK = 16
 #: Chunks remembered: a state a little behind the front is planned again without asking the source.
-RECENT_CHUNKS = 4
+RECENT_CHUNKS = 2
 
 log = logging.getLogger(__name__)
 

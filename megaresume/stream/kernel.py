@@ -99,13 +99,13 @@ class Arrays(NamedTuple):
     bins: Int64Array
 
 
-@numba.njit(cache=True, nogil=True)
+@numba.njit(cache=True, nogil=True, error_model="numpy")  # no check for a weight of 0: such a source is never drawn
 def set_deadline(sources, i, total_weight, ahead, by_tokens):  # type: ignore[no-untyped-def]
     """Compute the deadline of the document at the head of source i: the release of the one after it, rounded up."""
     units = ahead[i, sources[HEAD, i], 2] if by_tokens else 1
     weight = sources[WEIGHT, i]
     total = sources[RELEASE_REST, i] + units * total_weight
-    quotient = total // weight
+    quotient = np.int64(np.uint64(total) // np.uint64(weight))  # both are positive; signed division takes longer
     rest = total - quotient * weight
     sources[NEXT_RELEASE, i] = sources[RELEASE, i] + quotient
     sources[NEXT_RELEASE_REST, i] = rest
@@ -117,8 +117,10 @@ def _select(release, deadline, stage_units):  # type: ignore[no-untyped-def]
     """The released source with the earliest deadline, or -1. Sources that are not drawn are never released."""
     best, earliest = -1, NEVER
     for i in range(release.size):
-        if release[i] <= stage_units and deadline[i] < earliest:
-            best, earliest = i, deadline[i]
+        # No branch: which source comes next is what no processor can predict.
+        better = (release[i] <= stage_units) & (deadline[i] < earliest)
+        best = i if better else best
+        earliest = deadline[i] if better else earliest
     return best
 
 

@@ -23,7 +23,9 @@ from megaresume.stream.source import LengthSource
 __all__ = ["Planner", "fresh_arrays", "source_key"]
 
 #: Documents looked ahead in all sources together, and at least and at most in each.
-LOOK_AHEAD, LOOK_AHEAD_LOW, LOOK_AHEAD_HIGH = 1 << 16, 32, 1024
+LOOK_AHEAD, LOOK_AHEAD_LOW, LOOK_AHEAD_HIGH = 1 << 16, 32, 4096
+#: And at most in each by a planner that shares feeds: it goes a few samples, over what they remember.
+LOOK_AGAIN = 256
 #: Segments a bin at first; doubled when a bin needs more.
 BIN_SEGMENTS = 32
 
@@ -102,7 +104,8 @@ class Planner:
         self._kernel_config = kernel_config(config)
         self.feeds = feeds or [Feed(s, c, config.seed) for s, c in zip(sources, config.sources, strict=True)]
         self._keys = np.array([source_key(s.name) for s in config.sources], np.uint64)
-        num = min(max(LOOK_AHEAD // len(sources), LOOK_AHEAD_LOW), LOOK_AHEAD_HIGH)
+        most = LOOK_AHEAD_HIGH if feeds is None else LOOK_AGAIN
+        num = min(max(LOOK_AHEAD // len(sources), LOOK_AHEAD_LOW), most)
         self._ahead = np.zeros((len(sources), num, 3), np.int64)
         start = arrays or fresh_arrays(config, [feed.num_documents for feed in self.feeds])
         self._arrays = _copy(start)
@@ -126,7 +129,7 @@ class Planner:
     def advance(self, num_samples: int) -> Plan:
         """Plan the next samples: as many as asked for, fewer only where the stream ends."""
         scalars = self._arrays.scalars
-        scalars[[kernel.OUT_SAMPLES, kernel.OUT_SEGMENTS]] = 0
+        scalars[kernel.OUT_SAMPLES] = scalars[kernel.OUT_SEGMENTS] = 0
         first = self.position
         table = np.empty((16 * num_samples + self._arrays.bins.shape[1], kernel.SEGMENT_WIDTH), np.int64)
         starts = np.zeros(num_samples + 1, np.int64)
