@@ -97,11 +97,12 @@ def test_many_segments_in_a_sample() -> None:
         assert _assert_equal(data, {"a": [1] * 50, "b": [1, 2, 149]}, 8, 3) == 8
 
 
-def test_nothing_but_empty_documents_but_one() -> None:
+def test_nothing_but_empty_documents_but_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one document may come at the start of an epoch and at the end of the next: two epochs' length apart."""
-    lengths = {"a": [0] * 4000}
-    lengths["a"][1234] = 7
-    for seed in range(3):
+    monkeypatch.setattr("megaresume.stream.planner.LOOK_AHEAD_HIGH", 16)  # far less than an epoch
+    lengths = {"a": [0] * 700}
+    lengths["a"][123] = 7
+    for seed in range(8):
         data = {"seed": seed, "seq_length": 8, "packing": "none", "sources": {"a": {}}}
         assert _assert_equal(data, lengths, 3, 3) == 3
 
