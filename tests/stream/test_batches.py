@@ -132,15 +132,11 @@ def test_resumed_by_hand() -> None:
     assert BatchSchedule.constant(6).resumed((), 0).segments == ((0, 6),)
 
 
-def _megatron_sampler(consumed: int, total: int, micro: int, dp_rank: int, dp_size: int) -> Iterator[list[int]]:
-    """``MegatronPretrainingSampler.__iter__`` (megatron/training/datasets/data_samplers.py), step by step."""
-    batch: list[int] = []
-    for index in range(consumed, total):
-        batch.append(index)
-        if len(batch) == micro * dp_size:
-            start = dp_rank * micro
-            yield batch[start : start + micro]
-            batch = []
+def _megatron_slices(first: int, stop: int, micro: int, dp_rank: int, dp_size: int) -> list[list[int]]:
+    """What ``MegatronPretrainingSampler`` yields: of every micro * dp samples, those of one rank, in one piece."""
+    samples = list(range(first, stop))
+    chunks = [samples[k : k + micro * dp_size] for k in range(0, len(samples), micro * dp_size)]
+    return [chunk[dp_rank * micro : (dp_rank + 1) * micro] for chunk in chunks]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +146,7 @@ def test_slices_are_megatrons_and_the_global_batch_is_the_same(dp_size: int, mic
     size, first = 24, 72
     ranks = [micro_batches(first, size, micro_batch_size=micro, dp_rank=r, dp_size=dp_size) for r in range(dp_size)]
     for rank, batches in enumerate(ranks):
-        assert [list(b) for b in batches] == list(_megatron_sampler(first, first + size, micro, rank, dp_size))
+        assert [list(b) for b in batches] == _megatron_slices(first, first + size, micro, rank, dp_size)
     # In the order in which they are trained: micro-step by micro-step, rank by rank.
     assert [i for step in zip(*ranks, strict=True) for batch in step for i in batch] == list(range(first, first + size))
 

@@ -1,0 +1,134 @@
+"""The order of samples, written down: it must never change without saying so.
+
+A red test here means that everyone's data order changes, and that no state taken before can go on. Such a change
+is *Order-breaking*: it needs an entry under that heading in CHANGELOG.md and, unless nothing was released yet, a new
+state version (see `megaresume.stream.state.VERSION`). Only then write the files anew and read the difference:
+
+    python -m pytest tests/stream/test_golden.py --regenerate && git diff tests/stream/golden
+
+The state in states/v1.json is never written anew while version 1 is supported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaresume.stream.config import StreamConfig
+from megaresume.stream.reference import reference_digests, reference_samples
+from megaresume.stream.state import StreamState
+from megaresume.stream.stream import Stream
+
+HERE = Path(__file__).parent
+StreamOf = Callable[..., Stream]
+
+#: Samples written down, and samples under the digest.
+NUM_SAMPLES, NUM_DIGEST = 24, 400
+
+WEB = [512, 80, 7, 0, 1203, 64, 256, 90, 33, 410, 5, 777, 128, 61, 300, 2]
+CODE = [2000, 15, 512, 640, 1, 99]
+PAIRS = [200] * 5
+
+CASES: dict[str, dict[str, Any]] = {
+    "best_fit": {
+        "packing": {"mode": "best_fit", "open_bins": 4, "max_age": 64, "align": 8},
+        "sources": {"web": {"weight": 0.6}, "code": {"weight": 0.3}, "pairs": {"weight": 0.1}},
+    },
+    "split": {
+        "packing": "split",
+        "sources": {"web": {"weight": 0.6}, "code": {"weight": 0.3}, "pairs": {"weight": 0.1}},
+    },
+    "none": {
+        "packing": "none",
+        "blend": {"unit": "documents"},
+        "sources": {"web": {"weight": 5}, "code": {"weight": 3}, "pairs": {"weight": 2}},
+    },
+    "ending": {
+        "packing": {"mode": "best_fit", "open_bins": 2},
+        "sources": {
+            "web": {"weight": 1, "max_epochs": 4},
+            "code": {"weight": 2, "max_epochs": 1},
+            "pairs": {"weight": 1, "max_epochs": 3, "on_exhausted": "drop"},
+        },
+    },
+    "large": {  # as many documents as a large corpus: six rounds, not twenty-four
+        "packing": "none",
+        "blend": {"unit": "documents"},
+        "sources": {"web": {"weight": 2}, "code": {"weight": 1}},
+    },
+}
+
+
+def _case(name: str) -> tuple[dict[str, Any], dict[str, list[int]]]:
+    lengths = {"web": WEB, "code": CODE, "pairs": PAIRS}
+    if name == "large":
+        lengths = {"web": [1 + i % 500 for i in range(100_003)], "code": [7] * 65_536}
+    return {"seed": 1234, "seq_length": 512} | CASES[name], lengths
+
+
+def _record(stream: Stream, data: dict[str, Any]) -> dict[str, Any]:
+    """What is written down; [source, epoch, document, offset, length] a segment."""
+    stop = NUM_DIGEST if "max_epochs" not in str(data) else 40
+    return {
+        "config": stream.config.to_dict(),
+        "samples": [
+            [[s.source, s.epoch, s.document, s.offset, s.length] for s in sample]
+            for sample in stream.plan(0, NUM_SAMPLES)
+        ],
+        f"digest after {stop} samples": stream.digest_at(stop),
+    }
+
+
+def _lines(record: dict[str, Any]) -> str:
+    """One sample a line, for readable differences."""
+    samples = ",\n    ".join(json.dumps(s) for s in record["samples"])
+    rest = {k: v for k, v in record.items() if k != "samples"}
+    return json.dumps(rest, indent=2)[:-2] + f',\n  "samples": [\n    {samples}\n  ]\n}}\n'
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_order(stream_of: StreamOf, name: str, request: pytest.FixtureRequest) -> None:
+    data, lengths = _case(name)
+    path = HERE / "golden" / f"{name}.json"
+    found = _record(stream_of(data, lengths), data)
+    if request.config.getoption("--regenerate"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(_lines(found))
+    assert found == json.loads(path.read_text()), "the order of samples changed: read the docstring of this file"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_order_of_the_reference(name: str) -> None:
+    """The files are right for two programs that share no code."""
+    data, lengths = _case(name)
+    golden = json.loads((HERE / "golden" / f"{name}.json").read_text())
+    config = StreamConfig.from_dict(data)
+    stop = next(int(k.split()[2]) for k in golden if k.startswith("digest"))
+    samples = list(reference_samples(config, lengths, stop))
+    names = [s.name for s in config.sources]
+    assert [
+        [[s.source, s.position // len(lengths[names[s.source]]), s.document, s.offset, s.length] for s in sample]
+        for sample in samples[:NUM_SAMPLES]
+    ] == golden["samples"]
+    assert f"{list(reference_digests(samples, names))[-1]:016x}" == golden[f"digest after {stop} samples"]
+
+
+def test_a_state_of_version_1_goes_on(stream_of: StreamOf) -> None:
+    """Every version ever written loads for ever, and continues with the very same samples."""
+    stored = json.loads((HERE / "states" / "v1.json").read_text())
+    state = StreamState.from_json(stored["state"])
+    assert json.loads(stored["state"])["version"] == 1
+    assert state.bins and state.pending is not None and state.sources["pairs"].exhausted
+    assert state.overrides == ("an accepted difference",) and state.batches == ((0, 4), (8, 2))
+    stream = stream_of(stored["data"], stored["lengths"], state)
+    first = state.samples
+    assert [
+        [[s.source, s.epoch, s.document, s.offset, s.length] for s in sample]
+        for sample in stream.plan(first, first + len(stored["samples"]))
+    ] == stored["samples"]
+    assert stream.digest_at(first + 200) == stored["digest 200 samples later"]
+    assert stream.state_at(first).to_dict()["sources"] == json.loads(stored["state"])["sources"]
