@@ -23,6 +23,7 @@ import xxhash
 
 from megaresume.checkpoint.clock import utc
 from megaresume.checkpoint.topology import Topology
+from megaresume.loading.batch import Batch
 from megaresume.stream.errors import UsageError
 from megaresume.training.launch import announce
 
@@ -37,7 +38,7 @@ class StepRecord:
     step: int
     #: [first, last) samples that the ranks trained on, as their batches said.
     samples: tuple[int, int]
-    #: hash over the identities of those samples, and over their tokens as they went into the model; 16 hex digits.
+    #: hash over the identities of those samples, and over their tokens, labels, masks and positions; 16 hex digits.
     #: None where no log is written.
     order: str | None
     content: str | None
@@ -71,16 +72,20 @@ class Trained:
     def __init__(self) -> None:
         self._rows: list[tuple[int, int, int]] = []
 
-    def add(self, samples: torch.Tensor, hashes: torch.Tensor, tokens: torch.Tensor, *, content: bool) -> None:
-        """Note a micro-batch: int64[m], int64[m], int64[m, S] on the CPU."""
-        for sample, identity, row in zip(samples.tolist(), hashes.tolist(), tokens.numpy(), strict=True):
-            self._rows.append((sample, identity, _signed(xxhash.xxh3_64_intdigest(row)) if content else 0))
+    def add(self, batch: Batch, *, content: bool) -> None:
+        """Note a micro-batch: what its samples are and, if asked for, a hash of all that the model gets of them."""
+        arrays = [batch[name].numpy() for name in ("tokens", "labels", "loss_mask", "position_ids")]
+        for row, (sample, identity) in enumerate(zip(batch["samples"].tolist(), batch["hashes"].tolist(), strict=True)):
+            hasher = xxhash.xxh3_64()
+            for array in arrays if content else ():
+                hasher.update(array[row].data)
+            self._rows.append((sample, identity, _signed(hasher.intdigest())))
 
     def collect(self, group: dist.ProcessGroup | None, device: torch.device) -> tuple[tuple[int, int], str, str]:
         """Bring the rows of all data-parallel ranks together and start anew.
 
         Returns:
-            (first, last) sample, hash over identities, hash over tokens, in the order of the stream.
+            (first, last) sample, hash over identities, hash over contents, in the order of the stream.
         """
         rows = torch.tensor(self._rows, dtype=torch.int64, device=device)
         gathered = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]

@@ -118,7 +118,7 @@ class Trainer:
         last, norm = False, None
         while not last:
             batch = next(self.data)  # the first of a step also puts the batch size in force
-            trained.add(batch["samples"], batch["hashes"], batch["tokens"], content=self.log.enabled)
+            trained.add(batch, content=self.log.enabled)
             self._seed_dropout(int(batch["samples"][0]))
             losses, mask = self._token_losses(batch)
             meter.add(losses, mask)
