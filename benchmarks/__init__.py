@@ -1,0 +1,12 @@
+"""Benchmarks: what the stream and its loader cost on one core, each beside a baseline measured in the same run.
+
+    __main__.py   python -m benchmarks [--only NAME] [--quick] [--json FILE]
+    setup.py      sizes, the temporary directory, corpora shared by the benchmarks
+    corpora.py    synthetic corpora in Megatron's format
+    lengths.py    a billion document lengths on disk, as a source
+    gpt.py        the baseline: Megatron's GPTDataset, blended and wrapped as Megatron does
+    timing.py     interleaved repetitions, medians, ratios
+    table.py      rows and how they are printed
+
+and one file a benchmark: planning, packing, assembly, loader, resume, state, memory, cli. Each has ``rows(setup)``.
+"""

@@ -1,0 +1,116 @@
+"""How full samples are when no document that fits into one is cut."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks import gpt
+from benchmarks.corpora import SEQ_LENGTH, config
+from benchmarks.setup import Setup
+from benchmarks.table import Row
+from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
+from megaresume.stream.plan import Plan
+from megaresume.stream.stream import Stream
+
+__all__ = ["rows"]
+
+LEAST = 99.7
+
+
+def rows(setup: Setup) -> Iterator[Row]:
+    """``best_fit`` on the fly, against packing the same segments offline, against closing a bin that is too full."""
+    num_samples = setup.sizes.packed_documents * 600 // SEQ_LENGTH
+    sources = setup.sources(setup.index_corpora)
+    plan = Stream(config("best_fit"), sources).plan(0, num_samples)
+    lengths = plan.table[:, LENGTH]
+    ours = _efficiency(lengths, num_samples)
+    for against, bins in (
+        ("best-fit-decreasing, offline", best_fit_decreasing(lengths)),
+        ("next-fit", next_fit(_as_drawn(plan))),
+    ):
+        other = _efficiency(lengths, bins)
+        yield Row(
+            what="tokens in a sample, best_fit",
+            ours=ours,
+            unit="%",
+            baseline=other,
+            against=against,
+            must=f">= {LEAST} %" if against.startswith("best") else "",
+            holds=ours >= LEAST if against.startswith("best") else None,
+        )
+    cut = _cut(plan, sources)
+    yield Row(
+        what="documents cut that fit into a sample",
+        ours=cut,
+        unit="%",
+        baseline=_cut_by_megatron(setup),
+        against="GPTDataset",
+        must="0 %",
+        holds=cut == 0,
+    )
+
+
+def best_fit_decreasing(lengths: npt.NDArray[np.int64]) -> int:
+    """Samples that the offline algorithm needs: it sees all segments at once, the longest first."""
+    bins, room = 0, [0]  # room left in every sample, ascending; a sentinel keeps the list from being empty
+    for length in np.sort(lengths)[::-1].tolist():
+        at = bisect_left(room, length)
+        if at == len(room):
+            bins += 1
+            left = SEQ_LENGTH - length
+        else:
+            left = room.pop(at) - length
+        insort(room, left)
+    return bins
+
+
+def next_fit(lengths: npt.NDArray[np.int64]) -> int:
+    """Samples when one is open at a time, and closed by the first document that does not fit."""
+    bins, room = 0, 0
+    for length in lengths.tolist():
+        if length > room:
+            bins += 1
+            room = SEQ_LENGTH
+        room -= length
+    return bins
+
+
+def _as_drawn(plan: Plan) -> npt.NDArray[np.int64]:
+    """Lengths of the segments in an order that is not that of the bins: any random one will do."""
+    return np.random.default_rng(1).permutation(plan.table[:, LENGTH])
+
+
+def _efficiency(lengths: npt.NDArray[np.int64], num_samples: int) -> float:
+    return 100 * int(lengths.sum()) / (num_samples * SEQ_LENGTH)
+
+
+def _cut(plan: Plan, sources: list) -> float:  # type: ignore[type-arg]
+    """Per cent of the documents of at most a sample that do not lie whole in one."""
+    cut = fits = 0
+    for i, source in enumerate(sources):
+        table = plan.table[plan.table[:, SOURCE] == i]
+        total = source.lengths(table[:, DOCUMENT])
+        short = total <= SEQ_LENGTH
+        fits += int(short.sum())
+        cut += int((short & ((table[:, OFFSET] > 0) | (table[:, LENGTH] < total))).sum())
+    return 100 * cut / fits
+
+
+def _cut_by_megatron(setup: Setup) -> float:
+    """The same of `GPTDataset`: of its samples' boundaries, those inside a document that would fit."""
+    num_samples = setup.sizes.packed_documents * 600 // SEQ_LENGTH
+    blend = gpt.build(setup.index_corpora, num_samples)
+    gpt.forget_index(setup.index_corpora)
+    cut = fits = 0
+    for part in blend.datasets:
+        last = int(part.sample_index[-1, 0])
+        total = part.dataset.sequence_lengths[part.document_index[:last]]
+        inside = part.sample_index[part.sample_index[:, 1] > 0, 0]
+        short = total <= SEQ_LENGTH
+        fits += int(short.sum())
+        cut += int(short[np.unique(inside[inside < last])].sum())
+    return 100 * cut / fits
