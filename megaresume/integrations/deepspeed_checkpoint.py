@@ -200,11 +200,10 @@ class Checkpoints:
         if step_file is None and choice.step is None and not universal:
             raise _without_state(choice)
         before = None if step_file is None else step_file.topology
-        if before is None or universal:
+        if before is None or before.zero_stage is None or universal:
             return
         saved, now = before.dp * before.cp, facts.partitions(self.data.engine)
-        stages = {before.zero_stage, int(self.data.engine.zero_optimization_stage())}
-        if saved != now and stages != {0} and stages != {None}:
+        if saved != now and max(before.zero_stage, int(self.data.engine.zero_optimization_stage())) > 0:
             source = choice.tag_dir
             raise CheckpointError(
                 "DeepSpeed cannot load ZeRO optimizer state on another number of data-parallel ranks",
