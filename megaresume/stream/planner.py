@@ -161,7 +161,7 @@ class Planner:
         return Plan(
             first=first,
             starts=starts[: num + 1],
-            table=table[:num_segments],
+            table=table[:num_segments].copy(),  # plans are kept, most of what was set aside for this one is not needed
             hashes=hashes[:num],
             digests=digests[:num],
             num_documents=self._arrays.sources[kernel.NUM_DOCUMENTS],

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ __all__ = ["Stream"]
 
 #: Samples planned at a time: small, because `state_at` plans up to this many again.
 BLOCK = 128
+#: Samples planned at first, doubled until they are `BLOCK`: a resume must not wait for an index that lies on disk.
+FIRST_BLOCK = 8
 #: Blocks kept behind the front; a loader plans ahead by less than this.
 KEPT_BLOCKS = 256
 #: A seek over more samples than this shows a progress bar.
@@ -115,6 +118,7 @@ class Stream:
             planner = Planner(self.config, self.sources, base)
             self._base_state, self._base, self._planner = state, base, planner
             self._blocks: deque[_Block] = deque(maxlen=KEPT_BLOCKS)
+            self._next_block = FIRST_BLOCK
 
     def check(self, state: StreamState) -> None:
         """Raise a `StateError` naming what differs unless the state is one of this config and these corpora."""
@@ -198,12 +202,11 @@ class Stream:
             log.info("planning samples %d to %d again", self.start, sample)
             self._planner = Planner(self.config, self.sources, self._base)
             self._blocks.clear()
+            self._next_block = FIRST_BLOCK
         return self._plan_up_to(sample)
 
     def _kept(self, sample: int) -> _Block:
-        # Blocks are equally long, but for one that the end of the stream cut short.
-        index = (sample - self._blocks[0].plan.first) // BLOCK
-        return self._blocks[index]
+        return self._blocks[bisect_right(self._blocks, sample, key=lambda block: block.plan.first) - 1]
 
     def _plan_up_to(self, sample: int) -> _Block:
         distance = sample - self._planner.position
@@ -215,11 +218,12 @@ class Stream:
     def _advance_to(self, sample: int, bar: Progress | None) -> _Block:
         while self._planner.position <= sample:
             snapshot = self._planner.snapshot()
-            plan = self._planner.advance(BLOCK)
+            plan = self._planner.advance(self._next_block)
             if len(plan):
                 self._blocks.append(_Block(snapshot, plan))
-            if len(plan) < BLOCK and self._planner.position <= sample:
+            if len(plan) < self._next_block and self._planner.position <= sample:
                 raise self._exhausted(sample)
+            self._next_block = min(2 * self._next_block, BLOCK)
             if bar is not None:
                 bar.update(len(plan))
         return self._blocks[-1]
