@@ -53,6 +53,11 @@ class Candidate:
     records: frozenset[RecordKind]
 
     @property
+    def unfinished(self) -> bool:
+        """A save of it has begun, and none has ever been committed."""
+        return self.records == frozenset({"saving"})
+
+    @property
     def order(self) -> int:
         """For sorting: the iteration, or -1."""
         return -1 if self.iteration is None else self.iteration

@@ -17,6 +17,7 @@ Pointers that disagree name nothing: the newest complete one is taken, with a no
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ from megaresume.stream.state import StreamState
 __all__ = ["Choice", "Rejected", "choose"]
 
 _UNIVERSAL = "_universal"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +119,8 @@ def choose(
         progress: for checksums: called with the bytes just read, from several threads.
 
     Returns:
-        None where there is no checkpoint at all (or no such directory); whether that is an error is for the caller.
+        None where there is no checkpoint at all (or no such directory), or only saves that a kill cut short and the
+        run never finished one; whether that is an error is for the caller.
 
     Raises:
         CheckpointError: what was asked for is missing or not whole; or there are checkpoints and none is complete.
@@ -299,7 +303,17 @@ class Search:
             if found.status == "unmanaged":
                 self.notes.append(f"{candidate.tag}: {found.reason}")
                 return self.choice(found)
+        if self._none_was_committed():
+            log.warning("%s: the first save of the run was killed; nothing was ever committed", self.root)
+            return None
         return self._none_complete()
+
+    def _none_was_committed(self) -> bool:
+        """Whether all that is there are saves that did not end, of a run that never finished one."""
+        began = all(c.unfinished for c in self.candidates)
+        return (
+            began and not any(entry.kind == "checkpoint" for entry in self.ledger.entries) and not self.ledger.problems
+        )
 
     def _check_empty(self) -> None:
         for pointer in self.pointers:

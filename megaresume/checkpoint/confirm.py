@@ -70,7 +70,7 @@ def _words(broadcast: Mapping[str, Any]) -> str:
 def _look(root: Path, broadcast: Mapping[str, Any] | None) -> tuple[str | None, StepFile | None]:
     """What this rank sees that differs, or None; and the state."""
     if broadcast is None:
-        there = [c.tag for c in list_candidates(root) if c.has_dir]
+        there = [c.tag for c in list_candidates(root) if c.has_dir and not c.unfinished]
         return (f"{there[0]}, where rank 0 sees no checkpoint" if there else None), None
     tag = str(broadcast["tag"])
     if not (root / tag).is_dir():
