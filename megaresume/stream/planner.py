@@ -123,8 +123,9 @@ class Planner:
         return int(self._arrays.digest[0])
 
     def snapshot(self) -> Arrays:
-        """Where the planner is: a copy of its arrays."""
-        return _copy(self._arrays)
+        """Where the planner is: a copy of its arrays, without the room in its bins that nothing has used."""
+        used = max(int(self._arrays.filled.max()), 1)
+        return _copy(self._arrays._replace(bins=self._arrays.bins[:, :used]))
 
     def advance(self, num_samples: int) -> Plan:
         """Plan the next samples: as many as asked for, fewer only where the stream ends."""

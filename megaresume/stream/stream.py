@@ -118,7 +118,6 @@ class Stream:
             planner = Planner(self.config, self.sources, base)
             self._base_state, self._base, self._planner = state, base, planner
             self._blocks: deque[_Block] = deque(maxlen=KEPT_BLOCKS)
-            self._next_block = FIRST_BLOCK
 
     def check(self, state: StreamState) -> None:
         """Raise a `StateError` naming what differs unless the state is one of this config and these corpora."""
@@ -202,7 +201,6 @@ class Stream:
             log.info("planning samples %d to %d again", self.start, sample)
             self._planner = Planner(self.config, self.sources, self._base)
             self._blocks.clear()
-            self._next_block = FIRST_BLOCK
         return self._plan_up_to(sample)
 
     def _kept(self, sample: int) -> _Block:
@@ -218,12 +216,13 @@ class Stream:
     def _advance_to(self, sample: int, bar: Progress | None) -> _Block:
         while self._planner.position <= sample:
             snapshot = self._planner.snapshot()
-            plan = self._planner.advance(self._next_block)
+            # 8, 8, 16, 32, 64, 128, 128, ...: so that longer blocks still begin at multiples of their length.
+            size = min(max(self._planner.position - self.start, FIRST_BLOCK), BLOCK)
+            plan = self._planner.advance(size)
             if len(plan):
                 self._blocks.append(_Block(snapshot, plan))
-            if len(plan) < self._next_block and self._planner.position <= sample:
+            if len(plan) < size and self._planner.position <= sample:
                 raise self._exhausted(sample)
-            self._next_block = min(2 * self._next_block, BLOCK)
             if bar is not None:
                 bar.update(len(plan))
         return self._blocks[-1]

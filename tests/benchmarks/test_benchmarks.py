@@ -1,0 +1,58 @@
+"""The benchmarks run through on tiny sizes and print every row. What they measure is not judged here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+#: A word of every requirement in docs/performance.md, as it stands in its row.
+REQUIRED = (
+    "planning, best_fit",
+    "planning, split",
+    "tokens in a sample",
+    "documents cut",
+    "assembly, batches of 8",
+    "loader, in process",
+    "loader, prefetch thread",
+    "resume at the start",
+    "resume deep in the eighth epoch",
+    "taking the state",
+    "size of the state",
+    "memory to plan",
+    "megaresume inspect",
+)
+
+
+def test_every_row_is_printed(tmp_path: Path) -> None:
+    """``make bench`` with ``--quick``: the rows, in the table and as JSON, and nothing left behind."""
+    result = tmp_path / "result.json"
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    command = [sys.executable, "-m", "benchmarks", "--quick", "--json", str(result), "--directory", str(scratch)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=dict(os.environ))
+    assert done.returncode == 0, done.stderr
+    data = json.loads(result.read_text())
+    assert data["machine"]["Python"] and data["quick"] is True
+    for words in REQUIRED:
+        rows = [row for row in data["rows"] if row["what"].startswith(words)]
+        assert any(row["must"] for row in rows), f"no requirement for '{words}'"
+        assert all(row["ours"] >= 0 for row in rows)
+    table = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    assert len(table) == len(data["rows"]) + 2
+    assert all(row["what"] in line for row, line in zip(data["rows"], table[2:], strict=True))
+    assert not any(" NO " in line for line in table), "tiny sizes are not judged"
+    assert list(scratch.iterdir()) == []
+
+
+def test_one_benchmark_alone(tmp_path: Path) -> None:
+    """``--only`` runs one, an unknown name is bad usage."""
+    command = [sys.executable, "-m", "benchmarks", "--quick", "--directory", str(tmp_path), "--only"]
+    done = subprocess.run([*command, "packing"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "tokens in a sample" in done.stdout and "planning" not in done.stdout
+    assert subprocess.run([*command, "nothing"], cwd=ROOT, capture_output=True, check=False).returncode == 2
