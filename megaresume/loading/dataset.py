@@ -6,6 +6,7 @@ of workers nor how they were started can enter the order.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Sequence
 from typing import Any, cast
@@ -41,7 +42,6 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
     def __init__(
         self, stream: Stream, *, num_samples: int | None = None, attention_mask: bool = False, pad_id: int = 0
     ) -> None:
-        self._spec = (stream.config, stream.sources, stream.base_state)
         self._num_samples = num_samples
         self._attention_mask = attention_mask
         self._pad_id = pad_id
@@ -49,25 +49,27 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
         self._assembler: Assembler | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For workers that are spawned: what the stream is made of, not the stream."""
-        return self.__dict__ | {"_stream": None, "_owner": None, "_assembler": None}
+        """For workers that are spawned."""
+        return self.__dict__ | {"_assembler": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state | {"_owner": os.getpid()})
 
     @property
     def stream(self) -> Stream:
-        """This process's stream."""
+        """This process's stream, which goes on where that of the parent did when this process was started."""
         if self._owner != os.getpid():
-            # Spawned: there is none yet. Forked: the parent's lock may have been held at the fork.
-            config, sources, state = self._spec
-            self._stream, self._owner = Stream(config, sources, state=state), os.getpid()
+            # Forked: the parent's lock may have been held at that moment.
+            self._stream, self._owner = copy.copy(self._stream), os.getpid()
         return self._stream
 
     @property
     def assembler(self) -> Assembler:
         """Reads the tokens of planned samples."""
         if self._assembler is None:
-            config, sources, _ = self._spec
+            config = self._stream.config
             self._assembler = Assembler(
-                cast(list[Source], sources),
+                cast(list[Source], self._stream.sources),
                 seq_length=config.seq_length,
                 align=config.packing.align,
                 pad_id=self._pad_id,

@@ -120,6 +120,8 @@ class StreamLoader:
             pin_memory=self.pin_memory,
             prefetch_factor=max(self.prefetch, 1),
             multiprocessing_context=self.start_method,
+            # It draws the workers' seeds. From the global generator, they would change the dropout of the model.
+            generator=torch.Generator(),
         )
         yield from loader
 

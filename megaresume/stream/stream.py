@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megaresume.stream import cursor
@@ -60,6 +61,7 @@ class Stream:
         state: where to go on; None: at sample 0.
         origin: a data config that opens the same sources again (`megaresume.loading.open`), if there is one. Kept for
             `megaresume verify`; never part of a state.
+        fingerprints: what `fingerprints` gives, where it is known already.
 
     Raises:
         ConfigError, CorpusError: the config or a source is unusable.
@@ -73,16 +75,23 @@ class Stream:
         *,
         state: StreamState | None = None,
         origin: Mapping[str, Any] | None = None,
+        fingerprints: dict[str, Fingerprint] | None = None,
     ) -> None:
         self.config = config
         self.origin = origin
         self.sources = list(sources)
-        self._fingerprints: dict[str, Fingerprint] | None = None
+        self._fingerprints = fingerprints
         self._num_documents = [len(source) for source in self.sources]
         self._lock = threading.RLock()
         self._base_state: StreamState | None = None
         self._base: Arrays | None = None
         self.restore(state)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Copied or pickled, for another process: what it is made of, without its lock and what it has planned."""
+        # With the fingerprints: a worker must not ask a slow source for all its lengths again.
+        again = partial(Stream, state=self._base_state, origin=self.origin, fingerprints=self._fingerprints)
+        return again, (self.config, self.sources)
 
     @property
     def fingerprints(self) -> dict[str, Fingerprint]:

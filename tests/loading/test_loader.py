@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from megaresume.loading.batch import make_batch
 from megaresume.loading.loader import StreamLoader
 from megaresume.loading.open import open_stream
 from megaresume.stream.batches import BatchSchedule
-from megaresume.stream.errors import ConfigError, CorpusError, StreamExhausted, UsageError
+from megaresume.stream.errors import ConfigError, CorpusError, StateError, StreamExhausted, UsageError
+from megaresume.testing import assert_same_samples
 
 KEYS = ("tokens", "labels", "loss_mask", "position_ids", "samples", "hashes")
 
@@ -98,6 +101,45 @@ def test_a_ramp_up_moves_only_the_boundaries(open_it, expected):
         num = min(len(joined[key]), len(whole[key]))
         assert num > 80
         assert torch.equal(joined[key][:num], whole[key][:num])
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"prefetch": 0}, {"num_workers": 1, "start_method": "fork"}, {"num_workers": 1, "start_method": "spawn"}],
+)
+def test_a_stream_restored_after_the_loader_was_built(open_it, how):
+    """The loader still begins at sample 0, which the stream has left: never the samples of a fresh start instead."""
+    stream = open_it()
+    loader = StreamLoader(stream, BatchSchedule.constant(8), micro_batch_size=8, **how)
+    stream.restore(open_it().state_at(24))
+    with pytest.raises(StateError, match="sample 0 lies before the state"):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize(
+    "to_worker", [copy.copy, lambda stream: pickle.loads(pickle.dumps(stream))], ids=["fork", "spawn"]
+)
+def test_workers_take_the_fingerprints_from_their_parent(config, notes, monkeypatch, to_worker):
+    stream = open_stream(config, objects={"notes": notes})
+    stream.restore(stream.state_at(8))
+    # It is only asked for to check a state; a worker would ask a slow source for every length once more.
+    monkeypatch.setattr(type(notes), "fingerprint", _not_again, raising=False)
+    assert_same_samples(to_worker(stream).plan(8, 24), stream.plan(8, 24))
+
+
+def _not_again(self):
+    raise CorpusError("the fingerprint was asked for again")
+
+
+@pytest.mark.parametrize("how", [{}, {"num_workers": 2}])
+def test_reading_leaves_the_random_numbers_of_the_model_alone(open_it, how):
+    """Dropout must not depend on the number of workers, nor on how often a loader was begun."""
+    torch.manual_seed(7)
+    expected = torch.rand(4)
+    loader = StreamLoader(open_it(), BatchSchedule.constant(8), micro_batch_size=8, **how)
+    torch.manual_seed(7)
+    next(iter(loader))
+    assert torch.equal(torch.rand(4), expected)
 
 
 def test_a_global_batch_that_does_not_divide_is_refused_at_once(open_it):
