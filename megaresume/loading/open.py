@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.sources import open_sources, read_data_config, sources_from_data_path
+from megaresume.sources.catalog import expanded
 from megaresume.sources.split import Part
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.state import StreamState
@@ -64,8 +65,7 @@ def _origin(config: StreamConfig, directory: Path, split: str | None) -> dict[st
     for source in config.sources:
         options = dict(source.options)
         if isinstance(options.get("path"), str | os.PathLike):
-            path = Path(os.path.expandvars(options["path"])).expanduser()
-            options["path"] = str((directory / path).resolve())
+            options["path"] = str((directory / expanded(options["path"])).resolve())
         if split is not None:
             options.setdefault("split", split)
         mapping["sources"][source.name] |= options

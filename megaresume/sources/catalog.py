@@ -91,11 +91,11 @@ def read_data_config(path: str | Path) -> tuple[dict[str, Any], Path]:
     """The mapping in a data.yaml, and the directory that its paths are relative to.
 
     Raises:
-        ConfigError: missing, unreadable, not YAML, or not a mapping.
+        ConfigError: missing, unreadable, not YAML, a key that stands in a mapping twice, or not a mapping.
     """
     path = Path(path)
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read",
@@ -115,6 +115,21 @@ def read_data_config(path: str | Path) -> tuple[dict[str, Any], Path]:
             action=f"correct {path}",
         )
     return data, path.parent
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """As YAML wants it: of two sources with one name the library would drop the first without a word."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
+                raise yaml.composer.ComposerError(
+                    "in a mapping", node.start_mark, f"the key '{key.value}' stands there twice", key.start_mark
+                )
+            seen.add((key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key))
+        return node
 
 
 def _open(
@@ -163,7 +178,12 @@ def _open_megatron(options: Mapping[str, Any], name: str, base_dir: Path) -> obj
             expected="path: the common part of the .bin and the .idx",
             action=f"add path to source '{name}'",
         )
-    return IndexedSource(base_dir / Path(os.path.expandvars(path)).expanduser())
+    return IndexedSource(base_dir / expanded(path))
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """With ``$VARIABLES`` and ``~`` filled in; what is not known stays as it is, to be seen in the error."""
+    return Path(os.path.expanduser(os.path.expandvars(path)))
 
 
 def _open_python(options: Mapping[str, Any], name: str, base_dir: Path) -> object:

@@ -84,18 +84,18 @@ class StreamConfig:
         """
         data = _mapping(data, "data.yaml")
         _known_keys(data, {"seed", "seq_length", "packing", "blend", "sources", "stages"}, "data.yaml")
-        if data.get("stages"):
+        if data.get("stages") not in (None, []):
             raise ConfigError(
                 "stages are not supported yet",
-                found=f"{len(data['stages'])} under 'stages'",
+                found=f"stages: {data['stages']!r:.60}",
                 expected="one blend for the whole run",
                 action="remove 'stages' from the data config",
             )
         return cls(
             seed=_integer(data.get("seed", 1234), "seed", low=-(1 << 63), high=(1 << 64) - 1),
             seq_length=_seq_length(data.get("seq_length"), seq_length),
-            packing=_packing(data.get("packing") or {}),
-            blend=_blend(data.get("blend") or {}),
+            packing=_packing({} if data.get("packing") is None else data["packing"]),
+            blend=_blend({} if data.get("blend") is None else data["blend"]),
             sources=_sources(data.get("sources")),
         )._checked()
 

@@ -72,6 +72,12 @@ def test_environment_and_absolute_paths(data_yaml, monkeypatch):
     assert isinstance(sources["web"], IndexedSource)
 
 
+def test_the_home_of_a_user_who_is_not_known(data_yaml):
+    specs = {"web": {"path": "~nobody-of-this-name/web_text_document"}}
+    with pytest.raises(CorpusError, match="~nobody-of-this-name/web_text_document"):
+        open_sources(specs, base_dir=data_yaml.parent)
+
+
 def test_objects_by_name():
     sources = open_sources({"mine": {}, "split": {"split": "1,1"}}, objects={"mine": Numbers(), "split": Numbers(4)})
     assert isinstance(sources["mine"], PythonSource)
@@ -155,6 +161,26 @@ def test_bad_yaml(tmp_path, content, text):
     (tmp_path / "data.yaml").write_bytes(content)
     with pytest.raises(ConfigError, match=text):
         read_data_config(tmp_path / "data.yaml")
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["sources:\n  web: {path: a}\n  code: {path: b}\n  'web': {path: c}\n", "seed: 1\nseed: 2\n"],
+)
+def test_a_key_that_stands_there_twice(tmp_path, content):
+    path = tmp_path / "data.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError) as error:
+        read_data_config(path)
+    key = "web" if "web" in content else "seed"
+    assert f"the key '{key}' stands there twice" in str(error.value.found)
+
+
+def test_merged_keys_may_be_given_again(tmp_path):
+    path = tmp_path / "data.yaml"
+    path.write_text("sources:\n  a: &a {path: x, weight: 1}\n  b: &b {<<: *a, weight: 2}\n  c: {<<: *b, weight: 3}\n")
+    data, _ = read_data_config(path)
+    assert data["sources"]["c"] == {"path": "x", "weight": 3}
 
 
 def test_missing_yaml(tmp_path):
