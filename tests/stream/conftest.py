@@ -47,13 +47,15 @@ def _configs(draw: st.DrawFn, modes: Sequence[str] = ("best_fit", "split", "none
         st.sampled_from([0, 0, 1, 2, max(seq_length - 1, 0), seq_length, seq_length + 1, 2 * seq_length]),
         st.integers(0, 3 * seq_length),
     )
+    all_end = draw(st.booleans())
     for i in range(draw(st.sampled_from([1, 2, 3, 5, 12]))):
         name = f"s{i}"
         # Zero weights too, but not for all.
         sources[name] = {"weight": draw(st.sampled_from([0, 1, 1, 2, 3, 7] if i else [1, 2, 30]))}
-        if draw(st.booleans()):
+        if all_end or draw(st.booleans()):
             sources[name]["max_epochs"] = draw(st.integers(1, 3))
-            sources[name]["on_exhausted"] = draw(st.sampled_from(["drop", "drop", "stop", "repeat"]))
+            policies = ["drop", "drop", "stop", *([] if all_end else ["repeat"])]
+            sources[name]["on_exhausted"] = draw(st.sampled_from(policies))
         lengths[name] = draw(st.lists(length, min_size=1, max_size=20))
         if not any(lengths[name]):
             lengths[name][0] = 1

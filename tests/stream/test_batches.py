@@ -46,7 +46,7 @@ def _ramps() -> Iterator[tuple[int, int, int, int]]:
     ]
     yield from [(8, 8, 1, 800), (2, 3, 10, 302), (1, 1, 1000, 4), (7, 7, 10**6 + 3, 70)]
     rng = random.Random(3)
-    for _ in range(150):
+    for _ in range(60):
         increment, start = rng.randint(1, 40), rng.randint(1, 60)
         yield (
             start,
@@ -58,7 +58,7 @@ def _ramps() -> Iterator[tuple[int, int, int, int]]:
 
 def test_ramp_up_is_megatrons() -> None:
     for ramp in _ramps():
-        num = 2500
+        num = 1500
         schedule = BatchSchedule.ramp_up(*ramp)
         assert _steps(schedule, num) == _megatron_steps(*ramp, num), ramp
         assert schedule.segments[-1][1] == ramp[-1]
@@ -91,7 +91,7 @@ schedules = st.builds(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(schedule=schedules, num=st.integers(1, 60))
 def test_steps_and_samples_are_inverse(schedule: BatchSchedule, num: int) -> None:
     steps = _steps(schedule, num)
@@ -130,6 +130,8 @@ def test_resumed_by_hand() -> None:
     assert BatchSchedule.constant(2).resumed(old.until(24), 24).segments == ((0, 4), (8, 8), (24, 2))
     assert BatchSchedule.constant(8).resumed(old.until(24), 24).segments == ((0, 4), (8, 8))
     assert BatchSchedule.constant(6).resumed((), 0).segments == ((0, 6),)
+    # What the past had planned from this sample on is no past.
+    assert BatchSchedule.constant(2).resumed(old.segments, 8).segments == ((0, 4), (8, 2))
 
 
 def _megatron_slices(first: int, stop: int, micro: int, dp_rank: int, dp_size: int) -> list[list[int]]:

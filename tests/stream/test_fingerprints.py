@@ -127,6 +127,19 @@ def test_another_tokenizer() -> None:
     assert "another tokenizer" in str(error.value.cause)
 
 
+def test_a_tokenizer_that_is_not_known_any_more() -> None:
+    """A deleted sidecar is no other tokenizer, and must not be called one."""
+    config = StreamConfig.from_dict({"seq_length": 8, "sources": {"a": {}}})
+    state = Stream(config, [_Tokenized([5, 6], "gpt2")]).state_at(3)
+    with pytest.raises(StateError, match="source 'a' is not the corpus") as error:
+        Stream(config, [_Tokenized([5, 6], None)], state=state)
+    assert "not known any more" in str(error.value.cause) and "PREFIX.megaresume.json" in str(error.value.action)
+    unknown = Stream(config, [_Tokenized([5, 6], None)]).state_at(3)
+    with pytest.raises(StateError, match="source 'a' is not the corpus") as error:
+        Stream(config, [_Tokenized([5, 6], "gpt2")], state=unknown)
+    assert "was not known when the state was made" in str(error.value.cause)
+
+
 def test_a_fingerprint_of_another_corpus() -> None:
     config = StreamConfig.from_dict({"seq_length": 8, "sources": {"a": {}}})
     with pytest.raises(CorpusError, match="source 'a' contradicts its fingerprint") as error:
