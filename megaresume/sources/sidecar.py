@@ -74,13 +74,18 @@ def sidecar_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".megaresume.json")
 
 
-def cache_path(prefix: Path) -> Path:
-    """The file that stands for it where the corpus cannot be written to."""
+def cache_path(prefix: Path) -> Path | None:
+    """The file that stands for it where the corpus cannot be written to; None for a user without a home."""
     base = os.environ.get("MEGARESUME_CACHE")
     if base:
         directory = Path(base)
+    elif os.environ.get("XDG_CACHE_HOME"):
+        directory = Path(os.environ["XDG_CACHE_HOME"]) / "megaresume"
     else:
-        directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megaresume"
+        try:
+            directory = Path.home() / ".cache" / "megaresume"
+        except RuntimeError:  # a container that runs under a number that no user has
+            return None
     key = xxhash.xxh3_64_hexdigest(os.fsencode(prefix.resolve()))
     return directory / f"{prefix.name}-{key}.json"
 
@@ -120,6 +125,8 @@ def write_fingerprint(prefix: Path, idx: FileIdentity, start: int, stop: int, fi
         "lengths": fingerprint.lengths,
     }
     for path, read in ((sidecar_path(prefix), _read), (cache_path(prefix), _read_cache)):
+        if path is None:
+            break
         data = dict(read(path)) or {"format": FORMAT, "version": VERSION, "tokenizer": None}
         # Entries of an older .idx will never be looked up again.
         kept = [
@@ -212,10 +219,10 @@ def _read(path: Path) -> Mapping[str, Any]:
     return {**data, "fingerprints": entries}
 
 
-def _read_cache(path: Path) -> Mapping[str, Any]:
+def _read_cache(path: Path | None) -> Mapping[str, Any]:
     """As `_read`, but nothing is lost with a damaged file in the cache directory: compute it again."""
     try:
-        return _read(path)
+        return {} if path is None else _read(path)
     except CorpusError:
         return {}
 

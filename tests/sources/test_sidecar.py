@@ -107,6 +107,22 @@ def test_nowhere_to_write_is_no_error(prefix, monkeypatch, cache_directory):
     assert list(cache_directory.iterdir()) == []
 
 
+def test_a_user_without_a_home(prefix, monkeypatch):
+    """Containers run under numbers that no user has; the cache is no reason to stop."""
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("MEGARESUME_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert IndexedSource(prefix).fingerprint().documents == 3
+    assert sidecar_path(prefix).exists()
+    sidecar_path(prefix).unlink()
+    unwritable(monkeypatch, prefix.parent)
+    assert IndexedSource(prefix).fingerprint().documents == 3
+
+
 def test_damaged_user_cache_is_computed_again(prefix, monkeypatch):
     unwritable(monkeypatch, prefix.parent)
     known = IndexedSource(prefix).fingerprint()
