@@ -94,12 +94,13 @@ def check_fingerprint(name: str, before: Fingerprint | None, now: Fingerprint) -
         return
     fields = ("documents", "tokens", "lengths", "tokenizer")
     differ = [f for f in fields if before is None or getattr(before, f) != getattr(now, f)]
+    cause, action = _likely_change(name, before, now)
     raise StateError(
         f"source '{name}' is not the corpus that the state was made with",
         found=_listing((f"{name}.{f}", getattr(now, f)) for f in differ),
         expected=_listing((f"{name}.{f}", getattr(before, f, None)) for f in differ),
-        cause=_likely_change(before, now),
-        action=f"give '{name}' the path of the corpus as it was, or add the new data as a source of its own",
+        cause=cause,
+        action=action,
     )
 
 
@@ -107,13 +108,23 @@ def _listing(items: Iterator[tuple[str, Any]]) -> str:
     return ", ".join(f"{field} {json.dumps(value)}" for field, value in items)
 
 
-def _likely_change(before: Fingerprint | None, now: Fingerprint) -> str:
+def _likely_change(name: str, before: Fingerprint | None, now: Fingerprint) -> tuple[str, str]:
+    """The likely cause, and the next action."""
+    action = f"give '{name}' the path of the corpus as it was, or add the new data as a source of its own"
     if before is None:
-        return "the source is new"
+        return "the source is new", action
     if now.documents > before.documents:
-        return f"the corpus has grown by {now.documents - before.documents} documents"
+        return f"the corpus has grown by {now.documents - before.documents} documents", action
     if now.documents < before.documents:
-        return f"the corpus has lost {before.documents - now.documents} documents"
+        return f"the corpus has lost {before.documents - now.documents} documents", action
     if now.lengths != before.lengths:
-        return "the corpus was prepared again, or its index is damaged"
-    return "the corpus was made with another tokenizer"
+        return "the corpus was prepared again, or its index is damaged", action
+    if now.tokenizer is None:
+        return (
+            "the lengths are the same, but which tokenizer made the corpus is not known any more: "
+            "PREFIX.megaresume.json was deleted, or not copied with the .bin and the .idx",
+            f"put the PREFIX.megaresume.json of '{name}' back, or prepare the corpus again in the same way",
+        )
+    if before.tokenizer is None:
+        return "the tokenizer was not known when the state was made: the corpus was prepared again since", action
+    return "the corpus was made with another tokenizer", action
