@@ -113,9 +113,15 @@ def build_model(args: Arguments, *, vocab_size: int, seq_length: int, device: to
         the model, and a word on which layers it has.
 
     Raises:
-        SetupError: Transformer Engine was asked for and is not installed, or there is no GPU.
+        SetupError: Transformer Engine was asked for and is not installed, or there is no GPU for it or for rope.
     """
     cpu = device.type == "cpu"
+    if cpu and args.position_embedding_type == "rope":
+        raise SetupError(
+            "megatron-core computes rotary positions on a GPU only",
+            found="--position-embedding-type rope on a CPU",
+            action="--position-embedding-type learned_absolute",
+        )
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     config = TransformerConfig(
         num_layers=args.num_layers,

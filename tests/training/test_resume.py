@@ -38,7 +38,8 @@ def twins(runs: Any) -> dict[int, Any]:
     return type("Twins", (dict,), {"__missing__": lambda self, stage: of(stage)})()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+# ZeRO 2 differs from 1 in no file and no counter: tests/integrations resumes all four.
+@pytest.mark.parametrize("stage", [0, 1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_killed_and_resumed_twice_on_the_same_topology(runs: Any, twins: Any, stage: int) -> None:
     twin = twins[stage]
     untied = " --untie-embeddings-and-output-weights" if stage == 3 else ""
@@ -106,17 +107,14 @@ def test_tensor_parallel(runs: Any, twins: Any) -> None:
     assert_close_losses(done.records, twins[0].records)
 
 
-def test_dropout_is_exact(runs: Any) -> None:
+def test_dropout_is_exact(runs: Any, twins: Any) -> None:
     flags = f"{SIZES} --attention-dropout 0.1 --hidden-dropout 0.1"
-    runs("dropout", flags + " --save {dir}/dropout --save-interval 2", num_processes=1)
-    again = runs("dropout-again", flags + " --load {dir}/dropout --ckpt-step 4", num_processes=1)
-    first = runs("dropout-first", "--train-iters 1 --global-batch-size 8 --micro-batch-size 2", num_processes=1)
-    with_dropout = runs.directory / "dropout.jsonl"
-    from megaresume.training.records import read_records
-
-    whole = read_records(with_dropout)
-    assert [again.records.steps[step]["loss_hex"] for step in (5, 6)] == [whole.steps[s]["loss_hex"] for s in (5, 6)]
-    assert first.records.steps[1]["loss_hex"] != whole.steps[1]["loss_hex"]
+    whole = runs("dropout", flags + " --save {dir}/dropout --save-interval 4", num_processes=1).records
+    again = runs("dropout-again", flags + " --load {dir}/dropout --ckpt-step 4", num_processes=1).records
+    for step in (5, 6):
+        assert again.steps[step]["loss_hex"] == whole.steps[step]["loss_hex"]
+    # It does something: more than the order of sums would.
+    assert whole.steps[1]["loss"] != pytest.approx(twins[0].records.steps[1]["loss"], rel=1e-5)
 
 
 def test_ramp_up_by_megatrons_flag(runs: Any, twins: Any) -> None:
