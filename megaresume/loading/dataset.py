@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch.utils.data
+from numba.core.compiler_lock import global_compiler_lock
 
 from megaresume.loading.assemble import Assembler
 from megaresume.loading.batch import Batch, make_batch
@@ -20,6 +21,14 @@ from megaresume.stream.plan import Plan, concatenate
 from megaresume.stream.stream import Stream
 
 __all__ = ["StreamDataset", "whole"]
+
+# A worker that is forked while another thread compiles (the prefetch thread of another loader, at its first batch)
+# would wait for numba's lock for ever: a fork waits until it is free.
+os.register_at_fork(
+    before=global_compiler_lock.acquire,
+    after_in_parent=global_compiler_lock.release,
+    after_in_child=global_compiler_lock.release,
+)
 
 
 def whole(batch: Any) -> Any:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import copy
 import itertools
+import multiprocessing
 import pickle
+import threading
+import time
 
+import numba
 import pytest
 import torch
+from numba.core.compiler_lock import global_compiler_lock
 
 from megaresume.loading.assemble import Assembler
 from megaresume.loading.batch import make_batch
@@ -125,6 +130,31 @@ def test_workers_take_the_fingerprints_from_their_parent(config, notes, monkeypa
     # It is only asked for to check a state; a worker would ask a slow source for every length once more.
     monkeypatch.setattr(type(notes), "fingerprint", _not_again, raising=False)
     assert_same_samples(to_worker(stream).plan(8, 24), stream.plan(8, 24))
+
+
+def test_a_worker_forked_while_another_thread_compiles():
+    """For example the prefetch thread of another loader: the worker must not inherit a lock that nobody frees."""
+    compiling = threading.Event()
+
+    def compile_for_long():
+        with global_compiler_lock:
+            compiling.set()
+            time.sleep(0.5)
+
+    thread = threading.Thread(target=compile_for_long)
+    thread.start()
+    compiling.wait()
+    worker = multiprocessing.get_context("fork").Process(target=_compile)
+    worker.start()
+    worker.join(timeout=30)
+    stuck = worker.is_alive()
+    worker.kill()
+    thread.join()
+    assert not stuck and worker.exitcode == 0
+
+
+def _compile():
+    numba.njit(lambda x: x + 1)(1)
 
 
 def _not_again(self):
