@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megaresume.stream.errors import CheckpointError, ConfigError, CorpusError, MegaresumeError, UsageError
 
 if TYPE_CHECKING:
+    from megaresume.checkpoint.ledger import LedgerProblem
     from megaresume.checkpoint.state_file import StepFile
     from megaresume.sources.base import Source
     from megaresume.stream.replay import Checked, Recorded
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from megaresume.stream.progress import progress
     from megaresume.stream.replay import replay
 
-    steps, recorded = _records(args.dir)
+    steps, recorded, unreadable = _records(args.dir)
     state = steps[-1].state
     sources = _sources(args, state)
     problems = _corpus_problems(sources, state)
@@ -42,13 +43,13 @@ def run(args: argparse.Namespace) -> int:
     if stream is not None:
         with progress("planning the stream again", state.samples, "samples") as bar:
             checked = list(replay(stream, recorded, progress=bar.update))
-    report = _report(args.dir, problems, checked)
+    report = _report(args.dir, problems, unreadable, checked)
     print(json.dumps(report) if args.json else _text(report))
     return 0 if report["holds"] else 1
 
 
-def _records(root: Path) -> tuple[list[StepFile], list[Recorded]]:
-    """Every readable data state, oldest first, and every point with a digest: states and ledger lines."""
+def _records(root: Path) -> tuple[list[StepFile], list[Recorded], list[LedgerProblem]]:
+    """Every data state, oldest first; every point with a digest: states and ledger lines; lines that say nothing."""
     from megaresume.checkpoint.layout import ledger_path, parse_record_name, records_dir
     from megaresume.checkpoint.ledger import read_ledger
     from megaresume.checkpoint.state_file import read_step_file
@@ -76,7 +77,8 @@ def _records(root: Path) -> tuple[list[StepFile], list[Recorded]]:
                 position=position,
             )
         )
-    for entry in read_ledger(ledger_path(root)).entries:
+    ledger = read_ledger(ledger_path(root))
+    for entry in ledger.entries:
         origin = f"ledger: {entry.kind} at step {entry.iteration}"
         recorded.append(Recorded(origin=origin, sample=entry.samples, digest=entry.digest))
     if not steps:
@@ -87,7 +89,7 @@ def _records(root: Path) -> tuple[list[StepFile], list[Recorded]]:
             cause="not a --save directory, or the run has saved no checkpoint with megaresume",
             action=f"megaresume inspect {root}",
         )
-    return sorted(steps, key=lambda s: s.state.samples), recorded
+    return sorted(steps, key=lambda s: s.state.samples), recorded, list(ledger.problems)
 
 
 def _sources(args: argparse.Namespace, state: StreamState) -> dict[str, Source]:
@@ -169,13 +171,18 @@ def _stream(state: StreamState, sources: dict[str, Source]) -> Stream | None:
         return None  # already among the problems of the corpora
 
 
-def _report(root: Path, problems: list[str], checked: list[Checked]) -> dict[str, Any]:
+def _report(root: Path, problems: list[str], unreadable: list[LedgerProblem], checked: list[Checked]) -> dict[str, Any]:
     difference = next((c for c in checked if not c.holds), None)
     agreeing = [c.recorded.sample for c in checked if c.holds]
     report: dict[str, Any] = {
         "dir": str(root),
-        "holds": not problems and difference is None and bool(checked),
+        # A line that a kill cut short was never a record; one that was damaged later may have said something else.
+        "holds": not problems
+        and difference is None
+        and bool(checked)
+        and not any(problem.kind == "damaged" for problem in unreadable),
         "corpora": problems,
+        "unreadable": [str(problem) for problem in unreadable],
         "points": [
             {"origin": c.recorded.origin, "samples": c.recorded.sample, "digest": c.recorded.digest, "holds": c.holds}
             for c in checked
@@ -204,6 +211,7 @@ def _text(report: dict[str, Any]) -> str:
     for point in report["points"]:
         mark = "same     " if point["holds"] else "DIFFERENT"
         lines.append(f"  {mark}  sample {point['samples']:>10}  digest {point['digest']}  {point['origin']}")
+    lines += [f"  NOT READ   {problem}" for problem in report["unreadable"]]
     difference = report["first_difference"]
     if difference:
         first, stop = difference["samples"]

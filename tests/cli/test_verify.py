@@ -94,6 +94,20 @@ def test_a_corpus_with_other_lengths_that_fit_each_other(run):
     assert report["first_difference"]["recomputed"] != report["first_difference"]["recorded"]
 
 
+def test_a_damaged_ledger_line_is_no_proof(run):
+    """What it said is not known: the other lines must not pass for all."""
+    ledger = run.save / "megaresume" / "ledger.jsonl"
+    intact = ledger.read_bytes()
+    ledger.write_bytes(intact.replace(b'"samples": 64', b'"samples": 65'))
+    done = megaresume("verify", run.save)
+    assert done.returncode == 1 and "proved: all" not in done.stdout
+    assert "NOT READ   ledger line 3 is damaged" in done.stdout
+
+    ledger.write_bytes(intact + intact[:100])  # a writer was killed while appending
+    done = megaresume("verify", run.save)
+    assert done.returncode == 0 and "ledger line 5 is torn" in done.stdout
+
+
 def test_bad_input(run):
     done = megaresume("verify", run.corpora)
     assert done.returncode == 1 and "there is nothing to verify" in done.stderr
