@@ -11,6 +11,7 @@ from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
     from megaresume.stream.plan import Plan
+    from megaresume.stream.state import StreamState
     from megaresume.stream.stream import Stream
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -21,13 +22,17 @@ HELP = "show what the stream holds: the documents of each sample, fill, shares o
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
     parser.add_argument("data", nargs="+", metavar="DATA", help="a data.yaml, or what follows Megatron's --data-path")
-    parser.add_argument("--samples", default="0:8", metavar="A:B", help="samples A to B-1 (default 0:8)")
+    parser.add_argument(
+        "--samples", metavar="A:B", help="samples A to B-1 (default: the first 8, or the 8 that follow --state)"
+    )
     parser.add_argument("--seq-length", type=int, help="tokens a sample, where the data config does not say")
     parser.add_argument("--seed", type=int, help="where the data config does not say")
     parser.add_argument("--split", help="shares of train, valid and test, as in Megatron: 969,30,1")
     parser.add_argument("--part", choices=["train", "valid", "test"], default="train", help="part of the split")
     parser.add_argument(
-        "--state", metavar="FILE", help="go on from the data state in this file: SAVE/megaresume/step_0000010.json"
+        "--state",
+        metavar="FILE",
+        help="go on from the data state in this file: SAVE/megaresume/step_0000010.json, or a state's JSON",
     )
     parser.add_argument("--summary", action="store_true", help="totals only, not every sample")
     parser.add_argument("--json", action="store_true", help="JSON on standard output")
@@ -35,21 +40,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Show the samples."""
-    from megaresume.checkpoint.state_file import read_step_file
     from megaresume.loading.open import open_stream
 
-    first, stop = _range(args.samples)
+    samples = None if args.samples is None else _range(args.samples)
     data = args.data[0] if len(args.data) == 1 and args.data[0].endswith((".yaml", ".yml")) else args.data
     seed = 1234 if args.seed is None else args.seed
     stream = open_stream(data, seq_length=args.seq_length, seed=seed, split=args.split, part=args.part)
     if args.state is not None:
-        stream.restore(read_step_file(Path(args.state)).state)
+        stream.restore(_state(Path(args.state)))
+    first, stop = samples or (stream.start, stream.start + 8)
     plan = stream.plan(first, stop)
     report = _summary(stream, plan)
     if not args.summary:
         report["samples"] = [_sample(stream, plan, sample) for sample in range(first, stop)]
     print(json.dumps(report) if args.json else _text(stream, report))
     return 0
+
+
+def _state(path: Path) -> StreamState:
+    """The state in a record beside a checkpoint, or what `StreamState.to_json` wrote."""
+    from megaresume.checkpoint.state_file import read_step_file
+    from megaresume.stream.state import FORMAT, StreamState
+
+    try:
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        data = None  # the reader of records says what is wrong
+    if isinstance(data, dict) and data.get("format") == FORMAT:
+        return StreamState.from_json(data)
+    return read_step_file(path).state
 
 
 def _range(text: str) -> tuple[int, int]:

@@ -45,6 +45,17 @@ def test_from_a_state_it_shows_the_same(run):
     assert before.returncode == 1 and "lies before the state" in before.stderr
 
 
+def test_from_a_state_alone(run, tmp_path):
+    """What `Stream.state_at(...).to_json()` gives is a state too; without --samples it begins there."""
+    path = tmp_path / "state.json"
+    path.write_text(open_stream(run.data).state_at(64).to_json())
+    shown = megaresume("stream", run.data, "--state", path).stdout
+    assert shown and shown == megaresume("stream", run.data, "--samples", "64:72").stdout
+    path.write_text(path.read_text().replace('"samples":64', '"samples":65'))
+    damaged = megaresume("stream", run.data, "--state", path)
+    assert damaged.returncode == 1 and "the data state is damaged" in damaged.stderr
+
+
 def test_bad_input(run):
     for words, status, text in [
         (("stream", run.data, "--samples", "9:3"), 2, "bad range"),
