@@ -109,8 +109,8 @@ class IndexedSource:
                 action=REBUILD,
             )
 
-    def __reduce__(self) -> tuple[type[IndexedSource], tuple[Path]]:
-        return (IndexedSource, (self.prefix,))
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_reopened, (self.prefix, self._identity, self.bin_bytes))
 
     def __repr__(self) -> str:
         return f"IndexedSource({str(self.prefix)!r}: {self._documents} documents, {self.num_tokens} tokens)"
@@ -316,6 +316,20 @@ class IndexedSource:
         )
 
 
+def _reopened(prefix: Path, identity: sidecar.FileIdentity, bin_bytes: int) -> IndexedSource:
+    """The corpus that was pickled, not another one that has taken its place since.
+
+    Raises:
+        CorpusError: it changed: what a worker would plan is not what its parent plans.
+    """
+    source = IndexedSource(prefix)
+    if source._identity != identity:
+        raise _changed(idx_path(source.prefix), source._identity.size, identity.size)
+    if source.bin_bytes != bin_bytes:
+        raise _changed(bin_path(source.prefix), source.bin_bytes, bin_bytes)
+    return source
+
+
 def _identity(path: Path) -> sidecar.FileIdentity | None:
     try:
         return sidecar.FileIdentity.of(path.stat())
@@ -347,7 +361,7 @@ def _changed(path: Path, size: int, expected: int | None) -> CorpusError:
     return CorpusError(
         f"{path} changed after the corpus was opened",
         found=f"{size} bytes" if size else "no such file, or an empty one",
-        expected="the same file" if expected is None else f"{expected} bytes",
+        expected="the same file" if expected is None else f"the same file of {expected} bytes, untouched",
         cause="the corpus is being rebuilt, copied or removed",
         action="wait until that is done and start again",
     )

@@ -102,6 +102,18 @@ def test_ids_and_ranges_outside_are_refused(tmp_path, simple_corpus):
         source.get(2)
 
 
+def test_a_worker_does_not_open_the_corpus_that_took_its_place(tmp_path, simple_corpus):
+    """Of other lengths, it would plan other samples than its parent, under the same numbers."""
+    simple_corpus(tmp_path / "web", [3, 1, 2])
+    pickled = pickle.dumps(IndexedSource(tmp_path / "web"))
+    assert pickle.loads(pickled).lengths(np.arange(3)).tolist() == [3, 1, 2]
+    simple_corpus(tmp_path / "new", [1, 2, 3])
+    for suffix in (".bin", ".idx"):
+        (tmp_path / "new").with_suffix(suffix).replace((tmp_path / "web").with_suffix(suffix))
+    with pytest.raises(CorpusError, match="changed after the corpus was opened"):
+        pickle.loads(pickled)
+
+
 def test_views_are_read_only(tmp_path, simple_corpus):
     source = IndexedSource(simple_corpus(tmp_path / "c", [3, 4]))
     with pytest.raises(ValueError, match="read-only"):
