@@ -68,8 +68,17 @@ def find_inputs(paths: Sequence[str | Path], *, glob: str = "**/*", format: Form
     inputs = []
     for path in map(Path, paths):
         if path.is_dir():
+            try:
+                matching = list(path.glob(glob))
+            except (NotImplementedError, ValueError) as error:  # an absolute pattern; an empty one
+                raise UsageError(
+                    "bad --glob",
+                    found=f"{glob!r}: {error}",
+                    expected="a pattern of names below the directory",
+                    action="correct --glob, for example --glob '**/*.py'",
+                ) from error
             files = sorted(
-                (f for f in path.glob(glob) if not _hidden(f, path) and f.is_file()),
+                (f for f in matching if not _hidden(f, path) and f.is_file()),
                 key=lambda f: f.relative_to(path).as_posix(),
             )
             if not files:

@@ -98,6 +98,12 @@ def test_bad_inputs(tmp_path):
             find_inputs([path])
 
 
+@pytest.mark.parametrize("glob", ["/tmp/**", ""])
+def test_bad_glob(tmp_path, glob):
+    with pytest.raises(UsageError, match="bad --glob"):
+        find_inputs([tmp_path], glob=glob)
+
+
 def test_file_changed_or_gone_since_it_was_found(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("one")
