@@ -67,12 +67,7 @@ class Feed:
         while self.limit is None or position < self.limit:
             # Two epochs hold a whole one wherever they begin; a single one may miss its only document.
             if position - start >= 2 * self.num_documents:
-                raise CorpusError(
-                    f"source '{self.config.name}' has only empty documents",
-                    found=f"{self.num_documents} documents without a token",
-                    expected="at least one token, since its weight is positive",
-                    action="give it weight 0, or check how it was prepared",
-                )
+                raise self._only_empty()
             epoch, index = divmod(position, self.num_documents)
             self._note_repeat(position)
             num = min(self.chunk, len(out), self.num_documents - index)
@@ -90,7 +85,17 @@ class Feed:
                 self._recent.append((position, position + num, out[:rows].copy()))
                 return rows
             position += num
+        if start == 0:
+            raise self._only_empty()
         return 0
+
+    def _only_empty(self) -> CorpusError:
+        return CorpusError(
+            f"source '{self.config.name}' has only empty documents",
+            found=f"{self.num_documents} documents without a token",
+            expected="at least one token, since its weight is positive",
+            action="give it weight 0, or check how it was prepared",
+        )
 
     def _remembered(self, position: int, out: npt.NDArray[np.int64]) -> int:
         """Answer from a remembered chunk; 0 if there is none."""

@@ -9,9 +9,8 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-__all__ = ["GOLDEN", "MASK64", "mix", "mix_reference"]
+__all__ = ["GOLDEN", "mix"]
 
-MASK64 = (1 << 64) - 1
 #: 2**64 / golden ratio, made odd: the increment of splitmix64.
 GOLDEN = 0x9E3779B97F4A7C15
 
@@ -28,11 +27,3 @@ def mix(x: np.uint64) -> np.uint64:
     x = (x ^ (x >> _S30)) * _C1
     x = (x ^ (x >> _S27)) * _C2
     return x ^ (x >> _S31)
-
-
-def mix_reference(x: int) -> int:
-    """``mix`` in plain Python integers."""
-    x = (x + GOLDEN) & MASK64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK64
-    return x ^ (x >> 31)

@@ -21,7 +21,7 @@ from typing import Any
 
 from megaresume.stream import cursor
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.errors import StateError, StreamExhausted
+from megaresume.stream.errors import ConfigError, StateError, StreamExhausted
 from megaresume.stream.fingerprints import check_fingerprints, fingerprint_of
 from megaresume.stream.kernel import Arrays
 from megaresume.stream.plan import Plan, concatenate
@@ -77,6 +77,13 @@ class Stream:
         origin: Mapping[str, Any] | None = None,
         fingerprints: dict[str, Fingerprint] | None = None,
     ) -> None:
+        if len(sources) != len(config.sources):
+            raise ConfigError(
+                "the number of sources is not that of the config",
+                found=f"{len(sources)} sources",
+                expected=f"{len(config.sources)}: {', '.join(s.name for s in config.sources)}",
+                action="pass one source for each of the config's, in its order",
+            )
         self.config = config
         self.origin = origin
         self.sources = list(sources)

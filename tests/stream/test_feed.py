@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megaresume.stream.config import SourceConfig
-from megaresume.stream.errors import CorpusError
+from megaresume.stream.config import SourceConfig, StreamConfig
+from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.feed import MAX_DOCUMENT_TOKENS, Feed
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList
@@ -28,10 +28,18 @@ def test_no_documents(stream_of: StreamOf) -> None:
 
 
 @pytest.mark.parametrize("num_documents", [1, 7, 5000])
-def test_only_empty_documents(stream_of: StreamOf, num_documents: int) -> None:
+@pytest.mark.parametrize("end", [{}, {"max_epochs": 1}, {"max_epochs": 2, "on_exhausted": "stop"}])
+def test_only_empty_documents(stream_of: StreamOf, num_documents: int, end: dict[str, Any]) -> None:
     with pytest.raises(CorpusError, match="source 'web' has only empty documents") as error:
-        stream_of(_data(), {"web": [0] * num_documents})
+        stream_of(_data(**end), {"web": [0] * num_documents})
     assert f"{num_documents} documents without a token" in str(error.value.found)
+
+
+def test_as_many_sources_as_the_config_has() -> None:
+    config = StreamConfig.from_dict(_data())
+    with pytest.raises(ConfigError, match="the number of sources") as error:
+        Stream(config, [LengthList([3]), LengthList([4])])
+    assert "2 sources" in str(error.value.found) and "1: web" in str(error.value.expected)
 
 
 @pytest.mark.parametrize("length", [-1, -(2**40), MAX_DOCUMENT_TOKENS + 1])
