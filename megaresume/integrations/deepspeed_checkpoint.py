@@ -87,7 +87,7 @@ class Checkpoints:
         self.attempt: int | None = None
         self._save_dir = save_dir
         self._choice: Choice | None = None
-        self._start_recorded_in: Path | None = None
+        self._start_recorded_in: set[Path] = set()
 
     def topology(self) -> Topology:
         """How the run is laid out now."""
@@ -143,10 +143,10 @@ class Checkpoints:
 
     def record_start(self, save_dir: str | None = None) -> None:
         """Put this start into the ledger of the run, once. Writes on rank 0 only; no collective."""
-        if save_dir is None and self._start_recorded_in is not None:
+        if save_dir is None and self._start_recorded_in:
             return  # asked for at every step
         save_dir = save_dir or self._save_dir
-        if save_dir is None or not is_rank_0() or self._start_recorded_in == Path(save_dir).resolve():
+        if save_dir is None or not is_rank_0() or Path(save_dir).resolve() in self._start_recorded_in:
             return
         step, sample = self.data.base
         # What the marker of a killed save says is settled here, before the next save could overwrite it.
@@ -158,7 +158,7 @@ class Checkpoints:
             topology=self.topology(),
         )
         self.attempt = sum(entry.kind == "start" for entry in read_ledger(ledger_path(Path(save_dir))).entries)
-        self._start_recorded_in = Path(save_dir).resolve()
+        self._start_recorded_in.add(Path(save_dir).resolve())
 
     # Load
 
@@ -178,7 +178,7 @@ class Checkpoints:
         # Also a barrier: no rank may begin to load what another refuses.
         step_file = on_all_ranks(lambda: confirm_choice(load_dir, None if choice is None else choice.to_broadcast()))
         if choice is None:
-            return read(load_dir, tag=tag)
+            return None, None  # as DeepSpeed, without its warning on every rank
         self._report(choice)
         if not module_only:
             on_all_ranks(lambda: self._check_loadable(choice, step_file, universal))
@@ -241,7 +241,7 @@ class Checkpoints:
             action="mount the same directory on every node",
         )
         self._choice = choice
-        self._start_recorded_in = None
+        self._start_recorded_in.clear()
         self.resume = self._resume(choice, step_file, state)
         if is_rank_0():
             # Printed, not logged: it must be in the job's output whatever the program does with its logging.
@@ -271,18 +271,29 @@ class Checkpoints:
 
 
 def _choose(load_dir: str, tag: str | None, universal: bool) -> Choice | None:
-    if universal and tag is None:
-        pointer = Path(load_dir, "latest_universal")
-        try:
-            tag = pointer.read_text().strip()
-        except OSError as error:
-            raise CheckpointError(
-                "load_universal is set, but there is no universal checkpoint",
-                found=f"{pointer}: {error.strerror}",
-                expected="the name of a directory that ds_to_universal wrote",
-                action="convert one with deepspeed.checkpoint.ds_to_universal, or remove load_universal",
-            ) from error
-    return choose(load_dir, tag=tag)
+    if not universal or tag is not None:
+        return choose(load_dir, tag=tag)
+    pointer = Path(load_dir, "latest_universal")
+    try:
+        tag = pointer.read_text().strip()
+    except OSError as error:
+        raise CheckpointError(
+            "load_universal is set, but there is no universal checkpoint",
+            found=f"{pointer}: {error.strerror}",
+            expected="the name of a directory that ds_to_universal wrote",
+            action="convert one with deepspeed.checkpoint.ds_to_universal, or remove load_universal",
+        ) from error
+    choice, newest = choose(load_dir, tag=tag), choose(load_dir)
+    if choice is not None and newest is not None and (newest.iteration or 0) > (choice.iteration or 0):
+        raise CheckpointError(
+            "the universal checkpoint is older than the newest checkpoint",
+            found=f"{tag}, and {newest.tag} beside it",
+            expected="the newest one, so that no step is trained twice",
+            cause="load_universal was left in the config after the resume that needed it",
+            action="remove load_universal (--universal-checkpoint); or convert the newest one; or, to go back on "
+            f"purpose, ask for tag {tag}",
+        )
+    return choice
 
 
 def _without_state(choice: Choice) -> StateError:

@@ -84,7 +84,8 @@ def _run(args: Arguments) -> None:
     model, layers = build_model(args, vocab_size=vocab_size, seq_length=seq_length, device=device)
     optimizer, why = build_optimizer(args, model, device)
     announce(f"megaresume: optimizer is {why}; {layers} layers; device {device}; {dist.get_backend()}")
-    config = on_all_ranks(lambda: deepspeed_config(args, global_batch_size=schedule.size_at(0)))
+    size = sum(parameter.numel() for parameter in model.parameters())
+    config = on_all_ranks(lambda: deepspeed_config(args, global_batch_size=schedule.size_at(0), num_parameters=size))
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=ModelParallelUnit())
     data = integration.attach(
         engine,

@@ -55,6 +55,14 @@ def partitions() -> None:
     found["path"] = Path(path).parent.name
     found["line"] = data.resume.line()
     found["seen"] = toy.train(engine, data, 8)
+    engine.save_checkpoint(str(toy.ROOT / "zero1"))
+    engine = toy.engine_of(stage=1, checkpoint={"load_universal": True})
+    megaresume.attach(engine, toy.DATA)
+    found["forgotten"] = toy.error_of(lambda: engine.load_checkpoint(str(toy.ROOT / "zero1")))
+    engine = toy.engine_of(stage=1)
+    megaresume.attach(engine, toy.DATA)
+    path, _ = engine.load_checkpoint(str(toy.ROOT / "zero1"))
+    found["afterwards"] = Path(path).parent.name
     engine = toy.engine_of()
     data = megaresume.attach(engine, toy.DATA)
     engine.load_checkpoint(str(toy.ROOT / "zero0"))

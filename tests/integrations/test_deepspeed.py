@@ -172,6 +172,13 @@ def test_a_universal_checkpoint_goes_on_with_data_and_optimizer(one_rank: Any) -
         assert float.fromhex(mine[2]) == pytest.approx(float.fromhex(other[2]), rel=1e-4)
 
 
+def test_load_universal_left_in_the_config_does_not_go_back(one_rank: Any) -> None:
+    (found,) = one_rank["partitions"]
+    assert found["forgotten"][0] == "CheckpointError"
+    assert "older than the newest" in found["forgotten"][1] and "global_step8" in found["forgotten"][3]
+    assert found["afterwards"] == "global_step8"
+
+
 def test_weights_only_begins_the_data_anew(one_rank: Any) -> None:
     assert one_rank["weights_only"] == [{"step": 0, "first": [0, 1], "resume": True}]
 

@@ -72,9 +72,10 @@ def test_the_flags_go_on_top_of_a_deepspeed_config(tmp_path: Path) -> None:
     path.write_text(
         '{"train_batch_size": "auto", "wall_clock_breakdown": true, "zero_optimization": {"overlap_comm": true}}'
     )
-    config = deepspeed_config(config_arguments(path, "--zero-stage 2 --bf16"), global_batch_size=16)
+    config = deepspeed_config(config_arguments(path, "--zero-stage 2 --bf16"), global_batch_size=16, num_parameters=5)
     assert config["train_batch_size"] == 16 and config["train_micro_batch_size_per_gpu"] == 2
     assert config["zero_optimization"]["stage"] == 2 and config["zero_optimization"]["overlap_comm"]
+    assert config["zero_optimization"]["reduce_bucket_size"] == 5
     assert config["wall_clock_breakdown"] and config["bf16"] == {"enabled": True}
 
 
@@ -92,7 +93,7 @@ def test_a_deepspeed_config_that_contradicts(tmp_path: Path, text: str, words: s
     path = tmp_path / "ds.json"
     path.write_text(text)
     with pytest.raises(UsageError, match=words):
-        deepspeed_config(config_arguments(path), global_batch_size=16)
+        deepspeed_config(config_arguments(path), global_batch_size=16, num_parameters=5)
 
 
 def test_kill_leaves_no_process(tmp_path: Path) -> None:
