@@ -11,6 +11,7 @@
     reference.py     the same in plain Python, to hold the loop against
     planner.py       drives the loop; snapshots
     plan.py          what a run of samples holds: segments
+    anchors.py       snapshots of the past, for going back
     stream.py        plan, state and digest of any sample
     state.py         a cursor as plain JSON, versioned, checksummed
     cursor.py        between the loop's arrays and the state
