@@ -4,7 +4,7 @@
 
 A stream plans forward in blocks, keeps the last blocks and a snapshot at the start of each, and answers three
 questions about any sample near the front: what is in it (`plan`), what is the state before it (`state_at`), what is
-the digest up to it (`digest_at`). Samples before the kept blocks are planned again from the last state given.
+the digest up to it (`digest_at`). Samples before the kept blocks are planned again from a snapshot not far before them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from megaresume.stream import cursor
+from megaresume.stream.anchors import Anchors
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import ConfigError, StateError, StreamExhausted
 from megaresume.stream.fingerprints import check_fingerprints, fingerprint_of
@@ -32,11 +33,11 @@ from megaresume.stream.state import Fingerprint, StreamState
 
 __all__ = ["Stream"]
 
-#: Samples planned at a time: small, because `state_at` plans up to this many again.
-BLOCK = 128
+#: Tokens and samples planned at a time, whichever is less: little, because `state_at` plans up to this much again.
+BLOCK_TOKENS, BLOCK = 1 << 19, 128
 #: Samples planned at first, doubled until they are `BLOCK`: a resume must not wait for an index that lies on disk.
 FIRST_BLOCK = 8
-#: Blocks kept behind the front; a loader plans ahead by less than this.
+#: Blocks kept behind the front; what lies before them is planned again from an anchor.
 KEPT_BLOCKS = 256
 #: A seek over more samples than this shows a progress bar.
 LONG_SEEK = 200_000
@@ -91,7 +92,6 @@ class Stream:
         self._num_documents = [len(source) for source in self.sources]
         self._lock = threading.RLock()
         self._base_state: StreamState | None = None
-        self._base: Arrays | None = None
         self.restore(state)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -132,8 +132,13 @@ class Stream:
             base = cursor.arrays_of(state, self.config, self._num_documents)
         with self._lock:
             planner = Planner(self.config, self.sources, base)
-            self._base_state, self._base, self._planner = state, base, planner
+            self._base_state, self._planner = state, planner
             self._blocks: deque[_Block] = deque(maxlen=KEPT_BLOCKS)
+            self._anchors = Anchors(planner.snapshot())
+
+    @property
+    def _block_samples(self) -> int:
+        return min(max(BLOCK_TOKENS // self.config.seq_length, 1), BLOCK)
 
     def check(self, state: StreamState) -> None:
         """Raise a `StateError` naming what differs unless the state is one of this config and these corpora."""
@@ -195,13 +200,29 @@ class Stream:
             self._plan_up_to(sample - 1)  # no further: the stream may end here
         if sample == self._planner.position:
             return cursor.fields_of(self._planner.snapshot(), self.config)
-        block = self._block(sample)
-        planner = Planner(self.config, self.sources, block.snapshot, feeds=self._planner.feeds)
-        planner.advance(sample - block.plan.first)
+        self._check_start(sample)
+        if self._blocks and sample >= self._blocks[0].plan.first:
+            planner = Planner(self.config, self.sources, self._kept(sample).snapshot, feeds=self._planner.feeds)
+        else:
+            # Beside the front, which a loader goes on from.
+            planner = Planner(self.config, self.sources, self._anchors.before(sample))
+        while planner.position < sample:
+            planner.advance(min(sample - planner.position, self._block_samples))
         return cursor.fields_of(planner.snapshot(), self.config)
 
     def _block(self, sample: int) -> _Block:
-        """The block that holds ``sample``; plans forward, or again from the base."""
+        """The block that holds ``sample``; plans forward, or again from an anchor."""
+        self._check_start(sample)
+        if self._blocks and sample >= self._blocks[0].plan.first:
+            if sample < self._planner.position:
+                return self._kept(sample)
+        elif sample < self._planner.position:
+            self._planner = Planner(self.config, self.sources, self._anchors.before(sample))
+            self._blocks.clear()
+            log.info("planning samples %d to %d again", self._planner.position, sample)
+        return self._plan_up_to(sample)
+
+    def _check_start(self, sample: int) -> None:
         if sample < self.start:
             raise StateError(
                 f"sample {sample} lies before the state that the stream goes on from",
@@ -210,14 +231,6 @@ class Stream:
                 cause="a step counter went back, or a loader was built for another position",
                 action="restore the state of an earlier checkpoint, or none for the start of the stream",
             )
-        if self._blocks and sample >= self._blocks[0].plan.first:
-            if sample < self._planner.position:
-                return self._kept(sample)
-        elif sample < self._planner.position:
-            log.info("planning samples %d to %d again", self.start, sample)
-            self._planner = Planner(self.config, self.sources, self._base)
-            self._blocks.clear()
-        return self._plan_up_to(sample)
 
     def _kept(self, sample: int) -> _Block:
         return self._blocks[bisect_right(self._blocks, sample, key=lambda block: block.plan.first) - 1]
@@ -233,10 +246,11 @@ class Stream:
         while self._planner.position <= sample:
             snapshot = self._planner.snapshot()
             # 8, 8, 16, 32, 64, 128, 128, ...: so that longer blocks still begin at multiples of their length.
-            size = min(max(self._planner.position - self.start, FIRST_BLOCK), BLOCK)
+            size = min(max(self._planner.position - self.start, FIRST_BLOCK), self._block_samples)
             plan = self._planner.advance(size)
             if len(plan):
                 self._blocks.append(_Block(snapshot, plan))
+                self._anchors.add(snapshot)
             if len(plan) < size and self._planner.position <= sample:
                 raise self._exhausted(sample)
             if bar is not None:
