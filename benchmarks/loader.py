@@ -51,7 +51,7 @@ def rows(setup: Setup) -> Iterator[Row]:
             os.sched_setaffinity(0, {max(setup.cores)})
     yield _row(
         setup,
-        f"loader, {WORKERS} workers, all cores, with their start",
+        f"loader, {WORKERS} workers on all cores, their start included",
         seconds["ours"],
         seconds["gpt"],
         f"GPTDataset, {WORKERS} workers",

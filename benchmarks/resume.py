@@ -145,7 +145,7 @@ def _process(setup: Setup, text: str) -> Row:
         "ours": run("-m", "benchmarks.resume", str(setup.lengths), str(state)),
         "imports": run("-c", "import torch, numba"),
     }
-    seconds = interleaved(compared, setup.sizes.slow_repetitions, clock=wall)
+    seconds = interleaved(compared, setup.sizes.slow_repetitions, clock=wall, warm_up=False)
     return Row(
         what="resume, whole process: start, imports, compiled loops from their cache, first sample",
         ours=median(seconds["ours"]),
