@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["HELP", "add_arguments", "run"]
 
+#: Samples shown at once: their plan lies in memory.
+MOST_SAMPLES = 1_000_000
+
 HELP = "show what the stream holds: the documents of each sample, fill, shares of the sources"
 
 
@@ -49,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if args.state is not None:
         stream.restore(_state(Path(args.state)))
     first, stop = samples or (stream.start, stream.start + 8)
+    _check_size(first, stop)
     plan = stream.plan(first, stop)
     report = _summary(stream, plan)
     if not args.summary:
@@ -69,6 +73,16 @@ def _state(path: Path) -> StreamState:
     if isinstance(data, dict) and data.get("format") == FORMAT:
         return StreamState.from_json(data)
     return read_step_file(path).state
+
+
+def _check_size(first: int, stop: int) -> None:
+    if stop - first > MOST_SAMPLES:
+        raise UsageError(
+            "too many samples at once",
+            found=f"{stop - first} samples",
+            expected=f"at most {MOST_SAMPLES}",
+            action=f"for example --samples {first}:{first + MOST_SAMPLES}",
+        )
 
 
 def _range(text: str) -> tuple[int, int]:

@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
     parser.add_argument("dir", metavar="DIR", type=Path, help="the run's --save directory")
     parser.add_argument("--data", metavar="DATA.yaml", help="where the corpora are now (default: as recorded in DIR)")
+    parser.add_argument("--split", help="that of the run, where neither DATA.yaml nor DIR says it: 969,30,1")
     parser.add_argument("--json", action="store_true", help="JSON on standard output")
 
 
@@ -109,7 +110,7 @@ def _sources(args: argparse.Namespace, state: StreamState) -> dict[str, Source]:
         )
     mapping, directory = read_data_config(path)
     config = StreamConfig.from_dict(mapping, seq_length=mapping.get("seq_length", state.config["seq_length"]))
-    opened = open_sources({s.name: s.options for s in config.sources}, base_dir=directory)
+    opened = open_sources({s.name: s.options for s in config.sources}, base_dir=directory, split=args.split)
     missing = [name for name in state.fingerprints if name not in opened]
     if missing:
         raise ConfigError(

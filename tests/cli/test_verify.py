@@ -120,3 +120,18 @@ def test_bad_input(run):
     assert done.returncode == 1 and "Traceback" not in done.stderr
     shutil.rmtree(run.save / "megaresume")
     assert megaresume("verify", run.save, "--data", run.data).returncode == 1
+
+
+def test_a_split_that_was_a_flag(run, tmp_path):
+    """The run's config was given with --split; the data.yaml passed to verify does not have it."""
+    from megaresume.checkpoint import begin_save, commit_save
+
+    stream = open_stream(run.data, split="8,1,1")
+    save = tmp_path / "split"
+    pending = begin_save(save, tag="global_step2", iteration=2, state=stream.state_at(16, batches=[(0, 8)]))
+    (save / "global_step2").mkdir()
+    (save / "global_step2" / "model.pt").write_bytes(b"weights")
+    commit_save(pending, expected_files=["model.pt"])
+    assert megaresume("verify", save, "--data", run.data).returncode == 1
+    done = megaresume("verify", save, "--data", run.data, "--split", "8,1,1")
+    assert done.returncode == 0, done.stdout + done.stderr
