@@ -16,7 +16,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/megaresume demo
+	$(BIN)/megaresume demo --overwrite
 
 test: $(STAMP) lint types
 	$(BIN)/python -m pytest -m "not slow"
