@@ -257,7 +257,7 @@ def exhausted() -> None:
         "packing": "none",
         "sources": {"web": {"path": str(toy.DATA.parent / "web"), "max_epochs": 1, "on_exhausted": "stop"}},
     }
-    engine = toy.engine_of(micro=50, batch=100)
+    engine = toy.engine_of(micro=40, batch=80)  # of the last 80 samples, only those of rank 0 exist
     data = megaresume.attach(engine, mapping)
     steps = 0
 

@@ -128,7 +128,7 @@ def test_no_checkpoint_yet_is_a_fresh_start(two_ranks: Any) -> None:
 def test_the_end_of_the_stream_is_the_same_step_on_all_ranks(two_ranks: Any) -> None:
     for found in two_ranks["exhausted"]:
         assert found["error"][0] == "StreamExhausted"
-        assert found["steps"] == two_ranks["exhausted"][0]["steps"] == 5
+        assert found["steps"] == two_ranks["exhausted"][0]["steps"] == 6
 
 
 def test_two_ranks_to_one(one_rank: Any, two_ranks: Any) -> None:
