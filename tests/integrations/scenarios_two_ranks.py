@@ -12,6 +12,7 @@ import toy
 
 import megaresume
 from megaresume.checkpoint import begin_save, choose, commit_save
+from megaresume.integrations.deepspeed_engine import expected_files
 from megaresume.stream.batches import BatchSchedule
 
 toy.start()
@@ -51,8 +52,35 @@ def zero(stage: int) -> None:
             "json": json.loads(json.dumps(client["megaresume"])) == client["megaresume"],
             "digests": [state.digest, data.state().digest],
             "files": sorted(p.name for p in (save / "global_step2").iterdir()),
+            "expected": expected_files(engine, str(save), "global_step2"),
         },
     )
+
+
+def lost_file() -> None:
+    """A file that one rank should have written is not there when all have returned."""
+    save = toy.ROOT / "lost"
+    engine = toy.engine_of(stage=1)
+    data = megaresume.attach(engine, toy.DATA)
+    toy.train(engine, data, 2, save)
+
+    def loses(save_dir: str, *args: Any, **kwargs: Any) -> Any:
+        done = original(save_dir, *args, **kwargs)
+        if rank == 1:
+            (save / "global_step4" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+        return done
+
+    engine = toy.engine_of(stage=1)
+    original = engine.save_checkpoint
+    engine.save_checkpoint = loses
+    data = megaresume.attach(engine, toy.DATA)
+    engine.load_checkpoint(str(save))
+    error = toy.error_of(lambda: toy.train(engine, data, 4, save))
+    engine = toy.engine_of(stage=1)
+    data = megaresume.attach(engine, toy.DATA)
+    engine.load_checkpoint(str(save))
+    latest = (save / "latest").read_text()
+    toy.result("lost_file", {"error": error, "latest": latest, "step": engine.global_steps})
 
 
 def pipeline() -> None:
@@ -276,6 +304,7 @@ clock()
 ramp_up()
 engine_sizes()
 hooks()
+lost_file()
 refusals()
 exhausted()
 pipeline()  # last: DeepSpeed keeps its groups for every engine after it

@@ -34,8 +34,16 @@ def test_a_resume_continues_bit_for_bit(two_ranks: Any, stage: int) -> None:
     [(0, [MODEL]), (1, [MODEL, *OPTIMIZER]), (2, [MODEL, *OPTIMIZER]), (3, [*PARTITIONED, *OPTIMIZER])],
 )
 def test_the_expected_files_are_those_that_deepspeed_writes(two_ranks: Any, stage: int, files: list[str]) -> None:
-    """The commit checked its own list of them; here is what lies in the directory."""
-    assert two_ranks[f"zero{stage}"][0]["files"] == sorted(files)
+    found = two_ranks[f"zero{stage}"]
+    assert found[0]["files"] == sorted(files)
+    assert {file for rank in found for file in rank["expected"]} == set(files)
+
+
+def test_a_save_that_lacks_a_file_is_not_committed(two_ranks: Any) -> None:
+    for found in two_ranks["lost_file"]:
+        assert found["error"][0] == "CheckpointError"
+        assert "incomplete" in found["error"][1] and "zero_pp_rank_1" in found["error"][3]
+        assert (found["latest"], found["step"]) == ("global_step2", 2)
 
 
 def test_a_pipeline_resumes_bit_for_bit(two_ranks: Any) -> None:
