@@ -2,23 +2,27 @@
 
 `StreamConfig.from_dict` reads the mapping that a data.yaml holds; `StreamConfig.to_dict` is the normalised form
 that goes into the state: weights as the smallest integers, defaults written out, no paths.
+
+``stages`` declare changes to come: from a number of samples, tokens or steps on, other weights, another sequence length
+or another packing. `StreamConfig.changed_by` applies one.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast, get_args
 
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.weights import integer_weights, parse_weight
 
-__all__ = ["BlendConfig", "ExhaustedPolicy", "PackingConfig", "SourceConfig", "StreamConfig"]
+__all__ = ["BlendConfig", "ExhaustedPolicy", "PackingConfig", "SourceConfig", "StageConfig", "StreamConfig"]
 
 PackingMode = Literal["best_fit", "split", "none"]
 BlendUnit = Literal["tokens", "documents"]
 ExhaustedPolicy = Literal["repeat", "stop", "drop"]
+StageUnit = Literal["samples", "tokens", "step"]
 
 MAX_SEQ_LENGTH = 1 << 30
 MAX_OPEN_BINS = 1024
@@ -61,6 +65,32 @@ class SourceConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StageConfig:
+    """A declared change: what it leaves None stays as it was."""
+
+    name: str
+    #: what ``at`` counts: samples, tokens of documents, or optimizer steps, since the start of the run.
+    unit: StageUnit
+    #: the stage begins with the first sample before which the stream holds at least so many.
+    at: int
+    #: (source, parts of the blend), one for every source.
+    weights: tuple[tuple[str, int], ...] | None = None
+    seq_length: int | None = None
+    packing: PackingConfig | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in a data.yaml, normalised."""
+        changes: dict[str, Any] = {}
+        if self.weights is not None:
+            changes["weights"] = dict(self.weights)
+        if self.seq_length is not None:
+            changes["seq_length"] = self.seq_length
+        if self.packing is not None:
+            changes["packing"] = _packing_dict(self.packing)
+        return {"name": self.name, f"from_{self.unit}": self.at} | changes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StreamConfig:
     """The normalised data config. Two equal configs over the same corpora give the same stream."""
 
@@ -70,6 +100,8 @@ class StreamConfig:
     packing: PackingConfig
     blend: BlendConfig
     sources: tuple[SourceConfig, ...]
+    #: changes to come, in the order in which they come.
+    stages: tuple[StageConfig, ...] = ()
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, seq_length: int | None = None) -> StreamConfig:
@@ -84,60 +116,79 @@ class StreamConfig:
         """
         data = _mapping(data, "data.yaml")
         _known_keys(data, {"seed", "seq_length", "packing", "blend", "sources", "stages"}, "data.yaml")
-        if data.get("stages") not in (None, []):
-            raise ConfigError(
-                "stages are not supported yet",
-                found=f"stages: {data['stages']!r:.60}",
-                expected="one blend for the whole run",
-                action="remove 'stages' from the data config",
-            )
+        sources = _sources(data.get("sources"))
         return cls(
             seed=_integer(data.get("seed", 1234), "seed", low=-(1 << 63), high=(1 << 64) - 1),
             seq_length=_seq_length(data.get("seq_length"), seq_length),
-            packing=_packing({} if data.get("packing") is None else data["packing"]),
+            packing=_packing({} if data.get("packing") is None else data["packing"], "packing"),
             blend=_blend({} if data.get("blend") is None else data["blend"]),
-            sources=_sources(data.get("sources")),
+            sources=sources,
+            stages=_stages(data.get("stages"), [s.name for s in sources]),
         )._checked()
 
+    def without_stages(self) -> StreamConfig:
+        """What holds before the first declared change."""
+        return replace(self, stages=())
+
+    def changed_by(self, stage: StageConfig) -> StreamConfig:
+        """This config after one declared change."""
+        weights = dict(stage.weights or ())
+        return replace(
+            self,
+            seq_length=self.seq_length if stage.seq_length is None else stage.seq_length,
+            packing=self.packing if stage.packing is None else stage.packing,
+            sources=tuple(replace(s, weight=weights.get(s.name, s.weight)) for s in self.sources),
+            stages=(),
+        )
+
     def _checked(self) -> StreamConfig:
-        if self.seq_length % self.packing.align:
-            raise ConfigError(
-                "seq_length is not a multiple of packing.align",
-                found=f"seq_length {self.seq_length}, align {self.packing.align}",
-                expected=f"seq_length {-(-self.seq_length // self.packing.align) * self.packing.align}, for example",
-                action="change one of the two",
-            )
+        current = self
+        for stage in (None, *self.stages):
+            current = current if stage is None else current.changed_by(stage)
+            where = "" if stage is None else f" in stage '{stage.name}'"
+            align = current.packing.align
+            if current.seq_length % align:
+                raise ConfigError(
+                    f"seq_length is not a multiple of packing.align{where}",
+                    found=f"seq_length {current.seq_length}, align {align}",
+                    expected=f"seq_length {-(-current.seq_length // align) * align}, for example",
+                    action="change one of the two",
+                )
         return self
 
     def to_dict(self) -> dict[str, Any]:
         """The normalised form, plain JSON: ``StreamConfig.from_dict(config.to_dict()) == config``."""
-        packing: dict[str, Any] = {"mode": self.packing.mode, "align": self.packing.align}
-        if self.packing.mode == "best_fit":
-            packing |= {"open_bins": self.packing.open_bins, "max_age": self.packing.max_age}
         return {
             "seed": self.seed,
             "seq_length": self.seq_length,
-            "packing": packing,
+            "packing": _packing_dict(self.packing),
             "blend": {"unit": self.blend.unit},
             "sources": {
                 s.name: {"weight": s.weight}
                 | ({} if s.max_epochs is None else {"max_epochs": s.max_epochs, "on_exhausted": s.on_exhausted})
                 for s in self.sources
             },
-        }
+        } | ({"stages": [stage.to_dict() for stage in self.stages]} if self.stages else {})
 
 
-def _packing(value: object) -> PackingConfig:
+def _packing_dict(packing: PackingConfig) -> dict[str, Any]:
+    data: dict[str, Any] = {"mode": packing.mode, "align": packing.align}
+    if packing.mode == "best_fit":
+        data |= {"open_bins": packing.open_bins, "max_age": packing.max_age}
+    return data
+
+
+def _packing(value: object, where: str) -> PackingConfig:
     value = {"mode": value} if isinstance(value, str) else value
-    data = _mapping(value, "packing")
-    _known_keys(data, {"mode", "open_bins", "max_age", "align"}, "packing")
+    data = _mapping(value, where)
+    _known_keys(data, {"mode", "open_bins", "max_age", "align"}, where)
     default = PackingConfig()
-    mode = cast(PackingMode, _choice(data.get("mode", default.mode), get_args(PackingMode), "packing.mode"))
+    mode = cast(PackingMode, _choice(data.get("mode", default.mode), get_args(PackingMode), f"{where}.mode"))
     packing = PackingConfig(
         mode=mode,
-        open_bins=_integer(data.get("open_bins", default.open_bins), "packing.open_bins", low=1, high=MAX_OPEN_BINS),
-        max_age=_integer(data.get("max_age", default.max_age), "packing.max_age", low=1, high=1 << 40),
-        align=_integer(data.get("align", default.align), "packing.align", low=1, high=1 << 20),
+        open_bins=_integer(data.get("open_bins", default.open_bins), f"{where}.open_bins", low=1, high=MAX_OPEN_BINS),
+        max_age=_integer(data.get("max_age", default.max_age), f"{where}.max_age", low=1, high=1 << 40),
+        align=_integer(data.get("align", default.align), f"{where}.align", low=1, high=1 << 20),
     )
     # Bins are those of best_fit alone; the other modes would only carry numbers without a meaning.
     return packing if mode == "best_fit" else PackingConfig(mode=mode, align=packing.align)
@@ -182,6 +233,80 @@ def _source(name: str, entry: Mapping[str, Any], weight: int) -> SourceConfig:
     ours = {"weight", "max_epochs", "on_exhausted"}
     options = {key: value for key, value in entry.items() if key not in ours}
     return SourceConfig(name=name, weight=weight, max_epochs=max_epochs, on_exhausted=policy, options=options)
+
+
+def _stages(value: object, names: list[str]) -> tuple[StageConfig, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple):
+        raise ConfigError(
+            "stages is not a list",
+            found=f"{type(value).__name__}: {value!r:.60}",
+            expected="a list of changes: [{from_tokens: 1000000, weights: {...}}, ...]",
+            action="correct stages",
+        )
+    stages = tuple(_stage(entry, k, names) for k, entry in enumerate(value))
+    for before, after in zip(stages, stages[1:], strict=False):
+        if before.unit == after.unit and after.at <= before.at:
+            raise ConfigError(
+                f"stage '{after.name}' does not come after stage '{before.name}'",
+                found=f"from_{after.unit}: {after.at} after from_{before.unit}: {before.at}",
+                expected="stages in the order in which they begin",
+                action="correct the order of stages, or their from_ values",
+            )
+    if len({stage.name for stage in stages}) < len(stages):
+        raise ConfigError(
+            "two stages have one name",
+            found=", ".join(stage.name for stage in stages),
+            expected="a name of its own for each",
+            action="rename one of them",
+        )
+    return stages
+
+
+def _stage(value: object, k: int, names: list[str]) -> StageConfig:
+    where = f"stages[{k}]"
+    data = _mapping(value, where)
+    units = get_args(StageUnit)
+    _known_keys(data, {"name", "weights", "seq_length", "packing", *(f"from_{unit}" for unit in units)}, where)
+    given = [unit for unit in units if f"from_{unit}" in data]
+    changes = [key for key in ("weights", "seq_length", "packing") if data.get(key) is not None]
+    if len(given) != 1 or not changes:
+        raise ConfigError(
+            f"{where} does not say {'when it begins' if len(given) != 1 else 'what it changes'}",
+            found=", ".join(map(str, data)) or "nothing",
+            expected="one of from_samples, from_tokens and from_step, and weights, seq_length or packing",
+            action=f"correct {where}",
+        )
+    name = data.get("name", f"stage {k + 1}")
+    if not isinstance(name, str) or not name.strip() or not name.isprintable():
+        raise ConfigError(f"bad name of {where}", found=repr(name), expected="a text", action=f"correct {where}.name")
+    at = _integer(data[f"from_{given[0]}"], f"{where}.from_{given[0]}", low=1, high=(1 << 62))
+    length, packing = data.get("seq_length"), data.get("packing")
+    return StageConfig(
+        name=name,
+        unit=cast(StageUnit, given[0]),
+        at=at,
+        weights=None if data.get("weights") is None else _stage_weights(data["weights"], f"{where}.weights", names),
+        seq_length=None if length is None else _integer(length, f"{where}.seq_length", low=1, high=MAX_SEQ_LENGTH),
+        packing=None if packing is None else _packing(packing, f"{where}.packing"),
+    )
+
+
+def _stage_weights(value: object, where: str, names: list[str]) -> tuple[tuple[str, int], ...]:
+    data = _mapping(value, where)
+    _known_keys(data, names, where)
+    missing = [name for name in names if name not in data]
+    if missing:
+        raise ConfigError(
+            f"{where} leaves sources out",
+            found=", ".join(map(str, data)) or "nothing",
+            expected=f"a weight for every source, also for {', '.join(missing)}",
+            cause="weights are proportions: what is not named has none",
+            action=f"add {missing[0]}: 0 to leave it out from there on",
+        )
+    weights = integer_weights({name: parse_weight(data[name], name) for name in names})
+    return tuple(weights.items())
 
 
 def _seq_length(configured: object, flag: int | None) -> int:

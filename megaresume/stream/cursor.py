@@ -12,17 +12,19 @@ from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import StateError
 from megaresume.stream.kernel import Arrays
 from megaresume.stream.permutation import permute_at
-from megaresume.stream.planner import fresh_arrays, kernel_config
+from megaresume.stream.planner import fresh_arrays
+from megaresume.stream.stages import Course, pending_segments
 from megaresume.stream.state import Bin, Segment, SourceCursor, StreamState
 
 __all__ = ["arrays_of", "comparable", "fields_of"]
 
 
-def fields_of(arrays: Arrays, config: StreamConfig) -> dict[str, Any]:
+def fields_of(arrays: Arrays, course: Course) -> dict[str, Any]:
     """The fields of a `StreamState` that say where the stream is, from a planner's snapshot."""
     scalars, sources = arrays.scalars.tolist(), arrays.sources.T.tolist()
     opened, slots = arrays.opened.tolist(), arrays.slot.tolist()
-    pending = scalars[kernel.PENDING : kernel.PENDING + kernel.SEGMENT_WIDTH]
+    stage = scalars[kernel.STAGE]
+    config = course.config(stage)
     return {
         "samples": scalars[kernel.SAMPLES],
         "documents": scalars[kernel.DOCUMENTS],
@@ -32,14 +34,15 @@ def fields_of(arrays: Arrays, config: StreamConfig) -> dict[str, Any]:
             Bin(opened_at=opened[b], segments=tuple([_segment(row) for row in _rows(arrays, slots[b])]))
             for b in range(scalars[kernel.NUM_OPEN])
         ),
-        "pending": _segment(pending) if pending[kernel.LENGTH] else None,
+        "pending": tuple([_segment(row) for row in pending_segments(arrays).tolist()]),
+        "stages": course.records(stage),
         "digest": f"{int(arrays.digest[0]):016x}",
     }
 
 
 def comparable(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `fields_of`, or those fields of a state: to compare the two."""
-    names = ("samples", "documents", "tokens", "sources", "bins", "pending", "digest")
+    names = ("samples", "documents", "tokens", "sources", "bins", "pending", "stages", "digest")
     return {name: fields[name] for name in names}
 
 
@@ -66,14 +69,16 @@ def _source_cursor(column: Sequence[int]) -> SourceCursor:
     )
 
 
-def arrays_of(state: StreamState, config: StreamConfig, num_documents: Sequence[int]) -> Arrays:
+def arrays_of(state: StreamState, course: Course, num_documents: Sequence[int]) -> Arrays:
     """The planner's arrays at a state: the inverse of `fields_of`.
 
     Raises:
         StateError: the state's numbers contradict each other or the config.
     """
+    stage = len(state.stages) - 1
+    config, constants = course.config(stage), course.constants(stage)
     arrays = fresh_arrays(config, num_documents)
-    constants = kernel_config(config)
+    _check_stages(state)
     _restore_sources(arrays, state, config)
     _check_sums(state)
     _check_sources(state, config, num_documents)
@@ -84,8 +89,11 @@ def arrays_of(state: StreamState, config: StreamConfig, num_documents: Sequence[
     scalars[kernel.STAGE_UNITS] = arrays.sources[kernel.DRAWN_IN_STAGE].sum()
     scalars[kernel.NUM_OPEN] = len(state.bins)
     arrays.digest[0] = int(state.digest, 16)
-    if state.pending is not None:
-        scalars[kernel.PENDING : kernel.PENDING + kernel.SEGMENT_WIDTH] = _row(state.pending, config, num_documents)
+    scalars[kernel.STAGE] = stage
+    if state.pending:
+        rows = np.array([_row(segment, config, num_documents) for segment in state.pending], np.int64)
+        scalars[kernel.PENDING : kernel.PENDING + kernel.SEGMENT_WIDTH] = rows[0]
+        arrays = arrays._replace(carried=rows[1:])
     most_open = 0 if config.packing.mode == "none" else constants.open_bins
     opened = [b.opened_at for b in state.bins]
     if len(state.bins) > most_open or opened != sorted(opened):
@@ -108,11 +116,20 @@ def arrays_of(state: StreamState, config: StreamConfig, num_documents: Sequence[
     return arrays
 
 
+def _check_stages(state: StreamState) -> None:
+    firsts = [record.first for record in state.stages]
+    if not firsts or firsts[0] != 0 or firsts != sorted(firsts) or firsts[-1] > state.samples:
+        raise _contradiction(
+            f"stages that begin at samples {firsts}, at sample {state.samples}",
+            "stages in order, the first at sample 0, the last at this sample or before",
+        )
+
+
 def _restore_sources(arrays: Arrays, state: StreamState, config: StreamConfig) -> None:
-    names = [s.name for s in config.sources]
-    if list(state.sources) != names:
-        raise _contradiction(f"sources {', '.join(state.sources)}", f"sources {', '.join(names)}")
-    cursors = list(state.sources.values())
+    if list(state.sources) != list(state.config["sources"]):
+        raise _contradiction(f"sources {', '.join(state.sources)}", f"sources {', '.join(state.config['sources'])}")
+    new = SourceCursor(position=0, epoch=0, documents=0, tokens=0, skipped=0, drawn_in_stage=0, exhausted=False)
+    cursors = [state.sources.get(source.name, new) for source in config.sources]
     sources = arrays.sources
     sources[kernel.NEXT] = [c.position for c in cursors]
     sources[kernel.DRAWN_DOCUMENTS] = [c.documents for c in cursors]
@@ -161,14 +178,15 @@ def _check_sums(state: StreamState) -> None:
 
 
 def _waiting(state: StreamState) -> list[Segment]:
-    pending = [state.pending] if state.pending is not None else []
-    return [s for b in state.bins for s in b.segments] + pending
+    return [s for b in state.bins for s in b.segments] + list(state.pending)
 
 
 def _check_sources(state: StreamState, config: StreamConfig, num_documents: Sequence[int]) -> None:
     """Each source's numbers agree with each other, with its size and with the segments that wait."""
     waiting = _waiting(state)
     for i, (source, num) in enumerate(zip(config.sources, num_documents, strict=True)):
+        if source.name not in state.sources:
+            continue  # new, and not drawn yet
         c = state.sources[source.name]
         ends = source.max_epochs is not None and source.on_exhausted != "repeat"
         last = max((s.position for s in waiting if s.source == i), default=-1)
@@ -179,7 +197,8 @@ def _check_sources(state: StreamState, config: StreamConfig, num_documents: Sequ
             or c.drawn_in_stage > in_stage
             or c.position <= last
             or (c.exhausted and not ends)
-            or (ends and c.position > (source.max_epochs or 0) * num)
+            # A later stage may allow fewer epochs than an earlier one went through.
+            or (ends and len(state.stages) == 1 and c.position > (source.max_epochs or 0) * num)
         ):
             raise _contradiction(
                 f"source '{source.name}' of {num} documents at {c}, its last waiting segment at position {last}",

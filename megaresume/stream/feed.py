@@ -32,28 +32,28 @@ class Feed:
     Not safe to use from several threads at once.
     """
 
-    def __init__(self, source: LengthSource, config: SourceConfig, seed: int) -> None:
+    def __init__(self, source: LengthSource, name: str, seed: int) -> None:
         self.source = source
-        self.config = config
+        self.name = name
         self.seed = seed
         self.num_documents = len(source)
         self.chunk = FIRST_CHUNK
         #: (first position, position after the last, int64[n, 3] rows of `fill`), the latest last.
         self._recent: deque[tuple[int, int, npt.NDArray[np.int64]]] = deque(maxlen=RECENT_CHUNKS)
 
-    @property
-    def limit(self) -> int | None:
+    def _limit(self, config: SourceConfig) -> int | None:
         """The position at which the source ends, if it does."""
-        if self.config.max_epochs is None or self.config.on_exhausted == "repeat":
+        if config.max_epochs is None or config.on_exhausted == "repeat":
             return None
-        return self.config.max_epochs * self.num_documents
+        return config.max_epochs * self.num_documents
 
-    def fill(self, position: int, out: npt.NDArray[np.int64]) -> int:
+    def fill(self, position: int, out: npt.NDArray[np.int64], config: SourceConfig) -> int:
         """Write the next documents that are not empty, from ``position`` on.
 
         Args:
             position: in the source, epochs included.
             out: int64[A, 3]: position, document, length.
+            config: how often the source is gone through, in the stage at hand.
 
         Returns:
             Rows written: at least 1, or 0 when the source has no more documents.
@@ -61,17 +61,20 @@ class Feed:
         Raises:
             CorpusError: a length that is negative or too large; nothing but empty documents.
         """
+        limit = self._limit(config)
+        if limit is not None and position >= limit:
+            return 0
         if rows := self._remembered(position, out):
             return rows
         start = position
-        while self.limit is None or position < self.limit:
+        while limit is None or position < limit:
             # Two epochs hold a whole one wherever they begin; a single one may miss its only document.
             if position - start >= 2 * self.num_documents:
                 raise self._only_empty()
             epoch, index = divmod(position, self.num_documents)
-            self._note_repeat(position)
+            self._note_repeat(position, config)
             num = min(self.chunk, len(out), self.num_documents - index)
-            documents = permute_range(index, num, self.num_documents, round_keys(self.seed, self.config.name, epoch))
+            documents = permute_range(index, num, self.num_documents, round_keys(self.seed, self.name, epoch))
             lengths = self.source.lengths(documents)
             self.chunk = min(2 * self.chunk, len(out))
             positions = np.arange(position, position + num)
@@ -91,7 +94,7 @@ class Feed:
 
     def _only_empty(self) -> CorpusError:
         return CorpusError(
-            f"source '{self.config.name}' has only empty documents",
+            f"source '{self.name}' has only empty documents",
             found=f"{self.num_documents} documents without a token",
             expected="at least one token, since its weight is positive",
             action="give it weight 0, or check how it was prepared",
@@ -112,20 +115,20 @@ class Feed:
         if bad.any():
             worst = int(np.flatnonzero(bad)[0])
             raise CorpusError(
-                f"source '{self.config.name}' has a document of an impossible length",
+                f"source '{self.name}' has a document of an impossible length",
                 found=f"document {documents[worst]} with {lengths[worst]} tokens",
                 expected=f"0 to {MAX_DOCUMENT_TOKENS} tokens",
                 cause="the index is damaged",
                 action="build the index again: megaresume prepare",
             )
 
-    def _note_repeat(self, position: int) -> None:
-        if self.config.max_epochs is None or self.config.on_exhausted != "repeat":
+    def _note_repeat(self, position: int, config: SourceConfig) -> None:
+        if config.max_epochs is None or config.on_exhausted != "repeat":
             return
         # Only where the epoch begins, or every checkpoint taken in it would say so again.
-        if position == self.config.max_epochs * self.num_documents:
+        if position == config.max_epochs * self.num_documents:
             log.warning(
                 "source '%s' has been seen for max_epochs %d and goes on (on_exhausted: repeat)",
-                self.config.name,
-                self.config.max_epochs,
+                self.name,
+                config.max_epochs,
             )

@@ -1,4 +1,4 @@
-"""Is this state one of this config over these corpora? Every field that differs is named."""
+"""What the sources are: fingerprints, and what differs between two."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import CorpusError, StateError
 from megaresume.stream.source import LengthSource
-from megaresume.stream.state import Fingerprint, StreamState
+from megaresume.stream.state import Fingerprint
 
-__all__ = ["check_fingerprint", "check_fingerprints", "differences", "fingerprint_of", "hash_lengths"]
+__all__ = ["check_fingerprint", "differences", "fingerprint_of", "hash_lengths"]
 
 #: Documents hashed at a time.
 CHUNK = 1 << 20
@@ -60,28 +59,6 @@ def differences(
             yield from differences(a, b, f"{prefix}{key}.")
         elif a != b:
             yield f"{prefix}{key}", a, b
-
-
-def check_fingerprints(state: StreamState, config: StreamConfig, fingerprints: Mapping[str, Fingerprint]) -> None:
-    """Raise unless ``state`` was taken from a stream of ``config`` over corpora with ``fingerprints``.
-
-    Raises:
-        StateError: naming each field that differs.
-    """
-    now, then = config.to_dict(), dict(state.config)
-    changed = list(differences(now, then))
-    if not changed and list(now["sources"]) != list(then["sources"]):
-        changed = [("order of sources", list(now["sources"]), list(then["sources"]))]
-    if changed:
-        raise StateError(
-            "the data config is not the one that the state was made with",
-            found=_listing((field, value) for field, value, _ in changed),
-            expected=_listing((field, value) for field, _, value in changed),
-            cause="data.yaml or a flag was changed between save and resume",
-            action="resume with the values under 'expected', or start a new run in another --save directory",
-        )
-    for name, fingerprint in fingerprints.items():
-        check_fingerprint(name, state.fingerprints.get(name), fingerprint)
 
 
 def check_fingerprint(name: str, before: Fingerprint | None, now: Fingerprint) -> None:

@@ -43,7 +43,8 @@ DONE, REFILL, GROW_BINS, GROW_OUT, EXHAUSTED = 0, 1, 2, 3, 4
 SAMPLES, DOCUMENTS, TOKENS, STAGE_UNITS, NUM_OPEN = 0, 1, 2, 3, 4
 REFILL_SOURCE, OUT_SAMPLES, OUT_SEGMENTS = 5, 6, 7
 PENDING = 8  # and the four after it: a segment; its length is 0 when nothing is pending
-NUM_SCALARS = 13
+STAGE, NEXT_CARRIED = 13, 14
+NUM_SCALARS = 15
 
 # Columns of a segment.
 SOURCE, POSITION, DOCUMENT, OFFSET, LENGTH = 0, 1, 2, 3, 4
@@ -60,6 +61,8 @@ NUM_SOURCE_ROWS = 15
 
 #: Bits for the index of a bin: `config.MAX_OPEN_BINS` is below 2**INDEX_BITS.
 INDEX_BITS = 11
+#: Segments a bin at first; doubled when a bin needs more.
+BIN_SEGMENTS = 32
 #: Later than any deadline.
 NEVER = np.int64(0x7FFFFFFFFFFFFFFF)
 
@@ -97,6 +100,8 @@ class Arrays(NamedTuple):
     filled: Int64Array
     #: int64[K, C, SEGMENT_WIDTH].
     bins: Int64Array
+    #: int64[w, SEGMENT_WIDTH]: taken out of the bins of the stage before, to be placed before anything is drawn.
+    carried: Int64Array
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")  # no check for a weight of 0: such a source is never drawn
@@ -194,6 +199,7 @@ def advance(a, config, keys, total_weight, ahead, want, out, starts, hashes, dig
     release, deadline = sources[RELEASE], sources[DEADLINE]
     # Scalars live in registers while the loop runs.
     samples, documents, tokens = scalars[SAMPLES], scalars[DOCUMENTS], scalars[TOKENS]
+    carried, next_carried = a.carried, scalars[NEXT_CARRIED]
     stage_units, num_open = scalars[STAGE_UNITS], scalars[NUM_OPEN]
     num_out, num_segments = scalars[OUT_SAMPLES], scalars[OUT_SEGMENTS]
     source, position, document = scalars[PENDING], scalars[PENDING + 1], scalars[PENDING + 2]
@@ -238,6 +244,10 @@ def advance(a, config, keys, total_weight, ahead, want, out, starts, hashes, dig
                 room[b] -= put if config.align == 1 else -(-put // config.align) * config.align
                 if room[b] == 0 or config.mode == NONE:
                     close = b
+        elif next_carried < carried.shape[0]:
+            source, position, document = carried[next_carried, 0], carried[next_carried, 1], carried[next_carried, 2]
+            offset, length = carried[next_carried, 3], carried[next_carried, 4]
+            next_carried += 1
         else:
             i = _select(release, deadline, stage_units)
             if i >= 0:
@@ -283,7 +293,7 @@ def advance(a, config, keys, total_weight, ahead, want, out, starts, hashes, dig
             num_open -= 1
 
     scalars[SAMPLES], scalars[DOCUMENTS], scalars[TOKENS] = samples, documents, tokens
-    scalars[STAGE_UNITS], scalars[NUM_OPEN] = stage_units, num_open
+    scalars[STAGE_UNITS], scalars[NUM_OPEN], scalars[NEXT_CARRIED] = stage_units, num_open, next_carried
     scalars[OUT_SAMPLES], scalars[OUT_SEGMENTS] = num_out, num_segments
     scalars[PENDING], scalars[PENDING + 1], scalars[PENDING + 2] = source, position, document
     scalars[PENDING + 3], scalars[PENDING + 4] = offset, length

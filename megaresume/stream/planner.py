@@ -1,7 +1,7 @@
 """`Planner`: drives the planning loop forward from a snapshot, feeding it documents.
 
-A planner only moves forward. `snapshot` is a copy of its few small arrays (microseconds); a planner built on a
-snapshot goes on exactly from there, whatever was looked ahead before.
+A planner only moves forward, from stage to stage. `snapshot` is a copy of its few small arrays (microseconds); a planner
+built on a snapshot goes on exactly from there, whatever was looked ahead before.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.feed import Feed
 from megaresume.stream.kernel import Arrays
-from megaresume.stream.plan import Plan
+from megaresume.stream.plan import Plan, concatenate
 from megaresume.stream.source import LengthSource
+from megaresume.stream.stages import Course, enter, fresh_bins
 
 __all__ = ["Planner", "fresh_arrays", "source_key"]
 
@@ -26,8 +27,6 @@ __all__ = ["Planner", "fresh_arrays", "source_key"]
 LOOK_AHEAD, LOOK_AHEAD_LOW, LOOK_AHEAD_HIGH = 1 << 16, 32, 4096
 #: And at most in each by a planner that shares feeds: it goes a few samples, over what they remember.
 LOOK_AGAIN = 256
-#: Segments a bin at first; doubled when a bin needs more.
-BIN_SEGMENTS = 32
 
 
 @lru_cache(maxsize=4096)
@@ -37,24 +36,9 @@ def source_key(name: str) -> int:
     return int.from_bytes(digest, "little")
 
 
-def kernel_config(config: StreamConfig) -> kernel.Config:
-    """The constants that the loop needs."""
-    best_fit = config.packing.mode == "best_fit"
-    return kernel.Config(
-        mode=kernel.MODES[config.packing.mode],
-        seq_length=config.seq_length,
-        open_bins=config.packing.open_bins if best_fit else 1,
-        max_age=config.packing.max_age if best_fit else (1 << 62),
-        align=config.packing.align,
-        by_tokens=config.blend.unit == "tokens",
-    )
-
-
 def fresh_arrays(config: StreamConfig, num_documents: Sequence[int]) -> Arrays:
     """The arrays at sample 0."""
-    num_sources = len(config.sources)
-    num_bins = kernel_config(config).open_bins + 1
-    sources = np.zeros((kernel.NUM_SOURCE_ROWS, num_sources), np.int64)
+    sources = np.zeros((kernel.NUM_SOURCE_ROWS, len(config.sources)), np.int64)
     sources[kernel.WEIGHT] = [s.weight for s in config.sources]
     sources[kernel.ACTIVE] = sources[kernel.WEIGHT] > 0
     sources[kernel.NUM_DOCUMENTS] = num_documents
@@ -62,11 +46,8 @@ def fresh_arrays(config: StreamConfig, num_documents: Sequence[int]) -> Arrays:
         scalars=np.zeros(kernel.NUM_SCALARS, np.int64),
         digest=np.zeros(1, np.uint64),
         sources=sources,
-        room=np.zeros(num_bins, np.int64),
-        opened=np.zeros(num_bins, np.int64),
-        slot=np.arange(num_bins, dtype=np.int64),
-        filled=np.zeros(num_bins, np.int64),
-        bins=np.zeros((num_bins, BIN_SEGMENTS, kernel.SEGMENT_WIDTH), np.int64),
+        carried=np.zeros((0, kernel.SEGMENT_WIDTH), np.int64),
+        **fresh_bins(config),
     )
 
 
@@ -74,10 +55,10 @@ class Planner:
     """Plans samples one after another.
 
     Args:
-        config: the stream's config.
-        sources: lengths by document, in the order of ``config.sources``.
+        course: the stages of the stream.
+        sources: lengths by document, in the order of the sources of every stage.
         arrays: where to start (`snapshot`, or ``cursor.arrays_of`` a state); None: at sample 0. Copied.
-        feeds: those of another planner of the same config and sources, which remember what they looked up last.
+        feeds: those of another planner of the same sources, which remember what they looked up last.
 
     Raises:
         CorpusError: a source with a positive weight has no documents.
@@ -85,13 +66,32 @@ class Planner:
 
     def __init__(
         self,
-        config: StreamConfig,
+        course: Course,
         sources: Sequence[LengthSource],
         arrays: Arrays | None = None,
         *,
         feeds: Sequence[Feed] | None = None,
     ) -> None:
-        for entry, source in zip(config.sources, sources, strict=True):
+        first = course.config(0)
+        self.course = course
+        self._sources = sources
+        self.feeds = feeds or [Feed(s, c.name, first.seed) for s, c in zip(sources, first.sources, strict=True)]
+        self._keys = np.array([source_key(s.name) for s in first.sources], np.uint64)
+        most = LOOK_AHEAD_HIGH if feeds is None else LOOK_AGAIN
+        num = min(max(LOOK_AHEAD // len(sources), LOOK_AHEAD_LOW), most)
+        self._ahead = np.zeros((len(sources), num, 3), np.int64)
+        self._arrays = _copy(arrays or fresh_arrays(first, [feed.num_documents for feed in self.feeds]))
+        self._total_weight = 0
+        self._set_stage()
+        # A stage that begins right here may lack a source of the one before: only then is anything looked ahead.
+        if not self._enter_due_stages():
+            self._refill_all()
+
+    def _set_stage(self) -> None:
+        self._stage = int(self._arrays.scalars[kernel.STAGE])
+        self._config = self.course.config(self._stage)
+        self._constants = self.course.constants(self._stage)
+        for entry, source in zip(self._config.sources, self._sources, strict=True):
             if entry.weight > 0 and len(source) == 0:
                 raise CorpusError(
                     f"source '{entry.name}' has no documents",
@@ -99,18 +99,18 @@ class Planner:
                     expected="at least one, since its weight is positive",
                     action="give it weight 0, or check its path and split",
                 )
-        self.config = config
-        self._sources = sources
-        self._kernel_config = kernel_config(config)
-        self.feeds = feeds or [Feed(s, c, config.seed) for s, c in zip(sources, config.sources, strict=True)]
-        self._keys = np.array([source_key(s.name) for s in config.sources], np.uint64)
-        most = LOOK_AHEAD_HIGH if feeds is None else LOOK_AGAIN
-        num = min(max(LOOK_AHEAD // len(sources), LOOK_AHEAD_LOW), most)
-        self._ahead = np.zeros((len(sources), num, 3), np.int64)
-        start = arrays or fresh_arrays(config, [feed.num_documents for feed in self.feeds])
-        self._arrays = _copy(start)
-        self._total_weight = 0
-        self._refill_all()
+
+    def _enter_due_stages(self) -> bool:
+        """Begin the stages that begin here, so that every snapshot is one of the stage that the next sample is of."""
+        entered = False
+        while self.course.is_due(self._stage + 1, self._arrays):
+            self._arrays = enter(self._arrays, self._config, self.course.config(self._stage + 1))
+            self.course.reached(self._stage + 1, self.position)
+            self._set_stage()
+            entered = True
+        if entered:
+            self._refill_all()
+        return entered
 
     @property
     def position(self) -> int:
@@ -125,10 +125,30 @@ class Planner:
     def snapshot(self) -> Arrays:
         """Where the planner is: a copy of its arrays, without the room in its bins that nothing has used."""
         used = max(int(self._arrays.filled.max()), 1)
-        return _copy(self._arrays._replace(bins=self._arrays.bins[:, :used]))
+        next_carried = int(self._arrays.scalars[kernel.NEXT_CARRIED])
+        arrays = self._arrays._replace(
+            bins=self._arrays.bins[:, :used],
+            carried=self._arrays.carried[next_carried:],
+            scalars=self._arrays.scalars.copy(),
+        )
+        arrays.scalars[kernel.NEXT_CARRIED] = 0
+        return _copy(arrays)
 
     def advance(self, num_samples: int) -> Plan:
         """Plan the next samples: as many as asked for, fewer only where the stream ends."""
+        plans: list[Plan] = []
+        while True:
+            left = self.course.samples_left(self._stage, self._arrays)
+            num = num_samples if left is None else min(num_samples, left)
+            plan = self._advance(num)
+            plans.append(plan)
+            num_samples -= len(plan)
+            self._enter_due_stages()
+            if not num_samples or len(plan) < num:
+                return concatenate(plans)
+
+    def _advance(self, num_samples: int) -> Plan:
+        """Plan samples of the stage at hand."""
         scalars = self._arrays.scalars
         scalars[kernel.OUT_SAMPLES] = scalars[kernel.OUT_SEGMENTS] = 0
         first = self.position
@@ -139,7 +159,7 @@ class Planner:
         while True:
             status = kernel.advance(
                 self._arrays,
-                self._kernel_config,
+                self._constants,
                 self._keys,
                 self._total_weight,
                 self._ahead,
@@ -183,7 +203,7 @@ class Planner:
 
     def _refill(self, i: int) -> None:
         sources = self._arrays.sources
-        num = self.feeds[i].fill(int(sources[kernel.NEXT, i]), self._ahead[i])
+        num = self.feeds[i].fill(int(sources[kernel.NEXT, i]), self._ahead[i], self._config.sources[i])
         sources[kernel.HEAD, i], sources[kernel.NUM_AHEAD, i] = 0, num
         if num:
             self._set_deadline(i)
@@ -191,13 +211,13 @@ class Planner:
             self._exhaust(i)
 
     def _set_deadline(self, i: int) -> None:
-        kernel.set_deadline(self._arrays.sources, i, self._total_weight, self._ahead, self._kernel_config.by_tokens)
+        kernel.set_deadline(self._arrays.sources, i, self._total_weight, self._ahead, self._constants.by_tokens)
 
     def _exhaust(self, i: int) -> None:
         """A source has ended: the stream ends with it, or the others go on with deficits from zero."""
         sources = self._arrays.sources
         sources[kernel.EXHAUSTED_ROW, i] = 1
-        stop = self.config.sources[i].on_exhausted == "stop"
+        stop = self._config.sources[i].on_exhausted == "stop"
         sources[kernel.ACTIVE, slice(None) if stop else i] = 0
         sources[kernel.DRAWN_IN_STAGE : kernel.RELEASE_REST + 1] = 0
         self._arrays.scalars[kernel.STAGE_UNITS] = 0

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from itertools import islice
+from itertools import chain, islice
 from math import ceil
 from typing import NamedTuple
 
@@ -111,73 +111,68 @@ def _documents_of(number: int, source: SourceConfig, lengths: Sequence[int], see
         epoch += 1
 
 
-def reference_documents(config: StreamConfig, lengths: Mapping[str, Sequence[int]]) -> Iterator[ReferenceSegment]:
-    """Documents in the order in which the blend draws them.
+class _Blend:
+    """Draws documents. It outlives the stages: every source goes on where it was.
 
-    With T units drawn in all since the last source ended, and c of a source whose share is s, its next document of l
-    units may be drawn once s * (T + 1) exceeds c: at the latest when unit T + 1 is handed out, the source is owed a
-    part of it. Of those that may, the one goes first whose document should end first: by unit (c + l) / s.
+    With T units drawn in all since the stage began or a source ended, and c of a source whose share is s, its next
+    document of l units may be drawn once s * (T + 1) exceeds c: at the latest when unit T + 1 is handed out, the source
+    is owed a part of it. Of those that may, the one goes first whose document should end first: by unit (c + l) / s.
     """
-    feeds = {
-        i: _documents_of(i, source, lengths[source.name], config.seed)
-        for i, source in enumerate(config.sources)
-        if source.weight > 0
-    }
-    heads: dict[int, ReferenceSegment] = {}
-    drawn: dict[int, int] = {}
 
-    def look_ahead(i: int) -> bool:
-        """Fetch the next document of source i; False when the whole stream ends here."""
-        head = next(feeds[i], None)
-        if head is not None:
-            heads[i] = head
-            return True
-        del feeds[i]
-        heads.pop(i, None)
-        drawn.clear()  # the others go on with deficits from zero
-        return config.sources[i].on_exhausted != "stop"
+    def __init__(self, lengths: Mapping[str, Sequence[int]]) -> None:
+        self._lengths = lengths
+        self._positions: dict[int, int] = {}
 
-    if not all(look_ahead(i) for i in list(feeds)):
-        return
-    while feeds:
-        total = sum(drawn.values())
-        parts = sum(config.sources[i].weight for i in feeds)
-        ends: list[tuple[int, int]] = []
-        for i in feeds:
-            share = Fraction(config.sources[i].weight, parts)
-            if drawn.get(i, 0) < share * (total + 1):
-                ends.append((ceil((drawn.get(i, 0) + _units(heads[i], config)) / share), i))
-        _, chosen = min(ends)
-        document = heads[chosen]
-        drawn[chosen] = drawn.get(chosen, 0) + _units(document, config)
-        goes_on = look_ahead(chosen)
-        yield document
-        if not goes_on:
+    def documents(self, config: StreamConfig) -> Iterator[ReferenceSegment]:
+        """Documents in the order in which they are drawn in one stage."""
+        feeds = {i: self._feed(i, config) for i, source in enumerate(config.sources) if source.weight > 0}
+        heads: dict[int, ReferenceSegment] = {}
+        drawn: dict[int, int] = {}
+
+        def look_ahead(i: int) -> bool:
+            """Fetch the next document of source i; False when the whole stream ends here."""
+            head = next(feeds[i], None)
+            if head is not None:
+                heads[i] = head
+                return True
+            del feeds[i]
+            heads.pop(i, None)
+            drawn.clear()  # the others go on with deficits from zero
+            return config.sources[i].on_exhausted != "stop"
+
+        if not all([look_ahead(i) for i in list(feeds)]):
             return
+        while feeds:
+            total = sum(drawn.values())
+            parts = sum(config.sources[i].weight for i in feeds)
+            ends: list[tuple[int, int]] = []
+            for i in feeds:
+                share = Fraction(config.sources[i].weight, parts)
+                if drawn.get(i, 0) < share * (total + 1):
+                    ends.append((ceil((drawn.get(i, 0) + _units(heads[i], config)) / share), i))
+            _, chosen = min(ends)
+            document = heads[chosen]
+            drawn[chosen] = drawn.get(chosen, 0) + _units(document, config)
+            self._positions[chosen] = document.position + 1
+            goes_on = look_ahead(chosen)
+            yield document
+            if not goes_on:
+                return
+
+    def _feed(self, i: int, config: StreamConfig) -> Iterator[ReferenceSegment]:
+        """One source from where it stands."""
+        source = config.sources[i]
+        documents = _documents_of(i, source, self._lengths[source.name], config.seed)
+        return (d for d in documents if d.position >= self._positions.get(i, 0))
+
+
+def reference_documents(config: StreamConfig, lengths: Mapping[str, Sequence[int]]) -> Iterator[ReferenceSegment]:
+    """Documents in the order in which the blend draws them; of the first stage alone."""
+    return _Blend(lengths).documents(config)
 
 
 def _units(document: ReferenceSegment, config: StreamConfig) -> int:
     return document.length if config.blend.unit == "tokens" else 1
-
-
-def _pack_none(documents: Iterable[ReferenceSegment], config: StreamConfig) -> Iterator[Sample]:
-    """One document a sample; a longer one fills as many samples as it needs."""
-    return ([piece] for piece in _no_longer_than_a_sample(documents, config.seq_length))
-
-
-def _pack_split(documents: Iterable[ReferenceSegment], config: StreamConfig) -> Iterator[Sample]:
-    """Concatenate and cut. A segment starts at a multiple of the alignment."""
-    sample: Sample = []
-    for rest in documents:
-        while rest.length:
-            room = config.seq_length - _used(sample, config)
-            piece, rest = rest.split(min(rest.length, room))
-            sample.append(piece)
-            if _used(sample, config) == config.seq_length:
-                yield sample
-                sample = []
-    if sample:
-        yield sample
 
 
 class _Bin(NamedTuple):
@@ -185,47 +180,75 @@ class _Bin(NamedTuple):
     segments: Sample
 
 
-def _pack_best_fit(documents: Iterable[ReferenceSegment], config: StreamConfig) -> Iterator[Sample]:
-    """Whole documents into the open bin with the least room that holds them; `min` gives ties to the oldest."""
-    bins: list[_Bin] = []  # in the order in which they were opened
-    closed = 0
+class _Packer:
+    """Packs documents into samples. What is open when the iteration is given up is in ``bins`` and ``rest``."""
 
-    def close(which: _Bin) -> Sample:
-        nonlocal closed
-        closed += 1
-        bins.remove(which)
+    def __init__(self, config: StreamConfig, bins: list[_Bin], closed: int) -> None:
+        self.config = config
+        self.bins = bins  # in the order in which they were opened
+        self.closed = closed
+        #: of the document at hand, what is in no bin.
+        self.rest: list[ReferenceSegment] = []
+
+    def samples(self, documents: Iterable[ReferenceSegment]) -> Iterator[Sample]:
+        place = {"best_fit": self._best_fit, "split": self._split, "none": self._none}[self.config.packing.mode]
+        best_fit = self.config.packing.mode == "best_fit"
+        documents = iter(documents)
+        while True:
+            full: Sample | None = None
+            if best_fit and self.bins and self.closed - self.bins[0].opened_at >= self.config.packing.max_age:
+                full = self._close(self.bins[0])
+            elif self.rest:
+                full = place()
+            elif (document := next(documents, None)) is not None:
+                self.rest = [document]
+            elif self.bins:
+                full = self._close(self.bins[0])
+            else:
+                return
+            if full is not None:
+                yield full
+
+    def _close(self, which: _Bin) -> Sample:
+        self.closed += 1
+        self.bins.remove(which)
         return which.segments
 
-    for piece in _no_longer_than_a_sample(documents, config.seq_length):
-        placed = False
-        while not placed:
-            while bins and closed - bins[0].opened_at >= config.packing.max_age:
-                yield close(bins[0])
-            if piece.length == config.seq_length:
-                closed += 1
-                yield [piece]
-                break
-            fitting = [b for b in bins if _used(b.segments, config) + piece.length <= config.seq_length]
-            if fitting or len(bins) < config.packing.open_bins:
-                if not fitting:
-                    bins.append(_Bin(closed, []))
-                best = max(fitting, key=lambda b: _used(b.segments, config)) if fitting else bins[-1]
-                best.segments.append(piece)
-                placed = True
-                if _used(best.segments, config) == config.seq_length:
-                    yield close(best)
-            else:
-                yield close(max(bins, key=lambda b: _used(b.segments, config)))
-    while bins:
-        yield close(bins[0])
+    def _take(self, tokens: int) -> ReferenceSegment:
+        """A piece off the document at hand, of at most so many tokens."""
+        (document,) = self.rest
+        piece, rest = document.split(min(document.length, tokens))
+        self.rest = [rest] if rest.length else []
+        return piece
 
+    def _none(self) -> Sample | None:
+        """One document a sample; a longer one fills as many samples as it needs."""
+        self.closed += 1
+        return [self._take(self.config.seq_length)]
 
-def _no_longer_than_a_sample(documents: Iterable[ReferenceSegment], seq_length: int) -> Iterator[ReferenceSegment]:
-    for rest in documents:
-        while rest.length > seq_length:
-            piece, rest = rest.split(seq_length)
-            yield piece
-        yield rest
+    def _split(self) -> Sample | None:
+        """Concatenate and cut. A segment starts at a multiple of the alignment."""
+        if not self.bins:
+            self.bins.append(_Bin(self.closed, []))
+        (sample,) = self.bins
+        sample.segments.append(self._take(self.config.seq_length - _used(sample.segments, self.config)))
+        return self._close(sample) if _used(sample.segments, self.config) == self.config.seq_length else None
+
+    def _best_fit(self) -> Sample | None:
+        """Whole documents into the open bin with the least room that holds them; `min` gives ties to the oldest."""
+        config, bins = self.config, self.bins
+        length = self.rest[0].length
+        if length >= config.seq_length:
+            self.closed += 1
+            return [self._take(config.seq_length)]
+        fitting = [b for b in bins if _used(b.segments, config) + length <= config.seq_length]
+        if not fitting and len(bins) == config.packing.open_bins:
+            return self._close(max(bins, key=lambda b: _used(b.segments, config)))
+        if not fitting:
+            bins.append(_Bin(self.closed, []))
+        best = max(fitting, key=lambda b: _used(b.segments, config)) if fitting else bins[-1]
+        best.segments.append(self._take(length))
+        return self._close(best) if _used(best.segments, config) == config.seq_length else None
 
 
 def _used(segments: Sample, config: StreamConfig) -> int:
@@ -236,12 +259,38 @@ def _used(segments: Sample, config: StreamConfig) -> int:
 def reference_samples(
     config: StreamConfig, lengths: Mapping[str, Sequence[int]], num_samples: int | None = None
 ) -> Iterator[Sample]:
-    """Samples 0, 1, 2, ... of the stream.
+    """Samples 0, 1, 2, ... of the stream, through all stages that the config declares (not by step).
 
     Args:
         config: what defines the order.
         lengths: tokens of each document, by source name.
         num_samples: stop after as many; None: never, or when the stream ends.
     """
-    pack = {"best_fit": _pack_best_fit, "split": _pack_split, "none": _pack_none}[config.packing.mode]
-    return islice(pack(reference_documents(config, lengths), config), num_samples)
+    return islice(_staged(config, lengths), num_samples)
+
+
+def _staged(config: StreamConfig, lengths: Mapping[str, Sequence[int]]) -> Iterator[Sample]:
+    blend = _Blend(lengths)
+    now = config.without_stages()
+    to_come = list(config.stages)
+    packer = _Packer(now, [], 0)
+    waiting: Iterator[ReferenceSegment] = iter(())
+    num_samples = num_tokens = 0
+    while True:
+        for sample in packer.samples(chain(waiting, blend.documents(now))):
+            yield sample
+            num_samples += 1
+            num_tokens += sum(segment.length for segment in sample)
+            if to_come and to_come[0].at <= (num_tokens if to_come[0].unit == "tokens" else num_samples):
+                break
+        else:
+            return
+        # What is left of the document at hand, and what this stage has not come to of what it found waiting.
+        unplaced = [*packer.rest, *waiting]
+        while to_come and to_come[0].at <= (num_tokens if to_come[0].unit == "tokens" else num_samples):
+            before, now = now, now.changed_by(to_come.pop(0))
+            if (before.packing, before.seq_length) != (now.packing, now.seq_length):
+                unplaced = [segment for b in packer.bins for segment in b.segments] + unplaced
+                packer.bins = []
+        packer = _Packer(now, packer.bins, num_samples)
+        waiting = iter(unplaced)

@@ -7,6 +7,7 @@ Version history (raise `VERSION` when the meaning of a field or the order of sam
 every version in tests/stream/states/, and a migration in `_MIGRATIONS`):
 
     1  first version
+    2  ``pending`` is a list: documents carried over into a stage wait there. A stage records its config
 
 Imports neither numpy nor numba, so that ``megaresume inspect`` answers at once.
 """
@@ -24,10 +25,10 @@ import xxhash
 
 from megaresume.stream.errors import StateError
 
-__all__ = ["FORMAT", "VERSION", "Bin", "Fingerprint", "Segment", "SourceCursor", "StreamState"]
+__all__ = ["FORMAT", "VERSION", "Bin", "Fingerprint", "Segment", "SourceCursor", "StageRecord", "StreamState"]
 
 FORMAT = "megaresume.stream-state"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,10 +87,21 @@ class Bin:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StageRecord:
+    """A stage that has begun."""
+
+    #: its first sample.
+    first: int
+    name: str
+    #: what holds in it: `StreamConfig.to_dict`, without stages.
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StreamState:
     """A cursor of the stream. All counts are since the start of the run."""
 
-    #: the normalised data config (`StreamConfig.to_dict`).
+    #: the normalised data config, with the changes that it declares (`StreamConfig.to_dict`).
     config: Mapping[str, Any]
     #: by source name.
     fingerprints: Mapping[str, Fingerprint]
@@ -103,10 +115,10 @@ class StreamState:
     sources: Mapping[str, SourceCursor]
     #: open bins, in the order in which they were opened.
     bins: tuple[Bin, ...]
-    #: what is left of a document that is being cut: a segment from its offset to its end.
-    pending: Segment | None
-    #: ranges of the stream with one blend and one packing: (first sample, name).
-    stages: tuple[tuple[int, str], ...]
+    #: segments that wait to be placed: what is left of a document that is being cut, or was carried over into a stage.
+    pending: tuple[Segment, ...]
+    #: ranges of the stream with one blend and one packing, those that have begun.
+    stages: tuple[StageRecord, ...]
     #: (first sample, global batch size in samples), ascending: maps steps to samples.
     batches: tuple[tuple[int, int], ...]
     #: [first, last) samples that are not trained.
@@ -178,7 +190,16 @@ class StreamState:
 
 
 #: version -> function that turns a body of that version into one of the next.
-_MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+_MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    1: lambda body: (
+        body
+        | {
+            "pending": [] if body["pending"] is None else [body["pending"]],
+            # Version 1 knew one stage for the whole run.
+            "stages": [[first, name, body["config"]] for first, name in body["stages"]],
+        }
+    )
+}
 
 
 def _dumps(value: object) -> str:
@@ -234,8 +255,8 @@ def _plain(state: StreamState) -> dict[str, Any]:
         "tokens": state.tokens,
         "sources": {name: _flat(s) for name, s in state.sources.items()},
         "bins": [[b.opened_at, [_short(s) for s in b.segments]] for b in state.bins],
-        "pending": None if state.pending is None else _short(state.pending),
-        "stages": [list(stage) for stage in state.stages],
+        "pending": [_short(s) for s in state.pending],
+        "stages": [[s.first, s.name, json.loads(_dumps(s.config))] for s in state.stages],
         "batches": [list(batch) for batch in state.batches],
         "skipped_ranges": [list(r) for r in state.skipped_ranges],
         "overrides": list(state.overrides),
@@ -308,8 +329,13 @@ def _from_plain(body: Mapping[str, Any]) -> StreamState:
             Bin(opened_at=_count(opened_at), segments=tuple(_segment(s) for s in segments))
             for opened_at, segments in body["bins"]
         ),
-        pending=None if body["pending"] is None else _segment(body["pending"]),
-        stages=tuple((_count(first), _text(name)) for first, name in body["stages"]),
+        pending=tuple(_segment(s) for s in body["pending"]),
+        stages=tuple(
+            StageRecord(
+                first=_count(first), name=_text(name), config={**config, "sources": _ordered(config["sources"], order)}
+            )
+            for first, name, config in body["stages"]
+        ),
         batches=tuple((_count(first), _count(size)) for first, size in body["batches"]),
         skipped_ranges=tuple((_count(first), _count(last)) for first, last in body["skipped_ranges"]),
         overrides=tuple(_text(o) for o in _list(body["overrides"])),

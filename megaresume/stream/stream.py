@@ -20,16 +20,20 @@ from functools import partial
 from typing import Any
 
 from megaresume.stream import cursor
+from megaresume.stream.absent import AbsentSource
 from megaresume.stream.anchors import Anchors
+from megaresume.stream.batches import BatchSchedule
+from megaresume.stream.changes import OnChange, Reconciled, extended, reconcile
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import ConfigError, StateError, StreamExhausted
-from megaresume.stream.fingerprints import check_fingerprints, fingerprint_of
+from megaresume.stream.fingerprints import fingerprint_of
 from megaresume.stream.kernel import Arrays
 from megaresume.stream.plan import Plan, concatenate
 from megaresume.stream.planner import Planner
 from megaresume.stream.progress import Progress, progress
 from megaresume.stream.source import LengthSource
-from megaresume.stream.state import Fingerprint, StreamState
+from megaresume.stream.stages import Course
+from megaresume.stream.state import Fingerprint, StageRecord, StreamState
 
 __all__ = ["Stream"]
 
@@ -63,6 +67,8 @@ class Stream:
         origin: a data config that opens the same sources again (`megaresume.loading.open`), if there is one. Kept for
             `megaresume verify`; never part of a state.
         fingerprints: what `fingerprints` gives, where it is known already.
+        on_change: what a restore does where the config is not the one that the state was made with; see `OnChange`.
+        recorded: the stages as they were (`StreamState.stages`), to plan a past again from sample 0.
 
     Raises:
         ConfigError, CorpusError: the config or a source is unusable.
@@ -77,6 +83,8 @@ class Stream:
         state: StreamState | None = None,
         origin: Mapping[str, Any] | None = None,
         fingerprints: dict[str, Fingerprint] | None = None,
+        on_change: OnChange = "refuse",
+        recorded: Sequence[StageRecord] = (),
     ) -> None:
         if len(sources) != len(config.sources):
             raise ConfigError(
@@ -85,30 +93,55 @@ class Stream:
                 expected=f"{len(config.sources)}: {', '.join(s.name for s in config.sources)}",
                 action="pass one source for each of the config's, in its order",
             )
+        #: over all sources that the run ever had; those that are gone have weight 0.
         self.config = config
         self.origin = origin
         self.sources = list(sources)
+        self.on_change = on_change
+        self._given = config, tuple(sources), tuple(recorded)
         self._fingerprints = fingerprints
-        self._num_documents = [len(source) for source in self.sources]
         self._lock = threading.RLock()
         self._base_state: StreamState | None = None
+        self._schedule: BatchSchedule | None = None
         self.restore(state)
 
     def __reduce__(self) -> tuple[object, ...]:
         """Copied or pickled, for another process: what it is made of, without its lock and what it has planned."""
         # With the fingerprints: a worker must not ask a slow source for all its lengths again.
-        again = partial(Stream, state=self._base_state, origin=self.origin, fingerprints=self._fingerprints)
-        return again, (self.config, self.sources)
+        config, sources, recorded = self._given
+        again = partial(
+            Stream,
+            state=self._base_state,
+            origin=self.origin,
+            fingerprints=self._fingerprints,
+            on_change=self.on_change,
+            recorded=recorded,
+        )
+        return again, (config, sources), {"schedule": self._schedule}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.schedule = state["schedule"]
 
     @property
     def fingerprints(self) -> dict[str, Fingerprint]:
         """What the sources are, by name. The first use may read an index once from end to end."""
         if self._fingerprints is None:
-            names = [s.name for s in self.config.sources]
-            self._fingerprints = {
-                name: fingerprint_of(source, name) for name, source in zip(names, self.sources, strict=True)
-            }
+            config, sources, _ = self._given
+            names = [s.name for s in config.sources]
+            self._fingerprints = {name: fingerprint_of(s, name) for name, s in zip(names, sources, strict=True)}
         return self._fingerprints
+
+    @property
+    def schedule(self) -> BatchSchedule | None:
+        """Global batch sizes of the run, which say where a stage begins that is declared by step."""
+        return self._schedule
+
+    @schedule.setter
+    def schedule(self, schedule: BatchSchedule | None) -> None:
+        with self._lock:
+            self._schedule = schedule
+            if any(stage.unit == "step" for stage in self._course.stages):
+                self.restore(self._base_state)  # what was planned may belong to another stage now
 
     @property
     def base_state(self) -> StreamState | None:
@@ -126,23 +159,47 @@ class Stream:
         Raises:
             StateError: as above; the stream stays as it was.
         """
-        base = None
+        config, sources, recorded = self._given
+        course, accepted, base = Course.recorded(recorded) if recorded else Course.of(config), (), None
+        if recorded:
+            config = extended(config, list(recorded[-1].config["sources"]))
         if state is not None:
-            self.check(state)
-            base = cursor.arrays_of(state, self.config, self._num_documents)
+            going_on = self._reconcile(state)
+            config, course, accepted = going_on.config, going_on.course, going_on.accepted
+        course.schedule = self._schedule
+        by_name = {s.name: source for s, source in zip(self._given[0].sources, sources, strict=True)}
+        here = [by_name[s.name] if s.name in by_name else AbsentSource(s.name, state) for s in config.sources]
+        if state is not None:
+            base = cursor.arrays_of(state, course, [len(source) for source in here])
         with self._lock:
-            planner = Planner(self.config, self.sources, base)
+            planner = Planner(course, here, base)
+            self.config, self.sources, self._course, self._accepted = config, here, course, accepted
             self._base_state, self._planner = state, planner
             self._blocks: deque[_Block] = deque(maxlen=KEPT_BLOCKS)
             self._anchors = Anchors(planner.snapshot())
+
+    def _reconcile(self, state: StreamState) -> Reconciled:
+        return reconcile(self._given[0], self.fingerprints, state, self.on_change)
 
     @property
     def _block_samples(self) -> int:
         return min(max(BLOCK_TOKENS // self.config.seq_length, 1), BLOCK)
 
     def check(self, state: StreamState) -> None:
-        """Raise a `StateError` naming what differs unless the state is one of this config and these corpora."""
-        check_fingerprints(state, self.config, self.fingerprints)
+        """Raise a `StateError` naming what differs unless the stream can go on from the state."""
+        self._reconcile(state)
+
+    def config_at(self, sample: int) -> StreamConfig:
+        """What holds in the stage of a sample."""
+        with self._lock:
+            if sample >= self._planner.position:
+                self._plan_up_to(sample)
+            return self._course.config(self._course.index_at(sample))
+
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        """Differences between the state resumed from and the config of today, that were accepted, in words."""
+        return self._accepted
 
     def plan(self, first: int, stop: int) -> Plan:
         """What samples ``first .. stop`` hold.
@@ -182,13 +239,17 @@ class Stream:
         before = self._base_state
         return StreamState(
             config=self.config.to_dict(),
-            fingerprints=self.fingerprints,
-            stages=before.stages if before is not None else ((0, "start"),),
+            # In the order of the sources; a source that is gone keeps the fingerprint that it had.
+            fingerprints={s.name: self._fingerprint(s.name) for s in self.config.sources},
             batches=tuple(batches) or (before.batches if before is not None else ()),
             skipped_ranges=before.skipped_ranges if before is not None else (),
-            overrides=(*(before.overrides if before is not None else ()), *overrides),
+            overrides=(*(before.overrides if before is not None else ()), *self._accepted, *overrides),
             **fields,
         )
+
+    def _fingerprint(self, name: str) -> Fingerprint:
+        before = self._base_state
+        return self.fingerprints.get(name) or before.fingerprints[name]  # type: ignore[union-attr]
 
     def fields_at(self, sample: int) -> dict[str, Any]:
         """The fields of the state before ``sample`` that say where the stream is (see `cursor.fields_of`)."""
@@ -199,16 +260,16 @@ class Stream:
         if sample > self._planner.position:
             self._plan_up_to(sample - 1)  # no further: the stream may end here
         if sample == self._planner.position:
-            return cursor.fields_of(self._planner.snapshot(), self.config)
+            return cursor.fields_of(self._planner.snapshot(), self._course)
         self._check_start(sample)
         if self._blocks and sample >= self._blocks[0].plan.first:
-            planner = Planner(self.config, self.sources, self._kept(sample).snapshot, feeds=self._planner.feeds)
+            planner = Planner(self._course, self.sources, self._kept(sample).snapshot, feeds=self._planner.feeds)
         else:
             # Beside the front, which a loader goes on from.
-            planner = Planner(self.config, self.sources, self._anchors.before(sample))
+            planner = Planner(self._course, self.sources, self._anchors.before(sample))
         while planner.position < sample:
             planner.advance(min(sample - planner.position, self._block_samples))
-        return cursor.fields_of(planner.snapshot(), self.config)
+        return cursor.fields_of(planner.snapshot(), self._course)
 
     def _block(self, sample: int) -> _Block:
         """The block that holds ``sample``; plans forward, or again from an anchor."""
@@ -217,7 +278,7 @@ class Stream:
             if sample < self._planner.position:
                 return self._kept(sample)
         elif sample < self._planner.position:
-            self._planner = Planner(self.config, self.sources, self._anchors.before(sample))
+            self._planner = Planner(self._course, self.sources, self._anchors.before(sample))
             self._blocks.clear()
             log.info("planning samples %d to %d again", self._planner.position, sample)
         return self._plan_up_to(sample)

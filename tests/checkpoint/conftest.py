@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from megaresume.checkpoint import Commit, Topology, begin_save, commit_save
-from megaresume.stream.state import Bin, Fingerprint, Segment, SourceCursor, StreamState
+from megaresume.stream.state import Bin, Fingerprint, Segment, SourceCursor, StageRecord, StreamState
 
 MODEL = "mp_rank_00_model_states.pt"
 OPTIM = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+CONFIG = {"seed": 1, "seq_length": 16, "sources": {"web": {"weight": 3}, "code": {"weight": 2}}}
 
 
 def make_state(samples: int, *, salt: int = 0) -> StreamState:
@@ -29,15 +30,15 @@ def make_state(samples: int, *, salt: int = 0) -> StreamState:
     )
     names = ("web", "code")
     return StreamState(
-        config={"seed": 1, "seq_length": 16, "sources": {"web": {"weight": 3}, "code": {"weight": 2}}},
+        config=CONFIG,
         fingerprints={name: Fingerprint(documents=10_000, tokens=10**6, lengths="a" * 32) for name in names},
         samples=samples,
         documents=samples * 6,
         tokens=samples * 16,
         sources=dict.fromkeys(names, cursor),
         bins=(Bin(opened_at=1, segments=(Segment(source=0, position=7, offset=0, length=5),)),),
-        pending=None,
-        stages=((0, "first"),),
+        pending=(),
+        stages=(StageRecord(first=0, name="first", config=CONFIG),),
         batches=((0, 8),),
         skipped_ranges=(),
         overrides=(),

@@ -7,6 +7,7 @@ import math
 from megaresume.stream.anchors import DENSITY, Anchors
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.planner import Planner
+from megaresume.stream.stages import Course
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList
 
@@ -17,7 +18,7 @@ SOURCES = [LengthList([5, 11, 3, 16, 40, 1, 7]), LengthList([2, 9, 4])]
 
 
 def test_distance_to_the_anchor_grows_with_the_distance_back_and_no_faster():
-    planner = Planner(CONFIG, SOURCES)
+    planner = Planner(Course.of(CONFIG), SOURCES)
     anchors = Anchors(planner.snapshot())
     for front in range(1, 3000):
         planner.advance(1)
@@ -25,7 +26,7 @@ def test_distance_to_the_anchor_grows_with_the_distance_back_and_no_faster():
         if front % 501 == 0:
             for back in range(front):
                 sample = front - back
-                found = Planner(CONFIG, SOURCES, anchors.before(sample)).position
+                found = Planner(Course.of(CONFIG), SOURCES, anchors.before(sample)).position
                 assert found <= sample
                 assert sample - found <= 2 * (back + 64) / DENSITY + 1
     assert len(anchors) < 64 + DENSITY * (math.log2(3000) + 2)

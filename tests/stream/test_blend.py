@@ -12,6 +12,7 @@ import pytest
 
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.planner import Planner
+from megaresume.stream.stages import Course
 from megaresume.stream.weights import MAX_PARTS
 from megaresume.testing import LengthList
 
@@ -27,7 +28,7 @@ def _config(unit: str, weights: Sequence[Any], **options: Any) -> StreamConfig:
 
 def _draw(config: StreamConfig, lengths: Sequence[Sequence[int]], num: int) -> Drawn:
     """Source and length of the documents drawn: int64[num], int64[num]."""
-    plan = Planner(config, [LengthList(n) for n in lengths]).advance(num)
+    plan = Planner(Course.of(config), [LengthList(n) for n in lengths]).advance(num)
     return plan.table[:, 0], plan.table[:, 4]
 
 

@@ -25,7 +25,7 @@ Edit = Callable[[StreamState], StreamState]
 @pytest.fixture(scope="module")
 def state(stream_of: Callable[..., Stream]) -> StreamState:
     stream = stream_of(DATA, LENGTHS)
-    return next(s for s in map(stream.state_at, range(10, 80)) if len(s.bins) == 3 and s.pending is None)
+    return next(s for s in map(stream.state_at, range(10, 80)) if len(s.bins) == 3 and not s.pending)
 
 
 def _source(**changes: Any) -> Edit:
@@ -75,7 +75,7 @@ EDITS: dict[str, tuple[Edit, str]] = {
         "opened at sample 1000000",
     ),
     "pending without tokens": (
-        lambda s: s.replace(pending=Segment(source=0, position=0, offset=3, length=0)),
+        lambda s: s.replace(pending=(Segment(source=0, position=0, offset=3, length=0),)),
         "a segment of 0 tokens",
     ),
     "source that is none": (_with_segment(source=7), "a segment of 5 tokens of source 7|of source 7"),

@@ -15,6 +15,7 @@ from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import StreamExhausted
 from megaresume.stream.plan import PlannedSegment
 from megaresume.stream.planner import Planner
+from megaresume.stream.stages import Course
 from megaresume.testing import LengthList
 
 Configs = Callable[..., st.SearchStrategy[tuple[dict[str, Any], dict[str, list[int]]]]]
@@ -23,7 +24,7 @@ Samples = list[list[PlannedSegment]]
 
 def _samples(data: dict[str, Any], lengths: dict[str, list[int]], num: int) -> Samples:
     config = StreamConfig.from_dict(data)
-    return list(Planner(config, [LengthList(lengths[s.name]) for s in config.sources]).advance(num))
+    return list(Planner(Course.of(config), [LengthList(lengths[s.name]) for s in config.sources]).advance(num))
 
 
 def _by_document(samples: Samples) -> dict[tuple[int, int, int], list[PlannedSegment]]:

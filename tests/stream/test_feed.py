@@ -59,13 +59,13 @@ def test_the_longest_document(stream_of: StreamOf) -> None:
     assert counts["web"].tokens / (counts["code"].tokens + 1) > 90
 
 
-def _feed(lengths: list[int], **options: Any) -> Feed:
-    return Feed(LengthList(lengths), SourceConfig(name="a", weight=1, **options), seed=1)
+def _feed(lengths: list[int], **options: Any) -> tuple[Feed, SourceConfig]:
+    return Feed(LengthList(lengths), "a", seed=1), SourceConfig(name="a", weight=1, **options)
 
 
-def _walk(feed: Feed, num: int) -> list[list[int]]:
+def _walk(feed: Feed, config: SourceConfig, num: int) -> list[list[int]]:
     out, rows, position = np.zeros((64, 3), np.int64), [], 0
-    while len(rows) < num and (filled := feed.fill(position, out)):
+    while len(rows) < num and (filled := feed.fill(position, out, config)):
         rows += out[:filled].tolist()
         position = rows[-1][0] + 1
     return rows
@@ -74,11 +74,11 @@ def _walk(feed: Feed, num: int) -> list[list[int]]:
 def test_what_is_remembered_changes_nothing() -> None:
     """A feed asked again from a little behind gives what one gives that was never asked before."""
     lengths = [i % 3 for i in range(500)]
-    feed, out = _feed(lengths), np.zeros((64, 3), np.int64)
-    walked = _walk(feed, 2000)
+    (feed, config), out = _feed(lengths), np.zeros((64, 3), np.int64)
+    walked = _walk(feed, config, 2000)
     for position in (*range(1900, 1000, -1), *range(0, 2000, 3)):
         fresh = np.zeros((64, 3), np.int64)
-        filled, filled_fresh = feed.fill(position, out), _feed(lengths).fill(position, fresh)
+        filled, filled_fresh = feed.fill(position, out, config), _feed(lengths)[0].fill(position, fresh, config)
         common = min(filled, filled_fresh)
         assert common >= 1
         assert out[:common].tolist() == fresh[:common].tolist() == [r for r in walked if r[0] >= position][:common]
@@ -86,7 +86,7 @@ def test_what_is_remembered_changes_nothing() -> None:
 
 def test_an_end(caplog: pytest.LogCaptureFixture) -> None:
     for options in ({"max_epochs": 2}, {"max_epochs": 2, "on_exhausted": "stop"}):
-        rows = _walk(_feed([3, 0, 5], **options), 100)
+        rows = _walk(*_feed([3, 0, 5], **options), 100)
         assert [r[1] for r in rows] and sorted(r[1] for r in rows) == [0, 0, 2, 2]
-    assert len(_walk(_feed([3, 0, 5], max_epochs=2, on_exhausted="repeat"), 100)) >= 100
+    assert len(_walk(*_feed([3, 0, 5], max_epochs=2, on_exhausted="repeat"), 100)) >= 100
     assert len(caplog.records) == 1

@@ -27,7 +27,6 @@ DATA: dict[str, Any] = {
 LENGTHS = {"web": [3, 40, 7, 0, 12, 64, 90, 1, 33], "code": [130, 5, 64, 20]}
 
 CHANGES: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "seed": ({"seed": 4}, ["seed 4", "seed 3"]),
     "seq_length": ({"seq_length": 128}, ["seq_length 128", "seq_length 64"]),
     "mode": ({"packing": {"mode": "split", "align": 4}}, ['packing.mode "split"', 'packing.mode "best_fit"']),
     "open_bins": (
@@ -49,13 +48,15 @@ CHANGES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"sources": DATA["sources"] | {"code": {"max_epochs": 40, "on_exhausted": "stop"}}},
         ['sources.code.on_exhausted "stop"', 'sources.code.on_exhausted "drop"'],
     ),
-    "a source less": ({"sources": {"web": {"weight": 2}}}, ["sources.code", '"max_epochs": 40']),
-    "a source more": ({"sources": DATA["sources"] | {"books": {}}}, ["sources.books", "sources.books null"]),
-    "another order": (
-        {"sources": {"code": DATA["sources"]["code"], "web": {"weight": 2}}},
-        ['order of sources ["code", "web"]', 'order of sources ["web", "code"]'],
+    "a source less": ({"sources": {"web": {"weight": 2}}}, ["sources.code.weight 0", "sources.code.weight 1"]),
+    "a source more": (
+        {"sources": DATA["sources"] | {"books": {}}},
+        ["sources.books.weight 1", "sources.books.weight 0"],
     ),
-    "two at once": ({"seed": 4, "seq_length": 128}, ["seed 4, seq_length 128", "seed 3, seq_length 64"]),
+    "two at once": (
+        {"blend": {"unit": "documents"}, "seq_length": 128},
+        ['seq_length 128, blend.unit "documents"', 'seq_length 64, blend.unit "tokens"'],
+    ),
 }
 
 

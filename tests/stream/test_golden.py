@@ -122,7 +122,7 @@ def test_a_state_of_version_1_goes_on(stream_of: StreamOf) -> None:
     stored = json.loads((HERE / "states" / "v1.json").read_text())
     state = StreamState.from_json(stored["state"])
     assert json.loads(stored["state"])["version"] == 1
-    assert state.bins and state.pending is not None and state.sources["pairs"].exhausted
+    assert state.bins and state.pending and state.sources["pairs"].exhausted
     assert state.overrides == ("an accepted difference",) and state.batches == ((0, 4), (8, 2))
     stream = stream_of(stored["data"], stored["lengths"], state)
     first = state.samples

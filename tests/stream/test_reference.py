@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.planner import Planner
+from megaresume.stream.stages import Course
 from megaresume.stream.reference import reference_digests, reference_samples
 from megaresume.testing import LengthList
 
@@ -26,7 +27,7 @@ def _assert_equal(data: dict[str, Any], lengths: dict[str, list[int]], num_sampl
     """Plan ``at_once`` samples at a time and compare; returns how many samples there were."""
     config = StreamConfig.from_dict(data)
     reference = list(reference_samples(config, lengths, num_samples))
-    planner = Planner(config, [LengthList(lengths[s.name]) for s in config.sources])
+    planner = Planner(Course.of(config), [LengthList(lengths[s.name]) for s in config.sources])
     found, digests, hashes = [], [], set()
     while len(found) < num_samples:
         plan = planner.advance(min(at_once, num_samples - len(found)))

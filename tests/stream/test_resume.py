@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.planner import Planner
+from megaresume.stream.stages import Course
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import BLOCK, Stream
 from megaresume.testing import LengthList, assert_exact_resume, assert_same_samples
@@ -51,7 +52,7 @@ def test_before_every_sample_to_the_very_end(stream_of: StreamOf, mode: str, pol
     data = {"seq_length": 64, "packing": mode, "sources": sources}
     lengths = LENGTHS | {"c": [5]}
     config = StreamConfig.from_dict(data)
-    num_samples = len(Planner(config, [LengthList(lengths[n]) for n in sources]).advance(10_000))
+    num_samples = len(Planner(Course.of(config), [LengthList(lengths[n]) for n in sources]).advance(10_000))
     assert num_samples > 10
     assert_exact_resume(lambda state: stream_of(data, lengths, state), num_samples)
 
@@ -62,7 +63,7 @@ def test_any_stream_before_every_sample(configs: Configs, drawn: st.DataObject) 
     data, lengths = drawn.draw(configs())
     config = StreamConfig.from_dict(data)
     sources = [LengthList(lengths[s.name]) for s in config.sources]
-    num_samples = len(Planner(config, sources).advance(20))
+    num_samples = len(Planner(Course.of(config), sources).advance(20))
     assert_exact_resume(lambda state: Stream(config, sources, state=state), num_samples)
 
 
@@ -90,8 +91,8 @@ def test_with_an_overflowing_document_pending(stream_of: StreamOf) -> None:
     """A document that found no room waits outside of all bins, and what is left of a long one while it is cut."""
     data = {"seq_length": 64, "packing": {"mode": "best_fit", "open_bins": 2}, "sources": TWO}
     whole = stream_of(data, LENGTHS)
-    pending = [(k, p) for k in range(80) if (p := whole.state_at(k).pending) is not None]
-    assert any(p.offset == 0 for _, p in pending) and any(p.offset > 0 for _, p in pending)
+    pending = [(k, p) for k in range(80) if (p := whole.state_at(k).pending)]
+    assert any(p.offset == 0 for _, (p,) in pending) and any(p.offset > 0 for _, (p,) in pending)
     for sample, _ in pending:
         state = StreamState.from_json(whole.state_at(sample).to_json())
         assert_same_samples(stream_of(data, LENGTHS, state).plan(sample, 120), whole.plan(sample, 120))

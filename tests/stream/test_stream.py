@@ -13,6 +13,7 @@ from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import MegaresumeError, StateError, StreamExhausted
 from megaresume.stream.plan import Plan
 from megaresume.stream.planner import Planner
+from megaresume.stream.stages import Course
 from megaresume.stream.stream import BLOCK, KEPT_BLOCKS, Stream
 from megaresume.testing import LengthList, assert_same_samples
 
@@ -27,7 +28,7 @@ ENDING = DATA | {"sources": {"a": {"max_epochs": 60}, "b": {"max_epochs": 27}}}
 def whole() -> Plan:
     """The first samples, planned in one go."""
     config = StreamConfig.from_dict(DATA)
-    return Planner(config, [LengthList(LENGTHS[s.name]) for s in config.sources]).advance(5000)
+    return Planner(Course.of(config), [LengthList(LENGTHS[s.name]) for s in config.sources]).advance(5000)
 
 
 def test_in_any_order(stream_of: StreamOf, whole: Plan) -> None:
@@ -82,7 +83,7 @@ def test_nothing_before_the_restored_sample(stream_of: StreamOf) -> None:
 
 def test_an_end(stream_of: StreamOf) -> None:
     config = StreamConfig.from_dict(ENDING)
-    everything = Planner(config, [LengthList(LENGTHS[s.name]) for s in config.sources]).advance(10_000)
+    everything = Planner(Course.of(config), [LengthList(LENGTHS[s.name]) for s in config.sources]).advance(10_000)
     n = len(everything)
     assert n > 3 * BLOCK // 2
     for ask in (lambda s: s.plan(n, n + 1), lambda s: s.plan(0, n + 1), lambda s: s.state_at(n + 1)):
@@ -96,7 +97,7 @@ def test_an_end(stream_of: StreamOf) -> None:
     # The state after the last sample does not depend on what was planned before.
     last = stream_of(ENDING, LENGTHS).state_at(n)
     assert stream.state_at(n).to_json() == last.to_json()
-    assert all(c.exhausted for c in last.sources.values()) and not last.bins and last.pending is None
+    assert all(c.exhausted for c in last.sources.values()) and not last.bins and not last.pending
     ended = stream_of(ENDING, LENGTHS, last)
     assert ended.state_at(n).to_json() == last.to_json() and len(ended.plan(n, n)) == 0
     with pytest.raises(StreamExhausted):
@@ -139,7 +140,7 @@ def test_what_a_run_adds_to_the_state_stays(stream_of: StreamOf) -> None:
     later = stream.state_at(20, batches=[(0, 4), (12, 2)], overrides=["accepted: weight"])
     assert later.batches == ((0, 4), (12, 2)) and later.overrides == ("accepted: seed", "accepted: weight")
     assert stream.state_at(20).batches == ((0, 4),) and stream.state_at(20).overrides == ("accepted: seed",)
-    assert later.stages == ((0, "start"),)
+    assert [(s.first, s.name, s.config) for s in later.stages] == [(0, "start", stream.config.to_dict())]
 
 
 def test_two_threads(stream_of: StreamOf, whole: Plan) -> None:

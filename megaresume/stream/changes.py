@@ -1,0 +1,179 @@
+"""What changed between a state and the data config of today, and what becomes of it.
+
+The past is immutable, the future is free: stages that are declared to come may be edited at will. Whatever would change
+the stage at hand is refused by name, or begins a new stage at the resume point, as the user decides (`OnChange`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from megaresume.stream.batches import BatchSchedule
+from megaresume.stream.config import SourceConfig, StageConfig, StreamConfig
+from megaresume.stream.errors import StateError
+from megaresume.stream.fingerprints import check_fingerprint, differences
+from megaresume.stream.stages import Course, Stage
+from megaresume.stream.state import Fingerprint, StageRecord, StreamState
+
+__all__ = ["OnChange", "Reconciled", "extended", "reconcile"]
+
+#: ``refuse``: an error that names the fields; ``stage``: a new stage from the resume point on.
+OnChange = Literal["refuse", "stage"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reconciled:
+    """How a stream goes on from a state."""
+
+    #: the config of today over all sources that the run ever had.
+    config: StreamConfig
+    course: Course
+    #: what was accepted, in words, for the state.
+    accepted: tuple[str, ...]
+
+
+def extended(config: StreamConfig, names: Sequence[str]) -> StreamConfig:
+    """The config over these sources first, in this order; those that it does not know have weight 0."""
+    known = {source.name: source for source in config.sources}
+    order = [*names, *(name for name in known if name not in names)]
+    return replace(config, sources=tuple(known.get(name, SourceConfig(name=name, weight=0)) for name in order))
+
+
+def reconcile(
+    config: StreamConfig, fingerprints: Mapping[str, Fingerprint], state: StreamState, on_change: OnChange
+) -> Reconciled:
+    """Decide how to go on from a state.
+
+    Args:
+        config: of today.
+        fingerprints: of its sources.
+        state: the state.
+        on_change: what to do where the stage at hand would not go on as it was.
+
+    Raises:
+        StateError: a change that is refused, with every field that differs.
+    """
+    for name, fingerprint in fingerprints.items():
+        if name in state.sources:
+            check_fingerprint(name, state.fingerprints.get(name), fingerprint)
+    now = extended(config, list(state.sources))
+    order = [source.name for source in now.sources]
+    then = extended(StreamConfig.from_dict(state.config), order)
+    history = [replace(r, config=extended(StreamConfig.from_dict(r.config), order).to_dict()) for r in state.stages]
+    passed = [_passed(c.stages, state) for c in (then, now)]
+    to_come = now.stages[passed[1] :]
+    if then.without_stages() == now.without_stages() and then.stages[: passed[0]] == now.stages[: passed[1]]:
+        changed = "" if then.stages == now.stages else f"at sample {state.samples}: the stages to come were changed"
+        return _go_on(now, history, None, to_come, changed)
+    _check_seed(now, then)
+    current, wanted = StreamConfig.from_dict(history[-1].config), _in_force(now, passed[1])
+    if on_change == "refuse":
+        raise _refusal(now, then, state)
+    _check_removed(config, state)
+    words = _words(wanted, current)
+    if not words:
+        return _go_on(now, history, None, to_come, f"at sample {state.samples}: stages of the past were declared anew")
+    stage = Stage(name=f"stage {len(history) + 1}", config=wanted, unit="samples", at=state.samples)
+    return _go_on(now, history, stage, to_come, f"at sample {state.samples}: {words}")
+
+
+def _go_on(
+    config: StreamConfig,
+    history: Sequence[StageRecord],
+    stage: Stage | None,
+    to_come: Sequence[StageConfig],
+    accepted: str,
+) -> Reconciled:
+    past = [Stage(name=r.name, config=StreamConfig.from_dict(r.config), unit="samples", at=r.first) for r in history]
+    stages = [*past, stage] if stage is not None else past
+    current = stages[-1].config
+    for change in to_come:
+        current = current.changed_by(change)
+        stages.append(Stage(name=change.name, config=current, unit=change.unit, at=change.at))
+    course = Course(tuple(stages), [r.first for r in history])
+    return Reconciled(config=config, course=course, accepted=(accepted,) if accepted else ())
+
+
+def _passed(stages: Sequence[StageConfig], state: StreamState) -> int:
+    """How many of the declared stages have begun at the state."""
+    for k, stage in enumerate(stages):
+        if stage.unit == "tokens":
+            begun = stage.at <= state.tokens
+        elif stage.unit == "samples":
+            begun = stage.at <= state.samples
+        else:
+            # Without batches no step is known: the run has made none, or its data was not attached to an optimizer.
+            begun = bool(state.batches) and BatchSchedule(state.batches).after(0, stage.at) <= state.samples
+        if not begun:
+            return k
+    return len(stages)
+
+
+def _in_force(config: StreamConfig, num_stages: int) -> StreamConfig:
+    """The config after so many of its declared changes."""
+    current = config.without_stages()
+    for stage in config.stages[:num_stages]:
+        current = current.changed_by(stage)
+    return current
+
+
+def _check_seed(now: StreamConfig, then: StreamConfig) -> None:
+    if now.seed != then.seed:
+        raise StateError(
+            "the seed is not the one that the state was made with",
+            found=f"seed {now.seed}",
+            expected=f"seed {then.seed}",
+            cause="another seed orders every source anew: what was seen would come again",
+            action=f"set seed: {then.seed}, or start a new run in another --save directory",
+        )
+
+
+def _refusal(now: StreamConfig, then: StreamConfig, state: StreamState) -> StateError:
+    changed = list(differences(_plain(now), _plain(then)))
+    return StateError(
+        "the data config is not the one that the state was made with",
+        found=_listing((field, value) for field, value, _ in changed),
+        expected=_listing((field, value) for field, _, value in changed),
+        cause="data.yaml or a flag was changed between save and resume",
+        action="resume with the values under 'expected'; or begin a new stage at the resume point (sample "
+        f"{state.samples}) with --megaresume-on-change stage, on_change='stage' in Python",
+    )
+
+
+def _plain(config: StreamConfig) -> dict[str, Any]:
+    """`to_dict` with the declared stages by number, to be compared field by field."""
+    data = config.to_dict()
+    stages = {str(k): stage for k, stage in enumerate(data.pop("stages", []))}
+    return data | ({"stages": stages} if stages else {})
+
+
+def _listing(items: Iterator[tuple[str, Any]]) -> str:
+    return ", ".join(f"{field} {json.dumps(value)}" for field, value in items)
+
+
+def _check_removed(config: StreamConfig, state: StreamState) -> None:
+    """A source may go only when nothing of it waits to be trained."""
+    here = {source.name for source in config.sources}
+    names = list(state.sources)
+    waiting = [names[s.source] for s in (*(s for b in state.bins for s in b.segments), *state.pending)]
+    for name in names:
+        if name not in here and name in waiting:
+            raise StateError(
+                f"source '{name}' cannot be removed yet",
+                found=f"{waiting.count(name)} segments of '{name}' in open bins, none of the source in the data config",
+                expected="the source, until what was drawn of it is trained",
+                cause="documents that were drawn from it wait in open bins",
+                action=f"keep '{name}' in the data config with weight 0; it can go at a later resume",
+            )
+
+
+def _words(now: StreamConfig, then: StreamConfig) -> str:
+    """What changes in the stage at hand, before and after; empty if nothing does."""
+    return ", ".join(f"{field} {json.dumps(b)} -> {json.dumps(a)}" for field, a, b in _changes(now, then))
+
+
+def _changes(now: StreamConfig, then: StreamConfig) -> Iterator[tuple[str, Any, Any]]:
+    yield from differences(now.to_dict(), then.to_dict())

@@ -1,0 +1,196 @@
+"""The stages of a run: those that were, and those that are declared to come.
+
+A stage is a range of the stream with one blend and one packing. Where one ends and the next begins (`enter`), every
+source goes on at its own position and the deficits of the blend start at zero, so that a new weight causes no burst of
+catch-up. Documents in open bins are kept: as they are where the packing stays the same, else they are taken out, in
+the order in which they were put in, and are the first to be packed anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megaresume.stream import kernel
+from megaresume.stream.batches import BatchSchedule
+from megaresume.stream.config import StageUnit, StreamConfig
+from megaresume.stream.errors import ConfigError
+from megaresume.stream.kernel import Arrays
+from megaresume.stream.state import StageRecord
+
+__all__ = ["FIRST", "Course", "Stage", "enter", "kernel_config"]
+
+#: name of the stage at the beginning of a run.
+FIRST = "start"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """One stage; its config has no stages of its own."""
+
+    name: str
+    config: StreamConfig
+    #: it begins with the first sample before which the stream holds ``at`` of these.
+    unit: StageUnit
+    at: int
+
+
+@dataclass
+class Course:
+    """The stages of a stream, in order, and where those that were reached began.
+
+    Shared by all planners of a stream, which find the same beginnings.
+    """
+
+    stages: tuple[Stage, ...]
+    #: first sample of each stage that was reached.
+    began: list[int]
+    #: maps steps to samples, for stages that are declared by step.
+    schedule: BatchSchedule | None = None
+    _constants: dict[int, kernel.Config] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: StreamConfig) -> Course:
+        """The stages that a config declares, from sample 0."""
+        current = config.without_stages()
+        stages = [Stage(name=FIRST, config=current, unit="samples", at=0)]
+        for change in config.stages:
+            current = current.changed_by(change)
+            stages.append(Stage(name=change.name, config=current, unit=change.unit, at=change.at))
+        return cls(tuple(stages), [0])
+
+    @classmethod
+    def recorded(cls, records: Sequence[StageRecord]) -> Course:
+        """Stages that were, to be planned again from sample 0."""
+        stages = [
+            Stage(name=r.name, config=StreamConfig.from_dict(r.config), unit="samples", at=r.first) for r in records
+        ]
+        return cls(tuple(stages), [0])
+
+    def config(self, index: int) -> StreamConfig:
+        """Of the stage with this number."""
+        return self.stages[index].config
+
+    def constants(self, index: int) -> kernel.Config:
+        """What the loop needs to know of a stage."""
+        if index not in self._constants:
+            self._constants[index] = kernel_config(self.config(index))
+        return self._constants[index]
+
+    def index_at(self, sample: int) -> int:
+        """Number of the stage that a sample which was planned belongs to."""
+        return max(k for k, first in enumerate(self.began) if first <= sample)
+
+    def is_due(self, index: int, arrays: Arrays) -> bool:
+        """Whether stage ``index`` begins where these arrays are."""
+        if index >= len(self.stages) or (self.stages[index].unit == "step" and self.schedule is None):
+            return False
+        return self.samples_left(index - 1, arrays) == 0
+
+    def samples_left(self, index: int, arrays: Arrays) -> int | None:
+        """Samples of stage ``index`` that can be planned before the next one may begin; None: there is no next.
+
+        Raises:
+            ConfigError: the next is declared by step, and the batch sizes are not known.
+        """
+        if index + 1 >= len(self.stages):
+            return None
+        stage = self.stages[index + 1]
+        samples, tokens = int(arrays.scalars[kernel.SAMPLES]), int(arrays.scalars[kernel.TOKENS])
+        if stage.unit == "tokens":
+            # A sample holds at most seq_length tokens: so many cannot go too far.
+            left = stage.at - tokens
+            return 0 if left <= 0 else max(left // self.config(index).seq_length, 1)
+        return max(self._first_sample(stage) - samples, 0)
+
+    def _first_sample(self, stage: Stage) -> int:
+        if stage.unit == "samples":
+            return stage.at
+        if self.schedule is None:
+            raise ConfigError(
+                f"stage '{stage.name}' begins at a step, but the batch sizes are not known here",
+                found=f"from_step: {stage.at}",
+                expected="the schedule of global batch sizes",
+                cause="the stream alone does not know which samples a step trains",
+                action="declare the stage with from_samples or from_tokens",
+            )
+        return self.schedule.after(0, stage.at)
+
+    def reached(self, index: int, sample: int) -> None:
+        """Stage ``index`` begins with ``sample``."""
+        if index == len(self.began):
+            self.began.append(sample)
+
+    def records(self, index: int) -> tuple[StageRecord, ...]:
+        """The stages up to number ``index``, for a state."""
+        return tuple(
+            StageRecord(first=first, name=stage.name, config=stage.config.to_dict())
+            for first, stage in zip(self.began, self.stages[: index + 1], strict=False)
+        )
+
+
+def kernel_config(config: StreamConfig) -> kernel.Config:
+    """The constants that the loop needs."""
+    best_fit = config.packing.mode == "best_fit"
+    return kernel.Config(
+        mode=kernel.MODES[config.packing.mode],
+        seq_length=config.seq_length,
+        open_bins=config.packing.open_bins if best_fit else 1,
+        max_age=config.packing.max_age if best_fit else (1 << 62),
+        align=config.packing.align,
+        by_tokens=config.blend.unit == "tokens",
+    )
+
+
+def fresh_bins(config: StreamConfig) -> dict[str, Any]:
+    """The arrays of bins that are all free."""
+    num_bins = kernel_config(config).open_bins + 1
+    return {
+        "room": np.zeros(num_bins, np.int64),
+        "opened": np.zeros(num_bins, np.int64),
+        "slot": np.arange(num_bins, dtype=np.int64),
+        "filled": np.zeros(num_bins, np.int64),
+        "bins": np.zeros((num_bins, kernel.BIN_SEGMENTS, kernel.SEGMENT_WIDTH), np.int64),
+    }
+
+
+def enter(arrays: Arrays, before: StreamConfig, after: StreamConfig) -> Arrays:
+    """The planner's arrays at the beginning of a stage.
+
+    Args:
+        arrays: at the end of the stage before.
+        before, after: the configs of the two stages, with the same sources in the same order.
+    """
+    scalars, sources = arrays.scalars.copy(), arrays.sources.copy()
+    scalars[kernel.STAGE] += 1
+    sources[kernel.WEIGHT] = [s.weight for s in after.sources]
+    sources[kernel.ACTIVE] = sources[kernel.WEIGHT] > 0
+    sources[kernel.EXHAUSTED_ROW] = 0
+    sources[kernel.DRAWN_IN_STAGE : kernel.RELEASE_REST + 1] = 0
+    scalars[kernel.STAGE_UNITS] = 0
+    arrays = arrays._replace(scalars=scalars, sources=sources)
+    if (before.packing, before.seq_length) == (after.packing, after.seq_length):
+        return arrays
+    waiting = waiting_segments(arrays)
+    scalars[kernel.NUM_OPEN] = 0
+    scalars[kernel.PENDING : kernel.PENDING + kernel.SEGMENT_WIDTH] = 0
+    scalars[kernel.NEXT_CARRIED] = 0
+    return arrays._replace(carried=waiting, **fresh_bins(after))
+
+
+def waiting_segments(arrays: Arrays) -> Any:
+    """What was drawn and is not in a sample yet, in the order in which it was placed: int64[w, SEGMENT_WIDTH]."""
+    scalars = arrays.scalars
+    parts = [arrays.bins[arrays.slot[b], : arrays.filled[arrays.slot[b]]] for b in range(int(scalars[kernel.NUM_OPEN]))]
+    return np.concatenate([*parts, pending_segments(arrays)]).astype(np.int64)
+
+
+def pending_segments(arrays: Arrays) -> Any:
+    """What waits to be placed: the document at hand, then those carried over: int64[w, SEGMENT_WIDTH]."""
+    scalars = arrays.scalars
+    at_hand = scalars[kernel.PENDING : kernel.PENDING + kernel.SEGMENT_WIDTH]
+    num = int(at_hand[kernel.LENGTH] > 0)
+    return np.concatenate([at_hand[None][:num], arrays.carried[int(scalars[kernel.NEXT_CARRIED]) :]])
