@@ -174,12 +174,13 @@ def _state_block(found: Survey) -> str:
         ["saved", f"{step.saved_at}  on {step.topology}"],
         ["run", step.run],
         ["stream", _words(order)],
-        ["stages", ", ".join(f"{name} from {first:,}" for first, name in state.stages)],
+        ["stages", ", ".join(f"{stage.name} from {stage.first:,}" for stage in state.stages)],
         ["batches", ", ".join(f"{size:,} from {first:,}" for first, size in state.batches)],
         ["open bins", f"{len(state.bins)} with {sum(len(b.segments) for b in state.bins)} segments"],
     ]
-    if state.pending is not None:
-        rows.append(["cut document", f"{state.pending.length:,} tokens are left of it"])
+    if state.pending:
+        tokens = sum(segment.length for segment in state.pending)
+        rows.append(["waiting", f"{tokens:,} tokens of {len(state.pending)} documents, to be placed next"])
     if state.skipped_ranges:
         rows.append(["skipped", ", ".join(f"{first:,} to {last:,}" for first, last in state.skipped_ranges)])
     rows += [["accepted", override] for override in state.overrides]

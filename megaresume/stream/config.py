@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal, cast, get_args
 
 from megaresume.stream.errors import ConfigError
@@ -246,7 +247,7 @@ def _stages(value: object, names: list[str]) -> tuple[StageConfig, ...]:
             action="correct stages",
         )
     stages = tuple(_stage(entry, k, names) for k, entry in enumerate(value))
-    for before, after in zip(stages, stages[1:], strict=False):
+    for before, after in pairwise(stages):
         if before.unit == after.unit and after.at <= before.at:
             raise ConfigError(
                 f"stage '{after.name}' does not come after stage '{before.name}'",

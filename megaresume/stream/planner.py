@@ -1,7 +1,7 @@
 """`Planner`: drives the planning loop forward from a snapshot, feeding it documents.
 
-A planner only moves forward, from stage to stage. `snapshot` is a copy of its few small arrays (microseconds); a planner
-built on a snapshot goes on exactly from there, whatever was looked ahead before.
+A planner only moves forward, from stage to stage. `snapshot` is a copy of its few small arrays (microseconds); a
+planner built on a snapshot goes on exactly from there, whatever was looked ahead before.
 """
 
 from __future__ import annotations

@@ -140,7 +140,8 @@ class _Blend:
             drawn.clear()  # the others go on with deficits from zero
             return config.sources[i].on_exhausted != "stop"
 
-        if not all([look_ahead(i) for i in list(feeds)]):
+        heads_found = [look_ahead(i) for i in list(feeds)]
+        if not all(heads_found):
             return
         while feeds:
             total = sum(drawn.values())

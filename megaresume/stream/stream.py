@@ -160,7 +160,9 @@ class Stream:
             StateError: as above; the stream stays as it was.
         """
         config, sources, recorded = self._given
-        course, accepted, base = Course.recorded(recorded) if recorded else Course.of(config), (), None
+        course = Course.recorded(recorded) if recorded else Course.of(config)
+        accepted: tuple[str, ...] = ()
+        base: Arrays | None = None
         if recorded:
             config = extended(config, list(recorded[-1].config["sources"]))
         if state is not None:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.planner import Planner
-from megaresume.stream.stages import Course
 from megaresume.stream.reference import reference_digests, reference_samples
+from megaresume.stream.stages import Course
 from megaresume.testing import LengthList
 
 Configs = Callable[..., st.SearchStrategy[tuple[dict[str, Any], dict[str, list[int]]]]]

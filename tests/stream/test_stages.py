@@ -1,4 +1,4 @@
-"""Stages, declared and created at a resume: against the reference, from every position, and with the promises counted."""
+"""Stages, declared and begun at a resume: against the reference, from every position, and the promises counted."""
 
 from __future__ import annotations
 
