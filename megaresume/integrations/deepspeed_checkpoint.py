@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,45 +29,17 @@ from megaresume.checkpoint.state_file import StepFile
 from megaresume.checkpoint.topology import Topology
 from megaresume.integrations import deepspeed_engine as facts
 from megaresume.integrations.deepspeed_data import TrainingData
-from megaresume.integrations.deepspeed_ranks import gather, is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
+from megaresume.integrations.ranks import gather, is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
+from megaresume.integrations.resume import Resume
 from megaresume.stream.errors import CheckpointError, StateError
 from megaresume.stream.state import StreamState
 
-__all__ = ["KEY", "Checkpoints", "Resume"]
+__all__ = ["KEY", "Checkpoints"]
 
 #: the one key that we add to DeepSpeed's client state, which shares a namespace with DeepSpeed's own.
 KEY = "megaresume"
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Resume:
-    """What a resume found and did."""
-
-    #: optimizer steps done, and samples that they trained.
-    step: int
-    samples: int
-    #: of those samples, 16 hex digits.
-    digest: str
-    tag: str
-    #: how the run was laid out when it saved, and is now.
-    before: Topology | None
-    now: Topology
-    #: samples that the weights have seen and that would come again; that they have not seen and would not come.
-    #: Counted against DeepSpeed's own ``global_samples``, which rides in the same file as the weights.
-    repeated: int
-    skipped: int
-
-    def line(self) -> str:
-        """One line, to be searched for in logs."""
-        before = self.before or self.now
-        pairs = [("dp", "dp"), ("workers", "num_workers"), ("mbs", "micro_batch_size"), ("gbs", "global_batch_size")]
-        layout = " ".join(f"{word} {getattr(before, name)}->{getattr(self.now, name)}" for word, name in pairs)
-        return (
-            f"megaresume: resumed at sample {self.samples} | digest {self.digest} | {layout} | "
-            f"repeated {self.repeated} skipped {self.skipped} | step {self.step} from {self.tag}"
-        )
 
 
 class Checkpoints:
