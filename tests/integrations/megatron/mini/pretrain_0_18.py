@@ -30,7 +30,8 @@ if __name__ == "__main__":
         args_defaults={"tokenizer_type": "GPT2BPETokenizer"},
     )
     full_config = args
-    pretrain(full_config,
+    pretrain(
+        full_config,
         train_valid_test_datasets_provider,
         model_provider,
         ModelType.encoder_or_decoder,

@@ -29,9 +29,7 @@ def get_checkpoint_name(checkpoints_path, iteration, release=False):
 def _legacy_file(checkpoint_name):
     tp, pp = mpu.get_tensor_model_parallel_rank(), mpu.get_pipeline_model_parallel_rank()
     several = mpu.get_pipeline_model_parallel_world_size() > 1
-    return os.path.join(
-        checkpoint_name, f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if several else ""), "model_optim_rng.pt"
-    )
+    return os.path.join(checkpoint_name, f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if several else ""), "model_optim_rng.pt")
 
 
 def read_metadata(tracker_filename):
@@ -172,7 +170,9 @@ def _load_base_checkpoint(load_dir, args, model, rank0=False):
     return torch.load(_legacy_file(checkpoint_name), map_location="cpu", weights_only=False), release
 
 
-def load_checkpoint(ddp_model, optimizer, opt_param_scheduler, load_arg="load", strict=True, checkpointing_context=None):
+def load_checkpoint(
+    ddp_model, optimizer, opt_param_scheduler, load_arg="load", strict=True, checkpointing_context=None
+):
     args = get_args()
     load_dir = getattr(args, load_arg)
     if args.pretrained_checkpoint is not None and not checkpoint_exists(load_dir):

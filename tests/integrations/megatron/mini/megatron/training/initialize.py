@@ -7,6 +7,7 @@ from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_
 
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.global_vars import get_args, set_global_variables
+from megatron.training.mini import without_cuda
 
 
 def initialize_megatron(extra_args_provider=None, args_defaults={}, parsed=False):
@@ -16,6 +17,7 @@ def initialize_megatron(extra_args_provider=None, args_defaults={}, parsed=False
         validate_args(args, args_defaults)
         set_global_variables(args)
     args = get_args()
+    without_cuda()
     initialize_rerun_state_machine(mode=RerunMode(args.rerun_mode))
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", init_method="env://")
