@@ -28,17 +28,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megaresume.integrations.megatron.hooks import install
-    from megaresume.integrations.megatron.routes import extra_args_provider, provider
+    from megaresume.integrations.megatron.hooks import check_installed, install
 
-__all__ = ["extra_args_provider", "install", "provider"]
-
-_HOMES = {"extra_args_provider": "routes", "install": "hooks", "provider": "routes"}
+__all__ = ["check_installed", "install"]
 
 
 def __getattr__(name: str) -> Any:
-    # A module of this name, ``provider``, becomes an attribute of the package when it is imported: then this is not
-    # asked any more. So import the function from routes, or from megaresume.
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.hooks"), name)

@@ -60,8 +60,8 @@ def _on_import(module: ModuleType) -> None:
     for role, name in project.modules.items():
         if name != module.__name__:
             continue
-        for seam in seams_of(project, role):
-            seam.apply(module, project)
+        for seam in seams_of(project):
+            seam.apply(module, role, project)
         if role in _CHECKED:
             wrap(module, _CHECKED[role], _checked)
     if "engine" in project.modules and project.modules["engine"] != module.__name__:

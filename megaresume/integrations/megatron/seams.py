@@ -71,18 +71,18 @@ class Seam:
         class_name, _, _ = self.name.rpartition(".")
         return getattr(module, class_name, None) if class_name else module
 
-    def apply(self, module: ModuleType, project: Project) -> None:
-        """Wrap the name in the module that has just been imported.
+    def apply(self, module: ModuleType, role: str, project: Project) -> None:
+        """Wrap the name in a module that is imported: in its home, and where somebody put another one in its place.
 
         Raises:
-            SetupError: the name is not there, and it is required.
+            SetupError: the name is not at home, and it is required.
         """
         owner, attribute = self.owner(module), self.name.rpartition(".")[2]
-        if owner is None or not callable(getattr(owner, attribute, None)):
-            if self.required:
-                raise self.missing(module, project)
-            return
-        wrap(owner, attribute, self.factory)
+        there = callable(getattr(owner, attribute, None))
+        if there and role in (self.role, *self.used_by):
+            wrap(owner, attribute, self.factory)
+        elif self.required and role == self.role:
+            raise self.missing(module, project)
 
     def missing(self, module: ModuleType, project: Project) -> SetupError:
         """The error for a name that is not there."""
@@ -212,13 +212,13 @@ SEAMS: tuple[Seam, ...] = (
 )
 
 
-def seams_of(project: Project, role: str | None = None) -> list[Seam]:
-    """The names to wrap in this project, of one of its modules or of all.
+def seams_of(project: Project) -> list[Seam]:
+    """The names to wrap in this project.
 
     Raises:
         SetupError: a required one belongs to a module that the project does not have.
     """
-    wanted = [seam for seam in SEAMS if seam.applies_to(project) and role in (None, seam.role)]
+    wanted = [seam for seam in SEAMS if seam.applies_to(project)]
     for seam in wanted:
         if seam.required and seam.role not in project.modules:
             raise SetupError(

@@ -10,7 +10,7 @@ import sys
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-def _wait():
+def _wait() -> None:
     if sys.version_info < (3, 11):  # noqa: UP036  a child may run under another Python than the one that trains
         return
     try:
@@ -24,13 +24,13 @@ def _wait():
         when_imported(name, _install)
 
 
-def _install(module):
+def _install(module: object) -> None:
     from megaresume.integrations.megatron.hooks import install
 
     install()
 
 
-def _next_sitecustomize():
+def _next_sitecustomize() -> None:
     """Run the one that this file hides, under its own name."""
     from importlib.machinery import PathFinder
     from importlib.util import module_from_spec
