@@ -126,13 +126,7 @@ def open_streams(args: Any, data_file: str | None) -> Streams:
     parts = read_data(args, data_file)
     opened = {part: None if data is None else _open(data, args) for part, data in parts.items()}
     train = opened["train"]
-    if train is None:
-        raise UsageError(
-            "there is no training data",
-            found=_given(args) or "no flag that names any",
-            expected=f"{_YAML} data.yaml, or --data-path and the like with a share for training",
-            action=f"pass {_YAML} data.yaml or --data-path",
-        )
+    assert train is not None  # read_data refuses
     return Streams(train=train, valid=opened["valid"], test=opened["test"])
 
 
@@ -149,6 +143,13 @@ def read_data(args: Any, data_file: str | None) -> dict[Part, PartData | None]:
         parts = _from_blend(args)
     else:
         parts = _from_parts(args)
+    if parts["train"] is None:
+        raise UsageError(
+            "there is no training data",
+            found=_given(args) or "no flag that names any",
+            expected=f"{_YAML} data.yaml, or --data-path and the like with a share for training",
+            action=f"pass {_YAML} data.yaml or --data-path",
+        )
     evaluates = bool(getattr(args, "eval_iters", 0))
     if not evaluates:
         return {"train": parts["train"], "valid": None, "test": None}
