@@ -14,18 +14,24 @@ out, in the checkpoint, and sees to it that a resume gets the same again, or is 
     request.py    what a builder is asked to build
     compare.py    record against request: what changed, in words, and the flag that restores it
     pinned.py     let Megatron's builder build what is recorded
+    verify.py     built datasets against the record
+    empty.py      splits without a token, refused
     extend.py     further samples behind the recorded ones
     build.py      around ``BlendedMegatronDatasetBuilder``
-    ranks.py      who looks at the indexes, and how the others hear of it
+    agree.py      who looks at the indexes, and how the others hear of it
     order.py      `guarded` and `GuardOrder`
     show.py       the record for people: ``order.json``, ``megaresume inspect``
 """
 
 from __future__ import annotations
 
-from megaresume.integrations.megatron.guard.build import around_builder_build, around_builder_init
-from megaresume.integrations.megatron.guard.order import GuardOrder, guarded, shared
-from megaresume.integrations.megatron.guard.show import describe, write_record
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megaresume.integrations.megatron.guard.build import around_builder_build, around_builder_init
+    from megaresume.integrations.megatron.guard.order import GuardOrder, guarded, shared
+    from megaresume.integrations.megatron.guard.show import describe, write_record
 
 __all__ = [
     "GuardOrder",
@@ -36,3 +42,19 @@ __all__ = [
     "shared",
     "write_record",
 ]
+
+_HOME = {
+    "GuardOrder": "order",
+    "around_builder_build": "build",
+    "around_builder_init": "build",
+    "describe": "show",
+    "guarded": "order",
+    "shared": "order",
+    "write_record": "show",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

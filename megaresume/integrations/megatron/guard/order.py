@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from megaresume.integrations.megatron.guard.ranks import broadcast
 from megaresume.integrations.megatron.guard.record import BuilderRecord, OrderRecord
 
 if TYPE_CHECKING:
@@ -52,14 +51,28 @@ class Pass:
         self.recorded = recorded
         self.builders: list[BuilderRecord] = []
         self.accepted: list[str] = []
-        #: what builders were seen, guarded or not.
-        self.seen = 0
+        self._said: set[str] = set()
+        #: names of differences that the user accepts.
+        self.accept: tuple[str, ...] = tuple(getattr(session.settings, "accept", None) or ())
 
     def pin(self, ordinal: int) -> BuilderRecord | None:
         """What is recorded of the builder with this number."""
         if self.recorded is None or ordinal >= len(self.recorded.builders):
             return None
         return self.recorded.builders[ordinal]
+
+    @property
+    def digest(self) -> str:
+        """Of what is recorded, 12 hex digits."""
+        return "" if self.recorded is None else self.recorded.digest()[:12]
+
+    def note(self, words: str) -> None:
+        """Say something that the user should know, once, on the rank that prints."""
+        from megaresume.integrations.ranks import is_rank_0
+
+        if words not in self._said and is_rank_0():
+            print(f"megaresume: guard: {words}", flush=True)
+        self._said.add(words)
 
 
 _current: Pass | None = None
@@ -122,6 +135,7 @@ def shared(session: Session) -> None:
     Raises:
         StateError: two ranks hold different orders.
     """
+    from megaresume.integrations.megatron.guard.agree import broadcast
     from megaresume.integrations.ranks import gather, same_on_all_ranks
 
     mine = session.order.digest if isinstance(session.order, GuardOrder) else None
