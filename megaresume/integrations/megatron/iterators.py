@@ -112,7 +112,7 @@ def _begin(current: Session) -> StreamOrder:
             saved=saved,
             position=int(args.consumed_train_samples),
             iteration=int(args.iteration),
-            schedule=schedule_from_args(args),
+            schedule=schedule_from_args(args, current.project),
         )
     )
 
