@@ -45,6 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "Megatron's own datasets, and make sure that a resume rebuilds their order. off: do nothing. "
         "Default: stream with --megaresume-data, otherwise guard",
     )
+    group.add_argument(
+        "--megaresume-accept",
+        "--megaresume_accept",
+        nargs="+",
+        metavar="NAME",
+        default=None,
+        help="differences from the recorded order of Megatron's own datasets that are meant, by the names that the "
+        "refusal gave them; kept in the record for ever",
+    )
     return parser
 
 
@@ -64,6 +73,8 @@ class Settings:
     mode: Mode
     #: path of a data.yaml; None: the classic flags say what the data is.
     data: str | None = None
+    #: names of differences that the guard accepts.
+    accept: tuple[str, ...] = ()
 
     @classmethod
     def from_args(cls, args: Any, argv: Sequence[str] | None = None) -> Settings:
@@ -76,9 +87,11 @@ class Settings:
         Raises:
             UsageError: an unknown mode, or flags that contradict each other.
         """
-        data, mode = getattr(args, "megaresume_data", None), getattr(args, "megaresume_mode", None)
-        if data is None and mode is None:
-            data, mode = _from_command_line(sys.argv[1:] if argv is None else argv)
+        names = ("megaresume_data", "megaresume_mode", "megaresume_accept")
+        source = args
+        if not any(getattr(args, name, None) for name in names):
+            source = _from_command_line(sys.argv[1:] if argv is None else argv)
+        data, mode, accept = (getattr(source, name, None) for name in names)
         if mode is not None and mode not in _MODES:
             raise UsageError(
                 "unknown mode",
@@ -93,11 +106,15 @@ class Settings:
                 expected="guard for Megatron's own datasets, or a data.yaml for our stream",
                 action="leave out one of the two flags",
             )
-        return cls(mode=mode or ("guard" if data is None else "stream"), data=None if data is None else str(data))
+        names_accepted = accept.split() if isinstance(accept, str) else accept or ()
+        return cls(
+            mode=mode or ("guard" if data is None else "stream"),
+            data=None if data is None else str(data),
+            accept=tuple(str(name) for name in names_accepted),
+        )
 
 
-def _from_command_line(argv: Sequence[str]) -> tuple[str | None, str | None]:
-    """(data, mode) from a command line whose other flags we do not know."""
+def _from_command_line(argv: Sequence[str]) -> argparse.Namespace:
+    """Our flags on a command line whose other flags we do not know."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    known, _ = add_arguments(parser).parse_known_args(list(argv))
-    return known.megaresume_data, known.megaresume_mode
+    return add_arguments(parser).parse_known_args(list(argv))[0]
