@@ -47,45 +47,43 @@ def _pretrain(provider, model_provider, forward_step_func, extra_args_provider=N
     torch.distributed.destroy_process_group()
 
 
-if SHAPE == "0.17":
+def pretrain(
+    train_valid_test_dataset_provider,
+    model_provider,
+    model_type,
+    forward_step_func,
+    process_non_loss_data_func=None,
+    extra_args_provider=None,
+    args_defaults={},
+):
+    """The call shape up to 0.17."""
+    _pretrain(train_valid_test_dataset_provider, model_provider, forward_step_func, extra_args_provider, args_defaults)
 
-    def pretrain(
-        train_valid_test_dataset_provider,
-        model_provider,
-        model_type,
-        forward_step_func,
-        process_non_loss_data_func=None,
-        extra_args_provider=None,
-        args_defaults={},
-    ):
-        _pretrain(
-            train_valid_test_dataset_provider, model_provider, forward_step_func, extra_args_provider, args_defaults
-        )
 
-elif SHAPE == "0.18":
+def _pretrain_0_18(
+    cfg_container,
+    train_valid_test_dataset_provider,
+    model_provider,
+    model_type,
+    forward_step_func,
+    process_non_loss_data_func=None,
+):
+    _pretrain(train_valid_test_dataset_provider, model_provider, forward_step_func, parsed=True)
 
-    def pretrain(
-        cfg_container,
-        train_valid_test_dataset_provider,
-        model_provider,
-        model_type,
-        forward_step_func,
-        process_non_loss_data_func=None,
-    ):
-        _pretrain(train_valid_test_dataset_provider, model_provider, forward_step_func, parsed=True)
 
-else:
+def _pretrain_from_0_19(
+    cfg_container,
+    train_valid_test_dataset_provider,
+    model_type,
+    forward_step_func,
+    model_provider=None,
+    process_non_loss_data_func=None,
+):
+    model_provider = model_provider or cfg_container.build_model
+    _pretrain(train_valid_test_dataset_provider, model_provider, forward_step_func, parsed=True)
 
-    def pretrain(
-        cfg_container,
-        train_valid_test_dataset_provider,
-        model_type,
-        forward_step_func,
-        model_provider=None,
-        process_non_loss_data_func=None,
-    ):
-        model_provider = model_provider or cfg_container.build_model
-        _pretrain(train_valid_test_dataset_provider, model_provider, forward_step_func, parsed=True)
+
+pretrain = {"0.18": _pretrain_0_18, "0.19": _pretrain_from_0_19}.get(SHAPE, pretrain)
 
 
 def setup_model_and_optimizer(model_provider):
