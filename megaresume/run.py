@@ -6,8 +6,8 @@
     megaresume run pretrain_gpt.py ARGS
     torchrun -m megaresume.run -m package.pretrain ARGS
 
-The script sees what ``python pretrain_gpt.py ARGS`` shows it: ``sys.argv``, ``sys.path``, a ``__main__`` of its own, its
-tracebacks. Exit status: the script's; 1 for an error of megaresume inside it; 2 when it cannot be started.
+The script sees what ``python pretrain_gpt.py ARGS`` shows it: ``sys.argv``, ``sys.path``, a ``__main__`` of its own,
+its tracebacks. Exit status: the script's; 1 for an error of megaresume inside it; 2 when it cannot be started.
 """
 
 from __future__ import annotations
