@@ -184,7 +184,7 @@ class _Rebuild:
 
     def _extend(self, splits: dict[int, SplitRecord], datasets: list[Any]) -> dict[int, SplitRecord]:
         from megaresume.integrations.megatron.guard.agree import agreed
-        from megaresume.integrations.megatron.guard.extend import Extension, extend, extension_record, plan_extension
+        from megaresume.integrations.megatron.guard.extend import Extension, extend, extension_record
         from megaresume.integrations.megatron.guard.pinned import extendable
 
         sizes, asked = self.pin.sizes, self.request.sizes
@@ -196,7 +196,7 @@ class _Rebuild:
                 if (size := asked[i]) is not None
                 and datasets[i] is not None
                 and extendable(split)
-                and (plan := plan_extension(split, datasets[i], max(size, sizes[i] or 0))) is not None
+                and (plan := self._plan(i, split, datasets[i], max(size, sizes[i] or 0))) is not None
             },
         )
         for i, plan in plans.items():
@@ -212,6 +212,11 @@ class _Rebuild:
             raise self._other_order(wrong)
         longer = agreed(datasets, lambda: {i: extension_record(splits[i], datasets[i]) for i in plans})
         return splits | longer
+
+    def _plan(self, i: int, split: SplitRecord, dataset: Any, samples: int) -> Any:
+        from megaresume.integrations.megatron.guard.extend import plan_extension
+
+        return plan_extension(split, dataset, samples, by_length=self._weights(i) is None)
 
     def _weights(self, split: int) -> list[float] | None:
         blend = self.pin.blend if self.pin.blend is not None else (self.pin.blend_per_split or (None,) * 3)[split]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megaresume.integrations.megatron.guard.corpus import Corpus
 from megaresume.integrations.megatron.guard.record import SPLITS
 from megaresume.integrations.megatron.guard.request import Request
@@ -21,30 +23,44 @@ def refuse_empty_splits(request: Request) -> None:
         paths, weights = blend
         if weights is None and len(paths) > 1:
             continue  # one epoch of each: nothing is added up
-        for path in paths:
-            corpus = Corpus.at(path, request.cls)
-            if corpus is not None and corpus.is_empty(corpus.bounds(share)):
-                raise _empty(request, corpus, name, split, corpus.bounds(share))
+        corpora = [corpus for path in paths if (corpus := Corpus.at(path, request.cls)) is not None]
+        for corpus in corpora:
+            if corpus.is_empty(corpus.bounds(share)):
+                raise _empty(request, corpora, corpus, name, split, corpus.bounds(share))
 
 
-def _empty(request: Request, corpus: Corpus, name: str, split: int, documents: tuple[int, int]) -> ConfigError:
-    action = f"leave {corpus.path} out of the {name} set"
+def _empty(
+    request: Request, corpora: Sequence[Corpus], corpus: Corpus, name: str, split: int, documents: tuple[int, int]
+) -> ConfigError:
+    cause, actions = "an empty corpus", [f"leave {corpus.path} out of the {name} set"]
     if request.blend_per_split is None:
+        cause = f"--split {request.settings.get('split')} of a small corpus"
         wanted = [share is not None for share in request.shares]
-        rest = max(corpus.documents - sum(wanted[1:]), 1)
-        one_each = ",".join(str(n) for n in (rest, int(wanted[1]), int(wanted[2])))
-        shares = [f"{(s[1] - s[0]) if s is not None else 0:g}" for s in request.shares]
-        shares[split] = "0"
-        action = (
-            f"--split {one_each} gives each set of this corpus at least one document; "
-            f"--split {','.join(shares)} does without a {name} set"
-        )
+        enough = _enough(corpora, wanted)
+        if enough is not None:
+            actions.insert(0, f"--split {enough} gives every set of every corpus some documents")
+        if split > 0:
+            shares = [f"{share[1] - share[0]:g}" if share is not None else "0" for share in request.shares]
+            shares[split] = "0"
+            actions.insert(-1, f"--split {','.join(shares)} does without a {name} set")
     return ConfigError(
         f"the {name} set of {corpus.path} has no tokens, and Megatron would loop for ever looking for some",
         found=f"documents {documents[0]}:{documents[1]} of {corpus.documents}",
         expected="at least one token in every set that is sampled",
-        cause=f"--split {request.settings.get('split')} of a small corpus"
-        if request.blend_per_split is None
-        else "an empty corpus",
-        action=action,
+        cause=cause,
+        action="; or ".join(actions),
     )
+
+
+def _enough(corpora: Sequence[Corpus], wanted: Sequence[bool]) -> str | None:
+    """The value of --split with the smallest sets beside the first that leaves no set empty; None: there is none."""
+    fewest = min(corpus.documents for corpus in corpora)
+    for documents in range(1, min(fewest, 64)):
+        parts = [fewest - documents * sum(wanted[1:]), documents * wanted[1], documents * wanted[2]]
+        if parts[0] <= 0:
+            return None
+        ends = [sum(parts[: i + 1]) / fewest for i in range(3)]
+        shares = [(end - part / fewest, end) for part, end in zip(parts, ends, strict=True) if part]
+        if not any(corpus.is_empty(corpus.bounds(share)) for corpus in corpora for share in shares):
+            return ",".join(map(str, parts))
+    return None

@@ -43,8 +43,14 @@ class Extension:
     requested: tuple[int | None, ...]
 
 
-def plan_extension(split: SplitRecord, dataset: Any, samples: int) -> Extension | None:
+def plan_extension(split: SplitRecord, dataset: Any, samples: int, *, by_length: bool) -> Extension | None:
     """What this built split needs to hold ``samples`` samples; None: nothing.
+
+    Args:
+        split: the record.
+        dataset: what the builder built for it.
+        samples: how many are needed.
+        by_length: it blends without weights; then Megatron has one epoch, whatever is asked for, and so do we.
 
     Raises:
         CorpusError: a corpus without tokens.
@@ -53,10 +59,12 @@ def plan_extension(split: SplitRecord, dataset: Any, samples: int) -> Extension 
     if is_blend(dataset):
         if dataset.size is None:
             return None
+        if by_length:
+            samples = min(samples, sum(len(component) for component in components))
         if dataset.size >= samples:
             return None
         # The greedy blend takes from a corpus at most its share and one sample; and one for rounding.
-        needed = [ceil(weight * samples) + 2 for weight in dataset.weights]
+        needed = [0 if by_length else ceil(weight * samples) + 2 for weight in dataset.weights]
     else:
         needed = [samples] * len(components)
     plans = [

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from megaresume.integrations.megatron.guard.record import BuilderRecord, OrderRecord
+from megaresume.stream.errors import StateError
 
 if TYPE_CHECKING:
     from megaresume.integrations.megatron.session import Session
@@ -113,14 +114,27 @@ def _recorded(session: Session) -> OrderRecord | None:
 
 
 def _finished(guard: Pass) -> OrderRecord:
-    recorded = guard.recorded
-    builders = tuple(guard.builders)
-    accepted = tuple(guard.accepted)
-    if recorded is None:
+    recorded, builders, accepted = guard.recorded, tuple(guard.builders), tuple(guard.accepted)
+    if not builders:
+        guard.note("the data provider used no dataset builder of megatron-core: its order is NOT guarded")
+    if recorded is None or not recorded.builders:
+        if guard.samples and builders:
+            guard.note(
+                f"order before sample {guard.samples} is not proven: nothing was recorded of it. "
+                "It is recorded from here on, as Megatron builds it now"
+            )
         return OrderRecord(megatron=_core_version(), since=guard.samples, builders=builders, accepted=accepted)
-    # Builders that did not run here (a virtual-pipeline chunk without data) keep their record.
-    kept = recorded.builders[len(builders) :]
-    return replace(recorded, builders=builders + kept, accepted=recorded.accepted + accepted)
+    if len(builders) < len(recorded.builders) and "dataset" not in guard.accept:
+        raise StateError(
+            "the data provider builds fewer datasets than it did when the checkpoint was saved",
+            found=f"{len(builders)} dataset builder(s) of megatron-core",
+            expected=f"{len(recorded.builders)}",
+            cause="another script, or a flag that makes it take its data from elsewhere",
+            action="start the run as before; or, if it is meant: --megaresume-accept dataset",
+        )
+    if not accepted and guard.session.order is None:
+        guard.note(f"the order of Megatron's datasets is as recorded, at sample {guard.samples}: {recorded.digest()}")
+    return replace(recorded, builders=builders, accepted=recorded.accepted + accepted)
 
 
 def _core_version() -> str:
