@@ -17,6 +17,7 @@ An item is a pure function of its number: neither workers nor ranks enter.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -35,9 +36,11 @@ from megaresume.stream.kernel import DOCUMENT, LENGTH, SOURCE
 from megaresume.stream.plan import Plan, concatenate
 from megaresume.stream.stream import Stream
 
-__all__ = ["SAMPLE_KEY", "SampleDataset", "SampleForm", "form_of", "warnings_of"]
+__all__ = ["HASH_KEY", "IDENTITY_VARIABLE", "SAMPLE_KEY", "SampleDataset", "SampleForm", "form_of", "warnings_of"]
 
-#: the number of each sample in the stream, in every item that a framework lets us put it into: int64.
+#: Environment variable: 1 adds the next two keys to every item, for the audit of a training loop.
+IDENTITY_VARIABLE = "MEGARESUME_SAMPLE_IDS"
+#: the number of each sample in the stream: int64.
 SAMPLE_KEY = "megaresume_sample"
 #: what each sample is: the bits of its identity hash, int64.
 HASH_KEY = "megaresume_hash"
@@ -68,8 +71,8 @@ class SampleForm:
     align: int = 1
     #: the end-of-document token; None: nothing asks for it.
     eod: int | None = None
-    #: add `SAMPLE_KEY` and `HASH_KEY`.
-    identity: bool = True
+    #: add `SAMPLE_KEY` and `HASH_KEY`. Small tensors too are costly to hand over from worker processes.
+    identity: bool = False
 
 
 def form_of(args: Any, packing: PackingConfig, *, text: bool, eod: Callable[[], int]) -> SampleForm:
@@ -86,10 +89,13 @@ def form_of(args: Any, packing: PackingConfig, *, text: bool, eod: Callable[[], 
     """
     apart = packing.mode != "split" or packing.align > 1
     flags = {name: bool(getattr(args, name, False)) for name in _RESETS}
+    identity = os.environ.get(IDENTITY_VARIABLE, "0") not in ("", "0")
     if text:
         if apart:
             _check_text(flags, packing)
-        return SampleForm(text=True, across=not apart, eod=eod())  # padding is written as ends of documents
+        return SampleForm(
+            text=True, across=not apart, identity=identity, eod=eod()
+        )  # padding is written as ends of documents
     cu_seqlens = _cu_seqlens(args, packing)
     content = flags if not apart and cu_seqlens is None else {"eod_mask_loss": flags["eod_mask_loss"]}
     return SampleForm(
@@ -99,7 +105,7 @@ def form_of(args: Any, packing: PackingConfig, *, text: bool, eod: Callable[[], 
         align=packing.align,
         eod=eod() if any(content.values()) else None,
         # From 0.18 on, context parallelism cuts every tensor of the batch along the sequence, also those it knows not.
-        identity=getattr(args, "context_parallel_size", 1) == 1,
+        identity=identity and getattr(args, "context_parallel_size", 1) == 1,
         **content,
     )
 
