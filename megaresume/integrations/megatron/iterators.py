@@ -69,9 +69,9 @@ def _streamed(
             print(f"megaresume: WARNING: {warning}", flush=True)
     _check_streams(current, order)
     current.order = order
-    result = original(stream_provider(current.project, current.args, order, form, provider), *more, **kw)
     after_data_is_built(current)
-    order.follow(current.args)
+    result = original(stream_provider(current.project, current.args, order, form, provider), *more, **kw)
+    order.follow(current.args)  # behind the start of the workers: a fork is safest where there is one thread
     return result
 
 
