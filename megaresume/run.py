@@ -111,7 +111,9 @@ def _prepare(command: _Command) -> tuple[CodeType, ModuleType]:
         names: dict[str, Any] = {"__spec__": spec, "__loader__": spec.loader, "__cached__": spec.cached}
         argv_0 = path
     else:
-        path, package, argv_0 = os.path.abspath(command.target), None, command.target
+        # As Python makes it absolute: not normalised, or a link before a ".." would lead elsewhere.
+        path = os.path.join(os.getcwd(), command.target)
+        package, argv_0 = None, command.target
         if not os.path.isfile(path):
             raise UsageError(
                 f"there is no script {command.target}",

@@ -173,13 +173,13 @@ def script(path: Path, text: str) -> Path:
 
 #: Replaces the wrapper factories: each wrapper says its name, then does what was there. Run where a process starts.
 DOUBLES = """
-import functools
+import functools, os
 from megaresume.integrations.megatron import seams
 
 def around(self, original):
     @functools.wraps(original)
     def said(*args, **kwargs):
-        print("hook", self.path, flush=True)
+        os.write(1, f"hook {self.path}\\n".encode())  # in one piece, whoever else writes
         return original(*args, **kwargs)
     return said
 
