@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megaresume.checkpoint.layout import RECORDS_DIR
 from megaresume.integrations.megatron.guard.order import Pass, current_pass
 from megaresume.integrations.megatron.guard.record import SPLITS, Blend, BuilderRecord, SplitRecord
 from megaresume.stream.errors import StateError
@@ -96,13 +97,12 @@ class _Rebuild:
         from megaresume.integrations.megatron.guard.compare import Difference, compare, refuse
         from megaresume.integrations.ranks import on_rank_0
 
-        accepted = {name.lower() for name in self.guard.accept}
         samples = self.guard.samples
 
         def compared() -> Any:
             found = compare(self.pin, self.request)
             found.differences += self._grown_too_far()
-            open_ = [d for d in found.differences if d.name not in accepted]
+            open_ = [d for d in found.differences if not self.guard.accepts(d.name)]
             if open_:
                 raise refuse(open_, samples)
             return found
@@ -152,13 +152,14 @@ class _Rebuild:
 
     def _build(self, splits: dict[int, SplitRecord]) -> tuple[Any, dict[int, SplitRecord]]:
         from megaresume.integrations.megatron.guard.pinned import pin_builder
+        from megaresume.integrations.ranks import on_rank_0
 
         cache: str | None = None
         with pin_builder(self.builder, self.pin, self.request, splits):
             datasets = list(self.original())
             wrong = self._mismatches(splits, datasets)
         if wrong:
-            cache = self._own_cache()
+            cache = on_rank_0(self._own_cache)
             self.guard.note(f"the cached index is not the recorded one ({wrong[0]}); building it again in {cache}")
             with pin_builder(self.builder, self.pin, self.request, splits, cache):
                 datasets = list(self.original())
@@ -223,13 +224,13 @@ class _Rebuild:
         return None if blend is None or blend[1] is None else [float.fromhex(weight) for weight in blend[1]]
 
     def _own_cache(self) -> str:
-        args, blends = self.guard.session.args, [self.request.blend_of(i) for i in range(3)]
-        name = f"megaresume-{self.guard.digest}"
+        """A directory for a cold build, on rank 0's word: where checkpoints go, every node can read."""
+        name, save = f"megaresume-{self.guard.digest}", getattr(self.guard.session.args, "save", None)
+        if save:
+            return os.path.join(save, RECORDS_DIR, f"index-{self.guard.digest}")
         if self.builder.config.path_to_cache:
             return os.path.join(self.builder.config.path_to_cache, name)
-        if getattr(args, "save", None):
-            return os.path.join(args.save, "megaresume", name)
-        paths = [blend[0][0] for blend in blends if blend is not None]
+        paths = [blend[0][0] for i in range(3) if (blend := self.request.blend_of(i)) is not None]
         return str(Path(paths[0]).parent / name) if paths else name
 
     def _other_order(self, wrong: list[str]) -> StateError:

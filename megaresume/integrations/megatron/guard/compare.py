@@ -49,16 +49,18 @@ class Comparison:
 
 def refuse(differences: Sequence[Difference], samples: int) -> StateError:
     """The error for differences that nobody accepted."""
-    names = ", ".join(dict.fromkeys(d.name for d in differences))
+    names = list(dict.fromkeys(d.name for d in differences))
+    # Bound to the position: a flag that stays in a launch script accepts nothing later on.
+    accept = " ".join(f"{name}@{samples}" for name in names)
     return StateError(
-        f"this would change the order of Megatron's datasets from sample {samples} on: {names}",
+        f"this would change the order of Megatron's datasets from sample {samples} on: {', '.join(names)}",
         found="; ".join(d.found for d in differences),
         expected="; ".join(d.recorded for d in differences),
         cause="flags or files changed since the checkpoint was saved; without a guard, samples would silently be "
         "repeated and skipped",
         action="restore: "
         + "; ".join(dict.fromkeys(d.restore for d in differences))
-        + f". Or, if it is meant: --megaresume-accept {' '.join(dict.fromkeys(d.name for d in differences))} "
+        + f". Or, if it is meant: --megaresume-accept {accept} "
         "(Megatron's new order from here on; noted in the checkpoints for ever)",
     )
 

@@ -53,8 +53,7 @@ class Pass:
         self.builders: list[BuilderRecord] = []
         self.accepted: list[str] = []
         self._said: set[str] = set()
-        #: names of differences that the user accepts.
-        self.accept: tuple[str, ...] = tuple(getattr(session.settings, "accept", None) or ())
+        self._accept: tuple[str, ...] = tuple(getattr(session.settings, "accept", None) or ())
 
     def pin(self, ordinal: int) -> BuilderRecord | None:
         """What is recorded of the builder with this number."""
@@ -66,6 +65,10 @@ class Pass:
     def digest(self) -> str:
         """Of what is recorded, 12 hex digits."""
         return "" if self.recorded is None else self.recorded.digest()[:12]
+
+    def accepts(self, name: str) -> bool:
+        """Whether the user accepts the difference of this name: ``NAME``, or ``NAME@SAMPLES`` at this position only."""
+        return name in self._accept or f"{name}@{self.samples}" in self._accept
 
     def note(self, words: str) -> None:
         """Say something that the user should know, once, on the rank that prints."""
@@ -124,13 +127,13 @@ def _finished(guard: Pass) -> OrderRecord:
                 "It is recorded from here on, as Megatron builds it now"
             )
         return OrderRecord(megatron=_core_version(), since=guard.samples, builders=builders, accepted=accepted)
-    if len(builders) < len(recorded.builders) and "dataset" not in guard.accept:
+    if len(builders) < len(recorded.builders) and not guard.accepts("dataset"):
         raise StateError(
             "the data provider builds fewer datasets than it did when the checkpoint was saved",
             found=f"{len(builders)} dataset builder(s) of megatron-core",
             expected=f"{len(recorded.builders)}",
             cause="another script, or a flag that makes it take its data from elsewhere",
-            action="start the run as before; or, if it is meant: --megaresume-accept dataset",
+            action=f"start the run as before; or, if it is meant: --megaresume-accept dataset@{guard.samples}",
         )
     if not accepted and guard.session.order is None:
         guard.note(f"the order of Megatron's datasets is as recorded, at sample {guard.samples}: {recorded.digest()}")

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import struct
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,6 +25,7 @@ sys.modules["guard_orders"] = orders
 _spec.loader.exec_module(orders)
 
 Spec = orders.Spec
+ROOT = Path(__file__).parents[4]
 Run = Callable[..., dict[str, Any]]
 
 
@@ -85,6 +90,42 @@ def build(tmp_path: Path) -> Run:
         return orders.run(Spec(**spec))
 
     return start
+
+
+def run_program(
+    tmp_path: Path, specs: list[dict[str, Any]], *, ranks: int = 1, core: str | Path | None = None, hosts: bool = False
+) -> list[list[dict[str, Any]]]:
+    """Run orders.py in processes of its own. Returns the results per rank.
+
+    Args:
+        tmp_path: a directory for its files.
+        specs: one start after the other.
+        ranks: processes, over gloo.
+        core: directory of another megatron-core; None: the installed one.
+        hosts: every rank takes itself for a host of its own.
+    """
+    directory = Path(tempfile.mkdtemp(dir=tmp_path))
+    (directory / "specs.json").write_text(json.dumps(specs))
+    environment = dict(os.environ, STORE=str(directory / "store"), WORLD_SIZE=str(ranks))
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(core) if core else "", str(ROOT)]))
+    if hosts:
+        environment["HOST"] = "1"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, orders.__file__, str(directory / "specs.json"), str(directory / "result")],
+            env=environment | {"RANK": str(rank)},
+            stdout=(directory / f"output{rank}").open("wb"),
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        statuses = [process.wait(timeout=240) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert statuses == [0] * ranks, (directory / "output0").read_text()[-4000:]
+    return [json.loads((directory / f"result{rank}").read_text()) for rank in range(ranks)]
 
 
 def common_prefix(a: list[str], b: list[str]) -> int:

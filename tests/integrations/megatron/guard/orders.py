@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import os
+import socket
 import sys
 from collections import OrderedDict
 from dataclasses import asdict, dataclass, field
@@ -45,8 +46,8 @@ class Spec:
     #: how often the provider is called: virtual-pipeline chunks.
     chunks: int = 1
     dataset: str = "GPTDataset"
-    #: ranks that build; None: all.
-    builds_on: list[int] | None = None
+    #: ranks that build, per chunk; None: all.
+    builds_on: list[list[int]] | None = None
 
 
 #: of the dataset config; required.
@@ -126,6 +127,10 @@ def run(spec: Spec) -> dict[str, Any]:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         built = [call(list(spec.sizes), vp_stage=chunk) for chunk in range(spec.chunks)]
+    from megaresume.integrations.megatron.guard import shared
+
+    if spec.guard:
+        shared(session)
     order = session.order
     return {
         "train": identities(built[0][0]),
@@ -140,7 +145,7 @@ def run(spec: Spec) -> dict[str, Any]:
 def _builds(spec: Spec, chunk: int | None) -> Any:
     import torch.distributed as dist
 
-    return lambda: spec.builds_on is None or (dist.get_rank() in spec.builds_on)
+    return lambda: spec.builds_on is None or dist.get_rank() in spec.builds_on[chunk or 0]
 
 
 def identities(dataset: Any) -> Any:
@@ -158,8 +163,9 @@ def init_process_group() -> None:
 
     if dist.is_initialized():
         return
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
+    if "STORE" in os.environ:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group("gloo", init_method=f"file://{os.environ['STORE']}", rank=rank, world_size=size)
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
@@ -168,14 +174,18 @@ def main() -> None:
     """``orders.py SPEC.json RESULT.json``: a list of specs, run one after the other; each may resume the one before."""
     specs, result = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     results: list[dict[str, Any]] = []
+    rank = os.environ.get("RANK", "0")
+    if "HOST" in os.environ:
+        socket.gethostname = lambda: f"host{rank}"
     for raw in specs:
         if raw.pop("resume", False):
             raw["loaded"] = results[-1]["payload"]
+        if raw.pop("cache_per_rank", False):
+            raw["cache"] += rank
         try:
             results.append(run(Spec(**raw)))
         except Exception as error:  # noqa: BLE001  it is the result
             results.append({"error": str(error), "type": type(error).__name__, "payload": raw.get("loaded")})
-    rank = os.environ.get("RANK", "0")
     result.with_name(result.name + rank).write_text(json.dumps(results))
 
 

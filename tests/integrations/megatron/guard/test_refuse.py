@@ -153,6 +153,15 @@ def test_accepting_one_of_two_is_not_enough(build: Run, base: dict[str, Any], co
         )  # fmt: skip
 
 
+def test_what_was_accepted_is_not_accepted_later(build: Run, base: dict[str, Any], corpora: Corpora) -> None:
+    """The flag may stay in the launch script: it is bound to the position that the refusal named."""
+    spec: dict[str, Any] = {"paths": corpora.paths, "weights": WEIGHTS, "accept": ["seed@200"]}
+    accepted = build(**spec, seed=1, loaded=base["payload"], samples=200)
+    assert build(**spec, seed=1, loaded=accepted["payload"], samples=240)["train"] == accepted["train"]
+    with pytest.raises(StateError, match="seed"):
+        build(**spec, seed=2, loaded=accepted["payload"], samples=240)
+
+
 def test_another_validation_set_leaves_the_training_set_pinned(build: Run, corpora: Corpora) -> None:
     a, b, c = corpora.paths
     base = build(per_split=[([a, b], [0.7, 0.3]), ([c], None), None], sizes=[250, 20, 0])
