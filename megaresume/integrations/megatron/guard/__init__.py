@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megaresume.integrations.megatron.guard.build import around_builder_build, around_builder_init
     from megaresume.integrations.megatron.guard.order import GuardOrder, guarded, shared
-    from megaresume.integrations.megatron.guard.show import describe, write_record
+    from megaresume.integrations.megatron.guard.show import describe, read_record, write_record
 
 __all__ = [
     "GuardOrder",
@@ -39,6 +39,7 @@ __all__ = [
     "around_builder_init",
     "describe",
     "guarded",
+    "read_record",
     "shared",
     "write_record",
 ]
@@ -49,6 +50,7 @@ _HOME = {
     "around_builder_init": "build",
     "describe": "show",
     "guarded": "order",
+    "read_record": "show",
     "shared": "order",
     "write_record": "show",
 }

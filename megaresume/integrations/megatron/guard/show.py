@@ -10,8 +10,9 @@ from typing import Any
 from megaresume.checkpoint.atomic import make_dir, write_atomic
 from megaresume.checkpoint.layout import RECORDS_DIR
 from megaresume.integrations.megatron.guard.record import SPLITS, BuilderRecord, OrderRecord
+from megaresume.stream.errors import StateError
 
-__all__ = ["ORDER", "describe", "write_record"]
+__all__ = ["ORDER", "describe", "read_record", "write_record"]
 
 #: a copy: what counts is the record inside the checkpoint.
 ORDER = "order.json"
@@ -30,6 +31,24 @@ def write_record(save_dir: str | Path, payload: Mapping[str, Any]) -> Path:
     make_dir(path.parent)
     write_atomic(path, (json.dumps(payload, indent=1) + "\n").encode())
     return path
+
+
+def read_record(save_dir: str | Path) -> dict[str, Any] | None:
+    """The record beside the checkpoints, as JSON; None: there is none. Raises StateError: unreadable."""
+    path = Path(save_dir) / RECORDS_DIR / ORDER
+    try:
+        payload = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise StateError(
+            f"{path} cannot be read",
+            found=f"{type(error).__name__}: {error}",
+            expected="what a save wrote there",
+            cause="the file was damaged or edited; it is only a copy of what the checkpoints hold",
+            action="the next save writes it anew",
+        ) from error
+    return payload if isinstance(payload, dict) else {}
 
 
 def describe(payload: Mapping[str, Any]) -> list[str]:
