@@ -13,10 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.candidates import Candidate, list_candidates
+from megaresume.checkpoint.candidates import Candidate, examine, list_candidates
 from megaresume.checkpoint.choose import choose
-from megaresume.checkpoint.layout import TRACKER, ledger_path
+from megaresume.checkpoint.layout import TRACKER, ledger_path, marker_path, megatron_tag
 from megaresume.checkpoint.ledger import read_ledger
+from megaresume.checkpoint.pointers import read_pointer
 from megaresume.integrations.ranks import on_all_ranks
 from megaresume.stream.errors import CheckpointError, MegaresumeError
 
@@ -79,16 +80,20 @@ def _remedy(root: Path) -> str:
 
 
 def check_tracker(args: Any) -> None:
-    """On rank 0, before Megatron's load: is it all right that there is no tracker?
+    """On rank 0, before Megatron's load: is what it will load whole, and is it all right if there is no tracker?
 
     It is at the first start of a run that loads from where it will save, where nothing was ever finished. And where
     Megatron loads something else: ``--ckpt-step``, ``--pretrained-checkpoint``, a non-persistent checkpoint.
 
     Raises:
-        CheckpointError: there are checkpoints; or nothing, where something must be.
+        CheckpointError: files of the checkpoint are missing or of another size; there are checkpoints without a
+            tracker; or nothing, where something must be.
     """
     load = getattr(args, "load", None)
-    if not load or "://" in str(load) or os.path.isfile(os.path.join(load, TRACKER)):
+    if not load or "://" in str(load):
+        return
+    if os.path.isfile(os.path.join(load, TRACKER)):
+        _check_whole(args, Path(os.path.abspath(load)))
         return
     if getattr(args, "ckpt_step", None) or getattr(args, "pretrained_checkpoint", None):
         return
@@ -110,6 +115,43 @@ def check_tracker(args: Any) -> None:
             action="correct --load; for a first start, leave it out or give it the same directory as --save"
             + (", without --exit-on-missing-checkpoint" if same else ""),
         )
+
+
+def _check_whole(args: Any, root: Path) -> None:
+    """Compare the checkpoint that Megatron will load with its manifest, if it has one."""
+    tracker = read_pointer(root, TRACKER)
+    iteration = getattr(args, "ckpt_step", None) or tracker.iteration
+    if iteration is None or getattr(args, "non_persistent_ckpt_type", None):
+        return
+    tag = megatron_tag(int(iteration))
+    candidate = next((c for c in list_candidates(root) if c.tag == tag and c.has_dir), None)
+    if candidate is None or "manifest" not in candidate.records:
+        return
+    found = examine(root, candidate)
+    if found.status == "complete" or (found.status == "incomplete" and _moved_since(root, candidate)):
+        return
+    raise CheckpointError(
+        f"the checkpoint {tag} is {found.status}",
+        found=f"{root / tag}: {found.reason}",
+        expected="every file of its manifest, with its size",
+        cause="a second save of this step was killed, the disk was full, or files were deleted or copied in part",
+        action=_other(root, candidate),
+    )
+
+
+def _moved_since(root: Path, candidate: Candidate) -> bool:
+    """Whether Megatron moved its tracker after the save of the marker began: then that save was done."""
+    marker = marker_path(root, candidate.order, candidate.tag)
+    return (root / TRACKER).stat().st_mtime_ns >= marker.stat().st_mtime_ns
+
+
+def _other(root: Path, damaged: Candidate) -> str:
+    for candidate in list_candidates(root):
+        if candidate.has_dir and candidate is not damaged and candidate.order < damaged.order:
+            with contextlib.suppress(MegaresumeError):
+                if examine(root, candidate).status == "complete":
+                    return f"--ckpt-step {candidate.iteration} goes on from {candidate.tag}, which is complete"
+    return f"megaresume inspect {root} shows what is there"
 
 
 def _has_non_persistent(args: Any, load: str) -> bool:

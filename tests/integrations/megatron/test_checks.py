@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megaresume.checkpoint.commit import PendingCheckpoint, begin_save, commit_save
 from megaresume.checkpoint.layout import ledger_path, marker_path
 from megaresume.checkpoint.ledger import LedgerEntry, append_ledger
 from megaresume.checkpoint.marker import Marker, write_marker
@@ -18,6 +20,7 @@ from megaresume.integrations.megatron.project import Project
 from megaresume.integrations.megatron.session import Session
 from megaresume.integrations.megatron.state import SavedState
 from megaresume.integrations.megatron.tracker import around_read_metadata, check_tracker
+from megaresume.loading.open import open_stream
 from megaresume.stream.errors import CheckpointError, UsageError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -178,6 +181,37 @@ def test_first_save_cut_short(tmp_path: Path) -> None:
     (tmp_path / "megaresume").mkdir()
     write_marker(marker_path(tmp_path, 10, "iter_0000010"), marker)
     check_tracker(args_for(tmp_path, tmp_path))
+
+
+def test_damaged_checkpoint_is_named(tmp_path: Path, data_yaml: Path) -> None:
+    stream = open_stream(data_yaml)
+
+    def begin(iteration: int) -> PendingCheckpoint:
+        tag = f"iter_{iteration:07d}"
+        pending = begin_save(tmp_path, tag=tag, iteration=iteration, state=stream.state_at(8 * iteration), latest=False)
+        (tmp_path / tag).mkdir(exist_ok=True)
+        (tmp_path / tag / "common.pt").write_bytes(b"weights")
+        return pending
+
+    for iteration in (10, 20):
+        commit_save(begin(iteration))
+    args = args_for(tmp_path, tmp_path)
+    check_tracker(args)
+    (tmp_path / "iter_0000020" / "common.pt").write_bytes(b"wei")
+    with pytest.raises(CheckpointError, match="iter_0000020 is damaged") as error:
+        check_tracker(args)
+    assert "--ckpt-step 10" in str(error.value.action)
+    args.ckpt_step = 10
+    check_tracker(args)
+    # Being saved once more: mixed files, unless the tracker moved after that save began.
+    args.ckpt_step = None
+    tracker = tmp_path / TRACKER
+    begin(20)
+    os.utime(tracker, ns=(1, 1))
+    with pytest.raises(CheckpointError, match="iter_0000020 is incomplete"):
+        check_tracker(args)
+    tracker.write_text("20")
+    check_tracker(args)
 
 
 # Against the arguments in the checkpoint
