@@ -1,6 +1,8 @@
 """Exact, elastic, provable data resume for Megatron-LM and DeepSpeed training.
 
     megaresume.attach(engine, "data.yaml")     DeepSpeed: micro-batches, saved and restored with the model
+    megaresume.provider(base_provider)         Megatron: the script's datasets provider, with exact resume
+    megaresume.extra_args_provider(base)       Megatron: the script's flags, and ours
     megaresume.open_stream("data.yaml")        the stream itself: plan, state and digest of any sample
     megaresume.StreamLoader, StreamDataset     its samples as torch tensors
 
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megaresume.integrations.deepspeed import attach
+    from megaresume.integrations.megatron.routes import extra_args_provider, provider
     from megaresume.loading.dataset import StreamDataset
     from megaresume.loading.loader import StreamLoader
     from megaresume.loading.open import open_stream
@@ -34,7 +37,9 @@ __all__ = [
     "StreamLoader",
     "StreamState",
     "attach",
+    "extra_args_provider",
     "open_stream",
+    "provider",
 ]
 
 _HOMES = {
@@ -46,7 +51,9 @@ _HOMES = {
     "StreamLoader": "megaresume.loading.loader",
     "StreamState": "megaresume.stream.state",
     "attach": "megaresume.integrations.deepspeed",
+    "extra_args_provider": "megaresume.integrations.megatron.routes",
     "open_stream": "megaresume.loading.open",
+    "provider": "megaresume.integrations.megatron.routes",
 }
 
 

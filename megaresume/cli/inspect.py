@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaresume.stream.errors import UsageError
+from megaresume.stream.errors import StateError, UsageError
 
 if TYPE_CHECKING:
     from megaresume.checkpoint.candidates import Examined
@@ -91,6 +91,7 @@ def _report(found: Survey, last: int) -> dict[str, Any]:
         "error": None if found.error is None else str(found.error),
         "notes": [*(choice.notes if choice else ()), *found.notes],
         "state": None if step is None else step.to_fields(),
+        "order": _order(found),
         "pointers": [
             {"name": p.name, "status": p.status, "text": p.text, "tag": p.tag, "problem": p.problem}
             for p in found.pointers
@@ -106,6 +107,16 @@ def _report(found: Survey, last: int) -> dict[str, Any]:
         },
         "leftovers": list(found.leftovers),
     }
+
+
+def _order(found: Survey) -> dict[str, Any] | None:
+    """What the guard recorded of Megatron's own datasets."""
+    from megaresume.integrations.megatron.guard import read_record
+
+    try:
+        return read_record(found.root)
+    except StateError as error:
+        return {"error": str(error)}
 
 
 def _checkpoint(examined: Examined) -> dict[str, Any]:
@@ -142,7 +153,7 @@ def _entry(entry: LedgerEntry) -> dict[str, Any]:
 
 
 def _text(found: Survey, last: int) -> str:
-    blocks = [_headline(found), _state_block(found), _pointer_block(found)]
+    blocks = [_headline(found), _state_block(found), _order_block(found), _pointer_block(found)]
     blocks += [_checkpoint_block(found), _ledger_block(found, last), _note_block(found)]
     return "\n\n".join(block for block in blocks if block)
 
@@ -185,6 +196,16 @@ def _state_block(found: Survey) -> str:
         rows.append(["skipped", ", ".join(f"{first:,} to {last:,}" for first, last in state.skipped_ranges)])
     rows += [["accepted", override] for override in state.overrides]
     return f"data state of {step.tag}\n" + _table(rows) + _source_table(step)
+
+
+def _order_block(found: Survey) -> str:
+    from megaresume.integrations.megatron.guard import describe, read_record
+
+    try:
+        record = read_record(found.root)
+        return "" if record is None else "\n".join(describe(record))
+    except StateError as error:
+        return str(error)
 
 
 def _source_table(step: StepFile) -> str:

@@ -18,14 +18,20 @@ from megaresume.stream.errors import MegaresumeError, UsageError
 __all__ = ["main"]
 
 #: In the order of a newcomer's first day. Each is a module of this package with HELP, add_arguments and run.
-COMMANDS = ("demo", "prepare", "stream", "inspect", "verify")
+COMMANDS = ("demo", "prepare", "stream", "inspect", "verify", "patch", "run")
 
 DESCRIPTION = "Exact, elastic, provable data resume for Megatron-LM and DeepSpeed training."
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command line; returns the exit status."""
-    argv = normalise(sys.argv[1:] if argv is None else argv)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["run"]:
+        # What follows is the script's: its flags stay as they are, its errors go where Python shows them.
+        from megaresume.run import main as run_script
+
+        return run_script(argv[1:])
+    argv = normalise(argv)
     # Only the command that is asked for is imported; the help text needs them all.
     names = [name for name in argv[:1] if name in COMMANDS] or list(COMMANDS)
     parser = argparse.ArgumentParser(prog="megaresume", description=DESCRIPTION)

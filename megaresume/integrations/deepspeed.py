@@ -23,9 +23,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaresume.integrations import deepspeed_engine as facts
-from megaresume.integrations.deepspeed_checkpoint import Checkpoints, Resume
+from megaresume.integrations.deepspeed_checkpoint import Checkpoints
 from megaresume.integrations.deepspeed_data import TrainingData
-from megaresume.integrations.deepspeed_ranks import on_all_ranks, on_rank_0, same_on_all_ranks
+from megaresume.integrations.ranks import on_all_ranks, on_rank_0, same_on_all_ranks
+from megaresume.integrations.resume import Resume
 from megaresume.loading.batch import Batch
 from megaresume.loading.loader import StartMethod
 from megaresume.loading.open import open_stream

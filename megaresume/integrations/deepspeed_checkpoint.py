@@ -6,23 +6,18 @@
     load   rank 0: choose -> all ranks: the same there? -> DeepSpeed's load of exactly that tag
            -> state from client_state, compared with the one beside the checkpoint -> the stream goes on from it
 
-DeepSpeed's own ``latest`` is no commit marker: its rank 0 writes it, in place, while other ranks may still be writing
-their files. So it is told not to, and the commit writes it.
+What concerns one tag directory alone is in `deepspeed_tags`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
+import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.choose import Choice, choose
-from megaresume.checkpoint.commit import begin_save, commit_save
-from megaresume.checkpoint.confirm import confirm_choice
-from megaresume.checkpoint.data_file import write_data_file
+from megaresume.checkpoint.choose import Choice
 from megaresume.checkpoint.layout import deepspeed_tag, ledger_path
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.start import record_start
@@ -30,45 +25,24 @@ from megaresume.checkpoint.state_file import StepFile
 from megaresume.checkpoint.topology import Topology
 from megaresume.integrations import deepspeed_engine as facts
 from megaresume.integrations.deepspeed_data import TrainingData
-from megaresume.integrations.deepspeed_ranks import gather, is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
-from megaresume.stream.errors import CheckpointError, StateError
+from megaresume.integrations.deepspeed_tags import (
+    KEY,
+    check_loaded,
+    check_partitions,
+    choose_tag,
+    state_within,
+    without_state,
+    write_tag,
+)
+from megaresume.integrations.ranks import is_rank_0, on_all_ranks, same_on_all_ranks
+from megaresume.integrations.resume import Resume
+from megaresume.stream.errors import StateError
 from megaresume.stream.state import StreamState
 
-__all__ = ["KEY", "Checkpoints", "Resume"]
+__all__ = ["KEY", "Checkpoints"]
 
-#: the one key that we add to DeepSpeed's client state, which shares a namespace with DeepSpeed's own.
-KEY = "megaresume"
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Resume:
-    """What a resume found and did."""
-
-    #: optimizer steps done, and samples that they trained.
-    step: int
-    samples: int
-    #: of those samples, 16 hex digits.
-    digest: str
-    tag: str
-    #: how the run was laid out when it saved, and is now.
-    before: Topology | None
-    now: Topology
-    #: samples that the weights have seen and that would come again; that they have not seen and would not come.
-    #: Counted against DeepSpeed's own ``global_samples``, which rides in the same file as the weights.
-    repeated: int
-    skipped: int
-
-    def line(self) -> str:
-        """One line, to be searched for in logs."""
-        before = self.before or self.now
-        pairs = [("dp", "dp"), ("workers", "num_workers"), ("mbs", "micro_batch_size"), ("gbs", "global_batch_size")]
-        layout = " ".join(f"{word} {getattr(before, name)}->{getattr(self.now, name)}" for word, name in pairs)
-        return (
-            f"megaresume: resumed at sample {self.samples} | digest {self.digest} | {layout} | "
-            f"repeated {self.repeated} skipped {self.skipped} | step {self.step} from {self.tag}"
-        )
+#: how to load weights without their data.
+BEGIN_ANEW = "load_checkpoint(..., load_module_only=True)"
 
 
 class Checkpoints:
@@ -117,29 +91,18 @@ class Checkpoints:
             action="compare the corpora on the nodes: megaresume stream DATA.yaml",
         )
         self.record_start(save_dir)
-        begin = on_rank_0(
-            lambda: begin_save(
-                save_dir,
-                tag=tag,
-                iteration=step,
-                state=state,
-                topology=self.topology(),
-                latest=latest,
-                tracker=latest,
-            )
+        return write_tag(
+            engine,
+            functools.partial(write, save_dir),
+            save_dir,
+            tag=tag,
+            iteration=step,
+            state=state,
+            topology=self.topology,
+            client_state=client_state,
+            latest=latest,
+            origin=data.stream.origin,
         )
-        result = write(save_dir, tag=tag, client_state={**client_state, KEY: state.to_dict()}, save_latest=False)
-        # Gathering the names is also the barrier behind the last write.
-        files = sorted({file for files in gather(facts.expected_files(engine, save_dir, tag)) for file in files})
-
-        def commit() -> tuple[str, ...]:
-            notes = commit_save(begin, expected_files=files).notes
-            if data.stream.origin is not None:
-                write_data_file(Path(save_dir), data.stream.origin)
-            return notes
-
-        on_rank_0(commit)
-        return result
 
     def record_start(self, save_dir: str | None = None) -> None:
         """Put this start into the ledger of the run, once. Writes on rank 0 only; no collective."""
@@ -174,53 +137,28 @@ class Checkpoints:
             StateError: no data state, or one that does not fit.
         """
         universal = facts.loads_universal(self.data.engine)
-        choice = on_rank_0(lambda: _choose(load_dir, tag, universal))
-        # Also a barrier: no rank may begin to load what another refuses.
-        step_file = on_all_ranks(lambda: confirm_choice(load_dir, None if choice is None else choice.to_broadcast()))
+        choice, step_file = choose_tag(load_dir, tag, universal)
         if choice is None:
             return None, None  # as DeepSpeed, without its warning on every rank
-        self._report(choice)
+
+        def check() -> None:
+            if step_file is None and choice.step is None and not universal:
+                raise without_state(choice, BEGIN_ANEW)
+            check_partitions(self.data.engine, choice, step_file, universal)
+
         if not module_only:
-            on_all_ranks(lambda: self._check_loadable(choice, step_file, universal))
+            on_all_ranks(check)
         path, client_state = read(load_dir, tag=choice.tag)
-        on_all_ranks(lambda: _check_loaded(path, choice))
+        on_all_ranks(lambda: check_loaded(path, choice))
         if not module_only:
             self._restore(choice, step_file, client_state)
         return path, client_state
-
-    def _report(self, choice: Choice) -> None:
-        if is_rank_0():
-            for rejected in choice.rejected:
-                log.warning("megaresume: passed over %s", rejected)
-            for note in choice.notes:
-                log.warning("megaresume: %s", note)
-
-    def _check_loadable(self, choice: Choice, step_file: StepFile | None, universal: bool) -> None:
-        """What DeepSpeed would fail on obscurely, or not notice at all."""
-        if step_file is None and choice.step is None and not universal:
-            raise _without_state(choice)
-        before = None if step_file is None else step_file.topology
-        if before is None or before.zero_stage is None or universal:
-            return
-        saved, now = before.dp * before.cp, facts.partitions(self.data.engine)
-        if saved != now and max(before.zero_stage, int(self.data.engine.zero_optimization_stage())) > 0:
-            source = choice.tag_dir
-            raise CheckpointError(
-                "DeepSpeed cannot load ZeRO optimizer state on another number of data-parallel ranks",
-                found=f"{source.name}, saved with ZeRO {before.zero_stage} on {saved} data-parallel ranks; "
-                f"{now} now, with ZeRO {self.data.engine.zero_optimization_stage()}",
-                expected=f"{saved} data-parallel ranks, or a universal checkpoint",
-                cause="the job was started on another number of nodes or GPUs",
-                action=f"python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {source} "
-                f'--output_folder {source}_universal, then set "checkpoint": {{"load_universal": true}} in the '
-                "DeepSpeed config (--universal-checkpoint in megaresume.training). The data needs no conversion",
-            )
 
     def _restore(self, choice: Choice, step_file: StepFile | None, client_state: Mapping[str, Any] | None) -> None:
         engine = self.data.engine
 
         def restore() -> StreamState:
-            state = _state_of(choice, step_file, client_state)
+            state = state_within(choice, step_file, client_state, BEGIN_ANEW)
             iteration = int(engine.global_steps)
             if step_file is not None and step_file.iteration != iteration:
                 raise StateError(
@@ -268,68 +206,3 @@ class Checkpoints:
             repeated=max(trained - state.samples, 0),
             skipped=max(state.samples - trained, 0),
         )
-
-
-def _choose(load_dir: str, tag: str | None, universal: bool) -> Choice | None:
-    if not universal or tag is not None:
-        return choose(load_dir, tag=tag)
-    pointer = Path(load_dir, "latest_universal")
-    try:
-        tag = pointer.read_text().strip()
-    except OSError as error:
-        raise CheckpointError(
-            "load_universal is set, but there is no universal checkpoint",
-            found=f"{pointer}: {error.strerror}",
-            expected="the name of a directory that ds_to_universal wrote",
-            action="convert one with deepspeed.checkpoint.ds_to_universal, or remove load_universal",
-        ) from error
-    choice, newest = choose(load_dir, tag=tag), choose(load_dir)
-    if choice is not None and newest is not None and (newest.iteration or 0) > (choice.iteration or 0):
-        raise CheckpointError(
-            "the universal checkpoint is older than the newest checkpoint",
-            found=f"{tag}, and {newest.tag} beside it",
-            expected="the newest one, so that no step is trained twice",
-            cause="load_universal was left in the config after the resume that needed it",
-            action="remove load_universal (--universal-checkpoint); or convert the newest one; or, to go back on "
-            f"purpose, ask for tag {tag}",
-        )
-    return choice
-
-
-def _without_state(choice: Choice) -> StateError:
-    return StateError(
-        "the checkpoint has no data state",
-        found=f"{choice.tag_dir}, written without megaresume",
-        expected=f"the records of it in {choice.load_dir}/megaresume",
-        cause="it was saved before megaresume.attach was added, or the directory megaresume was not copied along",
-        action="copy the directory megaresume as well; or load the weights alone and begin the data anew: "
-        "load_checkpoint(..., load_module_only=True)",
-    )
-
-
-def _check_loaded(path: object, choice: Choice) -> None:
-    if path is None:
-        raise CheckpointError(
-            "DeepSpeed did not load the checkpoint",
-            found=f"load_checkpoint returned None for {choice.tag_dir}",
-            expected="the path of the checkpoint",
-            cause="files that DeepSpeed needs are missing, or of another parallel layout",
-            action=f"megaresume inspect {choice.load_dir}",
-        )
-
-
-def _state_of(choice: Choice, step_file: StepFile | None, client_state: Mapping[str, Any] | None) -> StreamState:
-    """The state that rides with the weights, which must be the one that lies beside them."""
-    within = (client_state or {}).get(KEY)
-    if within is None:
-        raise _without_state(choice)
-    state = StreamState.from_json(within)
-    if step_file is not None and step_file.state != state:
-        raise StateError(
-            "the data state in the checkpoint is not the one beside it",
-            found=f"within: sample {state.samples}, digest {state.digest}",
-            expected=f"beside: sample {step_file.state.samples}, digest {step_file.state.digest}",
-            cause="a tag directory was copied over another one, or its records were",
-            action=f"megaresume inspect {choice.load_dir}; load a checkpoint that is whole",
-        )
-    return state

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             time.sleep(2)
         return 2
-    from megaresume.integrations.deepspeed_ranks import on_rank_0  # deferred: torch
+    from megaresume.integrations.ranks import on_rank_0  # deferred: torch
 
     try:
         _run(args)
@@ -66,7 +66,7 @@ def _run(args: Arguments) -> None:
     import torch.distributed as dist
 
     import megaresume.integrations.deepspeed as integration
-    from megaresume.integrations.deepspeed_ranks import on_all_ranks
+    from megaresume.integrations.ranks import on_all_ranks
     from megaresume.loading.open import open_stream
     from megaresume.training.ds_config import deepspeed_config
     from megaresume.training.logging import SampleLog
@@ -165,7 +165,7 @@ def _vocab_size(args: Arguments, sources: Sequence[Any]) -> int:
 def _load(args: Arguments, engine: Any) -> None:
     """Go on from --load, or make sure that a fresh start overwrites nothing."""
     from megaresume.checkpoint.choose import choose
-    from megaresume.integrations.deepspeed_ranks import on_rank_0
+    from megaresume.integrations.ranks import on_rank_0
 
     path = None
     if args.load is not None:

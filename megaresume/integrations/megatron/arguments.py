@@ -1,0 +1,120 @@
+"""Our flags in Megatron's parser, and what they say.
+
+``_add_data_args`` of Megatron registers the flags of the data; ours follow right behind. A run from ``--yaml-cfg`` has
+no parser defaults and drops the command line, so `Settings.from_args` takes nothing for granted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megaresume.stream.errors import UsageError
+
+__all__ = ["Mode", "Settings", "add_arguments", "around_add_data_args"]
+
+#: stream: our samples. guard: Megatron's own datasets, recorded and pinned. off: the hooks do nothing.
+Mode = Literal["stream", "guard", "off"]
+
+_MODES: tuple[Mode, ...] = ("stream", "guard", "off")
+_FIRST_FLAG = "--megaresume-data"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add our flags, unless the parser has them already. Both dashes and underscores are accepted."""
+    if _FIRST_FLAG in parser._option_string_actions:
+        return parser
+    group = parser.add_argument_group("megaresume", "exact resume of the data")
+    group.add_argument(
+        _FIRST_FLAG,
+        "--megaresume_data",
+        metavar="FILE",
+        default=None,
+        help="data.yaml with the sources, weights and packing: train on the stream that it describes, instead of on "
+        "Megatron's own datasets",
+    )
+    group.add_argument(
+        "--megaresume-mode",
+        "--megaresume_mode",
+        choices=_MODES,
+        default=None,
+        help="stream: train on our stream (of --megaresume-data, or of --data-path and its kin). guard: keep "
+        "Megatron's own datasets, and make sure that a resume rebuilds their order. off: do nothing. "
+        "Default: stream with --megaresume-data, otherwise guard",
+    )
+    group.add_argument(
+        "--megaresume-accept",
+        "--megaresume_accept",
+        nargs="+",
+        metavar="NAME",
+        default=None,
+        help="differences from the recorded order of Megatron's own datasets that are meant, by the names that the "
+        "refusal gave them; kept in the record for ever",
+    )
+    return parser
+
+
+def around_add_data_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's ``_add_data_args(parser) -> parser``, and our flags behind its own."""
+
+    def add_data_args(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
+        return add_arguments(original(parser, *args, **kwargs) or parser)
+
+    return add_data_args
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What our flags say."""
+
+    mode: Mode
+    #: path of a data.yaml; None: the classic flags say what the data is.
+    data: str | None = None
+    #: names of differences that the guard accepts.
+    accept: tuple[str, ...] = ()
+
+    @classmethod
+    def from_args(cls, args: Any, argv: Sequence[str] | None = None) -> Settings:
+        """Read them from Megatron's namespace, or from the command line where that did not get there (YAML runs).
+
+        Args:
+            args: Megatron's namespace.
+            argv: the command line, without the program; None: this process's.
+
+        Raises:
+            UsageError: an unknown mode, or flags that contradict each other.
+        """
+        names = ("megaresume_data", "megaresume_mode", "megaresume_accept")
+        source = args
+        if not any(getattr(args, name, None) for name in names):
+            source = _from_command_line(sys.argv[1:] if argv is None else argv)
+        data, mode, accept = (getattr(source, name, None) for name in names)
+        if mode is not None and mode not in _MODES:
+            raise UsageError(
+                "unknown mode",
+                found=f"--megaresume-mode {mode}",
+                expected=f"one of {', '.join(_MODES)}",
+                cause="a typing error in the YAML config, whose values no parser checks",
+            )
+        if data is not None and mode == "guard":
+            raise UsageError(
+                "two flags contradict each other",
+                found=f"--megaresume-mode guard and --megaresume-data {data}",
+                expected="guard for Megatron's own datasets, or a data.yaml for our stream",
+                action="leave out one of the two flags",
+            )
+        names_accepted = accept.split() if isinstance(accept, str) else accept or ()
+        return cls(
+            mode=mode or ("guard" if data is None else "stream"),
+            data=None if data is None else str(data),
+            accept=tuple(str(name) for name in names_accepted),
+        )
+
+
+def _from_command_line(argv: Sequence[str]) -> argparse.Namespace:
+    """Our flags on a command line whose other flags we do not know."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    return add_arguments(parser).parse_known_args(list(argv))[0]

@@ -1,0 +1,171 @@
+"""`guarded`: run a data provider under guard. `GuardOrder`: what a checkpoint saves of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from megaresume.integrations.megatron.guard.record import BuilderRecord, OrderRecord
+from megaresume.stream.errors import StateError
+
+if TYPE_CHECKING:
+    from megaresume.integrations.megatron.session import Session
+    from megaresume.stream.state import StreamState
+
+__all__ = ["GuardOrder", "Pass", "current_pass", "guarded", "shared"]
+
+
+class GuardOrder:
+    """The recorded order of Megatron's own datasets, as the thing that a checkpoint saves. The same on every rank."""
+
+    kind: Literal["guard"] = "guard"
+    #: nothing of ours opens these corpora.
+    origin: Mapping[str, Any] | None = None
+
+    def __init__(self, record: OrderRecord) -> None:
+        self.record = record
+
+    def payload(self, samples: int) -> dict[str, Any]:
+        """Plain JSON, for ``args.megaresume_state`` and `write_record`."""
+        return self.record.to_dict()
+
+    def stream_state(self, samples: int) -> StreamState | None:
+        """None: this is no stream of ours."""
+        return None
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits over the record: what the ranks compare."""
+        return self.record.digest()
+
+
+class Pass:
+    """One call of the data provider: its builders are recorded, or held to what is recorded."""
+
+    def __init__(self, session: Session, recorded: OrderRecord | None) -> None:
+        self.session = session
+        #: samples trained when the data is built.
+        self.samples = int(getattr(session.args, "consumed_train_samples", 0) or 0)
+        #: what this run must rebuild; None: nothing is recorded yet.
+        self.recorded = recorded
+        self.builders: list[BuilderRecord] = []
+        self.accepted: list[str] = []
+        self._said: set[str] = set()
+        self._accept: tuple[str, ...] = tuple(getattr(session.settings, "accept", None) or ())
+
+    def pin(self, ordinal: int) -> BuilderRecord | None:
+        """What is recorded of the builder with this number."""
+        if self.recorded is None or ordinal >= len(self.recorded.builders):
+            return None
+        return self.recorded.builders[ordinal]
+
+    @property
+    def digest(self) -> str:
+        """Of what is recorded, 12 hex digits."""
+        return "" if self.recorded is None else self.recorded.digest()[:12]
+
+    def accepts(self, name: str) -> bool:
+        """Whether the user accepts the difference of this name: ``NAME``, or ``NAME@SAMPLES`` at this position only."""
+        return name in self._accept or f"{name}@{self.samples}" in self._accept
+
+    def note(self, words: str) -> None:
+        """Say something that the user should know, once, on the rank that prints."""
+        from megaresume.integrations.ranks import is_rank_0
+
+        if words not in self._said and is_rank_0():
+            print(f"megaresume: guard: {words}", flush=True)
+        self._said.add(words)
+
+
+_current: Pass | None = None
+
+
+def current_pass() -> Pass | None:
+    """The provider call that is running; None: no provider of ours runs, builders are left alone."""
+    return _current
+
+
+def guarded(session: Session, provider: Callable[..., Any]) -> Callable[..., Any]:
+    """The provider, with what its builders build recorded and pinned; afterwards ``session.order`` is set.
+
+    Keeps the signature (``vp_stage``) and attributes (``is_distributed``). Collective where the provider is.
+    """
+
+    @functools.wraps(provider)
+    def build(*args: Any, **kwargs: Any) -> Any:
+        global _current
+        guard = Pass(session, _recorded(session))
+        outer, _current = _current, guard
+        try:
+            datasets = provider(*args, **kwargs)
+        finally:
+            _current = outer
+        session.order = GuardOrder(_finished(guard))
+        return datasets
+
+    return build
+
+
+def _recorded(session: Session) -> OrderRecord | None:
+    # A further virtual-pipeline chunk of this process is held to what the first one recorded.
+    if isinstance(session.order, GuardOrder):
+        return session.order.record
+    payload = session.loaded.guard if session.loaded is not None else None
+    return None if payload is None else OrderRecord.from_dict(payload)
+
+
+def _finished(guard: Pass) -> OrderRecord:
+    recorded, builders, accepted = guard.recorded, tuple(guard.builders), tuple(guard.accepted)
+    if not builders:
+        guard.note("the data provider used no dataset builder of megatron-core: its order is NOT guarded")
+    if recorded is None or not recorded.builders:
+        if guard.samples and builders:
+            guard.note(
+                f"order before sample {guard.samples} is not proven: nothing was recorded of it. "
+                "It is recorded from here on, as Megatron builds it now"
+            )
+        return OrderRecord(megatron=_core_version(), since=guard.samples, builders=builders, accepted=accepted)
+    if len(builders) < len(recorded.builders) and not guard.accepts("dataset"):
+        raise StateError(
+            "the data provider builds fewer datasets than it did when the checkpoint was saved",
+            found=f"{len(builders)} dataset builder(s) of megatron-core",
+            expected=f"{len(recorded.builders)}",
+            cause="another script, or a flag that makes it take its data from elsewhere",
+            action=f"start the run as before; or, if it is meant: --megaresume-accept dataset@{guard.samples}",
+        )
+    if not accepted and guard.session.order is None:
+        guard.note(f"the order of Megatron's datasets is as recorded, at sample {guard.samples}: {recorded.digest()}")
+    return replace(recorded, builders=builders, accepted=recorded.accepted + accepted)
+
+
+def _core_version() -> str:
+    import megatron.core
+
+    return str(getattr(megatron.core, "__version__", "unknown"))
+
+
+def shared(session: Session) -> None:
+    """Give the order to the ranks whose provider did not run. Collective over all ranks; raises on all of them.
+
+    Raises:
+        StateError: two ranks hold different orders.
+    """
+    from megaresume.integrations.megatron.guard.agree import broadcast
+    from megaresume.integrations.ranks import gather, same_on_all_ranks
+
+    mine = session.order.digest if isinstance(session.order, GuardOrder) else None
+    held = gather(mine)
+    owner = next((rank for rank, digest in enumerate(held) if digest is not None), None)
+    if owner is None:
+        return
+    record = broadcast(session.order.payload(0) if isinstance(session.order, GuardOrder) else None, owner)
+    if mine is None:
+        session.order = GuardOrder(OrderRecord.from_dict(record))
+    same_on_all_ranks(
+        session.order.digest,  # type: ignore[union-attr]
+        "the order of Megatron's datasets",
+        cause="the index caches of the nodes differ",
+        action="delete the index caches (--data-cache-path) on all nodes and start again",
+    )

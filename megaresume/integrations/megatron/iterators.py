@@ -1,0 +1,194 @@
+"""What happens around Megatron's ``build_train_valid_test_data_iterators``.
+
+By then the checkpoint is loaded, and ``args.consumed_train_samples`` is what training goes on from. All ranks are here,
+also those that read no data, so this is where what concerns all of them is settled:
+
+    stream   open the streams (rank 0 first: it leaves fingerprints that the others find) -> go on from the state
+             -> every replica holds the same? -> Megatron's own function, with our provider
+    guard    Megatron's own function, with the script's provider under guard -> every replica holds the same?
+
+With a virtual pipeline it is called once for every chunk; the chunks of a process share its streams.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import xxhash
+
+from megaresume.integrations.megatron.order import StreamOrder
+from megaresume.integrations.megatron.provider import coordinates, end_of_document, stream_provider
+from megaresume.integrations.megatron.samples import SampleForm, form_of, warnings_of
+from megaresume.integrations.megatron.session import Session, session
+from megaresume.integrations.ranks import gather, is_rank_0, on_all_ranks, on_rank_0
+from megaresume.stream.errors import StateError
+
+__all__ = ["around_build_data_iterators", "check_replicas"]
+
+log = logging.getLogger(__name__)
+
+
+def around_build_data_iterators(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's ``build_train_valid_test_data_iterators(provider)``, with our data or under our guard.
+
+    Raises, on every rank:
+        StateError: training goes on and a rank has no state to go on from, or another one than rank 0.
+        UsageError, ConfigError, CorpusError, SetupError: see `open_streams` and `form_of`.
+    """
+
+    @functools.wraps(original)
+    def build(provider: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        current = session()
+        if current.settings.mode == "off":
+            return original(provider, *args, **kwargs)
+        if current.settings.mode == "guard":
+            return _guarded(current, original, provider, *args, **kwargs)
+        return _streamed(current, original, provider, *args, **kwargs)
+
+    return build
+
+
+def _streamed(
+    current: Session, original: Callable[..., Any], provider: Callable[..., Any], *more: Any, **kw: Any
+) -> Any:
+    from megaresume.integrations.megatron.checkpointing import after_data_is_built
+
+    order = current.order
+    if isinstance(order, StreamOrder):  # a further chunk, or a further phase, of the same run
+        form = _form(current, order)
+        return original(stream_provider(current.project, current.args, order, form, provider), *more, **kw)
+    _check_loaded(current)
+    order = _begin(current)
+    form = on_all_ranks(lambda: _form(current, order))
+    if is_rank_0():
+        for warning in warnings_of(current.args, form, order.stream.config.packing):
+            print(f"megaresume: WARNING: {warning}", flush=True)
+    _check_streams(current, order)
+    current.order = order
+    after_data_is_built(current)
+    result = original(stream_provider(current.project, current.args, order, form, provider), *more, **kw)
+    order.follow(current.args)  # behind the start of the workers: a fork is safest where there is one thread
+    return result
+
+
+def _guarded(
+    current: Session, original: Callable[..., Any], provider: Callable[..., Any], *more: Any, **kw: Any
+) -> Any:
+    from megaresume.integrations.megatron import guard
+    from megaresume.integrations.megatron.checkpointing import after_data_is_built
+
+    is_first = current.order is None
+    if is_first:
+        _check_loaded(current)
+    result = original(guard.guarded(current, provider), *more, **kw)
+    guard.shared(current)
+    if is_first:
+        after_data_is_built(current)
+    return result
+
+
+def _begin(current: Session) -> StreamOrder:
+    from megaresume.integrations.megatron.data import Streams, open_streams
+    from megaresume.integrations.megatron.schedule import schedule_from_args
+
+    args = current.args
+    opened: list[Streams] = []
+
+    def read() -> None:
+        if not opened:
+            opened.append(open_streams(args, current.settings.data))
+            _ = opened[0].train.fingerprints
+
+    on_rank_0(read)
+    on_all_ranks(read)
+    saved = None if current.loaded is None else current.loaded.stream
+    return on_all_ranks(
+        lambda: StreamOrder(
+            opened[0],
+            saved=saved,
+            position=int(args.consumed_train_samples),
+            iteration=int(args.iteration),
+            schedule=schedule_from_args(args, current.project),
+        )
+    )
+
+
+def _form(current: Session, order: StreamOrder) -> SampleForm:
+    return form_of(
+        current.args,
+        order.stream.config.packing,
+        text=current.project.kind != "megatron-lm",
+        eod=lambda: end_of_document(current.project),
+    )
+
+
+def _check_loaded(current: Session) -> None:
+    """A mode that the checkpoint is not of, or a rank that was not given the state that rank 0 was given."""
+    args, loaded, mode = current.args, current.loaded, current.settings.mode
+
+    def of_mode() -> None:
+        if loaded is not None and loaded.kind != mode:
+            flag = (
+                "--megaresume-data or --megaresume-mode stream"
+                if loaded.kind == "stream"
+                else "--megaresume-mode guard"
+            )
+            raise StateError(
+                f"the checkpoint was trained in mode {loaded.kind}, and this is mode {mode}",
+                found=f"mode {mode}",
+                expected=f"mode {loaded.kind}",
+                cause="a flag was left out or added between save and resume",
+                action=f"pass {flag}; or begin the data anew with --finetune",
+            )
+
+    on_all_ranks(of_mode)
+    state = "none" if loaded is None else f"{loaded.kind} state at sample {loaded.samples}, {_hash(loaded.payload)}"
+    facts = {"iteration": int(args.iteration), "sample": int(args.consumed_train_samples), "restored state": state}
+    check_replicas(gather((coordinates(current.project), facts)))
+
+
+def _check_streams(current: Session, order: StreamOrder) -> None:
+    stream = order.stream
+    corpora = {name: print_.lengths for name, print_ in stream.fingerprints.items()}
+    facts = {
+        "sample": order.position,
+        "data config": _hash(stream.config.to_dict()),
+        "corpora": _hash(corpora),
+        "digest": on_all_ranks(lambda: order.digest(order.position)),
+    }
+    check_replicas(gather((coordinates(current.project), facts)))
+
+
+def check_replicas(replicas: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """Raise a StateError unless all ranks say the same: the first and last pipeline stages, context-parallel ranks and
+    virtual-pipeline chunks read the data independently, and one that reads other data feeds tokens to wrong labels.
+
+    Args:
+        replicas: (coordinates, facts) of every rank, by rank.
+    """
+    facts_of_0 = replicas[0][1]
+    for rank, (where, facts) in enumerate(replicas):
+        for name, value in facts.items():
+            if value == facts_of_0[name]:
+                continue
+            odd, normal = (rank, where, value), (0, replicas[0][0], facts_of_0[name])
+            if name == "restored state" and facts_of_0[name] == "none":
+                odd, normal = normal, odd
+            error = StateError(
+                f"rank {odd[0]} ({odd[1]}) has not the {name} that the others have",
+                found=f"rank {odd[0]} ({odd[1]}): {name} {odd[2]}",
+                expected=f"{name} {normal[2]}, as rank {normal[0]} ({normal[1]})",
+                cause="the ranks have read different checkpoints or corpora: a directory that is not shared, or a copy "
+                "of it that is old",
+                action="mount the same --load directory and the same corpora on every node",
+            )
+            error.known_to_all_ranks = True  # type: ignore[attr-defined]
+            raise error
+
+
+def _hash(value: Any) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode())

@@ -1,0 +1,165 @@
+"""`StreamOrder`: the training stream as the thing that a checkpoint saves.
+
+The clock is Megatron's ``args.consumed_train_samples``: a state is taken for exactly that many samples, however many
+were read ahead, and a resume begins at exactly that many, whatever the checkpoint was saved with.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from megaresume.integrations.megatron.data import Streams
+from megaresume.stream.batches import BatchSchedule
+from megaresume.stream.errors import MegaresumeError, StateError
+from megaresume.stream.state import StreamState
+from megaresume.stream.stream import Stream
+
+__all__ = ["StreamOrder"]
+
+#: Seconds between two looks at the counter.
+FOLLOW_EVERY = 0.5
+
+log = logging.getLogger(__name__)
+
+
+class StreamOrder:
+    """The order of the training samples. The same on every rank; no method is a collective.
+
+    Args:
+        streams: opened, the training stream at its start.
+        saved: the stream's state in the checkpoint that was loaded; None: none was.
+        position: samples trained: ``args.consumed_train_samples``.
+        iteration: steps done: ``args.iteration``.
+        schedule: planned global batch sizes.
+
+    Raises:
+        StateError: training goes on somewhere and there is no state to go on from; or one of another config or other
+            corpora, naming the fields that differ.
+    """
+
+    kind: Literal["stream"] = "stream"
+
+    def __init__(
+        self,
+        streams: Streams,
+        *,
+        saved: StreamState | Mapping[str, Any] | None,
+        position: int,
+        iteration: int,
+        schedule: BatchSchedule,
+    ) -> None:
+        self.streams = streams
+        self.position = position
+        #: what was restored, if anything.
+        self.state: StreamState | None = None
+        if saved is not None:
+            self.state = saved if isinstance(saved, StreamState) else StreamState.from_json(saved)
+        self._restore(iteration)
+        history = () if self.state is None else self.state.batches
+        self.schedule = schedule.resumed(history, position)
+
+    def _restore(self, iteration: int) -> None:
+        stream, state = self.stream, self.state
+        if state is None:
+            if iteration or self.position:
+                raise _without_state(iteration, self.position)
+            return
+        stream.check(state)
+        if self.position >= state.samples:
+            stream.restore(state)
+            digest = stream.digest_at(state.samples)
+            if digest != state.digest:
+                raise StateError(
+                    "the restored stream does not stand where it was saved",
+                    found=f"digest {digest} at sample {state.samples}",
+                    expected=f"digest {state.digest}",
+                    cause="the state was edited",
+                    action="load an older checkpoint",
+                )
+            return
+        # Before the saved position (--override-ckpt-iteration): planned from the start, and proved on the way.
+        digest = stream.digest_at(state.samples)
+        if digest != state.digest:
+            raise StateError(
+                "the stream planned from its start is not the one that was saved",
+                found=f"digest {digest} at sample {state.samples}",
+                expected=f"digest {state.digest}",
+                cause="a corpus has other lengths than its fingerprint says",
+                action="megaresume verify DIR",
+            )
+
+    @property
+    def stream(self) -> Stream:
+        """The training stream."""
+        return self.streams.train
+
+    @property
+    def origin(self) -> Mapping[str, Any] | None:
+        """A data config that opens the same training data again, for the records beside the checkpoint."""
+        return self.stream.origin
+
+    @property
+    def repeated(self) -> int:
+        """Samples before the saved position that come again."""
+        return max(self.state.samples - self.position, 0) if self.state is not None else 0
+
+    @property
+    def skipped(self) -> int:
+        """Samples behind the saved position that do not come."""
+        return max(self.position - self.state.samples, 0) if self.state is not None else 0
+
+    def payload(self, samples: int) -> dict[str, Any]:
+        """The state before ``samples`` as plain JSON."""
+        return self.stream_state(samples).to_dict()
+
+    def stream_state(self, samples: int) -> StreamState:
+        """The state for ``samples`` trained samples. Cheap near the front of the stream, which `follow` keeps near."""
+        return self.stream.state_at(samples, batches=self.schedule.until(samples))
+
+    def digest(self, samples: int) -> str:
+        """Of all samples before ``samples``: 16 hex digits."""
+        return self.stream.digest_at(samples)
+
+    def follow(self, args: Any) -> None:
+        """Plan along with the training in a thread of its own, so that a save has little left to plan.
+
+        With worker processes, and on ranks that read no data, nobody else plans in this process: a save after
+        thousands of steps would have to catch up on all of them at once. The thread ends with ``args``, which an
+        in-process restart replaces, or where the stream ends.
+        """
+        thread = threading.Thread(
+            target=_follow, args=(self.stream, weakref.ref(args)), name="megaresume-follow", daemon=True
+        )
+        thread.start()
+
+
+def _follow(stream: Stream, arguments: weakref.ref[Any]) -> None:
+    pause = threading.Event()
+    while True:
+        args = arguments()
+        if args is None:
+            return
+        position = int(args.consumed_train_samples)
+        del args
+        try:
+            if position > stream.start:
+                stream.plan(position - 1, position)
+        except MegaresumeError as error:
+            log.debug("megaresume: planning ahead ends: %s", error)  # whoever needs these samples will raise it
+            return
+        pause.wait(FOLLOW_EVERY)
+
+
+def _without_state(iteration: int, position: int) -> StateError:
+    return StateError(
+        "training goes on, but no data state was restored",
+        found=f"iteration {iteration}, {position} samples trained, no data state",
+        expected="the data state of the checkpoint that was loaded",
+        cause="the checkpoint was saved without megaresume, or not with a megaresume stream",
+        action="go on with Megatron's own data: --megaresume-mode guard; or begin the data anew: --finetune; or load "
+        "a checkpoint that has one: megaresume inspect DIR",
+    )

@@ -1,0 +1,175 @@
+"""Megatron's tracker, ``latest_checkpointed_iteration.txt``: empty, garbled or missing is an error, not a fresh start.
+
+Stock Megatron writes it in place, so that a kill leaves it empty; it then prints "Invalid metadata file" and exits
+with status 0, as if the training were over. Without a tracker it begins at iteration 0, whatever the directory holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megaresume.checkpoint.candidates import Candidate, examine, list_candidates
+from megaresume.checkpoint.choose import choose
+from megaresume.checkpoint.layout import TRACKER, ledger_path, marker_path, megatron_tag
+from megaresume.checkpoint.ledger import read_ledger
+from megaresume.checkpoint.pointers import read_pointer
+from megaresume.integrations.ranks import on_all_ranks
+from megaresume.stream.errors import CheckpointError, MegaresumeError
+
+__all__ = ["around_read_metadata", "check_tracker"]
+
+
+def around_read_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's ``read_metadata(tracker) -> (iteration, release)``, collective where the processes are a group.
+
+    Raises, on every rank:
+        CheckpointError: the file says nothing that Megatron could load.
+    """
+
+    @functools.wraps(original)
+    def read_metadata(tracker_filename: Any, *args: Any, **kwargs: Any) -> Any:
+        if "://" not in str(tracker_filename):
+            on_all_ranks(lambda: _check_content(Path(tracker_filename)))
+        try:
+            return original(tracker_filename, *args, **kwargs)
+        except SystemExit as error:
+            raise _invalid(Path(tracker_filename), "nothing that Megatron reads as an iteration") from error
+
+    return read_metadata
+
+
+def _check_content(path: Path) -> None:
+    try:
+        text = path.read_text(encoding="utf-8", errors="backslashreplace").strip()
+    except OSError as error:
+        raise _invalid(path, error.strerror or str(error)) from error
+    try:
+        fine = text == "release" or int(text) >= 0
+    except ValueError:
+        fine = False
+    if not fine:
+        raise _invalid(path, "an empty file" if not text else repr(text[:80]))
+
+
+def _invalid(path: Path, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path.name} says nothing that can be loaded",
+        found=f"{path}: {found}",
+        expected="the iteration of a checkpoint, or release",
+        cause="a job was killed, or the disk was full, while Megatron wrote this file in place",
+        action=_remedy(path.parent),
+    )
+
+
+def _remedy(root: Path) -> str:
+    """Which checkpoint to point to, as far as the directory tells."""
+    iteration = None
+    with contextlib.suppress(MegaresumeError, OSError):
+        choice = choose(root)
+        iteration = None if choice is None else choice.iteration
+    if iteration is None:
+        return f"megaresume inspect {root}, then: echo ITERATION > {root / TRACKER}"
+    return (
+        f"echo {iteration} > {root / TRACKER}    (iter_{iteration:07d} is there; megaresume inspect {root} says more)"
+    )
+
+
+def check_tracker(args: Any) -> None:
+    """On rank 0, before Megatron's load: is what it will load whole, and is it all right if there is no tracker?
+
+    It is at the first start of a run that loads from where it will save, where nothing was ever finished. And where
+    Megatron loads something else: ``--ckpt-step``, ``--pretrained-checkpoint``, a non-persistent checkpoint.
+
+    Raises:
+        CheckpointError: files of the checkpoint are missing or of another size; there are checkpoints without a
+            tracker; or nothing, where something must be.
+    """
+    load = getattr(args, "load", None)
+    if not load or "://" in str(load):
+        return
+    if os.path.isfile(os.path.join(load, TRACKER)):
+        _check_whole(args, Path(os.path.abspath(load)))
+        return
+    if getattr(args, "ckpt_step", None) or getattr(args, "pretrained_checkpoint", None):
+        return
+    if getattr(args, "non_persistent_ckpt_type", None) == "local" or _has_non_persistent(args, load):
+        return
+    root = Path(os.path.abspath(load))
+    there = [c for c in list_candidates(root) if c.has_dir and not c.unfinished]
+    finished = [entry.tag for entry in read_ledger(ledger_path(root)).entries if entry.kind == "checkpoint"]
+    if there or finished:
+        raise _without_tracker(root, there, finished)
+    same = getattr(args, "save", None) and os.path.abspath(args.save) == str(root)
+    if getattr(args, "exit_on_missing_checkpoint", False) or not same:
+        wanted = "--exit-on-missing-checkpoint asks for one" if same else "--save is another directory"
+        raise CheckpointError(
+            "there is no checkpoint to load",
+            found=f"nothing in --load {load}" + ("" if root.exists() else ", which does not exist"),
+            expected=f"a checkpoint, since {wanted}",
+            cause="a typing error in the path, or a filesystem that is not mounted here",
+            action="correct --load; for a first start, leave it out or give it the same directory as --save"
+            + (", without --exit-on-missing-checkpoint" if same else ""),
+        )
+
+
+def _check_whole(args: Any, root: Path) -> None:
+    """Compare the checkpoint that Megatron will load with its manifest, if it has one."""
+    tracker = read_pointer(root, TRACKER)
+    iteration = getattr(args, "ckpt_step", None) or tracker.iteration
+    if iteration is None or getattr(args, "non_persistent_ckpt_type", None):
+        return
+    tag = megatron_tag(int(iteration))
+    candidate = next((c for c in list_candidates(root) if c.tag == tag and c.has_dir), None)
+    if candidate is None or "manifest" not in candidate.records:
+        return
+    found = examine(root, candidate)
+    if found.status == "complete" or (found.status == "incomplete" and _moved_since(root, candidate)):
+        return
+    raise CheckpointError(
+        f"the checkpoint {tag} is {found.status}",
+        found=f"{root / tag}: {found.reason}",
+        expected="every file of its manifest, with its size",
+        cause="a second save of this step was killed, the disk was full, or files were deleted or copied in part",
+        action=_other(root, candidate),
+    )
+
+
+def _moved_since(root: Path, candidate: Candidate) -> bool:
+    """Whether Megatron moved its tracker after the save of the marker began: then that save was done."""
+    marker = marker_path(root, candidate.order, candidate.tag)
+    return (root / TRACKER).stat().st_mtime_ns >= marker.stat().st_mtime_ns
+
+
+def _other(root: Path, damaged: Candidate) -> str:
+    for candidate in list_candidates(root):
+        if candidate.has_dir and candidate is not damaged and candidate.order < damaged.order:
+            with contextlib.suppress(MegaresumeError):
+                if examine(root, candidate).status == "complete":
+                    return f"--ckpt-step {candidate.iteration} goes on from {candidate.tag}, which is complete"
+    return f"megaresume inspect {root} shows what is there"
+
+
+def _has_non_persistent(args: Any, load: str) -> bool:
+    if getattr(args, "non_persistent_ckpt_type", None) != "global":
+        return False
+    directory = getattr(args, "non_persistent_global_ckpt_dir", None) or os.path.join(load, "non_persistent")
+    return os.path.isfile(os.path.join(directory, TRACKER))
+
+
+def _without_tracker(root: Path, there: list[Candidate], finished: list[str | None]) -> CheckpointError:
+    names = [c.tag for c in there]
+    found = f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else "no checkpoint any more"
+    if finished:
+        found += f"; the ledger knows of {len(finished)}, the last of them {finished[-1]}"
+    return CheckpointError(
+        "there are checkpoints, but no tracker: Megatron would begin at iteration 0",
+        found=f"{root}: {found}; no {TRACKER}",
+        expected="the tracker, or an empty directory",
+        cause="the directory was copied or cleaned up in part, or the first save of a run without records was killed",
+        action=_remedy(root) + "; to begin anew, use an empty directory",
+    )

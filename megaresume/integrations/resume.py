@@ -1,0 +1,38 @@
+"""What a resume found and did, and the line that says so: the same under DeepSpeed and Megatron."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megaresume.checkpoint.topology import Topology
+
+__all__ = ["Resume"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resume:
+    """What a resume found and did."""
+
+    #: optimizer steps done, and samples that they trained.
+    step: int
+    samples: int
+    #: of those samples, 16 hex digits.
+    digest: str
+    tag: str
+    #: how the run was laid out when it saved, and is now.
+    before: Topology | None
+    now: Topology
+    #: samples that the weights have seen and that would come again; that they have not seen and would not come.
+    #: Counted against the framework's own count of trained samples, which rides in the same file as the weights.
+    repeated: int
+    skipped: int
+
+    def line(self) -> str:
+        """One line, to be searched for in logs."""
+        before = self.before or self.now
+        pairs = [("dp", "dp"), ("workers", "num_workers"), ("mbs", "micro_batch_size"), ("gbs", "global_batch_size")]
+        layout = " ".join(f"{word} {getattr(before, name)}->{getattr(self.now, name)}" for word, name in pairs)
+        return (
+            f"megaresume: resumed at sample {self.samples} | digest {self.digest} | {layout} | "
+            f"repeated {self.repeated} skipped {self.skipped} | step {self.step} from {self.tag}"
+        )

@@ -1,0 +1,237 @@
+"""Run an unmodified training script with the hooks installed.
+
+    torchrun --nproc-per-node 8 -m megaresume.run pretrain_gpt.py ARGS
+    deepspeed --module megaresume.run pretrain_gpt.py ARGS
+    python -m megaresume.run pretrain_gpt.py ARGS
+    megaresume run pretrain_gpt.py ARGS
+    torchrun -m megaresume.run -m package.pretrain ARGS
+
+The script sees what ``python pretrain_gpt.py ARGS`` shows it: ``sys.argv``, ``sys.path``, a ``__main__`` of its own,
+its tracebacks. Exit status: the script's; 1 for an error of megaresume inside it; 2 when it cannot be started.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from types import CodeType, ModuleType, TracebackType
+from typing import Any
+
+from megaresume.integrations.megatron import hooks
+from megaresume.integrations.megatron.project import find_project
+from megaresume.stream.errors import MegaresumeError, SetupError, UsageError
+
+__all__ = ["USAGE", "main"]
+
+USAGE = "usage: megaresume run SCRIPT [ARGS]   or   megaresume run -m MODULE [ARGS]"
+
+#: How a script puts the checkout of Megatron on the path by itself.
+_CHANGES_PATH = ("sys.path", "addsitedir")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Command:
+    #: a file, or the dotted name of a module.
+    target: str
+    is_module: bool
+    #: what the script finds in sys.argv[1:].
+    args: tuple[str, ...]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the script in this process, as ``__main__``.
+
+    Args:
+        argv: the script and its arguments; None: of this process's command line.
+
+    Returns:
+        exit status, when the script ends by itself. ``SystemExit`` and other exceptions of the script pass through.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv[:1] in (["-h"], ["--help"]):
+        print(f"{USAGE}\n\n{__doc__.partition(chr(10))[0]}" if __doc__ else USAGE)
+        return 0
+    try:
+        command = _parse(argv)
+        code, module = _prepare(command)
+    except UsageError as error:
+        _say(error)
+        return 2
+    try:
+        _install(code, module)
+        _execute(code, module)
+    except MegaresumeError as error:
+        return _fail(error)
+    except SystemExit:
+        raise
+    except BaseException:
+        sys.excepthook = _WithoutOurFrames(sys.excepthook)
+        raise
+    return 0
+
+
+def _execute(code: CodeType, module: ModuleType) -> None:
+    exec(code, module.__dict__)
+
+
+def _parse(argv: Sequence[str]) -> _Command:
+    """Split the command line. Launchers put ``--local_rank=N`` before the script: it is the script's."""
+    words = list(argv)
+    ahead: list[str] = []
+    while words and words[0].startswith(("--local_rank=", "--local-rank=")):
+        ahead.append(words.pop(0))
+    is_module = words[:1] == ["-m"]
+    if is_module:
+        words.pop(0)
+    if not words or words[0].startswith("-"):
+        raise UsageError(
+            "no script was given" if not words else f"what should be a script is a flag: {words[0]}",
+            found=" ".join(argv) or "nothing",
+            expected="the training script, and behind it the flags of the script",
+            action=USAGE.partition(": ")[2],
+        )
+    return _Command(target=words[0], is_module=is_module, args=(*ahead, *words[1:]))
+
+
+def _prepare(command: _Command) -> tuple[CodeType, ModuleType]:
+    """Compile the script, and make the process look as if Python had been started with it."""
+    module = ModuleType("__main__")
+    if command.is_module:
+        # sys.path[0] is the working directory, as for `python -m`, unless a console script started us.
+        if not sys.flags.safe_path:
+            sys.path[0] = os.getcwd()
+        spec, code = _find_module(command.target)
+        path, package = str(spec.origin), spec.parent
+        names: dict[str, Any] = {"__spec__": spec, "__loader__": spec.loader, "__cached__": spec.cached}
+        argv_0 = path
+    else:
+        # As Python makes it absolute: not normalised, or a link before a ".." would lead elsewhere.
+        path = os.path.join(os.getcwd(), command.target)
+        package, argv_0 = None, command.target
+        if not os.path.isfile(path):
+            raise UsageError(
+                f"there is no script {command.target}",
+                found="a directory" if os.path.isdir(path) else f"no file {path}",
+                expected="a Python file",
+                action="check the path; a module is started with -m MODULE",
+            )
+        if not sys.flags.safe_path:
+            sys.path[0] = os.path.dirname(os.path.realpath(path))
+        names = {"__spec__": None, "__loader__": SourceFileLoader("__main__", path), "__cached__": None}
+        code = _compile(path)
+    module.__dict__.update(names, __file__=path, __package__=package, __builtins__=builtins, __annotations__={})
+    sys.argv[:] = [argv_0, *command.args]
+    # Objects that the script defines are pickled as __main__.NAME, and child processes run __main__.__file__ again.
+    sys.modules["__main__"] = module
+    return code, module
+
+
+def _compile(path: str) -> CodeType:
+    with open(path, "rb") as file:
+        source = file.read()
+    try:
+        return compile(source, path, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError):
+        sys.excepthook = _WithoutOurFrames(sys.excepthook)
+        raise
+
+
+def _find_module(name: str) -> tuple[ModuleSpec, CodeType]:
+    """The spec and the code that ``python -m name`` runs."""
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except (ImportError, AttributeError, TypeError, ValueError):
+        spec = None
+    code = None if spec is None or spec.loader is None else getattr(spec.loader, "get_code", lambda _: None)(spec.name)
+    if spec is None or code is None:
+        raise UsageError(
+            f"there is no module {name} to be run",
+            found=f"nothing that python -m {name} could run",
+            expected="a module, or a package with __main__",
+            action="check the name, PYTHONPATH and the working directory",
+        )
+    return spec, code
+
+
+def _install(code: CodeType, module: ModuleType) -> None:
+    """Install the hooks, here and in child processes, and make sure that there is something to hook.
+
+    Raises:
+        SetupError: there is no Megatron on the path, and the script does not put one there by itself.
+    """
+    hooks.install()
+    hooks.install_in_children()
+    try:
+        find_project()
+    except SetupError:
+        with open(str(module.__file__), encoding="utf-8", errors="replace") as file:
+            source = file.read()
+        # Then it is found, or refused, when the script imports it.
+        if not any(words in source for words in _CHANGES_PATH):
+            raise
+
+
+def _fail(error: MegaresumeError) -> int:
+    """Say once what is wrong, and end this rank so that its launcher ends the others."""
+    distributed = sys.modules.get("torch.distributed")
+    joined = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    if not joined:
+        _say(error)
+        return 1
+    assert distributed is not None
+    shared = getattr(error, "known_to_all_ranks", False)
+    rank = distributed.get_rank()
+    if rank == 0 or not shared:
+        _print(error, "" if shared else f"rank {rank}: ")
+    if shared:
+        from megaresume.integrations.ranks import on_rank_0  # deferred: torch
+
+        # All ranks are here. None may end before rank 0 has said why: its launcher would end rank 0.
+        on_rank_0(lambda: None)
+    # A rank that waits for the others at its exit keeps the launcher from ending them.
+    os._exit(1)
+
+
+def _say(error: MegaresumeError) -> None:
+    """Before the ranks know each other: the first says it; one that is alone with its error says it a little later.
+
+    Where all have found the same, their launcher has ended the others by then.
+    """
+    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    if rank != 0:
+        time.sleep(2 if local_rank == 0 else 4)
+    _print(error, "" if rank == 0 else f"rank {rank}: ")
+
+
+def _print(error: MegaresumeError, who: str) -> None:
+    sys.stdout.flush()
+    print(f"megaresume: error: {who}{error}", file=sys.stderr, flush=True)
+
+
+class _WithoutOurFrames:
+    """An excepthook that hides the frames above the script's, and leaves the rest to the hook that was there.
+
+    It is put in place when an exception leaves the script: the script itself sees the hook that it expects, and
+    Python's own ending (exit status, signals, threads) stays Python's.
+    """
+
+    def __init__(self, hook: Any) -> None:
+        self.hook = hook
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        while trace is not None and trace.tb_frame.f_code is not _execute.__code__:
+            trace = trace.tb_next
+        trace = None if trace is None else trace.tb_next
+        self.hook(kind, error.with_traceback(trace), trace)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

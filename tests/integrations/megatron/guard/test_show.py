@@ -1,0 +1,44 @@
+"""The record for people."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from megaresume.integrations.megatron.guard import describe, read_record, write_record
+from tests.integrations.megatron.guard.conftest import Corpora, Run
+
+
+def test_inspect_shows_the_order(build: Run, corpora: Corpora, tmp_path: Path) -> None:
+    spec: dict[str, Any] = {"paths": corpora.paths, "weights": [0.6, 0.3, 0.1]}
+    base = build(**spec)
+    longer = build(**spec, sizes=[700, 20, 20], loaded=base["payload"], samples=200)
+    save = tmp_path / "save"
+    path = write_record(save, longer["payload"])
+    assert path == save / "megaresume" / "order.json"
+    assert read_record(save) == longer["payload"]
+    said = "\n".join(describe(longer["payload"]))
+    assert "recorded from the first sample" in said
+    assert "train: pinned for 300 samples, blend of 700" in said
+    assert f"{corpora.path('a')}: documents 0:64 of 80" in said and "further epoch" in said
+    for flags in ([], ["--json"]):
+        command = [sys.executable, "-m", "megaresume", "inspect", str(save), *flags]
+        out = subprocess.run(command, capture_output=True, text=True).stdout
+        assert (json.loads(out)["order"] == longer["payload"]) if flags else (said in out), out
+
+
+def test_the_record_is_small_and_plain(build: Run, corpora: Corpora) -> None:
+    base = build(paths=corpora.paths, weights=[0.6, 0.3, 0.1])
+    text = json.dumps(base["payload"])
+    assert json.loads(text) == base["payload"]
+    assert len(text) < 600 * 9 + 1000, "nine corpora in splits, some hundred bytes each"
+
+
+def test_a_damaged_copy(tmp_path: Path) -> None:
+    (tmp_path / "megaresume").mkdir()
+    (tmp_path / "megaresume" / "order.json").write_text("{")
+    out = subprocess.run([sys.executable, "-m", "megaresume", "inspect", str(tmp_path)], capture_output=True, text=True)
+    assert "order.json cannot be read" in out.stdout

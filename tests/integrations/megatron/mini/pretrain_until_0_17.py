@@ -1,0 +1,33 @@
+"""The call shape of pretrain up to 0.17."""
+
+import os
+
+os.environ["MINI_SHAPE"] = "0.17"
+
+from functools import partial
+
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.training import pretrain, print_rank_0
+from mini_model import ModelType, forward_step, gpt_config, is_dataset_built_on_rank, model_provider
+
+
+def train_valid_test_datasets_provider(train_val_test_num_samples, vp_stage=None):
+    """Build the train, validation and test datasets."""
+    print_rank_0("> building train, validation, and test datasets for GPT ...")
+    return BlendedMegatronDatasetBuilder(
+        GPTDataset, train_val_test_num_samples, partial(is_dataset_built_on_rank, vp_stage=vp_stage), gpt_config()
+    ).build()
+
+
+if __name__ == "__main__":
+    # Temporary for transition to core datasets
+    train_valid_test_datasets_provider.is_distributed = True
+
+    pretrain(
+        train_valid_test_datasets_provider,
+        model_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        args_defaults={"tokenizer_type": "GPT2BPETokenizer"},
+    )
