@@ -167,7 +167,7 @@ def _stream(state: StreamState, sources: dict[str, Source]) -> Stream | None:
     from megaresume.stream.stream import Stream
 
     try:
-        return Stream(StreamConfig.from_dict(state.config), list(sources.values()))
+        return Stream(StreamConfig.from_dict(state.config), list(sources.values()), recorded=state.stages)
     except CorpusError:
         return None  # already among the problems of the corpora
 

@@ -31,6 +31,7 @@ from megaresume.loading.batch import Batch
 from megaresume.loading.loader import StartMethod
 from megaresume.loading.open import open_stream
 from megaresume.stream.batches import BatchSchedule
+from megaresume.stream.config import OnChange
 from megaresume.stream.stream import Stream
 
 __all__ = ["Attached", "attach"]
@@ -76,6 +77,7 @@ def attach(
     seed: int | None = None,
     split: str | None = None,
     objects: Mapping[str, object] | None = None,
+    on_change: OnChange = "refuse",
 ) -> Attached:
     """Give an engine its data, and its checkpoints the state of that data. Call it on every rank, right after
     ``deepspeed.initialize`` and before ``engine.load_checkpoint``.
@@ -98,7 +100,7 @@ def attach(
             engine's own, read anew at every step.
         save_dir: where the run saves its checkpoints: with it the ledger there records every start, also of a
             process that dies before its first save.
-        seq_length, seed, split, objects: see `megaresume.loading.open.open_stream`.
+        seq_length, seed, split, objects, on_change: see `megaresume.loading.open.open_stream`.
 
     Returns:
         the data: iterate over it, or pass it to ``engine.train_batch(data_iter=...)``.
@@ -113,7 +115,7 @@ def attach(
 
     def open_data() -> Stream:
         if not opened:
-            ours = {"seq_length": seq_length, "seed": seed, "split": split, "objects": objects}
+            ours = {"seq_length": seq_length, "seed": seed, "split": split, "objects": objects, "on_change": on_change}
             stream = data if isinstance(data, Stream) else open_stream(data, **ours)  # type: ignore[arg-type]
             stream.fingerprints  # noqa: B018  computed here, where an error reaches every rank
             opened.append(stream)

@@ -73,7 +73,7 @@ class TrainingData:
         schedule = planned.resumed(() if state is None else state.batches, sample)
         self._check_sizes(schedule, sample)
         self._close()
-        self._schedule = schedule
+        self._schedule = self.stream.schedule = schedule
         self._base_step, self._base_sample = step, sample
         # Steps whose micro-batches were begun to be handed out, and the first sample of the last and of the next.
         self._opened = 0
@@ -216,7 +216,8 @@ class TrainingData:
         engine_size = int(engine.train_batch_size())
         if self._planned is None:
             if engine_size != self._schedule.size_at(sample):
-                self._schedule = BatchSchedule.constant(engine_size).resumed(self._schedule.segments, sample)
+                schedule = BatchSchedule.constant(engine_size).resumed(self._schedule.segments, sample)
+                self._schedule = self.stream.schedule = schedule
         elif engine_size != (size := self._schedule.size_at(sample)):
             if self._opened > self._steps_trained():
                 raise UsageError(

@@ -17,6 +17,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from megaresume.loading.assemble import Assembler
 from megaresume.loading.batch import Batch, make_batch
 from megaresume.sources.base import Source
+from megaresume.stream.errors import ConfigError
 from megaresume.stream.plan import Plan, concatenate
 from megaresume.stream.stream import Stream
 
@@ -55,11 +56,11 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
         self._attention_mask = attention_mask
         self._pad_id = pad_id
         self._stream, self._owner = stream, os.getpid()
-        self._assembler: Assembler | None = None
+        self._assemblers: dict[tuple[int, int], Assembler] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """For workers that are spawned."""
-        return self.__dict__ | {"_assembler": None}
+        return self.__dict__ | {"_assemblers": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state | {"_owner": os.getpid()})
@@ -74,16 +75,32 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
 
     @property
     def assembler(self) -> Assembler:
-        """Reads the tokens of planned samples."""
-        if self._assembler is None:
-            config = self._stream.config
-            self._assembler = Assembler(
-                cast(list[Source], self._stream.sources),
-                seq_length=config.seq_length,
-                align=config.packing.align,
-                pad_id=self._pad_id,
+        """Reads the tokens of planned samples of the stage that the stream goes on in."""
+        return self.assembler_of(self.stream.start, self.stream.start + 1)
+
+    def assembler_of(self, first: int, stop: int) -> Assembler:
+        """Reads the tokens of these planned samples.
+
+        Raises:
+            ConfigError: a stage with another sequence length or alignment begins among them.
+        """
+        shapes = {self.stream.shape_at(first), self.stream.shape_at(stop - 1)}
+        if len(shapes) > 1:
+            (length, align), (other, other_align) = sorted(shapes)
+            raise ConfigError(
+                "a stage with samples of another shape begins inside a micro-batch",
+                found=f"samples {first} to {stop - 1} of {length} and {other} tokens, aligned to {align} and "
+                f"{other_align}",
+                expected="samples of one shape in a micro-batch",
+                action="declare the stage with from_step, or with from_samples at the beginning of a step",
             )
-        return self._assembler
+        shape = shapes.pop()
+        if shape not in self._assemblers:
+            sources = cast(list[Source], self.stream.sources)
+            self._assemblers[shape] = Assembler(
+                sources, seq_length=shape[0], align=shape[1], pad_id=self._pad_id
+            )
+        return self._assemblers[shape]
 
     def __len__(self) -> int:
         """Samples of the run.
@@ -101,7 +118,9 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
 
     def __getitems__(self, samples: Sequence[int]) -> Batch:
         """A micro-batch: ``samples`` in this order, usually consecutive."""
-        return make_batch(self._plan(samples), self.assembler, attention_mask=self._attention_mask)
+        plan = self._plan(samples)
+        assembler = self.assembler_of(min(samples), max(samples) + 1)
+        return make_batch(plan, assembler, attention_mask=self._attention_mask)
 
     def _plan(self, samples: Sequence[int]) -> Plan:
         first, stop = samples[0], samples[-1] + 1

@@ -106,9 +106,9 @@ class StreamLoader:
         return self._on_demand()
 
     def _on_demand(self) -> Iterator[Batch]:
-        assembler = self.dataset.assembler
         for samples in self.indices():
             plan = self.stream.plan(samples.start, samples.stop)
+            assembler = self.dataset.assembler_of(samples.start, samples.stop)
             yield make_batch(plan, assembler, attention_mask=self._attention_mask, pin_memory=self.pin_memory)
 
     def _from_workers(self) -> Iterator[Batch]:

@@ -10,7 +10,7 @@ from typing import Any
 from megaresume.sources import open_sources, read_data_config, sources_from_data_path
 from megaresume.sources.catalog import expanded
 from megaresume.sources.split import Part
-from megaresume.stream.config import StreamConfig
+from megaresume.stream.config import OnChange, StreamConfig
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 
@@ -27,6 +27,7 @@ def open_stream(
     base_dir: str | os.PathLike[str] = ".",
     objects: Mapping[str, object] | None = None,
     state: StreamState | None = None,
+    on_change: OnChange = "refuse",
 ) -> Stream:
     """Open the sources of a data config and build their stream.
 
@@ -39,6 +40,8 @@ def open_stream(
         base_dir: directory that paths in a mapping or list are relative to; that of the file for a data.yaml.
         objects: sources that are Python objects, by name.
         state: where to go on; None: from sample 0.
+        on_change: what a restore does where the config is not the one that the state was made with: ``refuse``, or
+            ``stage``: begin a new stage there.
 
     Raises:
         ConfigError, CorpusError, SetupError, StateError: see `StreamConfig.from_dict`, `open_sources` and `Stream`.
@@ -56,7 +59,7 @@ def open_stream(
     specs = {source.name: source.options for source in config.sources}
     opened = open_sources(specs, base_dir=directory, split=split, part=part, objects=objects)
     origin = None if objects or part != "train" else _origin(config, directory, split)
-    return Stream(config, list(opened.values()), state=state, origin=origin)
+    return Stream(config, list(opened.values()), state=state, origin=origin, on_change=on_change)
 
 
 def _origin(config: StreamConfig, directory: Path, split: str | None) -> dict[str, Any]:

@@ -9,19 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from megaresume.stream.batches import BatchSchedule
-from megaresume.stream.config import SourceConfig, StageConfig, StreamConfig
+from megaresume.stream.config import OnChange, SourceConfig, StageConfig, StreamConfig
 from megaresume.stream.errors import StateError
 from megaresume.stream.fingerprints import check_fingerprint, differences
 from megaresume.stream.stages import Course, Stage
 from megaresume.stream.state import Fingerprint, StageRecord, StreamState
 
-__all__ = ["OnChange", "Reconciled", "extended", "reconcile"]
-
-#: ``refuse``: an error that names the fields; ``stage``: a new stage from the resume point on.
-OnChange = Literal["refuse", "stage"]
+__all__ = ["Reconciled", "extended", "reconcile"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,12 +18,23 @@ from typing import Any, Literal, cast, get_args
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.weights import integer_weights, parse_weight
 
-__all__ = ["BlendConfig", "ExhaustedPolicy", "PackingConfig", "SourceConfig", "StageConfig", "StreamConfig"]
+__all__ = [
+    "BlendConfig",
+    "ExhaustedPolicy",
+    "OnChange",
+    "PackingConfig",
+    "SourceConfig",
+    "StageConfig",
+    "StageUnit",
+    "StreamConfig",
+]
 
 PackingMode = Literal["best_fit", "split", "none"]
 BlendUnit = Literal["tokens", "documents"]
 ExhaustedPolicy = Literal["repeat", "stop", "drop"]
 StageUnit = Literal["samples", "tokens", "step"]
+#: Where the config is not the one that a state was made with: an error that names the fields, or a new stage there.
+OnChange = Literal["refuse", "stage"]
 
 MAX_SEQ_LENGTH = 1 << 30
 MAX_OPEN_BINS = 1024

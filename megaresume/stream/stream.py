@@ -23,8 +23,8 @@ from megaresume.stream import cursor
 from megaresume.stream.absent import AbsentSource
 from megaresume.stream.anchors import Anchors
 from megaresume.stream.batches import BatchSchedule
-from megaresume.stream.changes import OnChange, Reconciled, extended, reconcile
-from megaresume.stream.config import StreamConfig
+from megaresume.stream.changes import Reconciled, extended, reconcile
+from megaresume.stream.config import OnChange, StreamConfig
 from megaresume.stream.errors import ConfigError, StateError, StreamExhausted
 from megaresume.stream.fingerprints import fingerprint_of
 from megaresume.stream.kernel import Arrays
@@ -192,11 +192,16 @@ class Stream:
         self._reconcile(state)
 
     def config_at(self, sample: int) -> StreamConfig:
-        """What holds in the stage of a sample."""
+        """What holds in the stage of a sample: its config, which declares no stages."""
         with self._lock:
-            if sample >= self._planner.position:
+            if sample >= self._planner.position and len(self._course.began) < len(self._course.stages):
                 self._plan_up_to(sample)
             return self._course.config(self._course.index_at(sample))
+
+    def shape_at(self, sample: int) -> tuple[int, int]:
+        """(tokens of a sample, tokens that a segment's place is a multiple of)."""
+        config = self.config_at(sample)
+        return config.seq_length, config.packing.align
 
     @property
     def accepted(self) -> tuple[str, ...]:

@@ -139,10 +139,10 @@ def _run(args: Arguments) -> None:
 
 def _data(args: Arguments) -> dict[str, Any]:
     """What `open_stream` needs."""
+    common = {"seq_length": args.seq_length, "seed": args.seed, "on_change": args.megaresume_on_change}
     if args.megaresume_data is not None:
-        return {"data": args.megaresume_data, "seq_length": args.seq_length, "seed": args.seed, "split": args.split}
-    words = list(args.data_path or ())
-    return {"data": words, "seq_length": args.seq_length, "seed": args.seed, "split": args.split or DEFAULT_SPLIT}
+        return {"data": args.megaresume_data, "split": args.split} | common
+    return {"data": list(args.data_path or ()), "split": args.split or DEFAULT_SPLIT} | common
 
 
 def _vocab_size(args: Arguments, sources: Sequence[Any]) -> int:
