@@ -182,26 +182,22 @@ def _install(code: CodeType, module: ModuleType) -> None:
 def _fail(error: MegaresumeError) -> int:
     """Say once what is wrong, and end this rank so that its launcher ends the others."""
     distributed = sys.modules.get("torch.distributed")
-    joined = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    if not joined:
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         _say(error)
         return 1
-    assert distributed is not None
-    shared = getattr(error, "known_to_all_ranks", False)
-    rank = distributed.get_rank()
-    if rank == 0 or not shared:
-        _print(error, "" if shared else f"rank {rank}: ")
-    if shared:
+    if not getattr(error, "known_to_all_ranks", False):
+        _say(error)
+    else:
         from megaresume.integrations.ranks import on_rank_0  # deferred: torch
 
         # All ranks are here. None may end before rank 0 has said why: its launcher would end rank 0.
-        on_rank_0(lambda: None)
+        on_rank_0(lambda: _print(error))
     # A rank that waits for the others at its exit keeps the launcher from ending them.
     os._exit(1)
 
 
 def _say(error: MegaresumeError) -> None:
-    """Before the ranks know each other: the first says it; one that is alone with its error says it a little later.
+    """The first rank says it; one that is alone with its error says it a little later.
 
     Where all have found the same, their launcher has ended the others by then.
     """
@@ -211,7 +207,7 @@ def _say(error: MegaresumeError) -> None:
     _print(error, "" if rank == 0 else f"rank {rank}: ")
 
 
-def _print(error: MegaresumeError, who: str) -> None:
+def _print(error: MegaresumeError, who: str = "") -> None:
     sys.stdout.flush()
     print(f"megaresume: error: {who}{error}", file=sys.stderr, flush=True)
 
