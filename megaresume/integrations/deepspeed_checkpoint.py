@@ -35,7 +35,7 @@ from megaresume.integrations.deepspeed_tags import (
     write_tag,
 )
 from megaresume.integrations.ranks import is_rank_0, on_all_ranks, same_on_all_ranks
-from megaresume.integrations.resume import Resume
+from megaresume.integrations.resume import Resume, change_lines
 from megaresume.stream.errors import StateError
 from megaresume.stream.state import StreamState
 
@@ -184,6 +184,8 @@ class Checkpoints:
         if is_rank_0():
             # Printed, not logged: it must be in the job's output whatever the program does with its logging.
             print(self.resume.line(), flush=True)
+            for line in change_lines(self.data.stream, self.data.schedule.size_at(state.samples)):
+                print(line, flush=True)
         if self.resume.repeated or self.resume.skipped:
             raise StateError(
                 "the weights and the data state do not stand at the same sample",

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaresume.checkpoint.topology import Topology
+from megaresume.stream.outlook import outlook_lines
+from megaresume.stream.stream import Stream
 
-__all__ = ["Resume"]
+__all__ = ["Resume", "change_lines"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,3 +38,12 @@ class Resume:
             f"megaresume: resumed at sample {self.samples} | digest {self.digest} | {layout} | "
             f"repeated {self.repeated} skipped {self.skipped} | step {self.step} from {self.tag}"
         )
+
+
+def change_lines(stream: Stream, global_batch_size: int) -> list[str]:
+    """What was accepted at the resume, and what is ahead of every source; nothing where nothing changed."""
+    if not stream.accepted:
+        return []
+    state = stream.state_at(stream.start)
+    table = outlook_lines(state, stream.config_at(stream.start), global_batch_size)
+    return [f"megaresume: {line}" for line in (*stream.accepted, *table)]

@@ -97,9 +97,7 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
         shape = shapes.pop()
         if shape not in self._assemblers:
             sources = cast(list[Source], self.stream.sources)
-            self._assemblers[shape] = Assembler(
-                sources, seq_length=shape[0], align=shape[1], pad_id=self._pad_id
-            )
+            self._assemblers[shape] = Assembler(sources, seq_length=shape[0], align=shape[1], pad_id=self._pad_id)
         return self._assemblers[shape]
 
     def __len__(self) -> int:

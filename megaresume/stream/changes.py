@@ -65,9 +65,9 @@ def reconcile(
     if then.without_stages() == now.without_stages() and then.stages[: passed[0]] == now.stages[: passed[1]]:
         changed = "" if then.stages == now.stages else f"at sample {state.samples}: the stages to come were changed"
         return _go_on(now, history, None, to_come, changed)
-    _check_seed(now, then)
     current, wanted = StreamConfig.from_dict(history[-1].config), _in_force(now, passed[1])
-    if on_change == "refuse":
+    # Another seed is no stage: every epoch that is begun would be ordered anew.
+    if on_change == "refuse" or now.seed != then.seed:
         raise _refusal(now, then, state)
     _check_removed(config, state)
     words = _words(wanted, current)
@@ -117,26 +117,23 @@ def _in_force(config: StreamConfig, num_stages: int) -> StreamConfig:
     return current
 
 
-def _check_seed(now: StreamConfig, then: StreamConfig) -> None:
-    if now.seed != then.seed:
-        raise StateError(
-            "the seed is not the one that the state was made with",
-            found=f"seed {now.seed}",
-            expected=f"seed {then.seed}",
-            cause="another seed orders every source anew: what was seen would come again",
-            action=f"set seed: {then.seed}, or start a new run in another --save directory",
-        )
-
-
 def _refusal(now: StreamConfig, then: StreamConfig, state: StreamState) -> StateError:
     changed = list(differences(_plain(now), _plain(then)))
+    if now.seed != then.seed:
+        cause = "another seed orders every source anew: what was seen would come again"
+        action = f"set seed: {then.seed} (--seed {then.seed}), or start a new run in another --save directory"
+    else:
+        cause = "data.yaml or a flag was changed between save and resume"
+        action = (
+            "resume with the values under 'expected'; or begin a new stage at the resume point (sample "
+            f"{state.samples}) with --megaresume-on-change stage, on_change='stage' in Python"
+        )
     return StateError(
         "the data config is not the one that the state was made with",
         found=_listing((field, value) for field, value, _ in changed),
         expected=_listing((field, value) for field, _, value in changed),
-        cause="data.yaml or a flag was changed between save and resume",
-        action="resume with the values under 'expected'; or begin a new stage at the resume point (sample "
-        f"{state.samples}) with --megaresume-on-change stage, on_change='stage' in Python",
+        cause=cause,
+        action=action,
     )
 
 

@@ -75,9 +75,7 @@ def outlook(state: StreamState, config: StreamConfig) -> list[SourceOutlook]:
 def _seq_length(state: StreamState) -> int:
     """The average over the stages so far, by samples."""
     ends = [stage.first for stage in state.stages[1:]] + [state.samples]
-    weighted = sum(
-        (end - s.first) * int(s.config["seq_length"]) for s, end in zip(state.stages, ends, strict=True)
-    )
+    weighted = sum((end - s.first) * int(s.config["seq_length"]) for s, end in zip(state.stages, ends, strict=True))
     return max(weighted // max(state.samples, 1), 1)
 
 
@@ -87,11 +85,10 @@ def outlook_lines(state: StreamState, config: StreamConfig, global_batch_size: i
     width = max(len(row.name) for row in rows)
     lines = [f"{'source':<{width}}  {'share':>7}  {'seen':>12}  {'epoch':>5}  {'remaining':>12}  epoch lasts until"]
     for row in rows:
+        seen = f"{row.documents:>12,}  {row.epoch:>5}  {row.remaining:>12,}"
         until = "not drawn"
         if row.samples_left is not None:
             sample = state.samples + row.samples_left
             until = f"about sample {sample:,}, {row.samples_left // global_batch_size:,} steps from here"
-        lines.append(
-            f"{row.name:<{width}}  {row.share:>7.4f}  {row.documents:>12,}  {row.epoch:>5}  {row.remaining:>12,}  {until}"
-        )
+        lines.append(f"{row.name:<{width}}  {row.share:>7.4f}  {seen}  {until}")
     return lines

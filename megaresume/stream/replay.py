@@ -72,5 +72,20 @@ def replay(
         except MegaresumeError as error:
             yield Checked(recorded=point, digest=None, error=error)
             return
-        differ = () if point.position is None else tuple(k for k in position if position[k] != point.position.get(k))
-        yield Checked(recorded=point, digest=position["digest"], fields=differ)
+        yield Checked(recorded=point, digest=position["digest"], fields=_differ(position, point))
+
+
+def _differ(position: dict[str, Any], point: Recorded) -> tuple[str, ...]:
+    """Names of the fields of a recorded position that are not those found."""
+    if point.position is None:
+        return ()
+    then, now = dict(point.position), dict(position)
+    # A source that came later was not drawn yet, and is in no config of the time.
+    now["sources"] = {name: cursor for name, cursor in now["sources"].items() if name in then["sources"]}
+    then["stages"], now["stages"] = ([(s.first, s.name) for s in p["stages"]] for p in (then, now))
+    names = list(now)
+    later = now["stages"][len(then["stages"]) :]
+    if later and now["stages"][: len(then["stages"])] == then["stages"] and all(s[0] == point.sample for s in later):
+        # It was recorded before a resume began a stage there, which starts the deficits at zero and may empty the bins.
+        names = [name for name in names if name not in ("sources", "bins", "pending", "stages")]
+    return tuple(name for name in names if now[name] != then.get(name))

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from megaresume.stream.batches import BatchSchedule, micro_batches
-from megaresume.stream.config import OnChange
 from megaresume.stream.errors import UsageError
 from megaresume.training.flags import flag, parse_flags
 
@@ -17,7 +16,6 @@ __all__ = ["Arguments", "check_layout", "parse_arguments"]
 
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root"]
 _DECAY_STYLES = get_args(DecayStyle)
-_ON_CHANGE = get_args(OnChange)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +84,8 @@ class Arguments:
     data_path: tuple[str, ...] | None = flag(None, "corpora, or weights and corpora in turn", nargs="+")
     data_args_path: str | None = flag(None, "a file that holds what data-path would")
     megaresume_data: str | None = flag(None, "a data.yaml, in place of data-path")
-    megaresume_on_change: OnChange = flag(
-        "refuse",
-        "where the data config is not the one of the checkpoint: stop, or begin a new stage there",
-        choices=_ON_CHANGE,  # noqa: RUF009  a field, see flags.py
+    megaresume_on_change: Literal["refuse", "stage"] = flag(
+        "refuse", "data config is not that of the checkpoint: stop, or begin a new stage", choices=["refuse", "stage"]
     )
     split: str | None = flag(None, "weights of train, valid, test; default: 969, 30, 1 with data-path")
     dataloader_type: str = flag("single", "only single: one order for the whole run")

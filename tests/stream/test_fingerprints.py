@@ -27,6 +27,7 @@ DATA: dict[str, Any] = {
 LENGTHS = {"web": [3, 40, 7, 0, 12, 64, 90, 1, 33], "code": [130, 5, 64, 20]}
 
 CHANGES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "seed": ({"seed": 4}, ["seed 4", "seed 3"]),
     "seq_length": ({"seq_length": 128}, ["seq_length 128", "seq_length 64"]),
     "mode": ({"packing": {"mode": "split", "align": 4}}, ['packing.mode "split"', 'packing.mode "best_fit"']),
     "open_bins": (

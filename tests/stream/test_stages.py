@@ -298,7 +298,7 @@ def test_the_future_is_free_and_the_past_is_not(stream_of: StreamOf) -> None:
 def test_the_seed_is_always_refused(stream_of: StreamOf) -> None:
     state = stream_of(DATA, LENGTHS).state_at(40)
     for on_change in ("refuse", "stage"):
-        with pytest.raises(StateError, match="the seed is not the one") as error:
+        with pytest.raises(StateError, match="the data config is not the one") as error:
             _stream(DATA | {"seed": 6}, LENGTHS, state, on_change)
         assert error.value.found == "seed 6" and error.value.expected == "seed 5"
 
