@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from megaresume.integrations.megatron.data import Streams
@@ -131,13 +131,19 @@ class StreamOrder:
         thousands of steps would have to catch up on all of them at once. The thread ends with ``args``, which an
         in-process restart replaces, or where the stream ends.
         """
-        thread = threading.Thread(
-            target=_follow, args=(self.stream, weakref.ref(args)), name="megaresume-follow", daemon=True
-        )
+        arguments: Callable[[], Any]
+        try:
+            arguments = weakref.ref(args)
+        except TypeError:  # the SimpleNamespace of a YAML config
+
+            def arguments() -> Any:
+                return args
+
+        thread = threading.Thread(target=_follow, args=(self.stream, arguments), name="megaresume-follow", daemon=True)
         thread.start()
 
 
-def _follow(stream: Stream, arguments: weakref.ref[Any]) -> None:
+def _follow(stream: Stream, arguments: Callable[[], Any]) -> None:
     pause = threading.Event()
     while True:
         args = arguments()
