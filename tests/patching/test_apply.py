@@ -83,6 +83,8 @@ def test_the_import_comes_before_megatron_and_after_an_adaptor():
     assert imported_after(MINDSPEED) == "from mindspeed_llm import megatron_adaptor"
     adapted = UP_TO_0_17.replace("import os\n", "import os\n\nimport mindspeed.megatron_adaptor  # first\n")
     assert imported_after(adapted) == "import mindspeed.megatron_adaptor  # first"
+    late = UP_TO_0_17.replace("import os\n", "import megatron.core\nfrom mindspeed import megatron_adaptor\n")
+    assert imported_after(late) == "from mindspeed import megatron_adaptor"
 
 
 def test_the_import_comes_after_docstring_and_future_where_megatron_is_imported_inside_a_function():
