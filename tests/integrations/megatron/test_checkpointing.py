@@ -134,6 +134,8 @@ def test_load(loading: Loading, stream: Stream) -> None:
     assert current.loaded_from.iteration == 10
     # what was seen is forgotten at the next load
     assert loading(10, Namespace(consumed_train_samples=80, global_batch_size=8)).loaded is None
+    with pytest.raises(CheckpointError, match="no arguments back"):
+        loading(10, None)
 
 
 def test_a_teacher_is_none_of_ours(loading: Loading, stream: Stream) -> None:
