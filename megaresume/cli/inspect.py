@@ -55,7 +55,14 @@ def run(args: argparse.Namespace) -> int:
     with _progress(root, show=args.checksums and sys.stderr.isatty()) as progress:
         found = survey(root, tag=tag, limit=args.last, checksums=args.checksums, progress=progress)
     print(json.dumps(_report(found, args.last)) if args.json else _text(found, args.last))
-    return 0 if found.resumable else 1
+    return 0 if found.resumable or _is_guarded(found) or _unrecorded(found) else 1
+
+
+def _is_guarded(found: Survey) -> bool:
+    """Whether Megatron's own datasets are trained here under guard: their record is inside the checkpoints."""
+    order = _order(found)
+    is_there = found.choice is not None and found.choice.state is None
+    return is_there and order is not None and "error" not in order
 
 
 @contextmanager
@@ -83,7 +90,7 @@ def _report(found: Survey, last: int) -> dict[str, Any]:
     choice, step = found.choice, _newest_state(found)
     return {
         "root": str(found.root),
-        "resumable": found.resumable,
+        "resumable": bool(found.resumable or _is_guarded(found) or _unrecorded(found)),
         "choice": None
         if choice is None
         else choice.to_broadcast()
@@ -160,12 +167,31 @@ def _text(found: Survey, last: int) -> str:
 
 def _headline(found: Survey) -> str:
     choice = found.choice
+    unrecorded = _unrecorded(found)
+    if unrecorded is not None:
+        return (
+            f"{found.root}\nMegatron goes on from {unrecorded}: its tracker names it. The data state is inside it; the "
+            "save was killed before the records beside it were written, and the next start writes them"
+        )
     if choice is None:
         why = "there is no checkpoint" if found.error is None else found.error.headline
         return f"{found.root}\nNOT RESUMABLE: {why}"
+    if choice.state is None and _is_guarded(found):
+        return f"{found.root}\nresumes from {choice.tag}, under guard: it holds the order of Megatron's own datasets"
     if choice.state is None:
         return f"{found.root}\nNOT RESUMABLE: {choice.tag} has no data state (written without megaresume)"
     return f"{found.root}\nresumes from {choice.tag}, at sample {choice.state.samples:,}"
+
+
+def _unrecorded(found: Survey) -> str | None:
+    """A checkpoint of Megatron's whose save was over when a kill came, but not our commit of it."""
+    from megaresume.checkpoint.layout import megatron_tag
+
+    tracked = found.named[1]
+    if tracked is None or tracked.status != "incomplete" or tracked.candidate.iteration is None:
+        return None
+    tag, is_first = tracked.candidate.tag, tracked.candidate.unfinished
+    return tag if is_first and tag == megatron_tag(tracked.candidate.iteration) else None
 
 
 def _state_block(found: Survey) -> str:

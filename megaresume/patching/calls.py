@@ -88,4 +88,4 @@ def bind(script: Script, recipe: Recipe, called: Called, call: cst.Call) -> Boun
 
 
 def _lines(script: Script, nodes: tuple[cst.CSTNode, ...]) -> str:
-    return "; ".join(script.quote(node) for node in nodes)
+    return "; ".join(dict.fromkeys(script.quote(node) for node in nodes))

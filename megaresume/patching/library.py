@@ -30,7 +30,7 @@ def recipe_dir() -> Path:
 
 def shipped_recipes() -> list[Recipe]:
     """All shipped recipes, in the order of their names. Raises ConfigError for one that is not valid."""
-    return [read_recipe(path) for path in sorted(recipe_dir().glob("*.yaml"))]
+    return [read_recipe(path) for path in sorted(recipe_dir().glob("*.yaml"), key=lambda path: path.stem)]
 
 
 def find_recipe(name_or_file: str) -> Recipe:

@@ -6,6 +6,7 @@ Offsets are bytes into ``utf8``, the text without byte order mark as UTF-8, what
 
 from __future__ import annotations
 
+import ast
 import codecs
 import io
 import tokenize
@@ -53,11 +54,12 @@ class Script:
         try:
             self.module = cst.parse_module(self.text)
         except cst.ParserSyntaxError as error:
-            lines = split_lines(self.utf8) or [b""]
-            line = min(error.raw_line, len(lines))
+            line, found = _syntax_error(data) or (error.raw_line, error.message)
+            lines = split_lines(self.utf8)
+            shown = lines[line - 1].decode().strip()[:160] if line <= len(lines) else "the end of the file"
             raise UsageError(
                 f"{name} is not a Python script: syntax error in line {line}",
-                found=lines[line - 1].decode().strip()[:200] or "the end of the file",
+                found=f"{shown}: {found}",
                 expected="a script that Python can run",
                 action=f"python -m py_compile {name}",
             ) from error
@@ -127,6 +129,15 @@ def _encoding(data: bytes, name: str) -> tuple[str, bytes]:
             f"{name} is not a Python script", found=str(error), expected="UTF-8, or an encoding that Python knows"
         ) from error
     return ("utf-8" if encoding == "utf-8-sig" else codecs.lookup(encoding).name), bom
+
+
+def _syntax_error(data: bytes) -> tuple[int, str] | None:
+    """Line and words of Python itself, which are what users know; None where it accepts the script."""
+    try:
+        ast.parse(data)
+    except (SyntaxError, ValueError) as error:
+        return getattr(error, "lineno", None) or 1, getattr(error, "msg", None) or str(error)
+    return None
 
 
 def _libcst() -> Any:

@@ -19,6 +19,8 @@ REQUIRED = (
     "assembly, batches of 8",
     "loader, in process",
     "loader, prefetch thread",
+    "Megatron's loader, in process",
+    "Megatron's loader, 2 workers",
     "resume at the start",
     "resume deep in the eighth epoch",
     "taking the state",

@@ -54,6 +54,7 @@ class StreamOrder:
     ) -> None:
         self.streams = streams
         self.position = position
+        self._followed: Any = None
         #: what was restored, if anything.
         self.state: StreamState | None = None
         if saved is not None:
@@ -128,29 +129,28 @@ class StreamOrder:
         """Plan along with the training in a thread of its own, so that a save has little left to plan.
 
         With worker processes, and on ranks that read no data, nobody else plans in this process: a save after
-        thousands of steps would have to catch up on all of them at once. The thread ends with ``args``, which an
+        thousands of steps would have to catch up on all of them at once. The thread ends with this order, which an
         in-process restart replaces, or where the stream ends.
         """
-        thread = threading.Thread(
-            target=_follow, args=(self.stream, weakref.ref(args)), name="megaresume-follow", daemon=True
-        )
-        thread.start()
+        self._followed = args
+        threading.Thread(target=_follow, args=(weakref.ref(self),), name="megaresume-follow", daemon=True).start()
 
 
-def _follow(stream: Stream, arguments: weakref.ref[Any]) -> None:
+def _follow(reference: weakref.ref[StreamOrder]) -> None:
     pause = threading.Event()
     while True:
-        args = arguments()
-        if args is None:
+        order = reference()
+        if order is None:
             return
-        position = int(args.consumed_train_samples)
-        del args
+        position, stream = int(order._followed.consumed_train_samples), order.stream
+        del order
         try:
             if position > stream.start:
                 stream.plan(position - 1, position)
         except MegaresumeError as error:
             log.debug("megaresume: planning ahead ends: %s", error)  # whoever needs these samples will raise it
             return
+        del stream
         pause.wait(FOLLOW_EVERY)
 
 

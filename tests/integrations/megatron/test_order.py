@@ -119,7 +119,7 @@ def test_a_save_has_little_left_to_plan(config: dict[str, Any]) -> None:
         time.sleep(0.05)
     assert 5_000 <= order.stream._planner.position < 6_000
     assert order.payload(5_000) == order_of(stream_of(config)).payload(5_000)
-    del args  # as an in-process restart does
+    del order  # as an in-process restart does
     gc.collect()
     threads = [thread for thread in threading.enumerate() if thread.name == "megaresume-follow"]
     for thread in threads:

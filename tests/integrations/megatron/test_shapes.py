@@ -115,6 +115,8 @@ def test_killed_between_tracker_and_records(
     assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text() == "6"
     assert not (records / "step_0000006.json").exists()
     assert (records / "step_0000006.saving.json").exists()
+    status, text = command("inspect", tmp_path / "save")
+    assert status == 0 and "Megatron goes on from iter_0000006" in text, text
 
     second = mini(*stream_flags, *sizes(), *where, "--async-save", script=AT_0_18, num_processes=1)
     assert second.status == 0, second.output
@@ -209,6 +211,8 @@ def test_guard_is_adopted_and_resumed(
     assert_steps(third, guard_uninterrupted, 7, 12)
     assert (tmp_path / "save" / "megaresume" / "order.json").exists()
     assert not list((tmp_path / "save" / "megaresume").glob("*.saving*"))
+    status, text = command("inspect", tmp_path / "save")
+    assert status == 0 and "resumes from iter_0000012, under guard" in text, text
 
 
 def test_modes_do_not_mix(mini: Any, tmp_path: Path, stream_flags: list[object], guard_flags: list[object]) -> None:

@@ -19,6 +19,7 @@ out, in the checkpoint, and sees to it that a resume gets the same again, or is 
     extend.py     further samples behind the recorded ones
     build.py      around ``BlendedMegatronDatasetBuilder``
     agree.py      who looks at the indexes, and how the others hear of it
+    foreign.py    datasets built without that builder (Megatron-DeepSpeed): compared, not pinned
     order.py      `guarded` and `GuardOrder`
     show.py       the record for people: ``order.json``, ``megaresume inspect``
 """

@@ -47,11 +47,13 @@ def _build(guard: Pass, builder: Any, original: Callable[[], Any]) -> Any:
 
     if getattr(guard.session.args, "phase_transition_iterations", None):
         guard.note("the order is NOT guarded: --phase-transition-iterations builds other datasets for every phase")
+        guard.left_alone = True
         return original()
     try:
         request = Request.of(builder)
     except (AttributeError, TypeError, ValueError) as error:
         guard.note(f"the order is NOT guarded: a builder of another kind ({type(error).__name__}: {error})")
+        guard.left_alone = True
         return original()
     on_rank_0(lambda: refuse_empty_splits(request))
     pin = guard.pin(len(guard.builders))

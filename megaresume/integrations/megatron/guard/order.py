@@ -24,8 +24,10 @@ class GuardOrder:
     #: nothing of ours opens these corpora.
     origin: Mapping[str, Any] | None = None
 
-    def __init__(self, record: OrderRecord) -> None:
+    def __init__(self, record: OrderRecord, *, refusal: StateError | None = None) -> None:
         self.record = record
+        #: found on this rank alone, to be raised on all ranks together.
+        self.refusal = refusal
 
     def payload(self, samples: int) -> dict[str, Any]:
         """Plain JSON, for ``args.megaresume_state`` and `write_record`."""
@@ -52,6 +54,8 @@ class Pass:
         self.recorded = recorded
         self.builders: list[BuilderRecord] = []
         self.accepted: list[str] = []
+        #: a builder was left to do as it does.
+        self.left_alone = False
         self._said: set[str] = set()
         self._accept: tuple[str, ...] = tuple(getattr(session.settings, "accept", None) or ())
 
@@ -102,7 +106,10 @@ def guarded(session: Session, provider: Callable[..., Any]) -> Callable[..., Any
             datasets = provider(*args, **kwargs)
         finally:
             _current = outer
-        session.order = GuardOrder(_finished(guard))
+        if guard.builders or guard.left_alone:
+            session.order = GuardOrder(_finished(guard))
+        else:
+            _without_builder(session, guard, datasets)
         return datasets
 
     return build
@@ -116,10 +123,32 @@ def _recorded(session: Session) -> OrderRecord | None:
     return None if payload is None else OrderRecord.from_dict(payload)
 
 
+def _without_builder(session: Session, guard: Pass, datasets: Any) -> None:
+    """Datasets that no builder of megatron-core made: compared. No collective here; `shared` raises on all ranks."""
+    from megaresume.integrations.megatron.guard.compare import refuse
+    from megaresume.integrations.megatron.guard.foreign import differences, looks, observe_foreign
+
+    if not looks():
+        return
+    recorded, now = guard.recorded, observe_foreign(session.args, datasets)
+    if recorded is not None and recorded.builders:
+        found = differences(recorded.builders[0], now, datasets)
+        open_ = [difference for difference in found if not guard.accepts(difference.name)]
+        session.order = GuardOrder(recorded, refusal=refuse(open_, guard.samples) if open_ else None)
+        if not found:
+            return
+        guard.accepted += [f"sample {guard.samples}: {d.name}: {d.recorded} -> {d.found}" for d in found]
+    if now is None:
+        guard.note("the data provider builds no index that is known here: its order is NOT guarded")
+    else:
+        guard.note("these datasets are not built by megatron-core: their order is recorded and checked, not pinned")
+        guard.builders.append(now)
+    if session.order is None or session.order.refusal is None:  # type: ignore[attr-defined]
+        session.order = GuardOrder(_finished(guard))
+
+
 def _finished(guard: Pass) -> OrderRecord:
     recorded, builders, accepted = guard.recorded, tuple(guard.builders), tuple(guard.accepted)
-    if not builders:
-        guard.note("the data provider used no dataset builder of megatron-core: its order is NOT guarded")
     if recorded is None or not recorded.builders:
         if guard.samples and builders:
             guard.note(
@@ -150,11 +179,16 @@ def shared(session: Session) -> None:
     """Give the order to the ranks whose provider did not run. Collective over all ranks; raises on all of them.
 
     Raises:
-        StateError: two ranks hold different orders.
+        StateError: two ranks hold different orders, or one of them another order than recorded.
     """
     from megaresume.integrations.megatron.guard.agree import broadcast
-    from megaresume.integrations.ranks import gather, same_on_all_ranks
+    from megaresume.integrations.ranks import gather, on_all_ranks, same_on_all_ranks
 
+    def agree() -> None:
+        if isinstance(session.order, GuardOrder) and session.order.refusal is not None:
+            raise session.order.refusal
+
+    on_all_ranks(agree)
     mine = session.order.digest if isinstance(session.order, GuardOrder) else None
     held = gather(mine)
     owner = next((rank for rank, digest in enumerate(held) if digest is not None), None)

@@ -59,10 +59,55 @@ FLAGS = {
 }
 
 
+#: the same of datasets that mask words.
+MASKING = {
+    "masking_probability": 0.15,
+    "short_sequence_probability": 0.1,
+    "masking_max_ngram": 3,
+    "masking_do_full_word": False,
+    "masking_do_permutation": False,
+    "masking_use_longer_ngrams": False,
+    "masking_use_geometric_distribution": False,
+    "classification_head": False,
+}
+
+
+def dataset_class(name: str) -> Any:
+    """A dataset class of megatron-core, or one made in the way of those in Megatron's training package."""
+    from megatron.core.datasets import gpt_dataset
+
+    class WithRandomItems(gpt_dataset.GPTDataset):
+        """As ``GPTFIMDataset``: one generator per process, drawn from with every item."""
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.np_rng = np.random.RandomState(seed=self.config.random_seed)
+
+    class WithoutIndex(gpt_dataset.MegatronDataset):
+        """As ``SFTDataset``: document by document, over and over."""
+
+        numel_low_level_dataset = staticmethod(gpt_dataset.GPTDataset.numel_low_level_dataset)
+        build_low_level_dataset = staticmethod(gpt_dataset.GPTDataset.build_low_level_dataset)
+
+        def __len__(self) -> int:
+            return self.num_samples
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {"tokens": self.dataset.get(int(self.indices[index % len(self.indices)]))}
+
+    if name == "BERT":
+        from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset
+
+        return BERTMaskedWordPieceDataset
+    own = {"WithRandomItems": WithRandomItems, "WithoutIndex": WithoutIndex}
+    return own.get(name) or getattr(gpt_dataset, name)
+
+
 class Tokenizer:
     """What the datasets ask of one."""
 
     vocab_size = 1000
+    inv_vocab: ClassVar = {i: str(i) for i in range(1000)}
     unique_identifiers: ClassVar = OrderedDict({"class": "Tokenizer"})
 
     def __init__(self, eod: int) -> None:
@@ -105,7 +150,13 @@ def run(spec: Spec) -> dict[str, Any]:
 
     def provider(sizes: list[int | None], vp_stage: int | None = None) -> Any:
         blend = None if spec.paths is None else (spec.paths, spec.weights)
-        config = gpt_dataset.GPTDatasetConfig(
+        fields: dict[str, Any] = FLAGS
+        config_class = gpt_dataset.GPTDatasetConfig
+        if spec.dataset == "BERT":
+            from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDatasetConfig
+
+            config_class, fields = BERTMaskedWordPieceDatasetConfig, MASKING
+        config = config_class(
             random_seed=spec.seed,
             sequence_length=spec.seq_length,
             blend=blend,
@@ -113,15 +164,9 @@ def run(spec: Spec) -> dict[str, Any]:
             split=None if spec.per_split else spec.split,
             path_to_cache=spec.cache,
             tokenizer=Tokenizer(spec.eod),
-            **{
-                "create_attention_mask": False,
-                "reset_position_ids": False,
-                "reset_attention_mask": False,
-                "eod_mask_loss": False,
-            }
-            | spec.config,
+            **fields | spec.config,
         )
-        return Builder(getattr(gpt_dataset, spec.dataset), sizes, _builds(spec, vp_stage), config).build()
+        return Builder(dataset_class(spec.dataset), sizes, _builds(spec, vp_stage), config).build()
 
     call = guarded(session, provider) if spec.guard else provider
     output = io.StringIO()
@@ -154,6 +199,11 @@ def identities(dataset: Any) -> Any:
         return None
     if isinstance(dataset, list):
         return [identities(d) for d in dataset]
+    if type(dataset).__name__.startswith("BERT"):
+        return [str(row) for row in dataset.sample_index]  # its items want a real tokenizer
+    if hasattr(dataset, "datasets") and type(dataset.datasets[0]).__name__.startswith("BERT"):
+        turns = zip(dataset.dataset_index, dataset.dataset_sample_index, strict=True)
+        return [f"{d} {dataset.datasets[d].sample_index[i]}" for d, i in turns]
     return [hashlib.md5(np.asarray(dataset[i]["tokens"]).tobytes()).hexdigest()[:12] for i in range(len(dataset))]
 
 

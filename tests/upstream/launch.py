@@ -1,0 +1,173 @@
+"""One training run of an unmodified upstream script: its command line, its processes, its log.
+
+On a machine without CUDA the shims of ``--shim-dir`` stand before the worker; with CUDA there is none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from tests.upstream.trees import Tree, environment
+
+__all__ = ["GLOBAL_BATCH", "Outcome", "Setup", "train"]
+
+WORKER = Path(__file__).with_name("worker.py")
+REPOSITORY = Path(__file__).parents[2]
+GLOBAL_BATCH = 8
+SECONDS = 240
+
+#: Tiny, and without anything that needs CUDA. Flags that both projects have.
+_MODEL = """
+    --num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 64 --max-position-embeddings 64
+    --micro-batch-size 2 --lr 1e-3 --attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer
+    --vocab-size 299 --split 90,5,5 --num-workers 0 --log-interval 1 --eval-iters 1 --eval-interval 1000
+"""
+_CPU = """
+    --distributed-backend gloo --use-cpu-initialization --no-gradient-accumulation-fusion --no-masked-softmax-fusion
+    --no-bias-gelu-fusion --no-bias-dropout-fusion
+"""
+_CPU_LM = "--no-rope-fusion --no-persist-layer-norm --no-check-for-nan-in-loss-and-grad"
+#: Transformer Engine is not wanted on a GPU either.
+_LM = "--transformer-impl local"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """What a series of runs has in common."""
+
+    tree: Tree
+    python: Path
+    shim_dir: Path | None
+    #: prefixes of .bin/.idx, by name, with their weights.
+    corpora: dict[str, tuple[Path, str]]
+    folder: Path
+    #: stream, guard; stock: without megaresume at all.
+    mode: str
+    #: flags of this series, for example the checkpoint format.
+    flags: tuple[str, ...] = ()
+    #: ZeRO stage, for Megatron-DeepSpeed.
+    zero: int = 0
+    #: the script, if it is not the tree's own: a patched copy, which needs no launcher.
+    script: Path | None = None
+    iterations: int = 10
+    save_interval: int = 5
+
+    def but(self, **changes: object) -> Setup:
+        """The same with changes."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What came of one run."""
+
+    status: int
+    seconds: float
+    log: Path
+    batches: Path
+    command: list[str] = field(repr=False)
+
+    @property
+    def text(self) -> str:
+        """All that it printed."""
+        return self.log.read_text(errors="replace")
+
+    def last_error(self) -> str:
+        """The line of its log that says most about why it failed."""
+        lines = [line.strip() for line in self.text.splitlines()]
+        ours = [i for i, line in enumerate(lines) if line.startswith(("megaresume: error", "error:"))]
+        if ours:
+            return " ".join(lines[ours[-1] : ours[-1] + 3])[:300]
+        errors = [line for line in lines if "Error" in line and "ChildFailed" not in line and "error_file" not in line]
+        return (errors[0] if errors else f"exit status {self.status}")[:300]
+
+
+def train(setup: Setup, name: str, *, dp: int, save: Path, kill: str | None = None) -> Outcome:
+    """Run it from what ``save`` holds, into ``save``, until it ends.
+
+    Args:
+        setup: the series.
+        name: of this run, for its log.
+        dp: processes, all data-parallel.
+        save: checkpoint root.
+        kill: RANK:SAMPLES:MICRO; see `worker`.
+    """
+    folder = setup.folder / name
+    batches = folder / "batches"
+    batches.mkdir(parents=True)
+    env = environment(setup.python) | {
+        "PYTHONPATH": os.pathsep.join([str(setup.tree.root), str(REPOSITORY)]),
+        "UPSTREAM_LOG": str(batches),
+        "LOCAL_SIZE": str(dp),
+    }
+    if kill is not None:
+        env["UPSTREAM_KILL"] = kill
+    if setup.shim_dir is not None:
+        env["DS_ACCELERATOR"] = "cpu"
+    script = setup.script or setup.tree.root / "pretrain_gpt.py"
+    launcher = [] if setup.script is not None or setup.mode == "stock" else ["-m", "megaresume.run"]
+    command = [
+        *(str(setup.python), "-m", "torch.distributed.run", "--nproc-per-node", str(dp)),
+        *("--master-port", str(_free_port())),
+        *_shims(setup),
+        *(str(WORKER), *launcher, str(script)),
+        *_flags(setup, folder, save),
+    ]
+    log = folder / "log.txt"
+    began = time.monotonic()
+    with open(log, "w") as file:
+        process = subprocess.Popen(
+            command, cwd=folder, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            status = process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            status = process.wait() or -1
+    return Outcome(status=status, seconds=time.monotonic() - began, log=log, batches=batches, command=command)
+
+
+def _shims(setup: Setup) -> list[str]:
+    if setup.shim_dir is None:
+        return []
+    name = "cpu_cuda_shim.py" if setup.tree.kind == "megatron-lm" else "mds_shim.py"
+    return [str(setup.shim_dir / name)]
+
+
+def _flags(setup: Setup, folder: Path, save: Path) -> list[str]:
+    is_lm = setup.tree.kind == "megatron-lm"
+    data = [word for path, weight in setup.corpora.values() for word in (weight, str(path))]
+    flags = [
+        *_MODEL.split(),
+        *("--global-batch-size", str(GLOBAL_BATCH), "--train-iters", str(setup.iterations)),
+        *("--data-path", *data, "--data-cache-path", str(setup.folder / "cache")),
+        *("--save", str(save), "--load", str(save), "--save-interval", str(setup.save_interval)),
+        *setup.flags,
+    ]
+    if setup.shim_dir is not None:
+        flags += _CPU.split()
+    if is_lm:
+        flags += _LM.split() + (_CPU_LM.split() if setup.shim_dir is not None else [])
+    else:
+        config = folder / "ds.json"
+        zero = {"stage": setup.zero}
+        sizes = {"train_batch_size": GLOBAL_BATCH, "train_micro_batch_size_per_gpu": 2, "steps_per_print": 100}
+        config.write_text(json.dumps(sizes | {"zero_optimization": zero}))
+        flags += ["--deepspeed", "--deepspeed_config", str(config), "--zero-stage", str(setup.zero)]
+    if setup.mode != "stock":
+        flags += ["--megaresume-mode", setup.mode]
+    return flags
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
