@@ -170,8 +170,10 @@ def _finished(guard: Pass) -> OrderRecord:
 
 
 def _core_version() -> str:
-    import megatron.core
-
+    try:
+        import megatron.core
+    except ImportError:  # bigscience's Megatron-DeepSpeed is older than megatron-core
+        return "none"
     return str(getattr(megatron.core, "__version__", "unknown"))
 
 
