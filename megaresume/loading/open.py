@@ -55,6 +55,8 @@ def open_stream(
         mapping = {"sources": sources_from_data_path(data, base_dir=directory, split=split, part=part)}
     if seed is not None:
         mapping.setdefault("seed", seed)
+    if part != "train":
+        mapping["stages"] = None  # validation stays put, whatever training changes
     config = StreamConfig.from_dict(mapping, seq_length=seq_length)
     specs = {source.name: source.options for source in config.sources}
     opened = open_sources(specs, base_dir=directory, split=split, part=part, objects=objects)

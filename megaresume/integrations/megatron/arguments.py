@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megaresume.stream.config import OnChange
 from megaresume.stream.errors import UsageError
 
 __all__ = ["Mode", "Settings", "add_arguments", "around_add_data_args"]
@@ -20,6 +21,7 @@ __all__ = ["Mode", "Settings", "add_arguments", "around_add_data_args"]
 Mode = Literal["stream", "guard", "off"]
 
 _MODES: tuple[Mode, ...] = ("stream", "guard", "off")
+_ON_CHANGE: tuple[OnChange, ...] = ("refuse", "stage")
 _FIRST_FLAG = "--megaresume-data"
 
 
@@ -44,6 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="stream: train on our stream (of --megaresume-data, or of --data-path and its kin). guard: keep "
         "Megatron's own datasets, and make sure that a resume rebuilds their order. off: do nothing. "
         "Default: stream with --megaresume-data, otherwise guard",
+    )
+    group.add_argument(
+        "--megaresume-on-change",
+        "--megaresume_on_change",
+        choices=_ON_CHANGE,
+        default=None,
+        help="where the data config is not the one of the checkpoint. refuse: stop, naming what differs (default). "
+        "stage: begin a new stage there; every source goes on at its own position",
     )
     group.add_argument(
         "--megaresume-accept",
@@ -75,6 +85,8 @@ class Settings:
     data: str | None = None
     #: names of differences that the guard accepts.
     accept: tuple[str, ...] = ()
+    #: what becomes of a changed data config.
+    on_change: OnChange = "refuse"
 
     @classmethod
     def from_args(cls, args: Any, argv: Sequence[str] | None = None) -> Settings:
@@ -87,16 +99,23 @@ class Settings:
         Raises:
             UsageError: an unknown mode, or flags that contradict each other.
         """
-        names = ("megaresume_data", "megaresume_mode", "megaresume_accept")
+        names = ("megaresume_data", "megaresume_mode", "megaresume_accept", "megaresume_on_change")
         source = args
         if not any(getattr(args, name, None) for name in names):
             source = _from_command_line(sys.argv[1:] if argv is None else argv)
-        data, mode, accept = (getattr(source, name, None) for name in names)
+        data, mode, accept, on_change = (getattr(source, name, None) for name in names)
         if mode is not None and mode not in _MODES:
             raise UsageError(
                 "unknown mode",
                 found=f"--megaresume-mode {mode}",
                 expected=f"one of {', '.join(_MODES)}",
+                cause="a typing error in the YAML config, whose values no parser checks",
+            )
+        if on_change is not None and on_change not in _ON_CHANGE:
+            raise UsageError(
+                "unknown answer to a change",
+                found=f"--megaresume-on-change {on_change}",
+                expected=f"one of {', '.join(_ON_CHANGE)}",
                 cause="a typing error in the YAML config, whose values no parser checks",
             )
         if data is not None and mode == "guard":
@@ -111,6 +130,7 @@ class Settings:
             mode=mode or ("guard" if data is None else "stream"),
             data=None if data is None else str(data),
             accept=tuple(str(name) for name in names_accepted),
+            on_change=on_change or "refuse",
         )
 
 

@@ -19,6 +19,7 @@ from megaresume.loading.open import open_stream
 from megaresume.sources.catalog import read_data_config
 from megaresume.sources.data_path import sources_from_data_path
 from megaresume.sources.split import PARTS, Part, split_ranges
+from megaresume.stream.config import OnChange
 from megaresume.stream.errors import ConfigError, UsageError
 from megaresume.stream.stream import Stream
 
@@ -112,21 +113,23 @@ class Streams:
     test: Stream | None
 
 
-def open_streams(args: Any, data_file: str | None) -> Streams:
+def open_streams(args: Any, data_file: str | None, on_change: OnChange = "refuse") -> Streams:
     """Open what the arguments name. No collective.
 
     Args:
         args: Megatron's arguments.
         data_file: ``--megaresume-data``, if it was given.
+        on_change: what becomes of a training config that is not the one of the checkpoint.
 
     Raises:
         UsageError: flags that contradict each other, or that a stream cannot give.
         ConfigError, CorpusError, SetupError: see `megaresume.loading.open_stream`.
     """
     parts = read_data(args, data_file)
-    opened = {part: None if data is None else _open(data, args) for part, data in parts.items()}
+    opened = {part: None if data is None else _open(data, args, on_change) for part, data in parts.items()}
     train = opened["train"]
     assert train is not None  # read_data refuses
+    _check_stages(train, args)
     return Streams(train=train, valid=opened["valid"], test=opened["test"])
 
 
@@ -164,7 +167,22 @@ def read_data(args: Any, data_file: str | None) -> dict[Part, PartData | None]:
     return parts
 
 
-def _open(data: PartData, args: Any) -> Stream:
+def _check_stages(train: Stream, args: Any) -> None:
+    """A stage to come may change the blend; Megatron's model and loader have one shape of samples from start to end."""
+    for stage in train.config.stages:
+        length = stage.seq_length or args.seq_length
+        if length != args.seq_length or (stage.packing is not None and stage.packing != train.config.packing):
+            raise UsageError(
+                f"stage '{stage.name}' changes the shape of samples in the middle of a launch",
+                found=", ".join(f"{key}: {value}" for key, value in stage.to_dict().items()),
+                expected="stages that change weights only",
+                cause="Megatron builds its model and its loaders for one sequence length and one packing",
+                action="stop the run there (--exit-interval), then resume with the new value in the data config and "
+                "--megaresume-on-change stage",
+            )
+
+
+def _open(data: PartData, args: Any, on_change: OnChange) -> Stream:
     return open_stream(
         data.mapping,
         seq_length=args.seq_length,
@@ -172,6 +190,7 @@ def _open(data: PartData, args: Any) -> Stream:
         split=data.split,
         part=data.part,
         base_dir=data.base_dir,
+        on_change=on_change,
     )
 
 
@@ -265,7 +284,8 @@ def _evaluated(mapping: Mapping[str, Any], split: str, part: Part) -> Mapping[st
             continue
         kept[name] = {key: value for key, value in entry.items() if key not in ("max_epochs", "on_exhausted")}
     weighted = [entry for entry in kept.values() if entry.get("weight", 1) not in (0, "0", 0.0)]
-    return {**mapping, "sources": kept} if weighted else None
+    # Validation stays put: no stage of the training changes what it is.
+    return {**mapping, "sources": kept, "stages": None} if weighted else None
 
 
 def _share_is_zero(split: str, part: Part) -> bool:

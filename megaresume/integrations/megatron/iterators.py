@@ -25,6 +25,7 @@ from megaresume.integrations.megatron.provider import coordinates, end_of_docume
 from megaresume.integrations.megatron.samples import SampleForm, form_of, warnings_of
 from megaresume.integrations.megatron.session import Session, session
 from megaresume.integrations.ranks import gather, is_rank_0, on_all_ranks, on_rank_0
+from megaresume.integrations.resume import change_lines
 from megaresume.stream.errors import StateError
 
 __all__ = ["around_build_data_iterators", "check_replicas"]
@@ -70,6 +71,9 @@ def _streamed(
     _check_streams(current, order)
     current.order = order
     after_data_is_built(current)
+    if is_rank_0():
+        for line in change_lines(order.stream, order.schedule.size_at(order.position)):
+            print(line, flush=True)
     result = original(stream_provider(current.project, current.args, order, form, provider), *more, **kw)
     order.follow(current.args)  # behind the start of the workers: a fork is safest where there is one thread
     return result
@@ -100,7 +104,7 @@ def _begin(current: Session) -> StreamOrder:
 
     def read() -> None:
         if not opened:
-            opened.append(open_streams(args, current.settings.data))
+            opened.append(open_streams(args, current.settings.data, current.settings.on_change))
             _ = opened[0].train.fingerprints
 
     on_rank_0(read)

@@ -61,7 +61,7 @@ class StreamOrder:
             self.state = saved if isinstance(saved, StreamState) else StreamState.from_json(saved)
         self._restore(iteration)
         history = () if self.state is None else self.state.batches
-        self.schedule = schedule.resumed(history, position)
+        self.schedule = self.stream.schedule = schedule.resumed(history, position)
 
     def _restore(self, iteration: int) -> None:
         stream, state = self.stream, self.state

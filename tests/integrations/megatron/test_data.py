@@ -193,3 +193,19 @@ def test_the_origin_opens_the_same_stream(root: Path, tmp_path: Path, monkeypatc
     assert train.origin is not None
     monkeypatch.chdir(tmp_path)
     assert np.array_equal(open_stream(train.origin).plan(0, 50).hashes, train.plan(0, 50).hashes)
+
+
+def test_stages_change_the_training_alone(root: Path) -> None:
+    """A declared change of the blend reaches training; validation and test stay what they were."""
+    stages = [{"from_samples": 5, "weights": {"web": 0, "code": 1}}]
+    plain, staged = opened(write_yaml(root / "plain.yaml")), opened(write_yaml(root / "staged.yaml", stages=stages))
+    assert text(plain.train, 5) == text(staged.train, 5) and text(plain.train) != text(staged.train)
+    assert text(plain.valid) == text(staged.valid) and text(plain.test) == text(staged.test)
+
+
+@pytest.mark.parametrize("change", [{"seq_length": 4096}, {"packing": "split"}])
+def test_a_declared_stage_of_another_shape_is_refused(root: Path, change: dict[str, Any]) -> None:
+    stages = [{"from_samples": 5, "name": "long"} | change]
+    with pytest.raises(UsageError, match="stage 'long' changes the shape of samples") as error:
+        opened(write_yaml(root / "shape.yaml", stages=stages))
+    assert "--megaresume-on-change stage" in str(error.value.action)

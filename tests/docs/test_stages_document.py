@@ -1,0 +1,28 @@
+"""docs/stages.md: its data config, as it stands there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import yaml
+
+from megaresume.stream.batches import BatchSchedule
+from megaresume.stream.config import StreamConfig
+from megaresume.stream.stream import Stream
+from megaresume.testing import LengthList
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "stages.md"
+
+
+def test_the_config() -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
+    config = StreamConfig.from_dict(yaml.safe_load(text))
+    sources = [LengthList([20 + (7 * i + k) % 300 for i in range(900)]) for k in range(3)]
+    stream = Stream(config, sources)
+    stream.schedule = BatchSchedule.constant(2)
+    stages = stream.state_at(1200).stages
+    assert [s.name for s in stages] == ["start", "stage 1", "long"]
+    assert stages[2].first == 1000 and stream.config_at(1000).seq_length == 512
+    assert stream.plan(0, stages[1].first).tokens().sum() >= 100_000 > stream.plan(0, stages[1].first - 1).tokens().sum()
+    assert 2 not in stream.plan(0, stages[1].first).table[:, 0] and 2 in stream.plan(400, 1200).table[:, 0]
