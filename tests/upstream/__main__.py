@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
             for result in series.runs(tree, where):
                 record.add(tree.name, "runs", result)
         record.save()
-    document.write(options.output, record.results, record.commits, record.versions)
+        document.write(options.output, record.results, record.commits, record.versions)
     everything = [result for kinds in record.results.values() for found in kinds.values() for result in found]
     num_failed = sum(result.status == "failed" for result in everything)
     print(f"{options.output}: {num_failed} failed; logs in {scratch}")

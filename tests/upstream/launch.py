@@ -18,6 +18,7 @@ from tests.upstream.trees import Tree, environment
 __all__ = ["GLOBAL_BATCH", "Outcome", "Setup", "train"]
 
 WORKER = Path(__file__).with_name("worker.py")
+BIGSCIENCE_SHIM = Path(__file__).with_name("bigscience_shim.py")
 REPOSITORY = Path(__file__).parents[2]
 GLOBAL_BATCH = 8
 SECONDS = 240
@@ -25,13 +26,16 @@ SECONDS = 240
 #: Tiny, and without anything that needs CUDA. Flags that both projects have.
 _MODEL = """
     --num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 64 --max-position-embeddings 64
-    --micro-batch-size 2 --lr 1e-3 --attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer
-    --vocab-size 299 --split 90,5,5 --num-workers 0 --log-interval 1 --eval-iters 1 --eval-interval 1000
+    --micro-batch-size 2 --lr 1e-3 --attention-dropout 0 --hidden-dropout 0 --split 90,5,5 --num-workers 0
+    --log-interval 1 --eval-iters 1 --eval-interval 1000
 """
+_TOKENIZER = "--tokenizer-type NullTokenizer --vocab-size 299"
 _CPU = """
-    --distributed-backend gloo --use-cpu-initialization --no-gradient-accumulation-fusion --no-masked-softmax-fusion
-    --no-bias-gelu-fusion --no-bias-dropout-fusion
+    --distributed-backend gloo --use-cpu-initialization --no-masked-softmax-fusion --no-bias-gelu-fusion
+    --no-bias-dropout-fusion
 """
+#: bigscience has no such flag.
+_CPU_BUT_BIGSCIENCE = "--no-gradient-accumulation-fusion"
 _CPU_LM = "--no-rope-fusion --no-persist-layer-norm --no-check-for-nan-in-loss-and-grad"
 #: Transformer Engine is not wanted on a GPU either.
 _LM = "--transformer-impl local"
@@ -136,8 +140,19 @@ def train(setup: Setup, name: str, *, dp: int, save: Path, kill: str | None = No
 def _shims(setup: Setup) -> list[str]:
     if setup.shim_dir is None:
         return []
+    if setup.tree.kind == "bigscience":
+        return [str(setup.shim_dir / "cpu_cuda_shim.py"), str(BIGSCIENCE_SHIM)]
     name = "cpu_cuda_shim.py" if setup.tree.kind == "megatron-lm" else "mds_shim.py"
     return [str(setup.shim_dir / name)]
+
+
+def _byte_tokenizer(folder: Path) -> list[str]:
+    """bigscience has no NullTokenizer: a vocabulary of 256 bytes and the end of a document."""
+    names = {chr(33 + byte) if byte < 94 else f"byte{byte}": byte for byte in range(256)} | {"<|endoftext|>": 256}
+    (folder / "vocab.json").write_text(json.dumps(names))
+    (folder / "merges.txt").write_text("#version\n")
+    files = ["--vocab-file", str(folder / "vocab.json"), "--merge-file", str(folder / "merges.txt")]
+    return ["--tokenizer-type", "GPT2BPETokenizer", *files, "--make-vocab-size-divisible-by", "384"]
 
 
 def _flags(setup: Setup, folder: Path, save: Path) -> list[str]:
@@ -146,12 +161,17 @@ def _flags(setup: Setup, folder: Path, save: Path) -> list[str]:
     flags = [
         *_MODEL.split(),
         *("--global-batch-size", str(GLOBAL_BATCH), "--train-iters", str(setup.iterations)),
-        *("--data-path", *data, "--data-cache-path", str(setup.folder / "cache")),
+        *("--data-path", *data),
         *("--save", str(save), "--load", str(save), "--save-interval", str(setup.save_interval)),
         *setup.flags,
     ]
     if setup.shim_dir is not None:
         flags += _CPU.split()
+    if setup.tree.kind == "bigscience":
+        flags += _byte_tokenizer(folder)
+    else:
+        flags += [*_TOKENIZER.split(), "--data-cache-path", str(setup.folder / "cache")]
+        flags += _CPU_BUT_BIGSCIENCE.split() if setup.shim_dir is not None else []
     if is_lm:
         flags += _LM.split() + (_CPU_LM.split() if setup.shim_dir is not None else [])
     else:

@@ -76,6 +76,9 @@ def hooks() -> str:
             module = ModuleType(name)
             module.__dict__.update({attribute: None, "redundancy_clean": None})
             sys.modules.setdefault(name, module)
+    if project.kind == "bigscience":
+        sys.path.insert(0, str(Path(__file__).parent))
+        importlib.import_module("bigscience_shim").install()
     for role in ("arguments", "checkpointing", "training", "builder"):
         if role not in project.modules:
             continue

@@ -27,6 +27,7 @@ _RUNS: dict[str, tuple[str, ...]] = {
     "0.16.0": ("--ckpt-format", "torch_dist"),
     "0.19.0": ("--ckpt-format", "torch_dist"),
     "deepspeedai": (),
+    "bigscience": (),
 }
 _LAYOUTS = [(2, 1), (1, 2)]
 
@@ -52,8 +53,7 @@ def static(tree: Tree, where: Where) -> list[Result]:
     python = where.python_for(tree)
     if python is None:
         return [Result.not_run(tree.name, check, "needs Python 3.12: give --python312") for check in CHECKS]
-    if tree.kind != "bigscience":
-        compile_helpers(tree, python)
+    compile_helpers(tree, python)
     prefixes = [str(path) for path, _ in where.corpora.values()]
     env = environment(python) | {"PYTHONPATH": os.pathsep.join([str(tree.root), str(REPOSITORY)])}
     done = subprocess.run(
@@ -97,11 +97,12 @@ def runs(tree: Tree, where: Where) -> Iterator[Result]:
     for mode in ("guard", "stream"):
         of_mode = setup.but(mode=mode, folder=_fresh(where, tree, mode))
         yield from resume_series(of_mode, stock if mode == "guard" else None, _LAYOUTS)
-    if tree.kind != "megatron-lm":
+    if tree.kind == "megatron-deepspeed":
         for zero in (1, 2, 3):
-            yield from resume_series(
-                setup.but(mode="stream", zero=zero, folder=_fresh(where, tree, f"zero{zero}")), None, [(2, 2)]
-            )
+            # Its pipeline engine, which it uses unless told otherwise, goes with ZeRO 0 and 1 alone.
+            flags = () if zero == 1 else ("--no-pipeline-parallel",)
+            of_stage = setup.but(mode="stream", zero=zero, flags=flags, folder=_fresh(where, tree, f"zero{zero}"))
+            yield from resume_series(of_stage, None, [(2, 2)])
     if tree.name in ("0.16.0", "deepspeedai"):
         try:
             script = patched_copy(tree, python)

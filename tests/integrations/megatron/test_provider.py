@@ -22,7 +22,7 @@ from megaresume.integrations.megatron.provider import MicroBatches, stream_provi
 from megaresume.integrations.megatron.samples import SAMPLE_KEY, SampleDataset, SampleForm
 from megaresume.stream.batches import BatchSchedule
 
-FORM = SampleForm()
+FORM = SampleForm(identity=True)
 
 
 @pytest.fixture(scope="module")

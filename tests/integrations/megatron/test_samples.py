@@ -17,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import stream_kit as kit
 
 from megaresume.integrations.megatron.samples import (
+    HASH_KEY,
+    IDENTITY_VARIABLE,
     SAMPLE_KEY,
     SampleDataset,
     SampleForm,
@@ -46,6 +48,11 @@ def one_each(tmp_path_factory: pytest.TempPathFactory) -> str:
     texts[:, -1] = kit.EOD
     texts[np.arange(50), rng.integers(1, SEQ - 1, 50)] = kit.EOD
     return kit.write_corpus(tmp_path_factory.mktemp("one") / "each", texts.tolist())
+
+
+@pytest.fixture(autouse=True)
+def with_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(IDENTITY_VARIABLE, "1")
 
 
 def stream_of(path: str, packing: Any = "split", **changes: Any) -> Stream:
@@ -99,7 +106,7 @@ def test_items_are_those_of_the_real_gpt_dataset(one_each: str, flags: dict[str,
         if int(item["tokens"][1]) not in expected:
             continue
         other = expected[int(item["tokens"][1])]
-        assert set(other) == set(item) - {SAMPLE_KEY, "megaresume_hash"}
+        assert set(other) == set(item) - {SAMPLE_KEY, HASH_KEY}
         for key, value in other.items():
             assert value.dtype == item[key].dtype and torch.equal(value, item[key]), key
         compared += 1
@@ -296,7 +303,7 @@ def test_which_tokenizer_is_asked() -> None:
     def none() -> int:
         raise AssertionError("asked")
 
-    assert form_of(kit.arguments(), SPLIT, text=False, eod=none) == SampleForm(attention_mask=True)
+    assert form_of(kit.arguments(), SPLIT, text=False, eod=none) == SampleForm(attention_mask=True, identity=True)
     assert form_of(kit.arguments(reset_position_ids=True), BEST_FIT, text=False, eod=none).eod is None
 
 
@@ -321,3 +328,12 @@ def test_a_batch_may_be_copied(corpus: str) -> None:
     again = copy.copy(batch)
     batch["tokens"] = None
     assert again["tokens"].shape == (2, SEQ)
+
+
+def test_identity_is_there_when_asked_for(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = stream_of(corpus)
+    for text in (False, True):
+        item = dataset_of(stream, kit.arguments(), text=text)[7]
+        assert item[SAMPLE_KEY] == 7 and int(item[HASH_KEY]) == stream.plan(7, 8).hashes.view(np.int64)[0]
+    monkeypatch.delenv(IDENTITY_VARIABLE)
+    assert not {SAMPLE_KEY, HASH_KEY} & set(dataset_of(stream, kit.arguments())[7])
