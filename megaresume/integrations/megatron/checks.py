@@ -90,13 +90,6 @@ def _check_stream_flags(args: Any, project: Project) -> None:
             "that sampler shuffles what it is given, in another way for every number of ranks; the stream is shuffled",
             "--dataloader-type single, or leave the flag out",
         )
-    if getattr(args, "phase_transition_iterations", None):
-        raise refuse(
-            "--phase-transition-iterations takes the position of the data from the iteration, not from the samples",
-            f"--phase-transition-iterations {args.phase_transition_iterations}, mode stream",
-            "every phase would begin its data anew",
-            "say the phases as stages in data.yaml, and leave the flag out",
-        )
     if getattr(args, "repeated_dataloader", False):
         raise refuse(
             "--repeated-dataloader repeats the samples after a resume for ever",

@@ -41,7 +41,6 @@ def session_of(args: Namespace, *, mode: Any = "guard", version: str = "0.16.1")
     ("flags", "which", "words"),
     [
         ({"dataloader_type": "cyclic"}, project(), "--dataloader-type single"),
-        ({"phase_transition_iterations": [10]}, project(), "stages in data.yaml"),
         ({"repeated_dataloader": True}, project(kind="megatron-deepspeed"), "leave the flag out"),
         ({"data_efficiency_curriculum_learning": True}, project(kind="megatron-deepspeed"), "--megaresume-mode guard"),
         ({"curriculum_learning": True}, project(kind="bigscience"), "--megaresume-mode guard"),
