@@ -85,14 +85,19 @@ def main() -> None:
     if directory := os.environ.get("UPSTREAM_LOG"):
         log_batches(Path(directory), int(os.environ["RANK"]), os.environ.get("UPSTREAM_KILL"))
     # In the place of this file's folder: what `python -m` and `python SCRIPT` put there.
-    if sys.argv[1] == "-m":
-        sys.path[0] = os.getcwd()
-        sys.argv = sys.argv[2:]
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = sys.argv[1:]
-        sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    try:
+        if sys.argv[1] == "-m":
+            sys.path[0] = os.getcwd()
+            sys.argv = sys.argv[2:]
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = sys.argv[1:]
+            sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:  # the launcher's way to end, also when all is well
+        if end.code not in (None, 0):
+            raise
+    # Threads of a group that is left standing now and then abort a process that has done all of its work.
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
