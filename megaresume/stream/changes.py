@@ -18,7 +18,7 @@ from megaresume.stream.fingerprints import check_fingerprint, differences
 from megaresume.stream.stages import Course, Stage
 from megaresume.stream.state import Fingerprint, StageRecord, StreamState
 
-__all__ = ["Reconciled", "extended", "reconcile"]
+__all__ = ["Reconciled", "changes_since", "extended", "reconcile"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +77,17 @@ def reconcile(
     return _go_on(now, history, stage, to_come, f"at sample {state.samples}: {words}")
 
 
+def changes_since(config: StreamConfig, state: StreamState) -> list[tuple[str, Any, Any]]:
+    """(field, then, now) wherever the data config of today differs from the one that a state was made with."""
+    now = extended(config, list(state.sources))
+    then = extended(StreamConfig.from_dict(state.config), [source.name for source in now.sources])
+    return _changed(now, then)
+
+
+def _changed(now: StreamConfig, then: StreamConfig) -> list[tuple[str, Any, Any]]:
+    return [(field, before, after) for field, after, before in differences(_plain(now), _plain(then))]
+
+
 def _go_on(
     config: StreamConfig,
     history: Sequence[StageRecord],
@@ -118,7 +129,7 @@ def _in_force(config: StreamConfig, num_stages: int) -> StreamConfig:
 
 
 def _refusal(now: StreamConfig, then: StreamConfig, state: StreamState) -> StateError:
-    changed = list(differences(_plain(now), _plain(then)))
+    changed = _changed(now, then)
     if now.seed != then.seed:
         cause = "another seed orders every source anew: what was seen would come again"
         action = f"set seed: {then.seed} (--seed {then.seed}), or start a new run in another --save directory"
@@ -130,8 +141,8 @@ def _refusal(now: StreamConfig, then: StreamConfig, state: StreamState) -> State
         )
     return StateError(
         "the data config is not the one that the state was made with",
-        found=_listing((field, value) for field, value, _ in changed),
-        expected=_listing((field, value) for field, _, value in changed),
+        found=_listing((field, value) for field, _, value in changed),
+        expected=_listing((field, value) for field, value, _ in changed),
         cause=cause,
         action=action,
     )

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megaresume.stream import kernel
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import StageUnit, StreamConfig
 from megaresume.stream.errors import ConfigError
-from megaresume.stream.kernel import Arrays
 from megaresume.stream.state import StageRecord
+
+if TYPE_CHECKING:
+    # Compiled code, half a second to import: `megaresume plan` decides about stages without it.
+    from megaresume.stream import kernel
+    from megaresume.stream.kernel import Arrays
 
 __all__ = ["FIRST", "Course", "Stage", "enter", "kernel_config"]
 
@@ -98,6 +101,8 @@ class Course:
         """
         if index + 1 >= len(self.stages):
             return None
+        from megaresume.stream import kernel
+
         stage = self.stages[index + 1]
         samples, tokens = int(arrays.scalars[kernel.SAMPLES]), int(arrays.scalars[kernel.TOKENS])
         if stage.unit == "tokens":
@@ -134,6 +139,8 @@ class Course:
 
 def kernel_config(config: StreamConfig) -> kernel.Config:
     """The constants that the loop needs."""
+    from megaresume.stream import kernel
+
     best_fit = config.packing.mode == "best_fit"
     return kernel.Config(
         mode=kernel.MODES[config.packing.mode],
@@ -147,6 +154,8 @@ def kernel_config(config: StreamConfig) -> kernel.Config:
 
 def fresh_bins(config: StreamConfig) -> dict[str, Any]:
     """The arrays of bins that are all free."""
+    from megaresume.stream import kernel
+
     num_bins = kernel_config(config).open_bins + 1
     return {
         "room": np.zeros(num_bins, np.int64),
@@ -164,6 +173,8 @@ def enter(arrays: Arrays, before: StreamConfig, after: StreamConfig) -> Arrays:
         arrays: at the end of the stage before.
         before, after: the configs of the two stages, with the same sources in the same order.
     """
+    from megaresume.stream import kernel
+
     scalars, sources = arrays.scalars.copy(), arrays.sources.copy()
     scalars[kernel.STAGE] += 1
     sources[kernel.WEIGHT] = [s.weight for s in after.sources]
@@ -183,6 +194,8 @@ def enter(arrays: Arrays, before: StreamConfig, after: StreamConfig) -> Arrays:
 
 def waiting_segments(arrays: Arrays) -> Any:
     """What was drawn and is not in a sample yet, in the order in which it was placed: int64[w, SEGMENT_WIDTH]."""
+    from megaresume.stream import kernel
+
     scalars = arrays.scalars
     parts = [arrays.bins[arrays.slot[b], : arrays.filled[arrays.slot[b]]] for b in range(int(scalars[kernel.NUM_OPEN]))]
     return np.concatenate([*parts, pending_segments(arrays)]).astype(np.int64)
@@ -190,6 +203,8 @@ def waiting_segments(arrays: Arrays) -> Any:
 
 def pending_segments(arrays: Arrays) -> Any:
     """What waits to be placed: the document at hand, then those carried over: int64[w, SEGMENT_WIDTH]."""
+    from megaresume.stream import kernel
+
     scalars = arrays.scalars
     at_hand = scalars[kernel.PENDING : kernel.PENDING + kernel.SEGMENT_WIDTH]
     num = int(at_hand[kernel.LENGTH] > 0)
