@@ -31,18 +31,15 @@ from megaresume.integrations.deepspeed_tags import (
     check_partitions,
     choose_tag,
     state_within,
-    without_state,
     write_tag,
 )
+from megaresume.integrations.loadable import BEGIN_ANEW, without_state
 from megaresume.integrations.ranks import is_rank_0, on_all_ranks, same_on_all_ranks
 from megaresume.integrations.resume import Resume, change_lines
 from megaresume.stream.errors import StateError
 from megaresume.stream.state import StreamState
 
 __all__ = ["KEY", "Checkpoints"]
-
-#: how to load weights without their data.
-BEGIN_ANEW = "load_checkpoint(..., load_module_only=True)"
 
 
 class Checkpoints:

@@ -15,7 +15,7 @@ from typing import Any
 from megaresume.integrations import deepspeed_engine as facts
 from megaresume.loading.batch import Batch
 from megaresume.loading.loader import StartMethod, StreamLoader
-from megaresume.stream.batches import BatchSchedule, micro_batches
+from megaresume.stream.batches import BatchSchedule, check_sizes
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
@@ -84,10 +84,8 @@ class TrainingData:
 
     def _check_sizes(self, schedule: BatchSchedule, sample: int) -> None:
         """Sizes that do not divide must fail now, on every rank, not in the middle of the ramp-up."""
-        sizes = {schedule.size_at(sample), *(size for first, size in schedule.segments if first > sample)}
         micro = int(self.engine.train_micro_batch_size_per_gpu())
-        for size in sorted(sizes):
-            micro_batches(0, size, micro_batch_size=micro, dp_rank=0, dp_size=facts.data_size(self.engine))
+        check_sizes(schedule, sample, micro_batch_size=micro, dp_size=facts.data_size(self.engine))
 
     @property
     def samples_trained(self) -> int:

@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.choose import Choice, choose
+from megaresume.checkpoint.choose import Choice
 from megaresume.checkpoint.commit import begin_save, commit_save
 from megaresume.checkpoint.confirm import confirm_choice
 from megaresume.checkpoint.data_file import write_data_file
 from megaresume.checkpoint.state_file import StepFile
 from megaresume.checkpoint.topology import Topology
 from megaresume.integrations import deepspeed_engine as facts
+from megaresume.integrations.loadable import check_zero, choose_to_load, without_state
 from megaresume.integrations.ranks import gather, is_rank_0, on_all_ranks, on_rank_0
 from megaresume.stream.errors import CheckpointError, StateError
 from megaresume.stream.state import StreamState
@@ -101,7 +102,7 @@ def choose_tag(load_dir: str, tag: str | None, universal: bool) -> tuple[Choice 
     Raises, on every rank:
         CheckpointError: what was asked for is not whole, nothing is, or the ranks see different directories.
     """
-    choice = on_rank_0(lambda: _choose(load_dir, tag, universal))
+    choice = on_rank_0(lambda: choose_to_load(load_dir, tag, universal))
     step_file = on_all_ranks(lambda: confirm_choice(load_dir, None if choice is None else choice.to_broadcast()))
     if choice is not None and is_rank_0():
         for rejected in choice.rejected:
@@ -112,26 +113,14 @@ def choose_tag(load_dir: str, tag: str | None, universal: bool) -> tuple[Choice 
 
 
 def check_partitions(engine: Any, choice: Choice, step_file: StepFile | None, universal: bool) -> None:
-    """Raise a CheckpointError where ZeRO's optimizer state was divided over another number of ranks: DeepSpeed would
-    fail on it obscurely, or not notice at all."""
-    before = None if step_file is None else step_file.topology
-    if before is None or before.zero_stage is None or universal:
-        return
-    stage = int(engine.zero_optimization_stage())
-    saved, now = before.dp * before.cp, facts.partitions(engine)
-    if saved != now and max(before.zero_stage, stage) > 0:
-        source = choice.tag_dir
-        raise CheckpointError(
-            "DeepSpeed cannot load ZeRO optimizer state on another number of data-parallel ranks",
-            found=f"{source.name}, saved with ZeRO {before.zero_stage} on {saved} data-parallel ranks; "
-            f"{now} now, with ZeRO {stage}",
-            expected=f"{saved} data-parallel ranks, or a universal checkpoint",
-            cause="the job was started on another number of nodes or GPUs",
-            action=f"python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {source} "
-            f'--output_folder {source}_universal, then set "checkpoint": {{"load_universal": true}} in the '
-            "DeepSpeed config (--universal-checkpoint in Megatron-DeepSpeed and in megaresume.training). The data "
-            "needs no conversion",
-        )
+    """Raise a CheckpointError where this engine cannot load the optimizer state: see `check_zero`."""
+    check_zero(
+        choice.tag_dir,
+        None if step_file is None else step_file.topology,
+        partitions=facts.partitions(engine),
+        zero_stage=int(engine.zero_optimization_stage()),
+        universal=universal,
+    )
 
 
 def check_loaded(path: object, choice: Choice) -> None:
@@ -144,22 +133,6 @@ def check_loaded(path: object, choice: Choice) -> None:
             cause="files that DeepSpeed needs are missing, or of another parallel layout",
             action=f"megaresume inspect {choice.load_dir}",
         )
-
-
-def without_state(choice: Choice, begin_anew: str) -> StateError:
-    """The error for a checkpoint whose data is unknown.
-
-    Args:
-        begin_anew: how to load the weights alone.
-    """
-    return StateError(
-        "the checkpoint has no data state",
-        found=f"{choice.tag_dir}, written without megaresume",
-        expected=f"the records of it in {choice.load_dir}/megaresume",
-        cause="it was saved before megaresume was added, or the directory megaresume was not copied along",
-        action="copy the directory megaresume as well; or load the weights alone and begin the data anew: "
-        + begin_anew,
-    )
 
 
 def state_within(
@@ -183,29 +156,3 @@ def state_within(
             action=f"megaresume inspect {choice.load_dir}; load a checkpoint that is whole",
         )
     return state
-
-
-def _choose(load_dir: str, tag: str | None, universal: bool) -> Choice | None:
-    if not universal or tag is not None:
-        return choose(load_dir, tag=tag)
-    pointer = Path(load_dir, "latest_universal")
-    try:
-        tag = pointer.read_text().strip()
-    except OSError as error:
-        raise CheckpointError(
-            "load_universal is set, but there is no universal checkpoint",
-            found=f"{pointer}: {error.strerror}",
-            expected="the name of a directory that ds_to_universal wrote",
-            action="convert one with deepspeed.checkpoint.ds_to_universal, or remove load_universal",
-        ) from error
-    choice, newest = choose(load_dir, tag=tag), choose(load_dir)
-    if choice is not None and newest is not None and (newest.iteration or 0) > (choice.iteration or 0):
-        raise CheckpointError(
-            "the universal checkpoint is older than the newest checkpoint",
-            found=f"{tag}, and {newest.tag} beside it",
-            expected="the newest one, so that no step is trained twice",
-            cause="load_universal was left in the config after the resume that needed it",
-            action="remove load_universal (--universal-checkpoint); or convert the newest one; or, to go back on "
-            f"purpose, ask for tag {tag}",
-        )
-    return choice

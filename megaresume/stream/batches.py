@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megaresume.stream.errors import StateError, UsageError
 
-__all__ = ["BatchSchedule", "micro_batches"]
+__all__ = ["BatchSchedule", "check_sizes", "micro_batches"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,3 +154,14 @@ def micro_batches(
     return [
         range(first + k * stride, first + k * stride + micro_batch_size) for k in range(global_batch_size // stride)
     ]
+
+
+def check_sizes(schedule: BatchSchedule, sample: int, *, micro_batch_size: int, dp_size: int) -> None:
+    """Check every global batch size from ``sample`` on: one that does not divide must fail before the ramp-up is there.
+
+    Raises:
+        UsageError: as `micro_batches`.
+    """
+    sizes = {schedule.size_at(sample), *(size for first, size in schedule.segments if first > sample)}
+    for size in sorted(sizes):
+        micro_batches(0, size, micro_batch_size=micro_batch_size, dp_rank=0, dp_size=dp_size)
