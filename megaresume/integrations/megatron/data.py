@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megaresume.integrations.megatron.launch import check_stages
 from megaresume.loading.open import open_stream
 from megaresume.sources.catalog import read_data_config
 from megaresume.sources.data_path import sources_from_data_path
@@ -129,7 +130,7 @@ def open_streams(args: Any, data_file: str | None, on_change: OnChange = "refuse
     opened = {part: None if data is None else _open(data, args, on_change) for part, data in parts.items()}
     train = opened["train"]
     assert train is not None  # read_data refuses
-    _check_stages(train, args)
+    check_stages(train.config, args.seq_length)
     return Streams(train=train, valid=opened["valid"], test=opened["test"])
 
 
@@ -165,21 +166,6 @@ def read_data(args: Any, data_file: str | None) -> dict[Part, PartData | None]:
             action="pass --eval-iters 0, or give validation a share in --split (or --valid-data-path)",
         )
     return parts
-
-
-def _check_stages(train: Stream, args: Any) -> None:
-    """A stage to come may change the blend; Megatron's model and loader have one shape of samples from start to end."""
-    for stage in train.config.stages:
-        length = stage.seq_length or args.seq_length
-        if length != args.seq_length or (stage.packing is not None and stage.packing != train.config.packing):
-            raise UsageError(
-                f"stage '{stage.name}' changes the shape of samples in the middle of a launch",
-                found=", ".join(f"{key}: {value}" for key, value in stage.to_dict().items()),
-                expected="stages that change weights only",
-                cause="Megatron builds its model and its loaders for one sequence length and one packing",
-                action="stop the run there (--exit-interval), then resume with the new value in the data config and "
-                "--megaresume-on-change stage",
-            )
 
 
 def _open(data: PartData, args: Any, on_change: OnChange) -> Stream:

@@ -20,6 +20,7 @@ from typing import Any
 
 import xxhash
 
+from megaresume.integrations.megatron.launch import check_mode
 from megaresume.integrations.megatron.order import StreamOrder
 from megaresume.integrations.megatron.provider import coordinates, end_of_document, stream_provider
 from megaresume.integrations.megatron.samples import SampleForm, form_of, warnings_of
@@ -134,22 +135,7 @@ def _check_loaded(current: Session) -> None:
     """A mode that the checkpoint is not of, or a rank that was not given the state that rank 0 was given."""
     args, loaded, mode = current.args, current.loaded, current.settings.mode
 
-    def of_mode() -> None:
-        if loaded is not None and loaded.kind != mode:
-            flag = (
-                "--megaresume-data or --megaresume-mode stream"
-                if loaded.kind == "stream"
-                else "--megaresume-mode guard"
-            )
-            raise StateError(
-                f"the checkpoint was trained in mode {loaded.kind}, and this is mode {mode}",
-                found=f"mode {mode}",
-                expected=f"mode {loaded.kind}",
-                cause="a flag was left out or added between save and resume",
-                action=f"pass {flag}; or begin the data anew with --finetune",
-            )
-
-    on_all_ranks(of_mode)
+    on_all_ranks(lambda: check_mode(None if loaded is None else loaded.kind, mode))
     state = "none" if loaded is None else f"{loaded.kind} state at sample {loaded.samples}, {_hash(loaded.payload)}"
     facts = {"iteration": int(args.iteration), "sample": int(args.consumed_train_samples), "restored state": state}
     check_replicas(gather((coordinates(current.project), facts)))

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from megaresume.integrations.megatron.data import Streams
+from megaresume.integrations.megatron.launch import without_state
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import MegaresumeError, StateError
 from megaresume.stream.state import StreamState
@@ -67,7 +68,7 @@ class StreamOrder:
         stream, state = self.stream, self.state
         if state is None:
             if iteration or self.position:
-                raise _without_state(iteration, self.position)
+                raise without_state(iteration, self.position)
             return
         stream.check(state)
         if self.position >= state.samples:
@@ -152,14 +153,3 @@ def _follow(reference: weakref.ref[StreamOrder]) -> None:
             return
         del stream
         pause.wait(FOLLOW_EVERY)
-
-
-def _without_state(iteration: int, position: int) -> StateError:
-    return StateError(
-        "training goes on, but no data state was restored",
-        found=f"iteration {iteration}, {position} samples trained, no data state",
-        expected="the data state of the checkpoint that was loaded",
-        cause="the checkpoint was saved without megaresume, or not with a megaresume stream",
-        action="go on with Megatron's own data: --megaresume-mode guard; or begin the data anew: --finetune; or load "
-        "a checkpoint that has one: megaresume inspect DIR",
-    )

@@ -18,10 +18,9 @@ from megaresume.checkpoint.choose import choose
 from megaresume.checkpoint.layout import TRACKER, ledger_path, marker_path, megatron_tag
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.pointers import read_pointer
-from megaresume.integrations.ranks import on_all_ranks
 from megaresume.stream.errors import CheckpointError, MegaresumeError
 
-__all__ = ["around_read_metadata", "check_tracker"]
+__all__ = ["around_read_metadata", "check_content", "check_tracker"]
 
 
 def around_read_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,8 +32,10 @@ def around_read_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def read_metadata(tracker_filename: Any, *args: Any, **kwargs: Any) -> Any:
+        from megaresume.integrations.ranks import on_all_ranks  # deferred: torch, which `check_tracker` needs not
+
         if "://" not in str(tracker_filename):
-            on_all_ranks(lambda: _check_content(Path(tracker_filename)))
+            on_all_ranks(lambda: check_content(Path(tracker_filename)))
         try:
             return original(tracker_filename, *args, **kwargs)
         except SystemExit as error:
@@ -43,7 +44,8 @@ def around_read_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
     return read_metadata
 
 
-def _check_content(path: Path) -> None:
+def check_content(path: Path) -> None:
+    """Raise a CheckpointError where the tracker says nothing that Megatron could load."""
     try:
         text = path.read_text(encoding="utf-8", errors="backslashreplace").strip()
     except OSError as error:

@@ -122,23 +122,9 @@ class _Rebuild:
         return free
 
     def _grown_too_far(self) -> list[Any]:
-        from megaresume.integrations.megatron.guard.compare import Difference
-        from megaresume.integrations.megatron.guard.pinned import extendable
+        from megaresume.integrations.megatron.guard.compare import grown_too_far
 
-        old, new, split = self.pin.sizes[0], self.request.sizes[0], self.pin.splits[0]
-        if split is None or old is None or new is None or new <= old or extendable(split):
-            return []
-        if not any(component.built.arrays for component in split.components):
-            return []
-        return [
-            Difference(
-                name="train-samples",
-                recorded=f"an order of {old} training samples, which {self.pin.dataset} cannot prolong",
-                found=f"{new} training samples",
-                restore=f"--train-iters or --train-samples for {old} samples",
-                split=0,
-            )
-        ]
+        return grown_too_far(self.pin, self.request.sizes[0])
 
     def _note_unpinned(self, splits: dict[int, SplitRecord], free: set[int]) -> None:
         from megaresume.integrations.megatron.guard.pinned import extendable

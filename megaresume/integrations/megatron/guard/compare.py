@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megaresume.integrations.megatron.guard.corpus import Corpus, Identity
+from megaresume.integrations.megatron.guard.pinned import extendable
 from megaresume.integrations.megatron.guard.record import SPLITS, Blend, BuilderRecord, ComponentRecord
 from megaresume.integrations.megatron.guard.request import FLAGS, Request
 from megaresume.stream.errors import StateError
 
-__all__ = ["Comparison", "Difference", "compare", "refuse"]
+__all__ = ["Comparison", "Difference", "compare", "grown_too_far", "refuse"]
 
 #: weights mean the same if they agree that well after normalisation.
 _SAME_WEIGHT = 1e-9
@@ -100,6 +101,29 @@ def compare(record: BuilderRecord, request: Request) -> Comparison:
                     )
                 )
     return found
+
+
+def grown_too_far(record: BuilderRecord, samples: int | None) -> list[Difference]:
+    """The difference that a longer training set makes where nothing can be put behind the recorded one.
+
+    Args:
+        record: what was built.
+        samples: training samples asked for now; None: one epoch.
+    """
+    old, split = record.sizes[0], record.splits[0]
+    if split is None or old is None or samples is None or samples <= old or extendable(split):
+        return []
+    if not any(component.built.arrays for component in split.components):
+        return []
+    return [
+        Difference(
+            name="train-samples",
+            recorded=f"an order of {old} training samples, which {record.dataset} cannot prolong",
+            found=f"{samples} training samples",
+            restore=f"--train-iters or --train-samples for {old} samples",
+            split=0,
+        )
+    ]
 
 
 def _settings(record: BuilderRecord, request: Request) -> Iterator[Difference]:
