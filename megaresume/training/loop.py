@@ -18,6 +18,7 @@ from megaresume.loading.batch import Batch
 from megaresume.stream.errors import CorpusError, StreamExhausted
 from megaresume.training.arguments import Arguments
 from megaresume.training.launch import announce, seed_everything
+from megaresume.training.length import is_over
 from megaresume.training.logging import SampleLog, StepRecord, Trained
 from megaresume.training.loss import LossMeter, loss_to_minimise
 from megaresume.training.model import document_mask
@@ -89,9 +90,12 @@ class Trainer:
 
     def finished(self) -> bool:
         """Whether all steps or samples of the run are trained."""
-        if self.args.train_samples is not None:
-            return self.data.samples_trained >= self.args.train_samples
-        return int(self.engine.global_steps) >= (self.args.train_iters or 0)
+        return is_over(
+            int(self.engine.global_steps),
+            self.data.samples_trained,
+            train_iters=self.args.train_iters,
+            train_samples=self.args.train_samples,
+        )
 
     def validate(self) -> None:
         """Measure and log the validation loss."""
