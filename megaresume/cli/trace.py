@@ -1,0 +1,278 @@
+"""``megaresume trace DIR --steps A:B``: exactly which documents those steps trained on, or will."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megaresume.stream.errors import UsageError
+
+if TYPE_CHECKING:
+    from megaresume.sources.base import Source
+    from megaresume.trace.find import Found, Occurrence
+    from megaresume.trace.formats import Format
+    from megaresume.trace.history import History
+    from megaresume.trace.trace import Piece, Trace
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "exactly which documents the steps of a run trained on, or will; and when a document is seen"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the command."""
+    parser.add_argument("dir", metavar="DIR", type=Path, help="the run's --save directory")
+    what = parser.add_argument_group("what to trace, one of")
+    what.add_argument("--steps", metavar="A:B", help="steps A to B-1, counted from 1 as training prints them; or one")
+    what.add_argument("--samples", metavar="A:B", help="samples A to B-1 of the stream, counted from 0; or one")
+    what.add_argument(
+        "--find", metavar="SOURCE:DOC[,...]", help="when documents were or will be seen; see --epochs, --until-step"
+    )
+    parser.add_argument("--epochs", type=int, metavar="N", help="with --find: plan ahead through N epochs")
+    parser.add_argument("--until-step", type=int, metavar="N", help="with --find: plan ahead through step N")
+    parser.add_argument("--text", action="store_true", help="the text of every segment, by the corpus's tokenizer")
+    parser.add_argument("--tokenizer", metavar="FILE", help="its tokenizer.json; byte tokens need none")
+    parser.add_argument("--eod-token", metavar="TEXT", help="as given to megaresume prepare")
+    parser.add_argument("--data", metavar="DATA.yaml", help="where the corpora are now (default: as recorded in DIR)")
+    parser.add_argument("--split", help="that of the run, where neither DATA.yaml nor DIR says it: 969,30,1")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="JSON lines, one sample (or document found) a line")
+    form.add_argument("--csv", action="store_true", help="CSV, one segment a line")
+    form.add_argument("--parquet", metavar="FILE", type=Path, help="a Parquet file, one segment a row (needs pyarrow)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trace a run."""
+    _check_flags(args)
+    sources: dict[str, Source] = {}
+    trace = _open(args, sources)
+    if args.find is not None:
+        _find(args, trace)
+    else:
+        first, stop = _samples(args, trace)
+        if args.parquet is not None:
+            _parquet(args.parquet, trace, first, stop)
+        else:
+            _write(args, trace, sources, first, stop)
+    for note in trace.history.notes:
+        _note(note)
+    return 0
+
+
+def _note(text: str) -> None:
+    print(f"megaresume: note: {text}", file=sys.stderr)
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    given = [f"--{name}" for name in ("steps", "samples", "find") if getattr(args, name) is not None]
+    if len(given) != 1:
+        raise UsageError(
+            "say what to trace",
+            found=" and ".join(given) or "none of --steps, --samples, --find",
+            expected="one of them",
+            action="for example --steps 1:3",
+        )
+    only = {"--epochs": args.epochs is not None, "--until-step": args.until_step is not None}
+    if args.find is None:
+        wrong, needed = [flag for flag, used in only.items() if used], "--find"
+    else:
+        wrong = [f for f, used in (("--text", args.text), ("--csv", args.csv), ("--parquet", args.parquet)) if used]
+        needed = "--steps or --samples"
+    if wrong:
+        raise UsageError(f"{wrong[0]} goes with {needed}", found=f"{wrong[0]} with {given[0]}")
+    if args.parquet is not None and args.text:
+        raise UsageError("--text goes with text, --json or --csv", found="--text with --parquet")
+    if (args.tokenizer or args.eod_token) and not args.text:
+        raise UsageError("--tokenizer goes with --text", found="--tokenizer or --eod-token without --text")
+    for flag, value in (("--epochs", args.epochs), ("--until-step", args.until_step)):
+        if value is not None and value < 1:
+            raise UsageError(f"{flag} must be at least 1", found=value)
+
+
+def _range(flag: str, text: str, lowest: int) -> tuple[int, int]:
+    first, colon, stop = text.partition(":")
+    try:
+        numbers = int(first) if first else lowest, int(stop) if colon else int(first) + 1
+    except ValueError:
+        numbers = (0, -1)
+    if not lowest <= numbers[0] < numbers[1]:
+        raise UsageError(
+            f"bad range of {flag[2:]}",
+            found=repr(text),
+            expected=f"A:B with {lowest} <= A < B: from A to B-1" + (" (steps are counted from 1)" if lowest else ""),
+            action=f"for example {flag} {lowest}:{lowest + 8}",
+        )
+    return numbers
+
+
+def _samples(args: argparse.Namespace, trace: Trace) -> tuple[int, int]:
+    if args.samples is not None:
+        return _range("--samples", args.samples, 0)
+    return trace.steps.samples(*_range("--steps", args.steps, 1))
+
+
+def _open(args: argparse.Namespace, sources: dict[str, Source]) -> Trace:
+    """Open the run; ``sources`` is filled with its corpora."""
+    from megaresume.checkpoint.layout import split_root
+    from megaresume.trace.trace import Trace
+
+    root = split_root(args.dir)[0] if args.dir.is_dir() else args.dir
+
+    def opened(history: History) -> Mapping[str, Source]:
+        sources.update(_sources(args, root, history))
+        return sources
+
+    return Trace(root, opened)
+
+
+def _sources(args: argparse.Namespace, root: Path, history: History) -> dict[str, Source]:
+    """The corpora, by the name of their source."""
+    from megaresume.checkpoint.data_file import data_path
+    from megaresume.sources import open_sources, read_data_config
+    from megaresume.stream.config import StreamConfig
+
+    path = Path(args.data) if args.data else data_path(root)
+    if not path.is_file():
+        raise UsageError(
+            "it is not known where the corpora are",
+            found=f"no file {path}",
+            expected="the data config of the run",
+            cause="a source is a Python object, or the run was saved by another program" if not args.data else None,
+            action="pass --data DATA.yaml",
+        )
+    mapping, directory = read_data_config(path)
+    config = StreamConfig.from_dict(mapping, seq_length=mapping.get("seq_length", history.state.config["seq_length"]))
+    specs = {s.name: s.options for s in config.sources if s.name in history.state.config["sources"]}
+    return open_sources(specs, base_dir=directory, split=args.split)
+
+
+@contextlib.contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[int], object]]:
+    """On standard error, unless the output itself shows on the same terminal."""
+    from megaresume.stream.progress import progress
+
+    if sys.stdout.isatty():
+        yield lambda samples: None
+        return
+    with progress(what, total, "samples") as bar:
+        yield bar.update
+
+
+def _write(args: argparse.Namespace, trace: Trace, sources: Mapping[str, Source], first: int, stop: int) -> None:
+    from megaresume.trace.formats import CSV_COLUMNS, Writer, heading
+
+    form: Format = "json" if args.json else "csv" if args.csv else "text"
+    if form == "csv":
+        columns = [*CSV_COLUMNS, *(["text"] if args.text else [])]
+        sys.stdout.write(",".join(columns) + "\n")
+    lines = _decoded(args, sources, form) if args.text else None
+    writer = Writer(form, trace.names)
+    shown = ""
+    with _progress("tracing", trace.work(first, stop)) as update:
+        for piece in trace.pieces(first, stop, progress=update):
+            if form == "text" and (title := heading(piece)) != shown:
+                shown = title
+                sys.stdout.write(title + "\n")
+            if lines is not None:
+                sys.stdout.writelines(lines(piece))
+            else:
+                sys.stdout.flush()
+                sys.stdout.buffer.write(writer.write(piece))
+
+
+def _decoded(args: argparse.Namespace, sources: Mapping[str, Source], form: Format) -> Callable[[Piece], Iterable[str]]:
+    """Writes pieces with the text of their segments."""
+    from megaresume.encoding.tokenizers import load_tokenizer
+    from megaresume.trace.decode import Decoder
+    from megaresume.trace.formats import csv_rows
+
+    tokenizer = load_tokenizer(args.tokenizer, eod_token=args.eod_token) if args.tokenizer or args.eod_token else None
+    decoder = Decoder(sources, tokenizer, _note)
+
+    class Lines:
+        """What `csv.writer` writes to."""
+
+        def __init__(self) -> None:
+            self.lines: list[str] = []
+
+        def write(self, line: str) -> None:
+            self.lines.append(line)
+
+    def of_csv(piece: Piece) -> Iterator[str]:
+        out = Lines()
+        for row in decoder.rows(piece):
+            csv.writer(out, lineterminator="\n").writerows(csv_rows(row))
+            yield from out.lines
+            out.lines.clear()
+
+    if form == "json":
+        return lambda piece: (json.dumps(row, ensure_ascii=False) + "\n" for row in decoder.rows(piece))
+    if form == "csv":
+        return of_csv
+    return lambda piece: (_text_of(row) for row in decoder.rows(piece))
+
+
+def _text_of(row: Mapping[str, Any]) -> str:
+    names = ("step", "sample", "rank", "micro_batch")
+    words = [f"{name.replace('_', '-')} {'?' if row[name] is None else row[name]}" for name in names]
+    lines = ["  ".join([*words, f"{row['tokens']} tokens", row["hash"]])]
+    for s in row["segments"]:
+        epoch = f" epoch {s['epoch']}" if s["epoch"] else ""
+        lines.append(f"  {s['source']}:{s['document']}[{s['offset']}:{s['offset'] + s['length']}]{epoch}")
+        text = s["text"] if "text" in s else " ".join(map(str, s["token_ids"]))
+        lines += [f"    | {line}" for line in text.splitlines()]
+    return "\n".join(lines) + "\n"
+
+
+def _parquet(path: Path, trace: Trace, first: int, stop: int) -> None:
+    from megaresume.trace.parquet import require_pyarrow, write_parquet
+
+    require_pyarrow()
+    with _progress("tracing", trace.work(first, stop)) as update:
+        rows = write_parquet(path, trace.pieces(first, stop, progress=update))
+    print(f"{rows:,} segments of samples {first} to {stop - 1} in {path}")
+
+
+def _find(args: argparse.Namespace, trace: Trace) -> None:
+    from megaresume.trace.find import as_json, find, parse_documents
+
+    documents = parse_documents(args.find)
+    until = None if args.until_step is None else trace.steps.samples(args.until_step + 1, args.until_step + 2)[0]
+    ahead = 0 if until is None else max(until - trace.history.state.samples, 0)
+    with _progress("looking for documents", ahead) as update:
+        found = find(trace, documents, epochs=args.epochs, until_sample=until, progress=update)
+    for document in found:
+        if args.json:
+            print(json.dumps(as_json(trace, document)))
+        else:
+            _print_found(trace, document)
+
+
+def _print_found(trace: Trace, found: Found) -> None:
+    print(f"{found.source}:{found.document}  {found.tokens:,} tokens")
+    if not found.tokens:
+        print("  an empty document: passed over in every epoch")
+    elif not found.occurrences:
+        print("  never: all epochs of the source that the data config allows were seen without it")
+    for occurrence in found.occurrences:
+        print(f"  epoch {occurrence.epoch}  {occurrence.status}{_ahead(trace, occurrence)}")
+        for part in occurrence.parts:
+            words = {"step": part.step, "sample": part.sample, "rank": part.rank, "micro-batch": part.micro_batch}
+            where = "  ".join(f"{name} {'?' if value is None else value}" for name, value in words.items())
+            print(f"    {where}  place {part.place}  tokens [{part.offset}:{part.offset + part.length}]")
+
+
+def _ahead(trace: Trace, occurrence: Occurrence) -> str:
+    if occurrence.documents_ahead is None:
+        return ""
+    text = f": {occurrence.documents_ahead:,} documents of the source come before it"
+    if occurrence.about_sample is not None:
+        step = trace.steps.place(occurrence.about_sample)[0]
+        text += f", about sample {occurrence.about_sample:,}" + ("" if step is None else f", step {step:,}")
+    return text + " (--until-step or --epochs plans ahead)"

@@ -1,0 +1,312 @@
+"""When a document was or will be seen.
+
+The permutation is invertible, so that the position of a document in any epoch is known at once. Which sample holds it
+only planning tells: from the last state that had not drawn the position yet, found by halving, or ahead from the
+newest state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from typing import Any, Literal
+
+import numpy as np
+
+from megaresume.stream.errors import StreamExhausted, UsageError
+from megaresume.stream.kernel import LENGTH, POSITION, SOURCE
+from megaresume.stream.outlook import outlook
+from megaresume.stream.permutation import unpermute
+from megaresume.stream.state import StreamState
+from megaresume.trace.history import Record
+from megaresume.trace.trace import Trace, places
+
+__all__ = ["Found", "Occurrence", "Part", "as_json", "find", "parse_documents"]
+
+Status = Literal["trained", "waiting", "to come", "not planned", "never"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A segment of the document; None where no record tells."""
+
+    step: int | None
+    sample: int
+    rank: int | None
+    micro_batch: int | None
+    #: tokens: where it lies in the sample, of the document before it, its own.
+    place: int
+    offset: int
+    length: int
+
+
+@dataclass(kw_only=True, slots=True)
+class Occurrence:
+    """A document in one epoch."""
+
+    epoch: int
+    #: in the source, epochs included.
+    position: int
+    #: trained: its first segment was, when the newest state was saved. waiting: drawn then, in an open bin. to come:
+    #: planned ahead. not planned: further ahead than was asked for. never: the stream ends before it.
+    status: Status
+    parts: list[Part] = field(default_factory=list)
+    #: documents of the source that come before it, and about which sample it comes with (not planned).
+    documents_ahead: int | None = None
+    about_sample: int | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Found:
+    """A document, and when it was or will be seen."""
+
+    source: str
+    document: int
+    #: 0: an empty document, which is passed over.
+    tokens: int
+    occurrences: list[Occurrence] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Target:
+    """An occurrence to be looked for."""
+
+    found: Found
+    occurrence: Occurrence
+    #: number of the source.
+    source: int
+
+    @property
+    def complete(self) -> bool:
+        return sum(part.length for part in self.occurrence.parts) >= self.found.tokens
+
+
+def parse_documents(text: str) -> list[tuple[str, int]]:
+    """``web:17,code:5`` as (source, document) pairs; a number alone is of the source before it.
+
+    Raises:
+        UsageError: something else.
+    """
+    documents: list[tuple[str, int]] = []
+    for word in text.split(","):
+        name, colon, number = word.strip().rpartition(":")
+        name = name if colon else (documents[-1][0] if documents else "")
+        if not name or not number.isdecimal():
+            raise UsageError(
+                "bad --find",
+                found=repr(text),
+                expected="SOURCE:DOC[,SOURCE:DOC...]",
+                action="for example --find web:17,code:5",
+            )
+        documents.append((name, int(number)))
+    return documents
+
+
+def find(
+    trace: Trace,
+    documents: Iterable[tuple[str, int]],
+    *,
+    epochs: int | None = None,
+    until_sample: int | None = None,
+    progress: Callable[[int], object] = lambda samples: None,
+) -> list[Found]:
+    """Look for documents.
+
+    Args:
+        trace: the run.
+        documents: (source, document).
+        epochs: plan ahead until each was found in so many epochs.
+        until_sample: plan ahead up to this sample. With neither, nothing is planned ahead but what is drawn already.
+        progress: called with the samples planned since the last call.
+
+    Raises:
+        UsageError: an unknown source or document; or ``epochs`` of a source that is not drawn any more.
+    """
+    state = trace.history.state
+    result: list[Found] = []
+    past: list[tuple[Record | None, _Target]] = []
+    ahead: list[_Target] = []
+    for name, document in documents:
+        source = _checked(trace, name, document)
+        length = int(trace.replan.sources[source].lengths(np.array([document], np.int64))[0])
+        found = Found(source=name, document=document, tokens=length)
+        result.append(found)
+        if not length:
+            continue
+        drawn = state.sources[name].position if name in state.sources else 0
+        for epoch, position in _positions(trace, source, document, drawn, epochs):
+            status: Status = "waiting" if position < drawn else "not planned"
+            occurrence = Occurrence(epoch=epoch, position=position, status=status)
+            found.occurrences.append(occurrence)
+            target = _Target(found=found, occurrence=occurrence, source=source)
+            if position < drawn:
+                past.append((trace.history.before_drawing(name, position), target))
+            elif epochs is not None or until_sample is not None:
+                ahead.append(target)
+            else:
+                _estimate(trace, target, state, drawn)
+    _look_back(trace, past, progress)
+    if ahead:
+        if epochs is not None and until_sample is None:
+            _check_ends(trace, ahead)
+        _look_ahead(trace, ahead, until_sample, progress)
+    for found in result:
+        for occurrence in found.occurrences:
+            _set_status(occurrence, state)
+    return result
+
+
+def _checked(trace: Trace, name: str, document: int) -> int:
+    if name not in trace.names:
+        raise UsageError(
+            f"the run has no source '{name}'",
+            found=f"--find {name}:{document}",
+            expected=f"one of {', '.join(trace.names)}",
+        )
+    source = trace.names.index(name)
+    num = len(trace.replan.sources[source])
+    if document >= num:
+        raise UsageError(
+            f"source '{name}' has no document {document}",
+            found=f"--find {name}:{document}",
+            expected=f"a document from 0 to {num - 1}" if num else "it has no documents",
+        )
+    return source
+
+
+def _positions(trace: Trace, source: int, document: int, drawn: int, epochs: int | None) -> Iterator[tuple[int, int]]:
+    """(epoch, position) of a document: all that were drawn; of those to come as many as are wanted."""
+    name, num, config = trace.names[source], len(trace.replan.sources[source]), trace.replan.last_config
+    entry = config.sources[source]
+    last = entry.max_epochs if entry.max_epochs is not None and entry.on_exhausted != "repeat" else None
+    epoch = 0
+    while True:
+        position = unpermute(document, num, config.seed, name, epoch)
+        if position >= drawn and last is not None and epoch >= last:
+            return
+        if position >= drawn and epochs is not None and epoch >= epochs:
+            return
+        yield epoch, position
+        if position >= drawn and epochs is None:
+            # The next one; how many more lie before a sample only planning tells (`_look_ahead`).
+            return
+        epoch += 1
+
+
+def _look_back(trace: Trace, past: list[tuple[Record | None, _Target]], progress: Callable[[int], object]) -> None:
+    """Occurrences that were drawn: each bracket of two states is planned once for all of them."""
+
+    def samples(item: tuple[Record | None, _Target]) -> int:
+        return item[0].samples if item[0] is not None else 0
+
+    for first, group in groupby(sorted(past, key=samples), key=samples):
+        _scan(trace, [target for _, target in group], first, None, None, progress)
+
+
+def _look_ahead(
+    trace: Trace, targets: list[_Target], until_sample: int | None, progress: Callable[[int], object]
+) -> None:
+    state = trace.history.state
+    if until_sample is not None and until_sample <= state.samples:
+        return
+    # What is found may be followed by another epoch before the end: a target more for each that was found.
+    while targets:
+        _scan(trace, targets, state.samples, until_sample, state, progress)
+        if until_sample is None:
+            return
+        targets = [again for target in targets if target.complete and (again := _next(trace, target)) is not None]
+
+
+def _next(trace: Trace, target: _Target) -> _Target | None:
+    drawn = target.occurrence.position + 1
+    for epoch, position in _positions(trace, target.source, target.found.document, drawn, None):
+        if position >= drawn:
+            occurrence = Occurrence(epoch=epoch, position=position, status="not planned")
+            target.found.occurrences.append(occurrence)
+            return _Target(found=target.found, occurrence=occurrence, source=target.source)
+    return None
+
+
+def _scan(
+    trace: Trace,
+    targets: list[_Target],
+    first: int,
+    stop: int | None,
+    start: StreamState | None,
+    progress: Callable[[int], object],
+) -> None:
+    """Plan until every target is found as a whole."""
+    by_place = {(t.source, t.occurrence.position): t for t in targets}
+    missing = {place for place, target in by_place.items() if not target.complete}
+    try:
+        for planned in trace.replan.plans(first, stop, start=start, progress=progress):
+            plan, align = planned.plan, planned.config.packing.align
+            wanted = np.array([position for _, position in missing], np.int64)
+            rows = np.flatnonzero(np.isin(plan.table[:, POSITION], wanted))
+            hits = [k for k in rows.tolist() if tuple(plan.table[k, [SOURCE, POSITION]].tolist()) in missing]
+            if hits:
+                at = places(plan.table[:, LENGTH], plan.starts, align)
+            for k in hits:
+                source, position, _, offset, length = plan.table[k].tolist()
+                sample = plan.first + int(np.searchsorted(plan.starts, k, side="right")) - 1
+                step, rank, micro = trace.steps.place(sample)
+                by_place[source, position].occurrence.parts.append(
+                    Part(
+                        step=step,
+                        sample=sample,
+                        rank=rank,
+                        micro_batch=micro,
+                        place=int(at[k]),
+                        offset=offset,
+                        length=length,
+                    )
+                )
+            missing = {place for place in missing if not by_place[place].complete}
+            if not missing:
+                return
+    except StreamExhausted:
+        for place in missing:
+            by_place[place].occurrence.status = "never"
+
+
+def _check_ends(trace: Trace, targets: list[_Target]) -> None:
+    """Planning ahead ends only where the source is drawn in the last stage."""
+    state, config = trace.history.state, trace.replan.last_config
+    for target in targets:
+        name = target.found.source
+        exhausted = name in state.sources and state.sources[name].exhausted
+        if config.sources[target.source].weight == 0 or exhausted:
+            raise UsageError(
+                f"source '{name}' is not drawn any more",
+                found=f"weight 0 in the stage '{trace.replan.last_stage}'" if not exhausted else "all its epochs seen",
+                expected="a source that goes on, to plan ahead until its documents come",
+                action="bound the search: --until-step N",
+            )
+
+
+def _estimate(trace: Trace, target: _Target, state: StreamState, drawn: int) -> None:
+    """About when an occurrence comes, without planning."""
+    target.occurrence.documents_ahead = target.occurrence.position - drawn
+    for row in outlook(state, trace.replan.config_now):
+        if row.name == target.found.source and row.samples_left is not None and row.remaining:
+            ahead = target.occurrence.documents_ahead * row.samples_left / row.remaining
+            target.occurrence.about_sample = state.samples + round(ahead)
+
+
+def _set_status(occurrence: Occurrence, state: StreamState) -> None:
+    if not occurrence.parts:
+        return
+    if occurrence.parts[0].sample < state.samples:
+        occurrence.status = "trained"
+    elif occurrence.status != "waiting":
+        occurrence.status = "to come"
+
+
+def as_json(trace: Trace, found: Found) -> dict[str, Any]:
+    """Plain JSON; with the step at which something comes about, where it was not planned."""
+    data = asdict(found)
+    for occurrence in data["occurrences"]:
+        about = occurrence["about_sample"]
+        occurrence["about_step"] = None if about is None else trace.steps.place(about)[0]
+    return data

@@ -1,0 +1,169 @@
+"""Pieces of a trace as bytes: text for people, JSON lines, CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from megaresume.trace.kernels import HASH, LITERAL, NAME, SAMPLE, SEGMENT, UNLESS_ZERO, write_rows
+from megaresume.trace.trace import SAMPLE_COLUMNS, SEGMENT_COLUMNS, Piece
+
+__all__ = ["CSV_COLUMNS", "Format", "Writer", "csv_rows", "heading"]
+
+Format = Literal["text", "json", "csv"]
+Word = bytes | str
+
+#: columns of the CSV, one segment a line.
+CSV_COLUMNS = (*SAMPLE_COLUMNS[:4], "place", "source", "epoch", "document", "offset", "length", "hash")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Template:
+    """Words of a line: bytes as they are, text for the number, name or hash of that name."""
+
+    head: Sequence[Word]
+    row: Sequence[Word]
+    between: Sequence[Word]
+    tail: Sequence[Word]
+    #: for what no record tells.
+    unknown: bytes
+    #: the name of a source.
+    name: Callable[[str], str]
+
+
+def _csv_cell(text: str) -> str:
+    line = io.StringIO()
+    csv.writer(line, lineterminator="").writerow([text])
+    return line.getvalue()
+
+
+def _numbers(columns: Sequence[str]) -> list[Word]:
+    words: list[Word] = []
+    for column in columns:
+        words += [f'{", " if words else ""}"{column}": '.encode(), column]
+    return words
+
+
+_TEMPLATES: dict[Format, _Template] = {
+    "json": _Template(
+        head=[b"{", *_numbers(SAMPLE_COLUMNS), b', "hash": "', "hash", b'", "segments": ['],
+        row=[b'{"source": ', "source", b", ", *_numbers(SEGMENT_COLUMNS[1:-1]), b"}"],
+        between=[b", "],
+        tail=[b"]}\n"],
+        unknown=b"null",
+        name=json.dumps,
+    ),
+    "csv": _Template(
+        head=[],
+        row=[*[w for column in CSV_COLUMNS for w in (column, b",")][:-1], b"\n"],
+        between=[],
+        tail=[],
+        unknown=b"",
+        name=_csv_cell,
+    ),
+    # step 5  sample 32  rank 0  micro-batch 0  64 tokens  2abc...  web:217[0:30], code:3[0:34] epoch 1
+    "text": _Template(
+        head=[
+            *(w for c in SAMPLE_COLUMNS[:4] for w in (f"{c.replace('_', '-')} ".encode(), c, b"  ")),
+            *("tokens", b" tokens  ", "hash", b"  "),
+        ],
+        row=["source", b":", "document", b"[", "offset", b":", "end", b"]", "?epoch", b" epoch ", "epoch"],
+        between=[b", "],
+        tail=[b"\n"],
+        unknown=b"?",
+        name=str,
+    ),
+}
+
+
+class Writer:
+    """Writes pieces in a format.
+
+    Args:
+        form: which.
+        names: of the sources.
+    """
+
+    def __init__(self, form: Format, names: Sequence[str]) -> None:
+        template = _TEMPLATES[form]
+        self._literals = [template.unknown, *(template.name(name).encode() for name in names)]
+        self._longest_name = max((len(literal) for literal in self._literals[1:]), default=0)
+        sections = (template.head, template.row, template.between, template.tail)
+        self._programs = [self._program(words) for words in sections]
+        self._bytes = [self._most_bytes(words) for words in sections]
+        self._text = np.frombuffer(b"".join(self._literals), np.uint8)
+        self._bounds = np.cumsum([0, *map(len, self._literals)])
+
+    def _program(self, words: Sequence[Word]) -> npt.NDArray[np.int64]:
+        program = []
+        for word in words:
+            if isinstance(word, bytes):
+                program.append((LITERAL, len(self._literals)))
+                self._literals.append(word)
+            elif word == "hash":
+                program.append((HASH, 0))
+            elif word == "source":
+                program.append((NAME, 1))
+            elif word.startswith("?"):
+                program.append((UNLESS_ZERO, SEGMENT_COLUMNS.index(word[1:])))
+            elif word in SAMPLE_COLUMNS:
+                program.append((SAMPLE, SAMPLE_COLUMNS.index(word)))
+            else:
+                program.append((SEGMENT, SEGMENT_COLUMNS.index(word)))
+        return np.array(program, np.int64).reshape(-1, 2)
+
+    def _most_bytes(self, words: Sequence[Word]) -> int:
+        return sum(len(w) if isinstance(w, bytes) else self._longest_name if w == "source" else 20 for w in words)
+
+    def write(self, piece: Piece) -> memoryview:
+        """The lines of a piece."""
+        head, row, between, tail = self._bytes
+        size = len(piece.samples) * (head + tail) + len(piece.segments) * (row + between)
+        out = np.empty(size, np.uint8)
+        head_program, row_program, between_program, tail_program = self._programs
+        written: int = write_rows(
+            out,
+            head_program,
+            row_program,
+            between_program,
+            tail_program,
+            self._text,
+            self._bounds,
+            piece.samples,
+            piece.hashes,
+            piece.segments,
+            piece.starts,
+        )
+        return out[:written].data
+
+
+def csv_rows(row: dict[str, object]) -> list[list[object]]:
+    """A sample of `Piece.rows` as rows of the CSV; a column more where segments have their text or tokens."""
+    rows: list[list[object]] = []
+    for segment in row["segments"]:  # type: ignore[attr-defined]
+        cells = [segment[c] if c in segment else row[c] for c in CSV_COLUMNS]
+        cells += [segment["text"]] if "text" in segment else []
+        cells += [" ".join(map(str, segment["token_ids"]))] if "token_ids" in segment else []
+        rows.append(cells)
+    return rows
+
+
+def heading(piece: Piece) -> str:
+    """What holds for the samples of a piece, for people."""
+    span, config = piece.span, piece.config
+    parts = ["trained" if piece.past else "to come", f"stage {piece.stage}"]
+    parts.append(f"{config.packing.mode} into {config.seq_length} tokens")
+    parts.append("batch size ?" if span.batch_size is None else f"batch size {span.batch_size}")
+    if span.topology is None:
+        parts.append("layout ?")
+    else:
+        micro = span.topology.micro_batch_size
+        parts.append(f"dp {span.topology.dp}, micro-batch size {'?' if micro is None else micro}")
+    return "# " + ", ".join(parts)

@@ -1,0 +1,154 @@
+"""The stream of a run planned again: its past from the nearest state, through the stages that were; its future from
+the newest state, through those that are declared."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from megaresume.stream import cursor
+from megaresume.stream.absent import AbsentSource
+from megaresume.stream.batches import BatchSchedule
+from megaresume.stream.changes import reconcile
+from megaresume.stream.config import StreamConfig
+from megaresume.stream.errors import CheckpointError, StreamExhausted
+from megaresume.stream.fingerprints import check_fingerprint, fingerprint_of
+from megaresume.stream.plan import Plan
+from megaresume.stream.planner import Planner
+from megaresume.stream.source import LengthSource
+from megaresume.stream.stages import Course
+from megaresume.stream.state import StreamState
+from megaresume.trace.history import History
+
+__all__ = ["Planned", "Replan"]
+
+#: Samples, and tokens, planned at a time: whichever is less.
+BLOCK, BLOCK_TOKENS = 1 << 13, 1 << 26
+FEWEST = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """Consecutive samples of one stage."""
+
+    plan: Plan
+    stage: str
+    config: StreamConfig
+
+
+class Replan:
+    """Plans any range of a run's stream.
+
+    Args:
+        history: the run.
+        sources: the corpora, by name; those that are missing are missed where a sample needs them.
+        schedule: batch sizes, for stages to come that are declared by step.
+
+    Raises:
+        StateError: a corpus is not the one of the run.
+    """
+
+    def __init__(
+        self, history: History, sources: Mapping[str, LengthSource], schedule: BatchSchedule | None = None
+    ) -> None:
+        self.history = history
+        state = history.state
+        for name in state.sources:
+            if name in sources:
+                check_fingerprint(name, state.fingerprints.get(name), fingerprint_of(sources[name], name))
+        # The order is that of the records; the data config says where the corpora are.
+        going_on = reconcile(StreamConfig.from_dict(state.config), {}, state, "refuse")
+        self._stages = going_on.course.stages
+        self._schedule = schedule
+        self.names = [source.name for source in going_on.config.sources]
+        self.sources = [sources[n] if n in sources else AbsentSource(n, state) for n in self.names]
+        self._recorded = [samples for _, samples, _ in history.points]
+        self._digests = {samples: (iteration, digest) for iteration, samples, digest in history.points}
+
+    @property
+    def config_now(self) -> StreamConfig:
+        """Of the stage at the newest state."""
+        return self._stages[len(self.history.state.stages) - 1].config
+
+    @property
+    def last_stage(self) -> str:
+        """Name of the last stage that is known, begun or declared."""
+        return self._stages[-1].name
+
+    @property
+    def last_config(self) -> StreamConfig:
+        """Of the last stage that is known, begun or declared."""
+        return self._stages[-1].config
+
+    def plans(
+        self,
+        first: int,
+        stop: int | None,
+        *,
+        start: StreamState | None = None,
+        progress: Callable[[int], object] = lambda samples: None,
+    ) -> Iterator[Planned]:
+        """What samples ``first .. stop`` hold, in order, a block of one stage at a time.
+
+        Args:
+            first: first sample.
+            stop: one after the last; None: as long as the caller asks, or the stream goes on.
+            start: a state at or before ``first`` to plan from; None: the nearest.
+            progress: called with the samples planned since the last call, those before ``first`` included.
+
+        Raises:
+            StreamExhausted: the stream ends before ``stop``.
+            CheckpointError: what is planned is not what was recorded.
+        """
+        state = start or self.history.before(first)
+        course = Course(self._stages, [r.first for r in state.stages] if state is not None else [0], self._schedule)
+        arrays = None if state is None else cursor.arrays_of(state, course, [len(s) for s in self.sources])
+        planner = Planner(course, self.sources, arrays)
+        while stop is None or planner.position < stop:
+            at = planner.position
+            size = max(min(BLOCK_TOKENS // course.config(course.index_at(at)).seq_length, BLOCK), FEWEST)
+            size = min(size, (first if at < first else at + size if stop is None else stop) - at)
+            plan = planner.advance(size)
+            self._check(plan)
+            progress(len(plan))
+            if len(plan) and at >= first:
+                yield from _by_stage(plan, course)
+            if len(plan) < size:
+                raise _ended(planner.position, stop, self.history)
+
+    def _check(self, plan: Plan) -> None:
+        """Compare the digests with those recorded."""
+        # Beyond `plan.first`, up to `plan.stop`.
+        low, high = bisect_right(self._recorded, plan.first), bisect_right(self._recorded, plan.stop)
+        for sample in self._recorded[low:high]:
+            iteration, recorded = self._digests[sample]
+            digest = f"{int(plan.digests[sample - plan.first - 1]):016x}"
+            if digest != recorded:
+                raise CheckpointError(
+                    "the stream that was planned is not the one that was recorded",
+                    found=f"digest {digest} up to sample {sample}",
+                    expected=f"digest {recorded}, recorded at step {iteration}",
+                    cause="a record or a corpus was changed",
+                    action=f"megaresume verify {self.history.root} finds the first difference",
+                )
+
+
+def _by_stage(plan: Plan, course: Course) -> Iterator[Planned]:
+    cuts = [plan.first, *(first for first in course.began if plan.first < first < plan.stop), plan.stop]
+    for first, stop in itertools.pairwise(cuts):
+        if first == stop:
+            continue  # a stage that was replaced before it had a sample
+        index = course.index_at(first)
+        yield Planned(plan=plan.slice(first, stop), stage=course.stages[index].name, config=course.config(index))
+
+
+def _ended(position: int, stop: int | None, history: History) -> StreamExhausted:
+    return StreamExhausted(
+        "the stream ends before that",
+        found=f"the stream has {position} samples" + ("" if stop is None else f", {stop} were asked for"),
+        expected=f"samples up to {position}",
+        cause="a source has a max_epochs with on_exhausted: stop, or all sources have ended",
+        action=f"megaresume inspect {history.root} shows the sources",
+    )

@@ -1,0 +1,153 @@
+"""`Trace`: what any sample of a run holds, and where it was trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megaresume.stream.config import StreamConfig
+from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, POSITION, SOURCE
+from megaresume.stream.plan import Plan
+from megaresume.stream.source import LengthSource
+from megaresume.trace.history import History, read_history
+from megaresume.trace.replan import Replan
+from megaresume.trace.steps import UNKNOWN, Span, Steps
+
+__all__ = ["SAMPLE_COLUMNS", "SEGMENT_COLUMNS", "Piece", "Trace", "places"]
+
+Int64Array = npt.NDArray[np.int64]
+
+#: columns of `Piece.samples` and of `Piece.segments`.
+SAMPLE_COLUMNS = ("step", "sample", "rank", "micro_batch", "tokens")
+SEGMENT_COLUMNS = ("source", "epoch", "document", "offset", "length", "place", "end")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Consecutive samples of one stage, one batch size and one layout: n samples, s segments."""
+
+    #: names of the sources.
+    names: list[str]
+    stage: str
+    config: StreamConfig
+    span: Span
+    #: trained when the newest state was saved.
+    past: bool
+    #: int64[n, 5]: `SAMPLE_COLUMNS`; `UNKNOWN` where no record tells.
+    samples: Int64Array
+    #: uint64[n]: identities of the samples.
+    hashes: npt.NDArray[np.uint64]
+    #: int64[s, 7]: `SEGMENT_COLUMNS`: place is that in the sample, end the offset behind the segment; all in tokens.
+    segments: Int64Array
+    #: int64[n + 1]: the segments of sample k are ``starts[k] .. starts[k + 1]``.
+    starts: Int64Array
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Each sample as plain JSON."""
+        table = self.segments.tolist()
+        starts = self.starts.tolist()
+        for k, (values, identity) in enumerate(zip(self.samples.tolist(), self.hashes.tolist(), strict=True)):
+            row = {n: None if v == UNKNOWN else v for n, v in zip(SAMPLE_COLUMNS, values, strict=True)}
+            row["hash"] = f"{identity:016x}"
+            row["segments"] = [
+                {"source": self.names[segment[0]], **dict(zip(SEGMENT_COLUMNS[1:-1], segment[1:-1], strict=True))}
+                for segment in table[starts[k] : starts[k + 1]]
+            ]
+            yield row
+
+
+class Trace:
+    """A run, as its checkpoint directory tells it.
+
+    Args:
+        root: what ``--save`` named.
+        sources: opens the corpora, by name, for the state it is given; or the corpora.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        sources: Mapping[str, LengthSource] | Callable[[History], Mapping[str, LengthSource]],
+    ) -> None:
+        self.history = read_history(Path(root))
+        self.steps = Steps(self.history)
+        opened = sources(self.history) if callable(sources) else sources
+        self.replan = Replan(self.history, opened, self.steps.schedule)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the sources."""
+        return self.replan.names
+
+    def work(self, first: int, stop: int) -> int:
+        """Samples to be planned for a range, those before it included."""
+        state = self.history.before(first)
+        return stop - (0 if state is None else state.samples)
+
+    def pieces(
+        self, first: int, stop: int, *, progress: Callable[[int], object] = lambda samples: None
+    ) -> Iterator[Piece]:
+        """Samples ``first .. stop``, in order, some thousand at a time.
+
+        Raises:
+            StreamExhausted, CheckpointError, CorpusError: see `Replan.plans`.
+        """
+        for planned in self.replan.plans(first, stop, progress=progress):
+            plan = planned.plan
+            for span in self.steps.spans(plan.first, plan.stop):
+                yield self._piece(plan.slice(span.first, span.stop), planned.stage, planned.config, span)
+
+    def _piece(self, plan: Plan, stage: str, config: StreamConfig, span: Span) -> Piece:
+        table, starts = plan.table, plan.starts
+        segments = np.empty((len(table), len(SEGMENT_COLUMNS)), np.int64)
+        segments[:, 0] = table[:, SOURCE]
+        segments[:, 1] = table[:, POSITION] // plan.num_documents[table[:, SOURCE]]
+        segments[:, 2] = table[:, DOCUMENT]
+        segments[:, 3] = table[:, OFFSET]
+        segments[:, 4] = table[:, LENGTH]
+        segments[:, 5] = places(table[:, LENGTH], starts, config.packing.align)
+        segments[:, 6] = table[:, OFFSET] + table[:, LENGTH]
+        return Piece(
+            names=self.names,
+            stage=stage,
+            config=config,
+            span=span,
+            past=plan.first < self.history.state.samples,
+            samples=_samples(plan, span),
+            hashes=plan.hashes,
+            segments=segments,
+            starts=starts,
+        )
+
+
+def places(lengths: Int64Array, starts: Int64Array, align: int) -> Int64Array:
+    """Where each segment begins in its sample, in tokens.
+
+    Args:
+        lengths: int64[s], of the segments.
+        starts: int64[n + 1], the segments of each sample.
+        align: tokens that a place is a multiple of.
+    """
+    taken = -(-lengths // align) * align
+    before = np.cumsum(taken) - taken
+    return np.asarray(before - np.repeat(before[starts[:-1]], np.diff(starts)), np.int64)
+
+
+def _samples(plan: Plan, span: Span) -> Int64Array:
+    out = np.full((len(plan), len(SAMPLE_COLUMNS)), UNKNOWN, np.int64)
+    out[:, 1] = np.arange(plan.first, plan.stop)
+    out[:, 4] = plan.tokens()
+    if span.batch_size is not None:
+        num, inside = np.divmod(out[:, 1] - span.step_sample, span.batch_size)
+        # An iteration counted from another start than the samples may not reach back to them.
+        out[:, 0] = np.where(span.step + num > 0, span.step + num, UNKNOWN)
+        if span.ranks is not None:
+            dp, micro = span.ranks
+            out[:, 2] = inside // micro % dp
+            out[:, 3] = inside // (dp * micro)
+    return out
