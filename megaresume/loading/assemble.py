@@ -122,6 +122,7 @@ class Assembler:
             plan.starts,
             layout.columns,
             plan.table,
+            self.align,
             self.pad_id,
             out.tokens,
             out.labels,

@@ -38,8 +38,8 @@ def lay_out(table, starts, align, seq_length, rows, columns, bounds, num_bounds,
             written += 1
             end = column + table[k, LENGTH]
             column = -(-end // align) * align
-        if end < seq_length:
-            bounds[written] = end
+        if column < seq_length:  # also the padding begins at a multiple: kernels for packed attention count on it
+            bounds[written] = column
             written += 1
         bounds[written] = seq_length
         written += 1
@@ -92,25 +92,26 @@ def copy_segments(  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True, nogil=True)
-def finish_rows(starts, columns, table, pad_id, tokens, labels, loss_mask, position_ids):  # type: ignore[no-untyped-def]
+def finish_rows(starts, columns, table, align, pad_id, tokens, labels, loss_mask, position_ids):  # type: ignore[no-untyped-def]
     """Write padding and position ids; positions start again at every segment, and at the padding at the end.
 
     Args:
         starts: int64[m + 1], the segments of each row. columns: int64[n], where each lies. table: of the `Plan`.
+        align: tokens that a segment's place is a multiple of.
         pad_id: token written where there is no document.
         tokens, labels, position_ids: int64[m, S]. loss_mask: float32[m, S].
     """
     seq_length = tokens.shape[1]
     for row in range(tokens.shape[0]):
-        written = 0
+        written = end = 0
         for k in range(starts[row], starts[row + 1]):
             # Padding up to an aligned column belongs to the segment before it.
             _pad(row, written, columns[k], pad_id, tokens, labels, loss_mask)
             written = columns[k] + table[k, LENGTH]
-            end = columns[k + 1] if k + 1 < starts[row + 1] else written
+            end = columns[k] + -(-table[k, LENGTH] // align) * align
             _count(position_ids[row, columns[k] : end])
         _pad(row, written, seq_length, pad_id, tokens, labels, loss_mask)
-        _count(position_ids[row, written:])
+        _count(position_ids[row, end:])
 
 
 @numba.njit(cache=True, nogil=True)

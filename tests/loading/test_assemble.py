@@ -24,15 +24,14 @@ def expected_row(segments, texts, seq_length, align, pad_id):
             labels.append(int(document[at + 1]) if has_next else 0)
             mask.append(1.0 if has_next else 0.0)
             positions.append(i)
-        end = len(tokens)
         while len(tokens) % align:
             tokens.append(pad_id)
             labels.append(0)
             mask.append(0.0)
             positions.append(positions[-1] + 1)
         bounds.append(None)
-    # padding after the last segment counts from the end of its tokens
-    del tokens[end:], labels[end:], mask[end:], positions[end:]
+    # padding behind the last segment begins where another one would
+    end = len(tokens)
     starts = [b for b in bounds if b is not None]
     if end < seq_length:
         starts.append(end)
