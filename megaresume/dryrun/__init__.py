@@ -1,0 +1,22 @@
+"""A resume, tried without a GPU: what would be loaded, what would become of the data, and where the run would end.
+
+    flags       what the new launch says; what it does not say is as it was
+      |
+    checkpoint  which one is loaded                 checkpoint.choose, Megatron's tracker
+    layout      ranks and batches                   stream.batches, integrations.loadable (ZeRO)
+    data        what of the data config changed     stream.changes
+    ending      last step, last sample              training.length, Megatron's own arithmetic
+    sources     epochs left, the end of the stream  stream.outlook, the stream itself
+    guard       Megatron's own datasets             integrations.megatron.guard.compare; stock: what Megatron would do
+      |
+    report      `dry_run` -> `DryRun`: a verdict, and findings with the flags that solve them
+
+Every rule is the one that the real resume asks; this package only brings them together. It imports neither torch nor
+DeepSpeed nor Megatron, and the compiled planner only for streams that have an end.
+"""
+
+from megaresume.dryrun.findings import Finding
+from megaresume.dryrun.flags import Flags
+from megaresume.dryrun.report import DryRun, dry_run
+
+__all__ = ["DryRun", "Finding", "Flags", "dry_run"]

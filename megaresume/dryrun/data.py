@@ -1,0 +1,142 @@
+"""What of the data config changed, and what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from megaresume.checkpoint.data_file import data_path
+from megaresume.dryrun.findings import Finding
+from megaresume.dryrun.flags import Flags
+from megaresume.integrations.megatron.launch import check_stages
+from megaresume.sources import open_sources, read_data_config
+from megaresume.sources.base import Source
+from megaresume.stream.changes import changes_since, reconcile
+from megaresume.stream.config import StreamConfig
+from megaresume.stream.errors import ConfigError, CorpusError, MegaresumeError, SetupError, UsageError
+from megaresume.stream.fingerprints import fingerprint_of
+from megaresume.stream.stages import Stage
+from megaresume.stream.state import Fingerprint, StreamState
+
+__all__ = ["Data", "plan_data"]
+
+#: nothing: the order goes on. new stage: from the resume point on. refused: the launch stops.
+Outcome = Literal["nothing", "new stage", "refused"]
+
+
+@dataclass(kw_only=True)
+class Data:
+    """The data of the launch."""
+
+    outcome: Outcome = "nothing"
+    #: the file that was read; None: the config in the state, and no corpus was looked at.
+    path: Path | None = None
+    #: (field, then, now).
+    changes: list[tuple[str, Any, Any]] = field(default_factory=list)
+    #: what would be kept in the state for ever, in words.
+    accepted: tuple[str, ...] = ()
+    #: what ``--megaresume-on-change stage`` would make of a change that is refused without it; None: refused as well.
+    with_stage: tuple[str, ...] | None = None
+    #: of today, as given.
+    config: StreamConfig | None = None
+    sources: dict[str, Source] = field(default_factory=dict)
+    fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
+    #: what holds from the resume point on, over all sources that the run ever had.
+    in_force: StreamConfig | None = None
+    to_come: tuple[Stage, ...] = ()
+
+
+def plan_data(root: Path, state: StreamState, flags: Flags, findings: list[Finding], *, is_megatron: bool) -> Data:
+    """Open the data as the launch would, and reconcile it with the state."""
+    data = Data()
+    try:
+        _open(data, root, state, flags, is_megatron)
+    except (ConfigError, CorpusError, SetupError, UsageError) as error:
+        if flags.data is not None:
+            findings.append(Finding.of(error))
+            data.outcome = "refused"
+            return data
+        # Nobody has said where the corpora are now: the launch has a data config of its own.
+        findings.append(Finding.of(error, "note"))
+        _from_state(data, state, flags)
+    assert data.config is not None
+    _reconcile(data, state, flags, findings)
+    return data
+
+
+def _open(data: Data, root: Path, state: StreamState, flags: Flags, is_megatron: bool) -> None:
+    recorded = data_path(root)
+    path = flags.data or (recorded if recorded.is_file() else None)
+    if path is None:
+        _from_state(data, state, flags)
+        return
+    if not path.is_file():
+        raise UsageError("no such data config", found=f"--data {path}", expected="a data.yaml", action="check the path")
+    data.path = path
+    mapping, directory = read_data_config(path)
+    if flags.data is None and flags.seq_length is not None:
+        mapping = {**mapping, "seq_length": flags.seq_length}  # the file says what it was
+    if flags.seed is not None:
+        mapping = {"seed": flags.seed, **mapping}
+    length = flags.seq_length
+    if length is None and mapping.get("seq_length") is None:
+        length = int(state.config["seq_length"])
+    data.config = StreamConfig.from_dict(mapping, seq_length=length)
+    specs = {source.name: source.options for source in data.config.sources}
+    data.sources = open_sources(specs, base_dir=directory, split=flags.split or _recorded_split(recorded))
+    if is_megatron:
+        check_stages(data.config, data.config.seq_length)
+    data.fingerprints = {name: fingerprint_of(source, name) for name, source in data.sources.items()}
+
+
+def _recorded_split(recorded: Path) -> str | None:
+    """``--split`` of the launch that saved, if its sources say all the same."""
+    if not recorded.is_file():
+        return None
+    mapping, _ = read_data_config(recorded)
+    splits = {entry.get("split") for entry in mapping.get("sources", {}).values() if isinstance(entry, Mapping)}
+    return splits.pop() if len(splits) == 1 else None
+
+
+def _from_state(data: Data, state: StreamState, flags: Flags) -> None:
+    mapping: dict[str, Any] = dict(state.config)
+    if flags.seq_length is not None:
+        mapping["seq_length"] = flags.seq_length
+    if flags.seed is not None:
+        mapping["seed"] = flags.seed
+    data.path, data.sources = None, {}
+    data.config, data.fingerprints = StreamConfig.from_dict(mapping), state.fingerprints
+
+
+def _reconcile(data: Data, state: StreamState, flags: Flags, findings: list[Finding]) -> None:
+    config, fingerprints = data.config, data.fingerprints
+    assert config is not None
+    data.changes = changes_since(config, state)
+    try:
+        going_on = reconcile(config, fingerprints, state, flags.on_change)
+    except MegaresumeError as error:
+        data.outcome = "refused"
+        findings.append(Finding.of(error))
+        if flags.on_change == "refuse":
+            _try_stage(data, state, findings, error)
+        return
+    begun, stages = len(state.stages), going_on.course.stages
+    following = stages[begun] if begun < len(stages) else None
+    # What is to come begins later than here: only the new stage begins at the resume point.
+    is_new = following is not None and following.unit == "samples" and following.at == state.samples
+    data.outcome = "new stage" if is_new else "nothing"
+    data.accepted = going_on.accepted
+    current = begun + is_new
+    data.in_force, data.to_come = stages[current - 1].config, stages[current:]
+
+
+def _try_stage(data: Data, state: StreamState, findings: list[Finding], refusal: MegaresumeError) -> None:
+    """Whether the flag alone would do: found out now, and not at the next start."""
+    assert data.config is not None
+    try:
+        data.with_stage = reconcile(data.config, data.fingerprints, state, "stage").accepted
+    except MegaresumeError as error:
+        if error.headline != refusal.headline:
+            findings.append(Finding.of(error))

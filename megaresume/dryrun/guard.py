@@ -1,0 +1,162 @@
+"""A run under guard: what differs from the recorded order, and what stock Megatron would make of the new flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megaresume.dryrun.findings import Finding
+from megaresume.dryrun.flags import Flags
+from megaresume.dryrun.stock import Epochs, epochs_of, requested_of
+from megaresume.integrations.megatron.guard.compare import compare, grown_too_far
+from megaresume.integrations.megatron.guard.corpus import Corpus
+from megaresume.integrations.megatron.guard.pinned import extendable
+from megaresume.integrations.megatron.guard.record import BuilderRecord, ComponentRecord, OrderRecord
+from megaresume.integrations.megatron.guard.request import Request
+from megaresume.stream.errors import UsageError
+
+__all__ = ["Component", "Guarded", "plan_guard", "train_size"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Component:
+    """One corpus of the training set, as stock Megatron would build it."""
+
+    path: str | None
+    #: when it was recorded, and with the new flags; None: not known.
+    before: Epochs | None
+    now: Epochs | None
+
+    @property
+    def is_reshuffled(self) -> bool:
+        """Whether every sample of it would be another one."""
+        return self.before != self.now
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Guarded:
+    """What becomes of Megatron's own datasets."""
+
+    #: training samples asked for, when they were recorded and now; None: one epoch.
+    recorded: int | None
+    wanted: int | None
+    #: None: stock Megatron's order cannot be told: not GPTDataset.
+    components: tuple[Component, ...] | None
+
+    @property
+    def stock_reshuffles(self) -> bool | None:
+        """Whether stock Megatron would train another order, silently; None: not known."""
+        if self.components is None:
+            return None
+        if any(c.is_reshuffled for c in self.components if c.before is not None and c.now is not None):
+            return True
+        return None if any(c.before is None or c.now is None for c in self.components) else False
+
+
+def train_size(flags: Flags) -> int | None:
+    """Training samples that Megatron asks its datasets for; None: the flags do not say.
+
+    Raises:
+        UsageError: steps without a batch size: the guard does not record any.
+    """
+    if flags.train_samples is not None:
+        return flags.train_samples
+    if flags.train_iters is None:
+        return None
+    if flags.global_batch_size is None:
+        raise UsageError(
+            "the global batch size is not known",
+            found=f"--train-iters {flags.train_iters}",
+            expected="--global-batch-size as well: a run under guard does not record it",
+            action="--global-batch-size B",
+        )
+    return flags.train_iters * flags.global_batch_size
+
+
+def plan_guard(record: OrderRecord, flags: Flags, findings: list[Finding]) -> Guarded | None:
+    """Hold the flags to the record; None: nothing is recorded."""
+    if not record.builders:
+        return None
+    size = train_size(flags)
+    for ordinal, builder in enumerate(record.builders):
+        # Only the first builder makes the training set of a run.
+        _compare(builder, size if ordinal == 0 else None, flags, findings)
+    builder = record.builders[0]
+    wanted = builder.sizes[0] if size is None else size
+    guarded = Guarded(recorded=builder.sizes[0], wanted=wanted, components=_components(builder, wanted))
+    if guarded.recorded is not None and wanted is not None and wanted > guarded.recorded:
+        split = builder.splits[0]
+        if split is not None and extendable(split):
+            findings.append(
+                Finding(
+                    kind="note",
+                    headline=f"the run goes on behind its {guarded.recorded} recorded samples, up to {wanted}",
+                    cause="each corpus that runs out goes on with further epochs; what is recorded does not move",
+                )
+            )
+    return guarded
+
+
+def _compare(builder: BuilderRecord, size: int | None, flags: Flags, findings: list[Finding]) -> None:
+    now: dict[str, Any] = {"sequence_length": flags.seq_length, "random_seed": flags.seed, "split": flags.split}
+    settings = dict(builder.settings) | {name: value for name, value in now.items() if value is not None}
+    request = Request(
+        cls=type(builder.dataset, (), {}),
+        settings=settings,
+        blend=builder.blend,
+        blend_per_split=builder.blend_per_split,
+        sizes=builder.sizes if size is None else (size, *builder.sizes[1:]),
+        shares=(None, None, None),
+    )
+    found = compare(builder, request)
+    differences = found.differences + grown_too_far(builder, request.sizes[0])
+    findings += [
+        Finding(
+            kind="refused",
+            headline=f"this would change the order of Megatron's datasets: {difference.name}",
+            found=difference.found,
+            expected=difference.recorded,
+            cause="without a guard, samples would silently be repeated and skipped",
+            action=f"restore: {difference.restore}. Or, if it is meant: --megaresume-accept {difference.name}",
+        )
+        for difference in differences
+    ]
+    findings += [Finding(kind="note", headline=words) for words in found.notes]
+
+
+def _components(builder: BuilderRecord, wanted: int | None) -> tuple[Component, ...] | None:
+    split, size = builder.splits[0], builder.sizes[0]
+    if split is None or not split.components or not extendable(split):
+        return None
+    blend = builder.blend if builder.blend is not None else (builder.blend_per_split or (None,))[0]
+    weights: list[float] | None = None
+    if blend is not None and blend[1] is not None:
+        given = [float.fromhex(weight) for weight in blend[1]]
+        weights = [weight / sum(given) for weight in given]
+    result = []
+    for number, component in enumerate(split.components):
+        alone = weights is None and len(split.components) == 1
+        weight = 1.0 if weights is None else weights[number]
+        result.append(_component(builder, component, size, wanted, weight, alone))
+    return tuple(result)
+
+
+def _component(
+    builder: BuilderRecord, component: ComponentRecord, size: int | None, wanted: int | None, weight: float, alone: bool
+) -> Component:
+    unknown = Component(path=component.path, before=None, now=None)
+    corpus = Corpus.at(component.path, None)
+    if corpus is None or corpus.documents < component.documents[1]:
+        return unknown
+    tokens, settings = corpus.tokens(component.documents), builder.settings
+    length = settings.get("sequence_length")
+    if not tokens or not isinstance(length, int):
+        return unknown
+    extra = int(bool(settings.get("add_extra_token_to_sequence", True)))
+    before = epochs_of(tokens, component.requested, seq_length=length, extra=extra)
+    asked: int | None = None  # a blend without weights is one epoch, whatever is asked for
+    if component.requested is not None and size is not None and wanted is not None:
+        asked = requested_of(component.requested, size, wanted, weight, alone=alone)
+        if asked is None:
+            return replace(unknown, before=before)
+    return Component(path=component.path, before=before, now=epochs_of(tokens, asked, seq_length=length, extra=extra))

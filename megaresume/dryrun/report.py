@@ -1,0 +1,165 @@
+"""`dry_run`: all of it together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megaresume.checkpoint.layout import split_root
+from megaresume.checkpoint.topology import Topology
+from megaresume.dryrun.checkpoint import Found, find
+from megaresume.dryrun.data import Data, plan_data
+from megaresume.dryrun.ending import Ending, ending, megatron_iterations, steps_until
+from megaresume.dryrun.findings import Finding, attempt
+from megaresume.dryrun.flags import Flags
+from megaresume.dryrun.guard import Guarded, plan_guard
+from megaresume.dryrun.layout import check_layout, planned_sizes, topology
+from megaresume.dryrun.sources import Ahead, end_of_stream, sources_ahead
+from megaresume.stream.batches import BatchSchedule
+from megaresume.stream.errors import UsageError
+from megaresume.stream.state import StreamState
+
+__all__ = ["DryRun", "dry_run"]
+
+
+@dataclass(kw_only=True)
+class DryRun:
+    """What a launch would do."""
+
+    root: Path
+    flags: Flags
+    found: Found
+    #: what the launch would be told, the most important first.
+    findings: list[Finding] = field(default_factory=list)
+    #: how the run was laid out when it saved, and would be now; None: not recorded.
+    before: Topology | None = None
+    now: Topology | None = None
+    #: planned global batch sizes of the whole run, the past included.
+    schedule: BatchSchedule | None = None
+    ending: Ending | None = None
+    data: Data | None = None
+    sources: list[Ahead] = field(default_factory=list)
+    #: samples that the stream holds, where it ends before the run; None: enough.
+    stream_ends: int | None = None
+    guarded: Guarded | None = None
+
+    @property
+    def state(self) -> StreamState | None:
+        """The data state that the launch would go on from."""
+        return None if self.found.choice is None else self.found.choice.state
+
+    @property
+    def refused(self) -> bool:
+        """Whether the launch would stop before its first step."""
+        return any(finding.kind == "refused" for finding in self.findings)
+
+    @property
+    def last(self) -> tuple[int, int] | None:
+        """(step, sample) at which the run ends: the flags' end, or the last whole step of a stream that ends before."""
+        if self.ending is None or self.stream_ends is None or self.schedule is None or self.state is None:
+            return None if self.ending is None else (self.ending.step, self.ending.sample)
+        steps = steps_until(self.schedule, self.state.samples, self.stream_ends)
+        return self.found.iteration + steps, self.schedule.after(self.state.samples, steps)
+
+
+def dry_run(directory: Path, flags: Flags) -> DryRun:
+    """Try a resume from a ``--save`` directory. Reads only.
+
+    Raises:
+        UsageError: no such directory, a tag directory, or flags that say too little or contradict each other.
+    """
+    _check(directory, flags)
+    findings: list[Finding] = []
+    found = find(directory.absolute(), flags, findings)
+    result = DryRun(root=directory, flags=flags, found=found, findings=findings)
+    if found.record is not None:
+        result.guarded = plan_guard(found.record, flags, findings)
+    choice, state = found.choice, result.state
+    if found.kind in ("guard", "adopt"):
+        result.ending = _guarded_ending(found, flags, findings)
+    if choice is not None and choice.step is not None and state is not None:
+        _stream(result, choice.step.topology, state)
+    order = {"refused": 0, "warning": 1, "note": 2}
+    findings.sort(key=lambda finding: order[finding.kind])
+    return result
+
+
+def _check(directory: Path, flags: Flags) -> None:
+    if not directory.is_dir():
+        raise UsageError(
+            "no such directory", found=str(directory), expected="the --save directory of a run", action="check the path"
+        )
+    root, tag = split_root(directory)
+    if tag is not None:
+        raise UsageError(
+            "this is a tag directory, not a checkpoint root",
+            found=str(directory),
+            expected=f"the directory that holds it: {root}",
+            action=f"megaresume plan {root} --ckpt-step N",
+        )
+    if flags.train_iters is not None and flags.train_samples is not None:
+        raise UsageError(
+            "the length of the run must be given once",
+            found=f"--train-iters {flags.train_iters}, --train-samples {flags.train_samples}",
+            expected="one of the two",
+            action="remove one of the flags",
+        )
+
+
+def _stream(result: DryRun, before: Topology, state: StreamState) -> None:
+    flags, findings, found, step = result.flags, result.findings, result.found, result.found.iteration
+    choice = found.choice
+    assert choice is not None
+    now = topology(before, flags)
+    result.before, result.now = before, now
+    planned = attempt(lambda: planned_sizes(now, flags, is_megatron=found.is_megatron), findings)
+    if planned is not None:
+        result.schedule = planned.resumed(state.batches, state.samples)
+        if len({size for _, size in state.batches}) > 1 and flags.rampup_batch_size is None:
+            findings.append(
+                Finding(
+                    kind="note",
+                    headline=f"the batch size changed in this run; {now.global_batch_size} samples a step are taken "
+                    "from here on",
+                    action="--rampup-batch-size START INCREMENT SAMPLES, if the launch has it",
+                )
+            )
+    check_layout(choice, now, result.schedule, state.samples, flags, findings)
+    result.data = data = plan_data(result.root.absolute(), state, flags, findings, is_megatron=found.is_megatron)
+    if planned is not None:
+        result.ending = ending(
+            planned, state.batches, step, state.samples, flags, findings, is_megatron=found.is_megatron
+        )
+    if data.in_force is None:
+        return
+    fingerprints, end = data.fingerprints, result.ending
+    result.sources = sources_ahead(state, fingerprints, data.in_force, result.schedule, step, end)
+    if end is None or not end.finished:
+        result.stream_ends = end_of_stream(data, state, result.schedule, step, end, flags.on_change, findings)
+
+
+def _guarded_ending(found: Found, flags: Flags, findings: list[Finding]) -> Ending | None:
+    """Steps are known of a guarded run, samples are not: they are inside the checkpoint."""
+    size = flags.global_batch_size
+    if (flags.train_iters is None and flags.train_samples is None) or size is None:
+        return None
+    planned = BatchSchedule.constant(size)
+    if flags.rampup_batch_size is not None:
+        rampup = Topology(global_batch_size=size)
+        sizes = attempt(lambda: planned_sizes(rampup, flags, is_megatron=True), findings)
+        if sizes is None:
+            return None
+        planned = sizes
+    last = megatron_iterations(planned, flags)
+    finished = last <= found.iteration
+    if finished:
+        findings.append(
+            Finding(
+                kind="warning",
+                headline="the run is finished already: the launch would train nothing and exit with 0",
+                found=f"{found.iteration} steps are trained; the flags mean {last}",
+                expected="a longer run, or none",
+                action=f"--train-iters above {found.iteration}",
+            )
+        )
+    return Ending(step=max(last, found.iteration), sample=planned.after(0, last), finished=finished, before=None)
