@@ -40,6 +40,9 @@ __all__ = ["Candidate", "Examined", "Status", "examine", "list_candidates", "res
 #: newer: a record was written by a newer megaresume (only `survey` says so; `examine` raises).
 Status = Literal["complete", "unmanaged", "incomplete", "damaged", "pruned", "newer"]
 
+#: why nothing more can be said of an unmanaged one.
+UNMANAGED = "it was written without megaresume: no data state, and whether it is complete cannot be known"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
@@ -253,5 +256,4 @@ def _examine_unmanaged(root: Path, candidate: Candidate) -> Examined:
     empty = [f"{e.path} has 0 bytes" for e in files if e.size == 0 and e.path.endswith((".pt", ".distcp"))]
     if empty:
         return Examined(candidate=candidate, status="incomplete", reasons=tuple(empty))
-    reason = "it was written without megaresume: no data state, and whether it is complete cannot be known"
-    return Examined(candidate=candidate, status="unmanaged", reasons=(reason,))
+    return Examined(candidate=candidate, status="unmanaged", reasons=(UNMANAGED,))

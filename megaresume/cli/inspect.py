@@ -25,6 +25,8 @@ __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "a checkpoint's data state, pointers and completeness, readable"
 
+_UNDER_GUARD = "under guard no list of its files is kept: whether it is complete cannot be known"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
@@ -56,6 +58,13 @@ def run(args: argparse.Namespace) -> int:
         found = survey(root, tag=tag, limit=args.last, checksums=args.checksums, progress=progress)
     print(json.dumps(_report(found, args.last)) if args.json else _text(found, args.last))
     return 0 if found.resumable or _is_guarded(found) or _unrecorded(found) else 1
+
+
+def _said(found: Survey, words: str) -> str:
+    """The same words, where a run under guard is meant: the guard keeps its record inside the checkpoint."""
+    from megaresume.checkpoint.candidates import UNMANAGED
+
+    return words.replace(UNMANAGED, _UNDER_GUARD) if UNMANAGED in words and _is_guarded(found) else words
 
 
 def _is_guarded(found: Survey) -> bool:
@@ -96,14 +105,14 @@ def _report(found: Survey, last: int) -> dict[str, Any]:
         else choice.to_broadcast()
         | {"rejected": [{"tag": r.tag, "iteration": r.iteration, "reason": r.reason} for r in choice.rejected]},
         "error": None if found.error is None else str(found.error),
-        "notes": [*(choice.notes if choice else ()), *found.notes],
+        "notes": [*(_said(found, note) for note in (choice.notes if choice else ())), *found.notes],
         "state": None if step is None else step.to_fields(),
         "order": _order(found),
         "pointers": [
             {"name": p.name, "status": p.status, "text": p.text, "tag": p.tag, "problem": p.problem}
             for p in found.pointers
         ],
-        "checkpoints": [_checkpoint(e) for e in found.checkpoints],
+        "checkpoints": [_checkpoint(found, e) for e in found.checkpoints],
         "older_checkpoints": found.num_older,
         "pruned_checkpoints": found.num_pruned,
         "ledger": {
@@ -126,13 +135,13 @@ def _order(found: Survey) -> dict[str, Any] | None:
         return {"error": str(error)}
 
 
-def _checkpoint(examined: Examined) -> dict[str, Any]:
+def _checkpoint(found: Survey, examined: Examined) -> dict[str, Any]:
     step, manifest = examined.step, examined.manifest
     return {
         "tag": examined.candidate.tag,
         "iteration": examined.candidate.iteration,
         "status": examined.status,
-        "reasons": list(examined.reasons),
+        "reasons": [_said(found, reason) for reason in examined.reasons],
         "files": None if manifest is None else len(manifest.files),
         "bytes": None if manifest is None else manifest.size,
         "samples": None if step is None else step.state.samples,
@@ -280,7 +289,7 @@ def _checkpoint_block(found: Survey) -> str:
         step, manifest = examined.step, examined.manifest
         chosen = found.choice is not None and found.choice.tag == examined.candidate.tag
         if examined.status != "complete":
-            reasons[len(rows)] = examined.reasons
+            reasons[len(rows)] = tuple(_said(found, reason) for reason in examined.reasons)
         rows.append(
             [
                 ">" if chosen else "",
@@ -336,7 +345,8 @@ def _ledger_block(found: Survey, last: int) -> str:
 
 def _note_block(found: Survey) -> str:
     above = {str(problem) for problem in found.ledger.problems}
-    notes = [note for note in (*(found.choice.notes if found.choice else ()), *found.notes) if note not in above]
+    of_choice = [_said(found, note) for note in (found.choice.notes if found.choice else ())]
+    notes = [note for note in (*of_choice, *found.notes) if note not in above]
     if found.leftovers:
         notes.append(f"temporary files of killed writers, harmless: {', '.join(found.leftovers[:5])}")
     if found.error is not None:

@@ -82,6 +82,13 @@ def _records(root: Path) -> tuple[list[StepFile], list[Recorded], list[LedgerPro
     for entry in ledger.entries:
         origin = f"ledger: {entry.kind} at step {entry.iteration}"
         recorded.append(Recorded(origin=origin, sample=entry.samples, digest=entry.digest))
+    if not steps and (records_dir(root) / "order.json").is_file():
+        raise CheckpointError(
+            "the run is under guard: its order is verified where it is rebuilt, at every start",
+            found=f"{records_dir(root) / 'order.json'}, the order of Megatron's own datasets",
+            expected="data states of a megaresume stream, which can be planned again without Megatron",
+            action=f"start the run: it says whether the order is as recorded; megaresume inspect {root} shows the record",
+        )
     if not steps:
         raise CheckpointError(
             "there is nothing to verify",

@@ -30,6 +30,24 @@ def test_inspect_shows_the_order(build: Run, corpora: Corpora, tmp_path: Path) -
         assert (json.loads(out)["order"] == longer["payload"]) if flags else (said in out), out
 
 
+def test_checkpoints_under_guard(build: Run, corpora: Corpora, tmp_path: Path) -> None:
+    """Nothing says that they were written without megaresume, or that the directory is none of a run."""
+    write_record(tmp_path, build(paths=corpora.paths)["payload"])
+    (tmp_path / "iter_0000100").mkdir()
+    (tmp_path / "iter_0000100" / "model_optim_rng.pt").write_bytes(b"weights")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
+
+    def command(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "megaresume", *words], capture_output=True, text=True)
+
+    for flags in ([], ["--json"]):
+        done = command("inspect", str(tmp_path), *flags)
+        assert done.returncode == 0 and "without megaresume" not in done.stdout, done.stdout
+        assert done.stdout.count("under guard no list of its files is kept") == 2, done.stdout
+    done = command("verify", str(tmp_path))
+    assert done.returncode == 1 and "the run is under guard" in done.stderr and "inspect" in done.stderr, done.stderr
+
+
 def test_the_record_is_small_and_plain(build: Run, corpora: Corpora) -> None:
     base = build(paths=corpora.paths, weights=[0.6, 0.3, 0.1])
     text = json.dumps(base["payload"])
