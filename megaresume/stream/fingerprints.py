@@ -91,9 +91,17 @@ def _likely_change(name: str, before: Fingerprint | None, now: Fingerprint) -> t
     if before is None:
         return "the source is new", action
     if now.documents > before.documents:
-        return f"the corpus has grown by {now.documents - before.documents} documents", action
+        return (
+            f"the corpus, or the part of it that --split (or split in the data config) takes, has grown by "
+            f"{now.documents - before.documents} documents",
+            f"give back the split, if it was changed; or {action}",
+        )
     if now.documents < before.documents:
-        return f"the corpus has lost {before.documents - now.documents} documents", action
+        return (
+            f"the corpus, or the part of it that --split (or split in the data config) takes, has lost "
+            f"{before.documents - now.documents} documents",
+            f"give back the split, if it was changed; or {action}",
+        )
     if now.lengths != before.lengths:
         return "the corpus was prepared again, or its index is damaged", action
     if now.tokenizer is None:
