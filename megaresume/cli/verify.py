@@ -87,7 +87,7 @@ def _records(root: Path) -> tuple[list[StepFile], list[Recorded], list[LedgerPro
             "the run is under guard: its order is verified where it is rebuilt, at every start",
             found=f"{records_dir(root) / 'order.json'}, the order of Megatron's own datasets",
             expected="data states of a megaresume stream, which can be planned again without Megatron",
-            action=f"start the run: it says whether the order is as recorded; megaresume inspect {root} shows the record",
+            action=f"start the run, which says whether it is as recorded; megaresume inspect {root} shows the record",
         )
     if not steps:
         raise CheckpointError(
