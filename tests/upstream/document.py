@@ -23,7 +23,8 @@ in it is written by hand. To repeat it:
 The three are git clones, the first with its tags; their trees are exported into a scratch folder (`--scratch`), and
 nothing in the clones is touched. `--only 0.16.0 runs` repeats a part; the other results are kept in the scratch folder.
 Upstream's training code needs CUDA. On a machine without it, `--shim-dir` names a folder with `cpu_cuda_shim.py` and
-`mds_shim.py`, which make `cuda` mean the CPU for a test; with a GPU there is no shim. `pytest -m slow
+`mds_shim.py`, which make `cuda` mean the CPU for a test; with a GPU there is no such shim. Run it from a checkout that
+nobody edits meanwhile: every run imports it anew. `pytest -m slow
 tests/upstream` does the same with the paths in MEGARESUME_UPSTREAM_CLONE, _MDS, _BIGSCIENCE, _PYTHON312 and _SHIM_DIR.
 
 **ok**: tried, and it held. **failed**: tried, and it did not; the reason is below the table. **not run**: this machine
@@ -49,7 +50,12 @@ with a global batch of 8, saving every 5, on a blend of three corpora. A rank is
 step 7, and the run is resumed on another number of data-parallel ranks. What every rank's loader gave to every
 micro-batch is logged from outside and compared, sample by sample and in order, with the uninterrupted run; in guard
 mode that one is compared with the script running without megaresume. `inspect` and `verify` read the directory that
-Megatron wrote.
+Megatron wrote. With ZeRO 1 to 3 the number of ranks stays: DeepSpeed loads its partitions on no other, and universal
+checkpoints are not tried here.
+
+Guard mode under either Megatron-DeepSpeed records and pins nothing, and says so when it starts: these rows show that the
+script's samples and its own resume are left as they are. bigscience's imports need stand-ins on current releases, with
+a GPU as well as without: `tests/upstream/bigscience_shim.py`.
 """
 
 _CHECKS = ("detection", "seams", "hooks", "sampler", "guard", "patch pretrain_gpt.py", "patch pretrain_vlm.py")

@@ -138,10 +138,11 @@ def train(setup: Setup, name: str, *, dp: int, save: Path, kill: str | None = No
 
 
 def _shims(setup: Setup) -> list[str]:
+    if setup.tree.kind == "bigscience":
+        # Its own are needed with a GPU as well.
+        return [*([] if setup.shim_dir is None else [str(setup.shim_dir / "cpu_cuda_shim.py")]), str(BIGSCIENCE_SHIM)]
     if setup.shim_dir is None:
         return []
-    if setup.tree.kind == "bigscience":
-        return [str(setup.shim_dir / "cpu_cuda_shim.py"), str(BIGSCIENCE_SHIM)]
     name = "cpu_cuda_shim.py" if setup.tree.kind == "megatron-lm" else "mds_shim.py"
     return [str(setup.shim_dir / name)]
 
