@@ -53,9 +53,9 @@ mode that one is compared with the script running without megaresume. `inspect` 
 Megatron wrote. With ZeRO 1 to 3 the number of ranks stays: DeepSpeed loads its partitions on no other, and universal
 checkpoints are not tried here.
 
-Guard mode under either Megatron-DeepSpeed records and pins nothing, and says so when it starts: these rows show that the
-script's samples and its own resume are left as they are. bigscience's imports need stand-ins on current releases, with
-a GPU as well as without: `tests/upstream/bigscience_shim.py`.
+Guard mode under either Megatron-DeepSpeed records and pins nothing, and says so when it starts: these rows show that
+the script's samples and its own resume are left as they are. bigscience's imports need stand-ins on current releases,
+with a GPU as well as without: `tests/upstream/bigscience_shim.py`.
 """
 
 _CHECKS = ("detection", "seams", "hooks", "sampler", "guard", "patch pretrain_gpt.py", "patch pretrain_vlm.py")
