@@ -72,14 +72,14 @@ def _open(data: Data, root: Path, state: StreamState, flags: Flags, is_megatron:
     if path is None:
         _from_state(data, state, flags)
         return
-    if not path.is_file():
-        raise UsageError("no such data config", found=f"--data {path}", expected="a data.yaml", action="check the path")
     data.path = path
     mapping, directory = read_data_config(path)
-    if flags.data is None and flags.seq_length is not None:
-        mapping = {**mapping, "seq_length": flags.seq_length}  # the file says what it was
-    if flags.seed is not None:
-        mapping = {"seed": flags.seed, **mapping}
+    given = {"seq_length": flags.seq_length, "seed": flags.seed}
+    given = {name: value for name, value in given.items() if value is not None}
+    if flags.data is None:
+        mapping = {**mapping, **given}  # the file says what it was
+    else:
+        mapping = {"seed": flags.seed, **mapping} if flags.seed is not None else mapping
     length = flags.seq_length
     if length is None and mapping.get("seq_length") is None:
         length = int(state.config["seq_length"])

@@ -97,6 +97,10 @@ def _check(directory: Path, flags: Flags) -> None:
             expected=f"the directory that holds it: {root}",
             action=f"megaresume plan {root} --ckpt-step N",
         )
+    if flags.data is not None and not flags.data.is_file():
+        raise UsageError(
+            "no such data config", found=f"--data {flags.data}", expected="a data.yaml", action="check the path"
+        )
     if flags.train_iters is not None and flags.train_samples is not None:
         raise UsageError(
             "the length of the run must be given once",
