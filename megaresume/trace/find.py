@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megaresume.stream.errors import StreamExhausted, UsageError
-from megaresume.stream.kernel import LENGTH, POSITION, SOURCE
+from megaresume.stream.kernel import DOCUMENT, LENGTH
 from megaresume.stream.outlook import outlook
 from megaresume.stream.permutation import unpermute
 from megaresume.stream.state import StreamState
@@ -189,8 +189,7 @@ def _positions(trace: Trace, source: int, document: int, drawn: int, epochs: int
             return
         yield epoch, position
         if position >= drawn and epochs is None:
-            # The next one; how many more lie before a sample only planning tells (`_look_ahead`).
-            return
+            return  # the next one; how many more lie before a sample only planning tells
         epoch += 1
 
 
@@ -208,24 +207,8 @@ def _look_ahead(
     trace: Trace, targets: list[_Target], until_sample: int | None, progress: Callable[[int], object]
 ) -> None:
     state = trace.history.state
-    if until_sample is not None and until_sample <= state.samples:
-        return
-    # What is found may be followed by another epoch before the end: a target more for each that was found.
-    while targets:
-        _scan(trace, targets, state.samples, until_sample, state, progress)
-        if until_sample is None:
-            return
-        targets = [again for target in targets if target.complete and (again := _next(trace, target)) is not None]
-
-
-def _next(trace: Trace, target: _Target) -> _Target | None:
-    drawn = target.occurrence.position + 1
-    for epoch, position in _positions(trace, target.source, target.found.document, drawn, None):
-        if position >= drawn:
-            occurrence = Occurrence(epoch=epoch, position=position, status="not planned")
-            target.found.occurrences.append(occurrence)
-            return _Target(found=target.found, occurrence=occurrence, source=target.source)
-    return None
+    if until_sample is None or until_sample > state.samples:
+        _scan(trace, targets, state.samples, until_sample, state, progress, later=until_sample is not None)
 
 
 def _scan(
@@ -235,39 +218,59 @@ def _scan(
     stop: int | None,
     start: StreamState | None,
     progress: Callable[[int], object],
+    *,
+    later: bool = False,
 ) -> None:
-    """Plan until every target is found as a whole."""
+    """Plan until every target is found as a whole.
+
+    Args:
+        trace: the run.
+        targets: what to look for.
+        first, stop, start, progress: see `Replan.plans`.
+        later: go on to ``stop``, and look for the same documents in later epochs too.
+    """
     by_place = {(t.source, t.occurrence.position): t for t in targets}
+    by_document = {(t.source, t.found.document): t for t in targets}
+    documents = np.array(sorted({document for _, document in by_document}), np.int64)
     missing = {place for place, target in by_place.items() if not target.complete}
     try:
         for planned in trace.replan.plans(first, stop, start=start, progress=progress):
-            plan, align = planned.plan, planned.config.packing.align
-            wanted = np.array([position for _, position in missing], np.int64)
-            rows = np.flatnonzero(np.isin(plan.table[:, POSITION], wanted))
-            hits = [k for k in rows.tolist() if tuple(plan.table[k, [SOURCE, POSITION]].tolist()) in missing]
-            if hits:
-                at = places(plan.table[:, LENGTH], plan.starts, align)
-            for k in hits:
-                source, position, _, offset, length = plan.table[k].tolist()
+            plan = planned.plan
+            rows = np.flatnonzero(np.isin(plan.table[:, DOCUMENT], documents))
+            at = places(plan.table[:, LENGTH], plan.starts, planned.config.packing.align) if len(rows) else rows
+            for k in rows.tolist():
+                source, position, document, offset, length = plan.table[k].tolist()
+                known = by_document.get((source, document))
+                if known is None:
+                    continue
+                target = by_place.get((source, position))
+                if target is None and later and position > known.occurrence.position:
+                    target = by_place[source, position] = _again(trace, known, position)
+                if target is None or target.complete:
+                    continue
                 sample = plan.first + int(np.searchsorted(plan.starts, k, side="right")) - 1
-                step, rank, micro = trace.steps.place(sample)
-                by_place[source, position].occurrence.parts.append(
-                    Part(
-                        step=step,
-                        sample=sample,
-                        rank=rank,
-                        micro_batch=micro,
-                        place=int(at[k]),
-                        offset=offset,
-                        length=length,
-                    )
-                )
+                part = _part(trace, sample, int(at[k]), offset, length)
+                target.occurrence.parts.append(part)
             missing = {place for place in missing if not by_place[place].complete}
-            if not missing:
+            if not missing and not later:
                 return
     except StreamExhausted:
         for place in missing:
             by_place[place].occurrence.status = "never"
+
+
+def _again(trace: Trace, known: _Target, position: int) -> _Target:
+    """The same document in a later epoch."""
+    epoch = position // len(trace.replan.sources[known.source])
+    occurrence = Occurrence(epoch=epoch, position=position, status="not planned")
+    known.found.occurrences.append(occurrence)
+    known.found.occurrences.sort(key=lambda o: o.epoch)
+    return _Target(found=known.found, occurrence=occurrence, source=known.source)
+
+
+def _part(trace: Trace, sample: int, place: int, offset: int, length: int) -> Part:
+    step, rank, micro = trace.steps.place(sample)
+    return Part(step=step, sample=sample, rank=rank, micro_batch=micro, place=place, offset=offset, length=length)
 
 
 def _check_ends(trace: Trace, targets: list[_Target]) -> None:
