@@ -60,10 +60,11 @@ def _dataset(
     if stream is None or not wanted:
         return None
     consumed, first = _consumed(args, part)
-    # A counter at the end or past it (a run that was finished, or that evaluated more often before) is no reason to
-    # fail: the stream goes on. Megatron's sampler would find "no samples left to consume".
-    num_samples = max(wanted, consumed + int(args.global_batch_size)) if consumed >= wanted else wanted
-    dataset = SampleDataset(stream, form, num_samples=num_samples, first=first, index_split=_index_split(project, part))
+    # Megatron counts what a whole run of these flags takes. A run that took more so far (larger global batches, more
+    # evaluations) needs as much again at most; its sampler would find no samples left, and the stream has no end.
+    dataset = SampleDataset(
+        stream, form, num_samples=consumed + wanted, first=first, index_split=_index_split(project, part)
+    )
     if args.dataloader_type != "external":
         return dataset
     rank, size = data_parallel(project)

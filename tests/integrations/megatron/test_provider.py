@@ -139,8 +139,15 @@ def test_a_finished_run_and_more_evaluations_than_planned(project: Project, orde
     """Megatron's sampler fails with no samples left; the streams have more."""
     args = kit.arguments(consumed_train_samples=160, consumed_valid_samples=64)
     train, valid, _ = stream_provider(project, args, order, FORM, None)([160, 48, 16])
-    assert len(train) == 168 and len(valid) == 72
-    assert next(iter(kit.Sampler(len(valid), 64, 2, 0, 4))) == [64, 65]
+    assert next(iter(kit.Sampler(len(train), 160, 2, 0, 4))) == [160, 161]
+    assert len(list(kit.Sampler(len(valid), 64, 2, 0, 4))) >= 48 // 8
+
+
+def test_smaller_global_batches_from_here_on(project: Project, order: StreamOrder) -> None:
+    """10 steps of 16, then 10 of 4: Megatron counts 20 steps of 4, which is less than what was trained already."""
+    args = kit.arguments(consumed_train_samples=160, iteration=10, train_iters=20, global_batch_size=4)
+    train, _, _ = stream_provider(project, args, order, FORM, None)([80, 4, 4])
+    assert len(list(kit.Sampler(len(train), 160, 2, 0, 2))) >= 10
 
 
 def test_the_three_parts_are_different_data(project: Project, order: StreamOrder) -> None:
@@ -168,7 +175,7 @@ def test_external_iterators_are_where_the_sampler_would_be(
     for ranks.dp in range(2):
         args = kit.arguments(dataloader_type="external", consumed_train_samples=24, num_workers=num_workers)
         train, valid, test = stream_provider(project, args, order, FORM, None)([80, 48, 16])
-        for iterator, start, stop in ((train, 24, 80), (valid, 0, 48), (test, 0, 16)):
+        for iterator, start, stop in ((train, 24, 24 + 80), (valid, 0, 48), (test, 0, 16)):
             assert isinstance(iterator, MicroBatches)
             expected = list(kit.Sampler(stop, start, 2, ranks.dp, 2))
             assert [batch[SAMPLE_KEY].tolist() for batch in iterator] == expected
