@@ -31,7 +31,6 @@ from megaresume.checkpoint.layout import (
     parse_record_name,
     records_dir,
     step_path,
-    superseded_path,
 )
 from megaresume.checkpoint.ledger import LedgerEntry, append_ledger, read_run
 from megaresume.checkpoint.manifest import FileEntry, Manifest, Progress, checksum_files, list_files
@@ -39,6 +38,7 @@ from megaresume.checkpoint.marker import Marker, read_marker, remove_marker, wri
 from megaresume.checkpoint.pointers import write_latest, write_tracker
 from megaresume.checkpoint.sealed import NewerFormatError
 from megaresume.checkpoint.state_file import StepFile, new_id, read_step_file, write_step_file
+from megaresume.checkpoint.superseded import keep_superseded
 from megaresume.checkpoint.topology import Topology
 from megaresume.stream.errors import CheckpointError, StateError, UsageError
 from megaresume.stream.state import StreamState
@@ -205,7 +205,7 @@ def commit_save(
         files = _with_checksums(pending.tag_dir, files, threads, progress)
     if sync_files:
         _sync(pending.tag_dir, files)
-    notes = _keep_superseded(root, step)
+    notes = keep_superseded(root, step)
     manifest = Manifest(
         iteration=step.iteration,
         tag=step.tag,
@@ -349,31 +349,3 @@ def _sync(tag_dir: Path, files: tuple[FileEntry, ...]) -> None:
             fsync_dir(directory)
         except OSError as error:
             raise write_error(directory, error) from error
-
-
-def _keep_superseded(root: Path, step: StepFile) -> tuple[str, ...]:
-    """Move the state of the same step aside if it is of other data: a step's history is never lost in silence."""
-    path = step_path(root, step.iteration, step.tag)
-    if not path.exists():
-        return ()
-    try:
-        old = read_step_file(path)
-        digest, what = old.state.digest, f"digest {old.state.digest}, saved {old.saved_at}"
-        if digest == step.state.digest and old.tag == step.tag:
-            return ()
-    except NewerFormatError:
-        raise
-    except StateError as error:
-        digest, what = "unreadable", f"an unreadable state ({error.headline})"
-    keep = superseded_path(root, step.iteration, step.tag, digest)
-    make_dir(keep.parent)
-    try:
-        os.replace(path, keep)
-        fsync_dir(keep.parent)
-        fsync_dir(path.parent)
-    except OSError as error:
-        raise write_error(keep, error) from error
-    return (
-        f"iteration {step.iteration} was committed before with other data: {what}; now digest {step.state.digest}. "
-        f"The old state is kept as {keep.relative_to(root)}",
-    )

@@ -18,6 +18,7 @@ from megaresume.checkpoint.layout import deepspeed_tag, manifest_path, marker_pa
 from megaresume.checkpoint.marker import Marker, remove_marker, write_marker
 from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.state_file import StepFile, new_id, read_step_file
+from megaresume.checkpoint.superseded import retire_records
 from megaresume.checkpoint.topology import Topology
 from megaresume.integrations.megatron.schedule import schedule_from_args
 from megaresume.integrations.megatron.session import Session
@@ -144,6 +145,8 @@ def begin_guard(current: Session, iteration: int, payload: Mapping[str, Any]) ->
         tracker=False,
     )
     write_marker(path, marker)
+    # Of a stream that was trained here before: its manifest would call the new files damaged.
+    retire_records(root, iteration, tag)
     return GuardSave(save_dir=root, marker=path, payload=payload)
 
 

@@ -222,6 +222,12 @@ def test_modes_do_not_mix(mini: Any, tmp_path: Path, stream_flags: list[object],
     second = mini(*guard_flags, *sizes(), *where, num_processes=1)
     assert second.status not in (0, -9)
     assert "--megaresume-mode stream" in second.output
+    # Begun anew, as the message offers: the records of the stream are none of these checkpoints'.
+    anew = mini(*guard_flags, *sizes(iterations=3), *where, "--finetune", num_processes=1)
+    assert anew.status == 0, anew.output
+    longer = mini(*guard_flags, *sizes(iterations=6), *where, num_processes=1)
+    assert longer.status == 0 and "resumed at sample 24" in longer.output, longer.output
+    assert command("inspect", tmp_path / "save")[0] == 0
 
 
 def test_non_persistent_and_back(
