@@ -52,7 +52,7 @@ def ending(
     if finished:
         _is_over(findings, step, sample, flags)
     elif is_megatron:
-        _megatron_traps(planned, schedule, end, step, sample, flags, findings)
+        _check_megatron_steps(planned, end, step, sample, flags, findings)
     return Ending(step=end[0], sample=end[1], finished=finished, before=None if old == end else old)
 
 
@@ -96,16 +96,10 @@ def _is_over(findings: list[Finding], step: int, sample: int, flags: Flags) -> N
     )
 
 
-def _megatron_traps(
-    planned: BatchSchedule,
-    schedule: BatchSchedule,
-    end: tuple[int, int],
-    step: int,
-    sample: int,
-    flags: Flags,
-    findings: list[Finding],
+def _check_megatron_steps(
+    planned: BatchSchedule, end: tuple[int, int], step: int, sample: int, flags: Flags, findings: list[Finding]
 ) -> None:
-    """What Megatron's own arithmetic makes of a batch size that changed in the middle of a run."""
+    """What Megatron's arithmetic makes of a batch size that changed in the middle of a run."""
     final = planned.segments[-1][1]
     if flags.train_samples is not None and flags.train_samples - end[1] >= final:
         needed = step + (flags.train_samples - sample) // final
@@ -118,22 +112,6 @@ def _megatron_traps(
                 cause="Megatron takes the number of steps from --train-samples and the batch size of today, as if it "
                 "had been that from the start",
                 action=f"--train-iters {needed} in place of --train-samples",
-            )
-        )
-    wanted = flags.train_samples if flags.train_samples is not None else (flags.train_iters or 0) * final
-    # At the end or past it, our provider gives Megatron one more global batch (integrations.megatron.provider).
-    there = wanted if sample < wanted else sample + final
-    if end[1] > there:
-        last = step + steps_until(schedule, sample, there)
-        findings.append(
-            Finding(
-                kind="warning",
-                headline="Megatron's loader would run out of samples before the last step",
-                found=f"{wanted} samples asked for, {end[1]} needed: the launch fails after step {last}",
-                expected=f"samples up to step {end[0]}",
-                cause="Megatron asks for --train-iters times the batch size of today, and the batches were larger "
-                "before",
-                action=f"--global-batch-size {BatchSchedule(schedule.segments).size_at(max(sample - 1, 0))} as before",
             )
         )
 

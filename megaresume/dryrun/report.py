@@ -119,7 +119,8 @@ def _stream(result: DryRun, before: Topology, state: StreamState) -> None:
     planned = attempt(lambda: planned_sizes(now, flags, is_megatron=found.is_megatron), findings)
     if planned is not None:
         result.schedule = planned.resumed(state.batches, state.samples)
-        if len({size for _, size in state.batches}) > 1 and flags.rampup_batch_size is None:
+        is_said = flags.rampup_batch_size is not None or flags.global_batch_size is not None
+        if len({size for _, size in state.batches}) > 1 and not is_said:
             findings.append(
                 Finding(
                     kind="note",
