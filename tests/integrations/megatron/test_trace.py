@@ -62,4 +62,7 @@ def test_ranks_and_micro_batches(mini: Any, data_yaml: Path, tmp_path: Path) -> 
         key = row["step"], row["rank"], row["micro_batch"]
         found.setdefault(key, []).append(xxhash.xxh3_64_hexdigest(tokens.tobytes()))
     assert found == trained
-    assert {key[1:] for key in found if key[0] in (1, 7, 10)} == {(r, k) for r in (0, 1) for k in range(4)} | {(0, 0), (0, 1)}
+    assert {key[1:] for key in found if key[0] in (1, 7, 10)} == {(r, k) for r in (0, 1) for k in range(4)} | {
+        (0, 0),
+        (0, 1),
+    }
