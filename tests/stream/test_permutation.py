@@ -52,6 +52,13 @@ def test_inverse_of_every_document() -> None:
             assert permute_at(unpermute(document, n, 5, "web", 2), n, 5, "web") == (2, document)
 
 
+def test_round_trip_of_every_position() -> None:
+    """Of every number of documents up to some hundred, and around powers of two."""
+    for n in [*range(1, 260), *(2**bits + more for bits in range(9, 13) for more in (-1, 0, 1))]:
+        documents = permute_range(0, n, n, round_keys(9, "web", 3))
+        assert [unpermute(d, n, 9, "web", 3) - 3 * n for d in documents.tolist()] == list(range(n)), n
+
+
 def test_a_range_from_the_middle_is_part_of_the_whole() -> None:
     keys = round_keys(1, "web", 0)
     whole = permute_range(0, 1000, 1000, keys)
