@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.atomic import make_dir
+from megaresume.checkpoint.candidates import list_candidates
 from megaresume.checkpoint.choose import Choice
 from megaresume.checkpoint.clock import utc
 from megaresume.checkpoint.commit import PendingCheckpoint, begin_save, commit_save, run_of
@@ -195,6 +196,8 @@ def settle_start(current: Session, iteration: int, state: StreamState | None) ->
     if root in current.start_recorded_in:
         return
     current.start_recorded_in.add(root)
+    if iteration == 0:
+        _warn_of_others(root)
     if state is None:
         if source is not None:  # loaded, so its save was over: a kill came between Megatron's tracker and our marker
             remove_marker(marker_path(root, source.iteration, megatron_tag(source.iteration)))
@@ -206,6 +209,17 @@ def settle_start(current: Session, iteration: int, state: StreamState | None) ->
         choice = Choice(load_dir=source.load_dir, tag=tag, iteration=source.iteration, step=step, manifest=None)
     now = topology_of(args, state.samples, current.project)
     record_start(root, iteration=iteration, state=state, choice=choice, topology=now)
+
+
+def _warn_of_others(root: Path) -> None:
+    """A run that begins saves over what is there, step by step; a forgotten --load looks like that."""
+    there = max((c.iteration for c in list_candidates(root) if c.has_dir and c.iteration is not None), default=None)
+    if there is not None:
+        print(
+            f"megaresume: WARNING: training begins at iteration 0, and {root} holds checkpoints up to "
+            f"{megatron_tag(there)}: they will be saved over. To go on from them: --load {root}, without --finetune",
+            flush=True,
+        )
 
 
 def _same_place(first: Path, second: Path) -> bool:

@@ -136,7 +136,8 @@ def _check_whole(args: Any, root: Path) -> None:
         f"the checkpoint {tag} is {found.status}",
         found=f"{root / tag}: {found.reason}",
         expected="every file of its manifest, with its size",
-        cause="a second save of this step was killed, the disk was full, or files were deleted or copied in part",
+        cause="a second save of this step was killed, or was made without megaresume; the disk was full; or files "
+        "were deleted or copied in part",
         action=_other(root, candidate),
     )
 

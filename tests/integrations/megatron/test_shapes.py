@@ -225,8 +225,10 @@ def test_modes_do_not_mix(mini: Any, tmp_path: Path, stream_flags: list[object],
     # Begun anew, as the message offers: the records of the stream are none of these checkpoints'.
     anew = mini(*guard_flags, *sizes(iterations=3), *where, "--finetune", num_processes=1)
     assert anew.status == 0, anew.output
+    assert anew.output.count("holds checkpoints up to iter_0000003") == 1 and "holds checkpoints" not in first.output
     longer = mini(*guard_flags, *sizes(iterations=6), *where, num_processes=1)
     assert longer.status == 0 and "resumed at sample 24" in longer.output, longer.output
+    assert "holds checkpoints" not in longer.output
     assert command("inspect", tmp_path / "save")[0] == 0
 
 
