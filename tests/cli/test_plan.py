@@ -12,9 +12,12 @@ import pytest
 import yaml
 
 from megaresume.checkpoint import Topology, begin_save, commit_save
+from megaresume.dryrun.ending import steps_until
 from megaresume.encoding.prepare import PrepareOptions, prepare
 from megaresume.loading.open import open_stream
+from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import MegaresumeError, StateError
+from megaresume.training.length import end_of_run
 from tests.cli.conftest import Run, megaresume
 
 
@@ -171,6 +174,18 @@ def test_a_run_that_is_over(run: Run) -> None:
         assert report["verdict"] == "finished" and not report["refused"]
         assert report["findings"][0]["action"].endswith(f"above {flags[1]}")
     assert plan(run, "--train-samples", 97)["end"] == {"step": 13, "samples": 104}
+
+
+def test_step_counts_against_counting() -> None:
+    schedule = BatchSchedule(((0, 4), (20, 8), (52, 16)))
+    for sample, step in ((0, 0), (8, 2), (28, 6)):
+        ends = [schedule.after(sample, n) for n in range(40)]
+        for target in range(sample, 300):
+            assert steps_until(schedule, sample, target) == sum(end <= target for end in ends[1:]), (sample, target)
+            if target > sample:
+                n = next(n for n, end in enumerate(ends) if end >= target)
+                assert end_of_run(schedule, step, sample, train_iters=None, train_samples=target) == (step + n, ends[n])
+        assert end_of_run(schedule, step, sample, train_iters=step + 9, train_samples=None) == (step + 9, ends[9])
 
 
 @pytest.mark.parametrize("policy", ["stop", "drop"])
