@@ -5,7 +5,6 @@ Every test shows the change without guard first: a test whose stock order does n
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -153,12 +152,12 @@ def test_the_surplus(build: Run, corpora: Corpora) -> None:
     assert resumed(build, base, paths=corpora.paths, **BLEND, **more)["train"] == base["train"]
 
 
-def test_corpora_that_moved(build: Run, corpora: Corpora, tmp_path: Path) -> None:
+def test_corpora_that_moved(build: Run, corpora: Corpora, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = build(paths=corpora.paths, **BLEND)
     shutil.copytree(corpora.directory, tmp_path / "elsewhere")
     again = resumed(build, base, paths=[str(tmp_path / "elsewhere" / n) for n in "abc"], **BLEND)
     assert again["train"] == base["train"]
-    os.chdir(corpora.directory)
+    monkeypatch.chdir(corpora.directory)
     assert resumed(build, base, paths=["a", "./b", "c"], **BLEND)["train"] == base["train"]
 
 
