@@ -22,12 +22,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.utils.data
 
+from megaresume.integrations.megatron.sample_kernels import count_from, cross_documents
 from megaresume.loading.assemble import Arrays, Layout
 from megaresume.loading.dataset import StreamDataset
 from megaresume.stream.config import PackingConfig
@@ -383,36 +383,3 @@ def _check_ends(plan: Plan, layout: Layout, tokens: Int64Array, eod: int, stream
             cause="the corpus was prepared without --append-eod, or with another tokenizer",
             action="prepare the corpus again with --append-eod, or use packing split",
         )
-
-
-@numba.njit(cache=True, nogil=True)
-def cross_documents(bounds, num_bounds, filled, follows, tokens, labels, loss_mask):  # type: ignore[no-untyped-def]
-    """Give the last token of every document the label that GPTDataset gives it: the token after it.
-
-    Args:
-        bounds, num_bounds: of the `Layout`.
-        filled: int64[m], tokens of documents in each sample; behind them lies padding.
-        follows: int64[m], the token behind the sample; -1: unknown, or not needed.
-        tokens, labels: int64[m, S]. loss_mask: float32[m, S]. The last two are written.
-    """
-    first, length = 0, tokens.shape[1]
-    for row in range(num_bounds.size):
-        for k in range(first + 1, first + num_bounds[row] - 1):
-            start = bounds[k]
-            if start < filled[row]:
-                labels[row, start - 1] = tokens[row, start]
-                loss_mask[row, start - 1] = 1
-        if follows[row] >= 0:
-            labels[row, length - 1] = follows[row]
-            loss_mask[row, length - 1] = 1
-        first += num_bounds[row]
-
-
-@numba.njit(cache=True, nogil=True)
-def count_from(tokens, eod, position_ids):  # type: ignore[no-untyped-def]
-    """Position ids that begin again behind every ``eod``: int64[m, S], written."""
-    for row in range(tokens.shape[0]):
-        position = 0
-        for i in range(tokens.shape[1]):
-            position_ids[row, i] = position
-            position = 0 if tokens[row, i] == eod else position + 1

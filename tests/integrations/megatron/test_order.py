@@ -57,6 +57,7 @@ def test_payload_goes_on_exactly_there(config: dict[str, Any]) -> None:
     assert np.array_equal(again.stream.plan(160, 400).hashes, whole.hashes[160:])
     assert again.digest(160) == first.digest(160) == f"{int(whole.digests[159]):016x}"
     assert again.payload(240) == first.payload(240)
+    assert again.stream.start == 160  # not planned from the start of the run: that would take as long as the run is
     assert (again.repeated, again.skipped) == (0, 0) and again.kind == "stream"
     assert again.origin == first.origin and again.origin is not None
 
@@ -77,6 +78,7 @@ def test_an_overridden_iteration_moves_the_stream(
     saved = order_of(stream_of(config)).payload(160)
     again = order_of(stream_of(config), saved, position)
     assert (again.repeated, again.skipped) == (repeated, skipped)
+    assert again.stream.start == (160 if position > 160 else 0)
     expected = stream_of(config).plan(position, position + 50)
     assert np.array_equal(again.stream.plan(position, position + 50).hashes, expected.hashes)
     assert again.payload(position) == order_of(stream_of(config)).payload(position)
