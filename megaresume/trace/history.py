@@ -123,8 +123,10 @@ class History:
 
 
 def _leads_to(before: StreamState, newest: StreamState) -> bool:
+    """Whether the stages up to a state are those of the newest one; one that begins right there may come after it."""
     firsts = [stage.first for stage in before.stages]
-    return firsts == [stage.first for stage in newest.stages[: len(firsts)]]
+    expected = [stage.first for stage in newest.stages if stage.first < before.samples]
+    return firsts[: len(expected)] == expected and all(first == before.samples for first in firsts[len(expected) :])
 
 
 def read_history(root: Path) -> History:

@@ -51,7 +51,7 @@ def everything(toy: ToyRun) -> list[tuple[str, int]]:
 def test_every_document_in_the_past_and_ahead(toy: ToyRun, packing: Any) -> None:
     stage = {"from_samples": 70, "weights": {"web": 1, "code": 1, "wiki": 1}}
     data = config("web 3 code 1 wiki 0", packing={"mode": packing}, stages=[stage])
-    toy.attempt(data, stop=20, saves=(3, 6, 11, 16))
+    toy.attempt(data, stop=20, saves=(3, 6, 11, 16), micro=2)
     toy.attempt(data, start=11, stop=25, saves=(12, 19, 24), dp=4)
     trace = Trace(toy.root, toy.sources)
     newest = trace.history.state

@@ -13,6 +13,7 @@ from megaresume.checkpoint.topology import Topology
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import CheckpointError, CorpusError, StateError, StreamExhausted, UsageError
 from megaresume.testing import LengthList
+from megaresume.trace.steps import _runs
 from megaresume.trace.trace import Trace
 from tests.trace.conftest import ToyRun, config, segments_of
 
@@ -76,14 +77,30 @@ def test_without_a_ledger(toy: ToyRun) -> None:
     """Sample numbers, and the layouts that the states themselves tell."""
     run = eventful(toy)
     (run.root / "megaresume" / "ledger.jsonl").unlink()
-    for name in ("step_0000005", "step_0000008"):  # nobody knows that they were given up
-        (run.root / "megaresume" / f"{name}.json").unlink()
     trace = Trace(run.root, run.sources)
     found = rows(trace, 0, 48)
     assert [row["segments"] for row in found] == [run.trained[s].segments for s in range(48)]
-    assert [(row["step"], row["rank"]) for row in found] == [
-        (run.trained[s].step, run.trained[s].rank) for s in range(48)
-    ]
+    # A state of another branch shows by the stage that it lacks.
+    rows(trace, 21, 22)
+    assert len(trace.history.notes) == 1 and "step_0000005.json: has stages" in trace.history.notes[0]
+
+
+def test_layouts_of_a_run_that_went_back_twice(toy: ToyRun) -> None:
+    toy.attempt(BEFORE, stop=7, saves=(2, 6), dp=2)
+    toy.attempt(BEFORE, start=6, stop=9, saves=(8,), dp=1)
+    toy.attempt(BEFORE, start=2, stop=12, saves=(9, 12), dp=4)
+    assert_is_what_was_trained(toy, rows(Trace(toy.root, toy.sources), 0, 48))
+
+
+@pytest.mark.parametrize("segments", [[(0, 4)], [(0, 4), (10, 6)], [(0, 4), (5, 8), (6, 2), (31, 3)]])
+def test_steps_of_batch_sizes_that_change_anywhere(segments: list[tuple[int, int]]) -> None:
+    """A step that has begun keeps its size."""
+    schedule = BatchSchedule(tuple(segments))
+    begins = [schedule.after(0, n) for n in range(30)]
+    for first, before, size in _runs(schedule):
+        assert begins[before] == first and schedule.after(first, 1) == first + size
+    last, before, size = _runs(schedule)[-1]
+    assert begins[before:] == [last + k * size for k in range(30 - before)]
 
 
 def test_what_is_declared_is_traced_ahead(toy: ToyRun) -> None:
@@ -140,11 +157,11 @@ def test_the_newest_state_is_damaged(toy: ToyRun) -> None:
 
 def test_a_save_that_was_killed_before_its_line(toy: ToyRun) -> None:
     """Its state is there, and nothing later is."""
-    toy.attempt(BEFORE, stop=3, saves=(2, 3))
+    toy.attempt(BEFORE, stop=5, saves=(2, 5))
     ledger = toy.root / "megaresume" / "ledger.jsonl"
     lines = ledger.read_bytes().splitlines(keepends=True)
     ledger.write_bytes(b"".join(lines[:-1]))
-    assert Trace(toy.root, toy.sources).history.newest.iteration == 3
+    assert Trace(toy.root, toy.sources).history.newest.iteration == 5
     ledger.write_bytes(b"".join(lines[:-1]))
     toy.attempt(AFTER, start=2, stop=4, saves=(4,))  # went on from 2, otherwise
     trace = Trace(toy.root, toy.sources)
