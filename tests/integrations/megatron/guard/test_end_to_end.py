@@ -22,7 +22,6 @@ def places(directory: Path) -> list[object]:
     return ["--save", directory, "--load", directory, "--save-interval", 6, "--ckpt-format", "torch"]
 
 
-@pytest.mark.slow
 def test_killed_resumed_prolonged_and_refused(mini: Any, corpora: Corpora, tmp_path: Path) -> None:
     weights, where = (0.6, 0.3, 0.1), places(tmp_path / "save")
     stock = mini(*flags(corpora, tmp_path / "cache", *weights), num_processes=1, hooks=False).steps()
@@ -56,7 +55,6 @@ def test_killed_resumed_prolonged_and_refused(mini: Any, corpora: Corpora, tmp_p
     assert record is not None and record["since"] == 0
 
 
-@pytest.mark.slow
 def test_adopted_in_the_middle(mini: Any, corpora: Corpora, tmp_path: Path) -> None:
     command, where = flags(corpora, tmp_path / "cache", 0.6, 0.3, 0.1), places(tmp_path / "save")
     stock = mini(*command, num_processes=1, hooks=False).steps()

@@ -35,7 +35,6 @@ def fetched(version: str) -> Path:
     return target
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 def test_another_version(corpora: Corpora, build: Run, tmp_path: Path, version: str) -> None:
     core = fetched(version)
