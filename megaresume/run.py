@@ -16,7 +16,6 @@ import builtins
 import importlib.util
 import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -25,6 +24,7 @@ from typing import Any
 
 from megaresume.integrations.megatron import hooks
 from megaresume.integrations.megatron.project import find_project
+from megaresume.integrations.refusals import end, say
 from megaresume.stream.errors import MegaresumeError, SetupError, UsageError
 
 __all__ = ["USAGE", "main"]
@@ -61,13 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = _parse(argv)
         code, module = _prepare(command)
     except UsageError as error:
-        _say(error)
+        say(error)
         return 2
     try:
         _install(code, module)
         _execute(code, module)
     except MegaresumeError as error:
-        return _fail(error)
+        return end(error)
     except SystemExit:
         raise
     except BaseException:
@@ -177,39 +177,6 @@ def _install(code: CodeType, module: ModuleType) -> None:
         # Then it is found, or refused, when the script imports it.
         if not any(words in source for words in _CHANGES_PATH):
             raise
-
-
-def _fail(error: MegaresumeError) -> int:
-    """Say once what is wrong, and end this rank so that its launcher ends the others."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        _say(error)
-        return 1
-    if not getattr(error, "known_to_all_ranks", False):
-        _say(error)
-    else:
-        from megaresume.integrations.ranks import on_rank_0  # deferred: torch
-
-        # All ranks are here. None may end before rank 0 has said why: its launcher would end rank 0.
-        on_rank_0(lambda: _print(error))
-    # A rank that waits for the others at its exit keeps the launcher from ending them.
-    os._exit(1)
-
-
-def _say(error: MegaresumeError) -> None:
-    """The first rank says it; one that is alone with its error says it a little later.
-
-    Where all have found the same, their launcher has ended the others by then.
-    """
-    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
-    if rank != 0:
-        time.sleep(2 if local_rank == 0 else 4)
-    _print(error, "" if rank == 0 else f"rank {rank}: ")
-
-
-def _print(error: MegaresumeError, who: str = "") -> None:
-    sys.stdout.flush()
-    print(f"megaresume: error: {who}{error}", file=sys.stderr, flush=True)
 
 
 class _WithoutOurFrames:

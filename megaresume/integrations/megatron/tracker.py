@@ -88,16 +88,20 @@ def check_tracker(args: Any) -> None:
     Megatron loads something else: ``--ckpt-step``, ``--pretrained-checkpoint``, a non-persistent checkpoint.
 
     Raises:
-        CheckpointError: files of the checkpoint are missing or of another size; there are checkpoints without a
-            tracker; or nothing, where something must be.
+        CheckpointError: the iteration of ``--ckpt-step`` is not there; files of the checkpoint are missing or of
+            another size; there are checkpoints without a tracker; or nothing, where something must be.
     """
     load = getattr(args, "load", None)
     if not load or "://" in str(load):
         return
     if os.path.isfile(os.path.join(load, TRACKER)):
+        _check_step(args, Path(os.path.abspath(load)))
         _check_whole(args, Path(os.path.abspath(load)))
         return
-    if getattr(args, "ckpt_step", None) or getattr(args, "pretrained_checkpoint", None):
+    if getattr(args, "pretrained_checkpoint", None):
+        return
+    if getattr(args, "ckpt_step", None):
+        _check_step(args, Path(os.path.abspath(load)))
         return
     if getattr(args, "non_persistent_ckpt_type", None) == "local" or _has_non_persistent(args, load):
         return
@@ -117,6 +121,37 @@ def check_tracker(args: Any) -> None:
             action="correct --load; for a first start, leave it out or give it the same directory as --save"
             + (", without --exit-on-missing-checkpoint" if same else ""),
         )
+
+
+def _check_step(args: Any, root: Path) -> None:
+    """Refuse a ``--ckpt-step`` that is not there: Megatron would open its files and fail on the first."""
+    step = getattr(args, "ckpt_step", None)
+    if not step or getattr(args, "non_persistent_ckpt_type", None) or (root / megatron_tag(int(step))).is_dir():
+        return
+    # A tracker that says "release" wins over --ckpt-step.
+    if read_pointer(root, TRACKER).tag == "release":
+        return
+    there = [c for c in list_candidates(root) if c.has_dir and c.iteration is not None and not c.unfinished]
+    there = [c for c in there if c.tag == megatron_tag(c.order)]
+    some = ", ".join(str(c.iteration) for c in there[:10]) + (", ..." if len(there) > 10 else "")
+    raise CheckpointError(
+        f"there is no checkpoint of iteration {step}, which --ckpt-step asks for",
+        found=f"in --load {root}: " + (f"iterations {some}" if there else "no checkpoint of any iteration"),
+        expected=f"a directory {megatron_tag(int(step))}",
+        cause="a typing error, a save at another interval, or a checkpoint that was deleted",
+        action=_nearest(root, there, int(step)) if there else "correct --load, or leave --ckpt-step out",
+    )
+
+
+def _nearest(root: Path, there: list[Candidate], step: int) -> str:
+    """The last one before the step that was asked for, or else the first behind it; whole ones only, if we know."""
+    before = [c for c in there if c.order < step]
+    behind = [c for c in reversed(there) if c.order > step]
+    for candidate in (*before, *behind):
+        with contextlib.suppress(MegaresumeError):
+            if examine(root, candidate).status in ("complete", "unmanaged"):
+                return f"--ckpt-step {candidate.iteration}; megaresume inspect {root} says more"
+    return f"megaresume inspect {root} shows what is there"
 
 
 def _check_whole(args: Any, root: Path) -> None:

@@ -97,7 +97,7 @@ def test_another_config_or_corpus_is_refused(config: dict[str, Any], tmp_path: P
     with pytest.raises(StateError, match="seed 4"):
         order_of(stream_of(config | {"seed": 4}), saved, 160)
     a = {"path": kit.write_corpus(tmp_path / "a", kit.documents(0, 151))}
-    with pytest.raises(StateError, match="--split .* has grown by 1 documents"):
+    with pytest.raises(StateError, match=r"--split .* has grown by 1 documents"):
         order_of(stream_of(config | {"sources": config["sources"] | {"a": a}}), saved, 160)
 
 

@@ -13,6 +13,7 @@ out, in the checkpoint, and sees to it that a resume gets the same again, or is 
     observe.py    built datasets → record
     request.py    what a builder is asked to build
     compare.py    record against request: what changed, in words, and the flag that restores it
+    needed.py     samples until the end of the run, where Megatron asks for too few
     pinned.py     let Megatron's builder build what is recorded
     verify.py     built datasets against the record
     empty.py      splits without a token, refused

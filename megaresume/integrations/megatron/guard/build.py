@@ -41,6 +41,7 @@ def _build(guard: Pass, builder: Any, original: Callable[[], Any]) -> Any:
     # Deferred: these import torch, and this module is imported to show records as well.
     from megaresume.integrations.megatron.guard.agree import agreed
     from megaresume.integrations.megatron.guard.empty import refuse_empty_splits
+    from megaresume.integrations.megatron.guard.needed import needed_sizes
     from megaresume.integrations.megatron.guard.observe import observe, unguarded
     from megaresume.integrations.megatron.guard.request import Request
     from megaresume.integrations.ranks import on_rank_0
@@ -61,6 +62,9 @@ def _build(guard: Pass, builder: Any, original: Callable[[], Any]) -> Any:
         datasets = original()
         record = agreed(datasets, lambda: observe(request, datasets))
     else:
+        if guard.resumes:
+            sizes = needed_sizes(guard.session.args, guard.session.project, request.sizes)
+            request = replace(request, sizes=sizes)
         datasets, record = _Rebuild(guard, builder, original, pin, request).run()
     guard.builders.append(record)
     for words in agreed(datasets, lambda: unguarded(record, datasets)):

@@ -66,6 +66,11 @@ class Pass:
         return self.recorded.builders[ordinal]
 
     @property
+    def resumes(self) -> bool:
+        """Whether the record is that of a checkpoint, not only of another virtual-pipeline chunk of this start."""
+        return self.session.loaded is not None and self.session.loaded.guard is not None
+
+    @property
     def digest(self) -> str:
         """Of what is recorded, 12 hex digits."""
         return "" if self.recorded is None else self.recorded.digest()[:12]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from megaresume.integrations.megatron.guard import read_record
 from tests.integrations.megatron.guard.conftest import Corpora
 
