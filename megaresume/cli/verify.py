@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
     from megaresume.stream.replay import replay
 
     steps, recorded, unreadable = _records(args.dir)
-    state = steps[-1].state
+    present = [step for step, point in zip(steps, recorded, strict=False) if not point.given_up] or steps
+    state = max((step.state for step in present), key=lambda state: state.samples)
     sources = _sources(args, state)
     problems = _corpus_problems(sources, state)
     stream = _stream(state, sources)
@@ -44,15 +45,18 @@ def run(args: argparse.Namespace) -> int:
     if stream is not None:
         with progress("planning the stream again", state.samples, "samples") as bar:
             checked = list(replay(stream, recorded, progress=bar.update))
-    report = _report(args.dir, problems, unreadable, checked)
+    # What was given up and is the same proves as much as the rest; what is not is no part of the run any more.
+    given_up = [c for c in checked if c.recorded.given_up and not c.holds]
+    checked = [c for c in checked if c not in given_up]
+    report = _report(args.dir, problems, unreadable, checked) | {"given_up": [c.recorded.origin for c in given_up]}
     print(json.dumps(report) if args.json else _text(report))
     return 0 if report["holds"] else 1
 
 
 def _records(root: Path) -> tuple[list[StepFile], list[Recorded], list[LedgerProblem]]:
-    """Every data state, oldest first; every point with a digest: states and ledger lines; lines that say nothing."""
+    """Every data state; every point with a digest: those states, then ledger lines; lines that say nothing."""
     from megaresume.checkpoint.layout import ledger_path, parse_record_name, records_dir
-    from megaresume.checkpoint.ledger import read_ledger
+    from megaresume.checkpoint.ledger import abandoned_checkpoints, read_ledger
     from megaresume.checkpoint.state_file import read_step_file
     from megaresume.stream.cursor import comparable
     from megaresume.stream.replay import Recorded
@@ -61,6 +65,11 @@ def _records(root: Path) -> tuple[list[StepFile], list[Recorded], list[LedgerPro
         raise UsageError(
             "no such directory", found=str(root), expected="the --save directory of a run", action="check the path"
         )
+    ledger = read_ledger(ledger_path(root))
+    abandoned = abandoned_checkpoints(ledger.entries)
+    checkpoints = [entry for entry in ledger.entries if entry.kind == "checkpoint" and entry.tag is not None]
+    gone = {(e.samples, e.digest) for e in checkpoints if (e.iteration, e.tag) in abandoned}
+    gone -= {(e.samples, e.digest) for e in checkpoints if (e.iteration, e.tag) not in abandoned}
     steps: list[StepFile] = []
     recorded: list[Recorded] = []
     for path in sorted(records_dir(root).glob("step_*.json")):
@@ -76,12 +85,13 @@ def _records(root: Path) -> tuple[list[StepFile], list[Recorded], list[LedgerPro
                 sample=step.state.samples,
                 digest=step.state.digest,
                 position=position,
+                given_up=(step.iteration, step.tag) in abandoned,
             )
         )
-    ledger = read_ledger(ledger_path(root))
     for entry in ledger.entries:
         origin = f"ledger: {entry.kind} at step {entry.iteration}"
-        recorded.append(Recorded(origin=origin, sample=entry.samples, digest=entry.digest))
+        is_gone = (entry.samples, entry.digest) in gone
+        recorded.append(Recorded(origin=origin, sample=entry.samples, digest=entry.digest, given_up=is_gone))
     if not steps and (records_dir(root) / "order.json").is_file():
         raise CheckpointError(
             "the run is under guard: its order is verified where it is rebuilt, at every start",
@@ -97,7 +107,7 @@ def _records(root: Path) -> tuple[list[StepFile], list[Recorded], list[LedgerPro
             cause="not a --save directory, or the run has saved no checkpoint with megaresume",
             action=f"megaresume inspect {root}",
         )
-    return sorted(steps, key=lambda s: s.state.samples), recorded, list(ledger.problems)
+    return steps, recorded, list(ledger.problems)
 
 
 def _sources(args: argparse.Namespace, state: StreamState) -> dict[str, Source]:
@@ -220,6 +230,7 @@ def _text(report: dict[str, Any]) -> str:
         mark = "same     " if point["holds"] else "DIFFERENT"
         lines.append(f"  {mark}  sample {point['samples']:>10}  digest {point['digest']}  {point['origin']}")
     lines += [f"  NOT READ   {problem}" for problem in report["unreadable"]]
+    lines += [f"  given up   {origin}: another branch of the run" for origin in report["given_up"]]
     difference = report["first_difference"]
     if difference:
         first, stop = difference["samples"]

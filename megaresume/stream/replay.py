@@ -28,6 +28,8 @@ class Recorded:
     digest: str
     #: the fields of the state that say where the stream was, if it was recorded as a whole.
     position: dict[str, Any] | None = None
+    #: of a branch that the run gave up when it began again from an earlier step: its stages may be others.
+    given_up: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

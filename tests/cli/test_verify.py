@@ -8,6 +8,9 @@ import shutil
 import numpy as np
 import pytest
 
+from megaresume.checkpoint import begin_save, commit_save, record_start
+from megaresume.checkpoint.data_file import write_data_file
+from megaresume.checkpoint.state_file import read_step_file
 from megaresume.loading.open import open_stream
 from megaresume.sources.layout import HEADER_BYTES
 from tests.cli.conftest import megaresume
@@ -135,3 +138,23 @@ def test_a_split_that_was_a_flag(run, tmp_path):
     assert megaresume("verify", save, "--data", run.data).returncode == 1
     done = megaresume("verify", save, "--data", run.data, "--split", "8,1,1")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_branch_that_was_given_up_is_not_judged(run):
+    """Back to step 4, with another packing from there: what steps 8 and 12 saved is no part of the run any more."""
+    state = read_step_file(run.save / "megaresume" / "step_0000004.json").state
+    text = run.data.read_text().replace("best_fit", "split")
+    run.data.write_text(text)
+    stream = open_stream(run.data, state=state, on_change="stage")
+    record_start(run.save, iteration=4, state=stream.state_at(32), choice=None)
+    pending = begin_save(run.save, tag="global_step6", iteration=6, state=stream.state_at(48, batches=[(0, 8)]))
+    (run.save / "global_step6").mkdir()
+    (run.save / "global_step6" / "weights").write_bytes(b"w")
+    commit_save(pending)
+    write_data_file(run.save, stream.origin)
+    done = megaresume("verify", run.save)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "given up   state of step 8: another branch" in done.stdout and "sample         48" in done.stdout
+    # But what was not given up is judged: the same without the ledger, which alone tells.
+    (run.save / "megaresume" / "ledger.jsonl").unlink()
+    assert megaresume("verify", run.save).returncode == 1
