@@ -2,6 +2,8 @@
 
 pretrain(megaresume.provider(train_valid_test_datasets_provider), model_provider, ...,
          extra_args_provider=megaresume.extra_args_provider(add_args))
+
+Both make refusals a message without a traceback, as the launcher does: see `show_refusals`.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 
 from megaresume.integrations.megatron import hooks
 from megaresume.integrations.megatron.arguments import add_arguments
+from megaresume.integrations.refusals import show_refusals
 from megaresume.stream.errors import UsageError
 
 __all__ = ["extra_args_provider", "provider"]
@@ -34,6 +37,7 @@ def provider(base: F | None = None) -> F:
         SetupError: this is no Megatron that we know, or a name that we need is not there.
         UsageError: when called: there is no ``base`` and no stream.
     """
+    show_refusals()
     hooks.install()
     if base is None:
         return _only_stream()
@@ -69,6 +73,7 @@ def extra_args_provider(base: F | None = None) -> F:
     Returns:
         ``(parser) -> parser``.
     """
+    show_refusals()
     hooks.install()
 
     def add_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 import megaresume
-from megaresume.integrations.megatron import hooks
+from megaresume.integrations.megatron import hooks, routes
 from megaresume.stream.errors import UsageError
+from megaresume.training.jobs import LocalJob
+from tests.integrations.megatron.conftest import MINI, SCRIPTS
 from tests.integrations.megatron.layouts import DOUBLES, run_python, script, write_lm
 from tests.integrations.megatron.test_launcher import LM_HOOKS, LM_SCRIPT, hooks_of
 
@@ -19,6 +24,7 @@ from tests.integrations.megatron.test_launcher import LM_HOOKS, LM_SCRIPT, hooks
 def calls(monkeypatch):
     """No Megatron is needed to look at the functions."""
     seen = []
+    monkeypatch.setattr(routes, "show_refusals", lambda: None)
     monkeypatch.setattr(hooks, "install", lambda: seen.append("install"))
     monkeypatch.setattr(hooks, "check_installed", lambda: seen.append("check"))
     return seen
@@ -90,3 +96,113 @@ def test_an_edited_script_under_the_launcher(tmp_path):
     text = f"import megaresume\n{DOUBLES}\n" + EDITED
     done = run_python("-m", "megaresume.run", script(root / "pretrain_gpt.py", text))
     assert hooks_of(done.stdout) == LM_HOOKS, done.stderr
+
+
+# Refusals without the launcher
+
+WITH_A_HOOK = """
+import sys
+import megaresume
+from megaresume.stream.errors import UsageError
+
+def theirs(kind, error, trace):
+    print(f"theirs: {kind.__name__}: {error}", file=sys.stderr)
+
+sys.excepthook = theirs
+megaresume.extra_args_provider()
+megaresume.provider()
+"""
+
+
+def test_a_refusal_is_a_message(tmp_path):
+    done = run_python(script(tmp_path / "own.py", WITH_A_HOOK + "raise UsageError('no such thing', action='--other')"))
+    assert done.returncode == 1
+    assert done.stderr.startswith("megaresume: error: no such thing") and "--other" in done.stderr
+    assert "theirs" not in done.stderr and "Traceback" not in done.stderr
+
+
+def test_other_errors_go_to_the_hook_that_was_there(tmp_path):
+    done = run_python(script(tmp_path / "own.py", WITH_A_HOOK + "raise ValueError('of the script')"))
+    assert (done.returncode, done.stderr) == (1, "theirs: ValueError: of the script\n")
+
+
+def test_no_megatron_is_refused_without_a_traceback(tmp_path):
+    root = write_lm(tmp_path)
+    checkpointing = root / "megatron" / "training" / "checkpointing.py"
+    checkpointing.write_text(checkpointing.read_text().replace("schedule_async_save", "renamed"))
+    (root / "megatron" / "training" / "async_utils.py").write_text("def renamed(request):\n    pass")
+    done = run_python(script(root / "pretrain_gpt.py", "import megaresume\n" + EDITED))
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "megaresume: error: " in done.stderr and "has no schedule_async_save" in done.stderr
+
+
+GROUP = (
+    WITH_A_HOOK
+    + """
+import os, time
+import torch.distributed as dist
+from megaresume.integrations import refusals
+from megaresume.integrations.ranks import on_all_ranks
+
+refusals.PATIENCE = float(os.environ.get("PATIENCE", refusals.PATIENCE))
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo")
+dist.barrier()
+
+def fail():
+    raise UsageError("no such thing")
+
+if sys.argv[1] == "all":
+    on_all_ranks(fail)
+elif sys.argv[1] == "alone":
+    time.sleep(300) if rank == 0 else fail()
+elif sys.argv[1] == "caught":
+    try:
+        on_all_ranks(fail)
+    except UsageError:
+        if rank == 1:
+            raise
+        time.sleep(300)
+elif sys.argv[1] == "gone":
+    try:
+        on_all_ranks(fail)
+    finally:
+        if rank == 0:
+            os._exit(0)
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "who"), [("all", ""), ("alone", "rank 1: "), ("caught", "rank 1: "), ("gone", "rank 1: ")]
+)
+def test_ranks_refuse_once_and_end(tmp_path, case, who):
+    """caught, gone: rank 0 never comes to say it; it goes on, or has ended."""
+    pytest.importorskip("torch")
+    own = str(script(tmp_path / "own.py", GROUP))
+    env = {"PATIENCE": "1"} if case == "caught" else {}
+    with LocalJob(own, [case], num_processes=2, output=tmp_path / "out", launcher="env", env=env) as job:
+        status, output = job.wait(60), job.text()
+    assert status == 1, output
+    assert re.findall("megaresume: error: (.*)no such thing", output) == [who], output
+    assert "Traceback" not in output and "theirs" not in output
+
+
+def test_a_real_run_refuses_once(mini: Any, data_yaml: Path, tmp_path: Path) -> None:
+    """An edited script of the stand-in, as the patch leaves it."""
+    pytest.importorskip("megatron.core")
+    text = (MINI / SCRIPTS[0]).read_text()
+    edited = text.replace(
+        "pretrain(\n        train_valid_test_datasets_provider,",
+        "pretrain(\n        megaresume.provider(train_valid_test_datasets_provider),",
+    ).replace("args_defaults=", "extra_args_provider=megaresume.extra_args_provider(), args_defaults=")
+    assert edited.count("megaresume.") == 2
+    path = script(tmp_path / "edited.py", f"import sys\nsys.path.insert(0, {str(MINI)!r})\nimport megaresume\n{edited}")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("")
+    words = ["--megaresume-data", data_yaml, "--seed", 7, "--seq-length", 32, "--vocab-size", 65]
+    words += ["--train-iters", 4, "--micro-batch-size", 2, "--global-batch-size", 8, "--load", tmp_path / "run"]
+    run = mini(*words, script=str(path), hooks=False)
+    assert run.status == 1 and run.steps() == {}, run.output
+    assert run.output.count("megaresume: error: ") == 1 and "says nothing that can be loaded" in run.output
+    assert "Traceback" not in run.output
