@@ -28,15 +28,20 @@ class Resume:
     #: Counted against the framework's own count of trained samples, which rides in the same file as the weights.
     repeated: int
     skipped: int
+    #: why another order begins here, as it was accepted: NAME@SAMPLES. What it repeats and skips nobody has counted.
+    order_changed: tuple[str, ...] = ()
 
     def line(self) -> str:
         """One line, to be searched for in logs."""
         before = self.before or self.now
         pairs = [("dp", "dp"), ("workers", "num_workers"), ("mbs", "micro_batch_size"), ("gbs", "global_batch_size")]
         layout = " ".join(f"{word} {getattr(before, name)}->{getattr(self.now, name)}" for word, name in pairs)
+        counts = f"repeated {self.repeated} skipped {self.skipped}"
+        if self.order_changed:
+            counts = f"repeated unknown skipped unknown (order changed: {', '.join(self.order_changed)})"
         return (
             f"megaresume: resumed at sample {self.samples} | digest {self.digest} | {layout} | "
-            f"repeated {self.repeated} skipped {self.skipped} | step {self.step} from {self.tag}"
+            f"{counts} | step {self.step} from {self.tag}"
         )
 
 

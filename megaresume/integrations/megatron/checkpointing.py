@@ -321,4 +321,5 @@ def _resume(current: Session, iteration: int, position: int, digest: str) -> Res
         now=records.topology_of(current.args, position, current.project),
         repeated=max(loaded.samples - position, 0),
         skipped=max(position - loaded.samples, 0),
+        order_changed=tuple(getattr(current.order, "changed", ())),
     )

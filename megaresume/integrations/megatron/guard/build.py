@@ -120,9 +120,7 @@ class _Rebuild:
         difference: Difference
         for difference in found.differences:
             free |= {0, 1, 2} if difference.split is None else {difference.split}
-            words = f"sample {samples}: {difference.name}: {difference.recorded} -> {difference.found}"
-            self.guard.accepted.append(words)
-            self.guard.note(f"accepted: {words}")
+            self.guard.note(f"accepted: {self.guard.accept(difference)}")
         return free
 
     def _grown_too_far(self) -> list[Any]:

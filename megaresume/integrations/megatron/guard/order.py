@@ -11,6 +11,7 @@ from megaresume.integrations.megatron.guard.record import BuilderRecord, OrderRe
 from megaresume.stream.errors import StateError
 
 if TYPE_CHECKING:
+    from megaresume.integrations.megatron.guard.compare import Difference
     from megaresume.integrations.megatron.session import Session
     from megaresume.stream.state import StreamState
 
@@ -24,8 +25,12 @@ class GuardOrder:
     #: nothing of ours opens these corpora.
     origin: Mapping[str, Any] | None = None
 
-    def __init__(self, record: OrderRecord, *, refusal: StateError | None = None) -> None:
+    def __init__(
+        self, record: OrderRecord, *, refusal: StateError | None = None, changed: tuple[str, ...] = ()
+    ) -> None:
         self.record = record
+        #: differences of the training set that were accepted at this start: NAME@SAMPLES.
+        self.changed = changed
         #: found on this rank alone, to be raised on all ranks together.
         self.refusal = refusal
 
@@ -54,6 +59,7 @@ class Pass:
         self.recorded = recorded
         self.builders: list[BuilderRecord] = []
         self.accepted: list[str] = []
+        self._changed: list[str] = []
         #: a builder was left to do as it does.
         self.left_alone = False
         self._said: set[str] = set()
@@ -78,6 +84,19 @@ class Pass:
     def accepts(self, name: str) -> bool:
         """Whether the user accepts the difference of this name: ``NAME``, or ``NAME@SAMPLES`` at this position only."""
         return name in self._accept or f"{name}@{self.samples}" in self._accept
+
+    def accept(self, difference: Difference) -> str:
+        """Keep a difference that the user accepts. Returns it in the words of the record."""
+        words = f"sample {self.samples}: {difference.name}: {difference.recorded} -> {difference.found}"
+        self.accepted.append(words)
+        if difference.split in (None, 0):
+            self._changed.append(f"{difference.name}@{self.samples}")
+        return words
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """Names of what another order of the training samples was accepted for, each once, with the position."""
+        return tuple(dict.fromkeys(self._changed))
 
     def note(self, words: str) -> None:
         """Say something that the user should know, once, on the rank that prints."""
@@ -112,7 +131,7 @@ def guarded(session: Session, provider: Callable[..., Any]) -> Callable[..., Any
         finally:
             _current = outer
         if guard.builders or guard.left_alone:
-            session.order = GuardOrder(_finished(guard))
+            session.order = GuardOrder(_finished(guard), changed=guard.changed)
         else:
             _without_builder(session, guard, datasets)
         return datasets
@@ -142,14 +161,15 @@ def _without_builder(session: Session, guard: Pass, datasets: Any) -> None:
         session.order = GuardOrder(recorded, refusal=refuse(open_, guard.samples) if open_ else None)
         if not found:
             return
-        guard.accepted += [f"sample {guard.samples}: {d.name}: {d.recorded} -> {d.found}" for d in found]
+        for difference in found:
+            guard.accept(difference)
     if now is None:
         guard.note("the data provider builds no index that is known here: its order is NOT guarded")
     else:
         guard.note("these datasets are not built by megatron-core: their order is recorded and checked, not pinned")
         guard.builders.append(now)
     if session.order is None or session.order.refusal is None:  # type: ignore[attr-defined]
-        session.order = GuardOrder(_finished(guard))
+        session.order = GuardOrder(_finished(guard), changed=guard.changed)
 
 
 def _finished(guard: Pass) -> OrderRecord:
@@ -201,9 +221,10 @@ def shared(session: Session) -> None:
     owner = next((rank for rank, digest in enumerate(held) if digest is not None), None)
     if owner is None:
         return
-    record = broadcast(session.order.payload(0) if isinstance(session.order, GuardOrder) else None, owner)
+    held_here = session.order if isinstance(session.order, GuardOrder) else None
+    record, changed = broadcast(None if held_here is None else (held_here.payload(0), held_here.changed), owner)
     if mine is None:
-        session.order = GuardOrder(OrderRecord.from_dict(record))
+        session.order = GuardOrder(OrderRecord.from_dict(record), changed=changed)
     same_on_all_ranks(
         session.order.digest,  # type: ignore[union-attr]
         "the order of Megatron's datasets",
