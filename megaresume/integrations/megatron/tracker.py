@@ -85,7 +85,7 @@ def check_tracker(args: Any) -> None:
     """On rank 0, before Megatron's load: is what it will load whole, and is it all right if there is no tracker?
 
     It is at the first start of a run that loads from where it will save, where nothing was ever finished. And where
-    Megatron loads something else: ``--ckpt-step``, ``--pretrained-checkpoint``, a non-persistent checkpoint.
+    Megatron loads something else: ``--ckpt-step`` that is there, ``--pretrained-checkpoint``, a non-persistent one.
 
     Raises:
         CheckpointError: the iteration of ``--ckpt-step`` is not there; files of the checkpoint are missing or of

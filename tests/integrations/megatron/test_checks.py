@@ -149,6 +149,52 @@ def test_what_megatron_loads_without_a_tracker(tmp_path: Path) -> None:
     check_tracker(args_for(tmp_path, tmp_path))
 
 
+def test_step_that_is_not_there(tmp_path: Path) -> None:
+    for iteration in (10, 20, 30):
+        (tmp_path / f"iter_{iteration:07d}").mkdir()
+        (tmp_path / f"iter_{iteration:07d}" / "common.pt").write_bytes(b"weights")
+    (tmp_path / "global_step15").mkdir()  # DeepSpeed's, which Megatron does not load
+    args = args_for(tmp_path, tmp_path / "save")
+    for tracker in (None, "30"):
+        if tracker is not None:
+            (tmp_path / TRACKER).write_text(tracker)
+        for step, instead in ((25, 20), (5, 10), (40, 30), (15, 10)):
+            args.ckpt_step = step
+            with pytest.raises(CheckpointError, match=f"no checkpoint of iteration {step}") as error:
+                check_tracker(args)
+            assert str(error.value.found).endswith("iterations 30, 20, 10")
+            assert str(error.value.action).startswith(f"--ckpt-step {instead};")
+        args.ckpt_step = 20
+        check_tracker(args)
+    # Megatron takes the newest of two directories, or the one of the release.
+    args.ckpt_step = 25
+    check_tracker(args_for(tmp_path, tmp_path, ckpt_step=25, non_persistent_ckpt_type="global"))
+    (tmp_path / "release").mkdir()
+    (tmp_path / TRACKER).write_text("release")
+    check_tracker(args)
+
+
+def test_step_where_nothing_is(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint of iteration 7") as error:
+        check_tracker(args_for(tmp_path / "gone", tmp_path, ckpt_step=7))
+    assert "--load" in str(error.value.action) and "no checkpoint of any" in str(error.value.found)
+    check_tracker(args_for(tmp_path / "gone", tmp_path, ckpt_step=7, pretrained_checkpoint="/elsewhere"))
+
+
+def test_step_that_is_not_there_in_a_run(mini: Any, data_yaml: Path, tmp_path: Path) -> None:
+    """On all ranks, before Megatron opens a file."""
+    pytest.importorskip("megatron.core")
+    words = ["--megaresume-data", data_yaml, "--seed", 7, "--seq-length", 32, "--vocab-size", 65, "--ckpt-step", 5]
+    words += ["--train-iters", 8, "--micro-batch-size", 2, "--global-batch-size", 8, "--load", tmp_path]
+    (tmp_path / "iter_0000004").mkdir()
+    (tmp_path / "iter_0000004" / "common.pt").write_bytes(b"weights")
+    (tmp_path / TRACKER).write_text("4")
+    run = mini(*words)
+    assert run.status == 1 and "Traceback" not in run.output and run.steps() == {}, run.output
+    assert run.output.count("megaresume: error: there is no checkpoint of iteration 5") == 1, run.output
+    assert "iterations 4" in run.output and "--ckpt-step 4" in run.output
+
+
 def entry(kind: Any) -> LedgerEntry:
     return LedgerEntry(
         kind=kind,
