@@ -6,7 +6,7 @@ state version (see `megaresume.stream.state.VERSION`). Only then write the files
 
     python -m pytest tests/stream/test_golden.py --regenerate && git diff tests/stream/golden
 
-The state in states/v1.json is never written anew while version 1 is supported.
+The states in states/ are never written anew while their version is supported.
 """
 
 from __future__ import annotations
@@ -54,6 +54,15 @@ CASES: dict[str, dict[str, Any]] = {
             "code": {"weight": 2, "max_epochs": 1},
             "pairs": {"weight": 1, "max_epochs": 3, "on_exhausted": "drop"},
         },
+    },
+    "staged": {
+        "packing": {"mode": "best_fit", "open_bins": 4},
+        "sources": {"web": {"weight": 0.6}, "code": {"weight": 0.4}, "pairs": {"weight": 0}},
+        "stages": [
+            {"from_samples": 6, "weights": {"web": 1, "code": 1, "pairs": 2}},
+            {"from_tokens": 5000, "seq_length": 128},
+            {"from_tokens": 6000, "packing": "split"},
+        ],
     },
     "large": {  # as many documents as a large corpus: six rounds, not twenty-four
         "packing": "none",
@@ -117,13 +126,14 @@ def test_order_of_the_reference(name: str) -> None:
     assert f"{list(reference_digests(samples, names))[-1]:016x}" == golden[f"digest after {stop} samples"]
 
 
-def test_a_state_of_version_1_goes_on(stream_of: StreamOf) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_state_of_every_version_goes_on(stream_of: StreamOf, version: int) -> None:
     """Every version ever written loads for ever, and continues with the very same samples."""
-    stored = json.loads((HERE / "states" / "v1.json").read_text())
+    stored = json.loads((HERE / "states" / f"v{version}.json").read_text())
     state = StreamState.from_json(stored["state"])
-    assert json.loads(stored["state"])["version"] == 1
-    assert state.bins and state.pending and state.sources["pairs"].exhausted
-    assert state.overrides == ("an accepted difference",) and state.batches == ((0, 4), (8, 2))
+    assert json.loads(stored["state"])["version"] == version
+    assert state.bins and state.pending and state.overrides[0] == "an accepted difference"
+    assert state.batches == ((0, 4), (8, 2))
     stream = stream_of(stored["data"], stored["lengths"], state)
     first = state.samples
     assert [
@@ -132,3 +142,14 @@ def test_a_state_of_version_1_goes_on(stream_of: StreamOf) -> None:
     ] == stored["samples"]
     assert stream.digest_at(first + 200) == stored["digest 200 samples later"]
     assert stream.state_at(first).to_dict()["sources"] == json.loads(stored["state"])["sources"]
+
+
+def test_what_the_stored_states_hold() -> None:
+    """A source that has ended; stages declared and begun at a resume, with documents carried over that still wait."""
+    first, second = (
+        StreamState.from_json(json.loads((HERE / "states" / f"v{version}.json").read_text())["state"])
+        for version in (1, 2)
+    )
+    assert first.sources["pairs"].exhausted and [s.name for s in first.stages] == ["start"]
+    assert [s.name for s in second.stages] == ["start", "more code", "stage 3"] and len(second.pending) > 1
+    assert second.overrides[1].startswith("at sample 40: seq_length 256 -> 128")
