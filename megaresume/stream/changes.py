@@ -7,15 +7,15 @@ the stage at hand is refused by name, or begins a new stage at the resume point,
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import OnChange, SourceConfig, StageConfig, StreamConfig
 from megaresume.stream.errors import StateError
-from megaresume.stream.fingerprints import check_fingerprint, differences
-from megaresume.stream.stages import Course, Stage
+from megaresume.stream.fingerprints import check_fingerprint, differences, listing
+from megaresume.stream.stages import Course, Stage, declared
 from megaresume.stream.state import Fingerprint, StageRecord, StreamState
 
 __all__ = ["Reconciled", "changes_since", "extended", "reconcile"]
@@ -65,12 +65,15 @@ def reconcile(
     if then.without_stages() == now.without_stages() and then.stages[: passed[0]] == now.stages[: passed[1]]:
         changed = "" if then.stages == now.stages else f"at sample {state.samples}: the stages to come were changed"
         return _go_on(now, history, None, to_come, changed)
-    current, wanted = StreamConfig.from_dict(history[-1].config), _in_force(now, passed[1])
+    current, wanted = StreamConfig.from_dict(history[-1].config), Course.of(now).config(passed[1])
     # Another seed is no stage: every epoch that is begun would be ordered anew.
     if on_change == "refuse" or now.seed != then.seed:
         raise _refusal(now, then, state)
     _check_removed(config, state)
-    words = _words(wanted, current)
+    words = ", ".join(
+        f"{field} {json.dumps(before)} -> {json.dumps(after)}"
+        for field, after, before in differences(wanted.to_dict(), current.to_dict())
+    )
     if not words:
         return _go_on(now, history, None, to_come, f"at sample {state.samples}: stages of the past were declared anew")
     stage = Stage(name=f"stage {len(history) + 1}", config=wanted, unit="samples", at=state.samples)
@@ -95,13 +98,8 @@ def _go_on(
     to_come: Sequence[StageConfig],
     accepted: str,
 ) -> Reconciled:
-    past = [Stage(name=r.name, config=StreamConfig.from_dict(r.config), unit="samples", at=r.first) for r in history]
-    stages = [*past, stage] if stage is not None else past
-    current = stages[-1].config
-    for change in to_come:
-        current = current.changed_by(change)
-        stages.append(Stage(name=change.name, config=current, unit=change.unit, at=change.at))
-    course = Course(tuple(stages), [r.first for r in history])
+    begun = [Stage.recorded(record) for record in history] + ([] if stage is None else [stage])
+    course = Course((*begun, *declared(begun[-1].config, to_come)), [r.first for r in history])
     return Reconciled(config=config, course=course, accepted=(accepted,) if accepted else ())
 
 
@@ -120,14 +118,6 @@ def _passed(stages: Sequence[StageConfig], state: StreamState) -> int:
     return len(stages)
 
 
-def _in_force(config: StreamConfig, num_stages: int) -> StreamConfig:
-    """The config after so many of its declared changes."""
-    current = config.without_stages()
-    for stage in config.stages[:num_stages]:
-        current = current.changed_by(stage)
-    return current
-
-
 def _refusal(now: StreamConfig, then: StreamConfig, state: StreamState) -> StateError:
     changed = _changed(now, then)
     if now.seed != then.seed:
@@ -141,8 +131,8 @@ def _refusal(now: StreamConfig, then: StreamConfig, state: StreamState) -> State
         )
     return StateError(
         "the data config is not the one that the state was made with",
-        found=_listing((field, value) for field, _, value in changed),
-        expected=_listing((field, value) for field, value, _ in changed),
+        found=listing((field, value) for field, _, value in changed),
+        expected=listing((field, value) for field, value, _ in changed),
         cause=cause,
         action=action,
     )
@@ -153,10 +143,6 @@ def _plain(config: StreamConfig) -> dict[str, Any]:
     data = config.to_dict()
     stages = {str(k): stage for k, stage in enumerate(data.pop("stages", []))}
     return data | ({"stages": stages} if stages else {})
-
-
-def _listing(items: Iterator[tuple[str, Any]]) -> str:
-    return ", ".join(f"{field} {json.dumps(value)}" for field, value in items)
 
 
 def _check_removed(config: StreamConfig, state: StreamState) -> None:
@@ -173,12 +159,3 @@ def _check_removed(config: StreamConfig, state: StreamState) -> None:
                 cause="documents that were drawn from it wait in open bins",
                 action=f"keep '{name}' in the data config with weight 0; it can go at a later resume",
             )
-
-
-def _words(now: StreamConfig, then: StreamConfig) -> str:
-    """What changes in the stage at hand, before and after; empty if nothing does."""
-    return ", ".join(f"{field} {json.dumps(b)} -> {json.dumps(a)}" for field, a, b in _changes(now, then))
-
-
-def _changes(now: StreamConfig, then: StreamConfig) -> Iterator[tuple[str, Any, Any]]:
-    yield from differences(now.to_dict(), then.to_dict())

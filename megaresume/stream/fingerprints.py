@@ -13,7 +13,7 @@ from megaresume.stream.errors import CorpusError, StateError
 from megaresume.stream.source import LengthSource
 from megaresume.stream.state import Fingerprint
 
-__all__ = ["check_fingerprint", "differences", "fingerprint_of", "hash_lengths"]
+__all__ = ["check_fingerprint", "differences", "fingerprint_of", "hash_lengths", "listing"]
 
 #: Documents hashed at a time.
 CHUNK = 1 << 20
@@ -74,14 +74,15 @@ def check_fingerprint(name: str, before: Fingerprint | None, now: Fingerprint) -
     cause, action = _likely_change(name, before, now)
     raise StateError(
         f"source '{name}' is not the corpus that the state was made with",
-        found=_listing((f"{name}.{f}", getattr(now, f)) for f in differ),
-        expected=_listing((f"{name}.{f}", getattr(before, f, None)) for f in differ),
+        found=listing((f"{name}.{f}", getattr(now, f)) for f in differ),
+        expected=listing((f"{name}.{f}", getattr(before, f, None)) for f in differ),
         cause=cause,
         action=action,
     )
 
 
-def _listing(items: Iterator[tuple[str, Any]]) -> str:
+def listing(items: Iterator[tuple[str, Any]]) -> str:
+    """Fields and their values in one line, for an error."""
     return ", ".join(f"{field} {json.dumps(value)}" for field, value in items)
 
 

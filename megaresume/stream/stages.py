@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megaresume.stream.batches import BatchSchedule
-from megaresume.stream.config import StageUnit, StreamConfig
+from megaresume.stream.config import StageConfig, StageUnit, StreamConfig
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.state import StageRecord
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megaresume.stream import kernel
     from megaresume.stream.kernel import Arrays
 
-__all__ = ["FIRST", "Course", "Stage", "enter", "kernel_config"]
+__all__ = ["FIRST", "Course", "Stage", "declared", "enter", "kernel_config"]
 
 #: name of the stage at the beginning of a run.
 FIRST = "start"
@@ -39,6 +39,20 @@ class Stage:
     #: it begins with the first sample before which the stream holds ``at`` of these.
     unit: StageUnit
     at: int
+
+    @classmethod
+    def recorded(cls, record: StageRecord) -> Stage:
+        """One that was."""
+        return cls(name=record.name, config=StreamConfig.from_dict(record.config), unit="samples", at=record.first)
+
+
+def declared(before: StreamConfig, changes: Sequence[StageConfig]) -> list[Stage]:
+    """The stages that follow one with the config ``before``, change by change."""
+    stages = []
+    for change in changes:
+        before = before.changed_by(change)
+        stages.append(Stage(name=change.name, config=before, unit=change.unit, at=change.at))
+    return stages
 
 
 @dataclass
@@ -58,20 +72,13 @@ class Course:
     @classmethod
     def of(cls, config: StreamConfig) -> Course:
         """The stages that a config declares, from sample 0."""
-        current = config.without_stages()
-        stages = [Stage(name=FIRST, config=current, unit="samples", at=0)]
-        for change in config.stages:
-            current = current.changed_by(change)
-            stages.append(Stage(name=change.name, config=current, unit=change.unit, at=change.at))
-        return cls(tuple(stages), [0])
+        first = Stage(name=FIRST, config=config.without_stages(), unit="samples", at=0)
+        return cls((first, *declared(first.config, config.stages)), [0])
 
     @classmethod
     def recorded(cls, records: Sequence[StageRecord]) -> Course:
         """Stages that were, to be planned again from sample 0."""
-        stages = [
-            Stage(name=r.name, config=StreamConfig.from_dict(r.config), unit="samples", at=r.first) for r in records
-        ]
-        return cls(tuple(stages), [0])
+        return cls(tuple(Stage.recorded(record) for record in records), [0])
 
     def config(self, index: int) -> StreamConfig:
         """Of the stage with this number."""

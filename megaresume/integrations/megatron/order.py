@@ -70,7 +70,6 @@ class StreamOrder:
             if iteration or self.position:
                 raise without_state(iteration, self.position)
             return
-        stream.check(state)
         if self.position >= state.samples:
             stream.restore(state)
             digest = stream.digest_at(state.samples)
@@ -84,6 +83,7 @@ class StreamOrder:
                 )
             return
         # Before the saved position (--override-ckpt-iteration): planned from the start, and proved on the way.
+        stream.check(state)
         digest = stream.digest_at(state.samples)
         if digest != state.digest:
             raise StateError(
