@@ -133,21 +133,10 @@ def _open(args: argparse.Namespace, sources: dict[str, Source]) -> Trace:
 
 def _sources(args: argparse.Namespace, root: Path, history: History) -> dict[str, Source]:
     """The corpora, by the name of their source."""
-    from megaresume.checkpoint.data_file import data_path
-    from megaresume.sources import open_sources, read_data_config
-    from megaresume.stream.config import StreamConfig
+    from megaresume.cli.corpora import locate
+    from megaresume.sources import open_sources
 
-    path = Path(args.data) if args.data else data_path(root)
-    if not path.is_file():
-        raise UsageError(
-            "it is not known where the corpora are",
-            found=f"no file {path}",
-            expected="the data config of the run",
-            cause="a source is a Python object, or the run was saved by another program" if not args.data else None,
-            action="pass --data DATA.yaml",
-        )
-    mapping, directory = read_data_config(path)
-    config = StreamConfig.from_dict(mapping, seq_length=mapping.get("seq_length", history.state.config["seq_length"]))
+    _, config, directory = locate(args.data, root, history.state)
     specs = {s.name: s.options for s in config.sources if s.name in history.state.config["sources"]}
     return open_sources(specs, base_dir=directory, split=args.split)
 

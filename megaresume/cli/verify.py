@@ -112,21 +112,10 @@ def _records(root: Path) -> tuple[list[StepFile], list[Recorded], list[LedgerPro
 
 def _sources(args: argparse.Namespace, state: StreamState) -> dict[str, Source]:
     """The corpora, opened; by the name of their source."""
-    from megaresume.checkpoint.data_file import data_path
-    from megaresume.sources import open_sources, read_data_config
-    from megaresume.stream.config import StreamConfig
+    from megaresume.cli.corpora import locate
+    from megaresume.sources import open_sources
 
-    path = Path(args.data) if args.data else data_path(args.dir)
-    if not path.is_file():
-        raise UsageError(
-            "it is not known where the corpora are",
-            found=f"no file {path}",
-            expected="the data config of the run",
-            cause="a source is a Python object, or the run was saved by another program" if not args.data else None,
-            action="pass --data DATA.yaml",
-        )
-    mapping, directory = read_data_config(path)
-    config = StreamConfig.from_dict(mapping, seq_length=mapping.get("seq_length", state.config["seq_length"]))
+    path, config, directory = locate(args.data, args.dir, state)
     opened = open_sources({s.name: s.options for s in config.sources}, base_dir=directory, split=args.split)
     missing = [name for name in state.fingerprints if name not in opened]
     if missing:

@@ -25,7 +25,17 @@ import xxhash
 
 from megaresume.stream.errors import StateError
 
-__all__ = ["FORMAT", "VERSION", "Bin", "Fingerprint", "Segment", "SourceCursor", "StageRecord", "StreamState"]
+__all__ = [
+    "FORMAT",
+    "VERSION",
+    "Bin",
+    "Fingerprint",
+    "Segment",
+    "SourceCursor",
+    "StageRecord",
+    "StreamState",
+    "checksum",
+]
 
 FORMAT = "megaresume.stream-state"
 VERSION = 2
@@ -131,7 +141,7 @@ class StreamState:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON, with format, version and checksum."""
         body: dict[str, Any] = {"format": FORMAT, "version": VERSION} | _plain(self)
-        return body | {"checksum": _checksum(body)}
+        return body | {"checksum": checksum(body)}
 
     def to_json(self) -> str:
         """`to_dict` as compact text."""
@@ -167,10 +177,10 @@ class StreamState:
                 action="upgrade: pip install --upgrade megaresume",
             )
         body = {key: value for key, value in data.items() if key != "checksum"}
-        if data.get("checksum") != _checksum(body):
+        if data.get("checksum") != checksum(body):
             raise StateError(
                 "the data state is damaged",
-                found=f"checksum {data.get('checksum')!r} in the state, {_checksum(body)!r} computed",
+                found=f"checksum {data.get('checksum')!r} in the state, {checksum(body)!r} computed",
                 expected="the same checksum",
                 cause="a bit changed on disk or in transit, or the state was edited by hand",
                 action="load an older checkpoint: megaresume inspect DIR lists those that are whole",
@@ -206,7 +216,8 @@ def _dumps(value: object) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
-def _checksum(body: Mapping[str, Any]) -> str:
+def checksum(body: Mapping[str, Any]) -> str:
+    """Of plain JSON: xxh3_128 of its compact text, 32 hex digits."""
     # Keys sorted: a container that reorders keys must not look like damage.
     text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return xxhash.xxh3_128_hexdigest(text.encode())

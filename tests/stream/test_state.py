@@ -138,7 +138,7 @@ def test_edited_by_hand(state: StreamState) -> None:
 def _resealed(data: dict[str, Any]) -> dict[str, Any]:
     """With the checksum that belongs to the content: what a faulty writer would leave."""
     body = {k: v for k, v in data.items() if k != "checksum"}
-    return body | {"checksum": state_module._checksum(body)}
+    return body | {"checksum": state_module.checksum(body)}
 
 
 def test_every_field_is_needed(state: StreamState) -> None:

@@ -20,9 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-import xxhash
-
 from megaresume.stream.errors import StateError
+from megaresume.stream.state import checksum
 
 __all__ = ["FORMAT", "KEY", "Kind", "SavedState", "read_state", "state_on", "write_state"]
 
@@ -76,7 +75,7 @@ def write_state(
         "samples": int(samples),
         kind: payload,
     }
-    return json.dumps(body | {"checksum": _checksum(body)}, separators=(",", ":"), allow_nan=False)
+    return json.dumps(body | {"checksum": checksum(body)}, separators=(",", ":"), allow_nan=False)
 
 
 def state_on(args: Any) -> str | None:
@@ -103,10 +102,10 @@ def read_state(text: object) -> SavedState:
             action="upgrade: pip install --upgrade megaresume" if newer else _INSPECT,
         )
     body = {key: value for key, value in data.items() if key != "checksum"}
-    if data.get("checksum") != _checksum(body):
+    if data.get("checksum") != checksum(body):
         raise StateError(
             "the data state in the checkpoint is damaged",
-            found=f"checksum {data.get('checksum')!r} in the state, {_checksum(body)!r} computed",
+            found=f"checksum {data.get('checksum')!r} in the state, {checksum(body)!r} computed",
             expected="the same checksum",
             cause="a bit changed on disk or in transit, or the state was edited by hand",
             action=_INSPECT,
@@ -143,12 +142,6 @@ def _parse(text: object) -> dict[str, Any]:
             action=_INSPECT,
         )
     return data
-
-
-def _checksum(body: Mapping[str, Any]) -> str:
-    # Keys sorted: a container that reorders keys must not look like damage.
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def _from_body(body: Mapping[str, Any], text: str) -> SavedState:

@@ -83,7 +83,7 @@ def changed(**changes: Any) -> str:
 
     body = {key: value for key, value in json.loads(written()).items() if key != "checksum"} | changes
     body = {key: value for key, value in body.items() if value is not None}
-    return json.dumps(body | {"checksum": state._checksum(body)})
+    return json.dumps(body | {"checksum": state.checksum(body)})
 
 
 def test_any_changed_character_is_noticed() -> None:
