@@ -1,15 +1,23 @@
-"""What loading asks of a source: the lengths that the stream plans with, and the tokens themselves."""
+"""What loading asks of a source: the lengths that the stream plans with, and the tokens themselves.
+
+Source           documents by number
+  TokenSource      all tokens in one array: a compiled loop copies them
+  DocumentSource   tokens and images of one document together, with randomness that is keyed by what it is
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from megaresume.stream.state import Fingerprint
 
-__all__ = ["Source", "TokenSource"]
+if TYPE_CHECKING:
+    from megaresume.encoding.multimodal.types import EncodedDocument, Key
+
+__all__ = ["DocumentSource", "Source", "TokenSource", "VisionEncoder"]
 
 
 @runtime_checkable
@@ -52,4 +60,41 @@ class TokenSource(Source, Protocol):
 
     def token_starts(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Where each document starts in `token_view`: int64[n] to int64[n], in tokens."""
+        ...
+
+
+class VisionEncoder(Protocol):
+    """What loading must know of the encoder of a `DocumentSource` before the first image is read."""
+
+    @property
+    def image_token_id(self) -> int:
+        """The token that stands where features go."""
+        ...
+
+    @property
+    def pixel_shape(self) -> tuple[int, ...]:
+        """Of one tile or patch: ``EncodedImage.pixels`` without its first axis. The same for every image."""
+        ...
+
+
+@runtime_checkable
+class DocumentSource(Source, Protocol):
+    """A source of image-text documents, which are read whole."""
+
+    @property
+    def whole(self) -> bool:
+        """True: its documents must never be cut."""
+        ...
+
+    @property
+    def encoder(self) -> VisionEncoder:
+        """Makes its documents."""
+        ...
+
+    def encoded(self, i: int, key: Key) -> EncodedDocument:
+        """Document i, exactly ``length(i)`` tokens. Randomness comes from ``key`` alone.
+
+        Raises:
+            CorpusError: it cannot be read, or is not as the index says, and the policy is ``error``.
+        """
         ...

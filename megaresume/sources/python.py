@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.sources.base import Source
+from megaresume.sources.base import DocumentSource, Source
 from megaresume.sources.indexed import IndexedSource
 from megaresume.sources.scan import scan_fingerprint
 from megaresume.sources.split import RangeSource
@@ -32,6 +32,7 @@ __all__ = ["PythonSource", "as_source"]
 
 Int64Array = npt.NDArray[np.int64]
 REQUIRED = ("__len__", "length", "get")
+ENCODED = (*REQUIRED, "lengths", "read", "fingerprint", "whole", "encoder", "encoded")
 
 
 def as_source(thing: object, name: str = "source") -> Source:
@@ -40,8 +41,16 @@ def as_source(thing: object, name: str = "source") -> Source:
     Raises:
         ConfigError: the object lacks a method.
     """
-    if isinstance(thing, IndexedSource | RangeSource | PythonSource):
+    if isinstance(thing, IndexedSource | RangeSource | PythonSource | DocumentSource):
         return thing
+    if hasattr(thing, "encoded"):  # else its images would be dropped without a word
+        missing = [m for m in ENCODED if not hasattr(thing, m)]
+        raise ConfigError(
+            f"source '{name}' has `encoded`, but lacks what a source of images needs",
+            found=f"a {type(thing).__name__} without {', '.join(missing)}",
+            expected="the members of megaresume.sources.base.DocumentSource",
+            action="add them to the class",
+        )
     return PythonSource(thing, name=name)
 
 

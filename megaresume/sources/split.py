@@ -8,18 +8,29 @@ floating point included: a range that differs by one document would be another c
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.sources.base import Source, TokenSource
+from megaresume.sources.base import DocumentSource, Source, TokenSource, VisionEncoder
 from megaresume.sources.indexed import IndexedSource
 from megaresume.sources.scan import scan_fingerprint
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.state import Fingerprint
 
-__all__ = ["Part", "RangeSource", "TokenRangeSource", "range_of", "split_part", "split_ranges"]
+if TYPE_CHECKING:
+    from megaresume.encoding.multimodal.types import EncodedDocument, Key
+
+__all__ = [
+    "DocumentRangeSource",
+    "Part",
+    "RangeSource",
+    "TokenRangeSource",
+    "range_of",
+    "split_part",
+    "split_ranges",
+]
 
 Part = Literal["train", "valid", "test"]
 PARTS = cast(tuple[Part, ...], get_args(Part))
@@ -82,6 +93,8 @@ def range_of(source: Source, start: int, stop: int) -> Source:
     """Documents start to stop of a source, as a view that is zero-copy where the source is."""
     if isinstance(source, IndexedSource | TokenRangeSource):
         return TokenRangeSource(source, start, stop)
+    if isinstance(source, DocumentSource):
+        return DocumentRangeSource(source, start, stop)
     return RangeSource(source, start, stop)
 
 
@@ -161,3 +174,23 @@ class TokenRangeSource(RangeSource):
     def token_starts(self, ids: Int64Array) -> Int64Array:
         """Where each document of the range starts in `token_view`, in tokens."""
         return self.source.token_starts(self._inner_ids(ids))
+
+
+class DocumentRangeSource(RangeSource):
+    """A `RangeSource` over a source of image-text documents."""
+
+    source: DocumentSource
+
+    @property
+    def whole(self) -> bool:
+        """Whether its documents must never be cut."""
+        return self.source.whole
+
+    @property
+    def encoder(self) -> VisionEncoder:
+        """Makes its documents."""
+        return self.source.encoder
+
+    def encoded(self, i: int, key: Key) -> EncodedDocument:
+        """Document i of the range; ``key`` has its number in the range."""
+        return self.source.encoded(self._inner(i), key)
