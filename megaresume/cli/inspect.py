@@ -229,6 +229,10 @@ def _state_block(found: Survey) -> str:
         rows.append(["waiting", f"{tokens:,} tokens of {len(state.pending)} documents, to be placed next"])
     if state.skipped_ranges:
         rows.append(["skipped", ", ".join(f"{first:,} to {last:,}" for first, last in state.skipped_ranges)])
+    if state.faults.total:
+        last = state.faults.kept[-1]
+        where = f"last {last.source}:{last.document} in sample {last.sample:,}: {last.reason}"
+        rows.append(["faults", f"{state.faults.total:,} documents ({where})"])
     rows += [["accepted", override] for override in state.overrides]
     return f"data state of {step.tag}\n" + _table(rows) + _source_table(step)
 

@@ -8,6 +8,7 @@ every version in tests/stream/states/, and a migration in `_MIGRATIONS`):
 
     1  first version
     2  ``pending`` is a list: documents carried over into a stage wait there. A stage records its config
+    3  ``faults``: documents that a fault policy was applied to
 
 Imports neither numpy nor numba, so that ``megaresume inspect`` answers at once.
 """
@@ -24,6 +25,7 @@ from typing import Any
 import xxhash
 
 from megaresume.stream.errors import StateError
+from megaresume.stream.faults import NO_FAULTS, Faults
 
 __all__ = [
     "FORMAT",
@@ -38,7 +40,7 @@ __all__ = [
 ]
 
 FORMAT = "megaresume.stream-state"
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,6 +139,8 @@ class StreamState:
     overrides: tuple[str, ...]
     #: rolling hash of the identities of all samples up to here; 16 hex digits.
     digest: str
+    #: documents of those samples that a fault policy was applied to. No part of the order: never compared.
+    faults: Faults = NO_FAULTS
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON, with format, version and checksum."""
@@ -208,7 +212,8 @@ _MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
             # Version 1 knew one stage for the whole run.
             "stages": [[first, name, body["config"]] for first, name in body["stages"]],
         }
-    )
+    ),
+    2: lambda body: body | {"faults": {"total": 0, "kept": []}},
 }
 
 
@@ -272,6 +277,7 @@ def _plain(state: StreamState) -> dict[str, Any]:
         "skipped_ranges": [list(r) for r in state.skipped_ranges],
         "overrides": list(state.overrides),
         "digest": state.digest,
+        "faults": state.faults.to_plain(),
     }
 
 
@@ -351,4 +357,5 @@ def _from_plain(body: Mapping[str, Any]) -> StreamState:
         skipped_ranges=tuple((_count(first), _count(last)) for first, last in body["skipped_ranges"]),
         overrides=tuple(_text(o) for o in _list(body["overrides"])),
         digest=_digest(body["digest"]),
+        faults=Faults.from_plain(body["faults"]),
     )

@@ -14,7 +14,7 @@ import logging
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.changes import Reconciled, extended, reconcile
 from megaresume.stream.config import OnChange, StreamConfig
 from megaresume.stream.errors import ConfigError, StateError, StreamExhausted
+from megaresume.stream.faults import NO_FAULTS, FaultRecord
 from megaresume.stream.fingerprints import fingerprint_of
 from megaresume.stream.kernel import Arrays
 from megaresume.stream.plan import Plan, concatenate
@@ -164,7 +165,8 @@ class Stream:
         accepted: tuple[str, ...] = ()
         base: Arrays | None = None
         if recorded:
-            config = extended(config, list(recorded[-1].config["sources"]))
+            last = StreamConfig.from_dict(recorded[-1].config)
+            config = extended(config, [s.name for s in last.sources], last)
         if state is not None:
             going_on = self._reconcile(state)
             config, course, accepted = going_on.config, going_on.course, going_on.accepted
@@ -233,7 +235,12 @@ class Stream:
             return str(self.fields_at(sample)["digest"])
 
     def state_at(
-        self, sample: int, *, batches: Sequence[tuple[int, int]] = (), overrides: Sequence[str] = ()
+        self,
+        sample: int,
+        *,
+        batches: Sequence[tuple[int, int]] = (),
+        overrides: Sequence[str] = (),
+        faults: Iterable[FaultRecord | tuple[Any, ...]] = (),
     ) -> StreamState:
         """The state before ``sample``: what a checkpoint needs when ``sample`` samples were trained.
 
@@ -241,6 +248,8 @@ class Stream:
             sample: number of samples trained.
             batches: (first sample, global batch size) segments up to here; see `BatchSchedule.until`.
             overrides: differences accepted at this start, added to those of the state resumed from.
+            faults: documents that a fault policy was applied to since the stream began or was restored, those of all
+                ranks; later ones, and repeated ones, are passed over. Added to those of the state resumed from.
         """
         fields = self.fields_at(sample)
         before = self._base_state
@@ -251,6 +260,7 @@ class Stream:
             batches=tuple(batches) or (before.batches if before is not None else ()),
             skipped_ranges=before.skipped_ranges if before is not None else (),
             overrides=(*(before.overrides if before is not None else ()), *self._accepted, *overrides),
+            faults=(before.faults if before is not None else NO_FAULTS).with_new(faults, self.start, sample),
             **fields,
         )
 
