@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import html
-import io
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megaresume.report.page import COLOURS, page, svg, table
 from megaresume.training.demo.compare import Comparison
 from megaresume.training.records import RunRecords
 
@@ -17,22 +16,6 @@ if TYPE_CHECKING:
     from megaresume.stream.stream import Stream
 
 __all__ = ["Facts", "Start", "write_report"]
-
-_COLOURS = ("#0b6e99", "#c2571a", "#2e7d4f", "#7b4ba8")
-
-_STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #1c2330; max-width: 62rem; margin: 2.5rem auto; padding: 0 1.2rem }
-h1 { font-size: 1.7rem; margin-bottom: .2rem } h2 { font-size: 1.15rem; margin: 2.2rem 0 .4rem }
-p { margin: .4rem 0 } .verdict { font-size: 1.1rem; padding: .7rem 1rem; border-radius: 6px; margin: 1rem 0 }
-.holds { background: #e3f3e8; color: #14532d } .fails { background: #fde8e6; color: #8c1d18 }
-table { border-collapse: collapse; margin: .5rem 0; font-variant-numeric: tabular-nums }
-th, td { text-align: left; padding: .28rem .9rem .28rem 0; border-bottom: 1px solid #dde2ea; vertical-align: top }
-th { font-weight: 600; color: #56607a } .number { text-align: right }
-code, pre { font: 13px/1.45 ui-monospace, monospace }
-pre { background: #f4f6f9; padding: .7rem .9rem; white-space: pre-wrap; border-radius: 6px }
-svg { max-width: 100%; height: auto }
-details { margin-top: 1rem } summary { cursor: pointer; color: #56607a } .scroll { overflow-x: auto }
-"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,19 +62,17 @@ def _page(facts: Facts, stream: Stream) -> str:
         else "The run did not train on what the uninterrupted run trained on."
     )
     parts = [
-        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
-        f"<title>megaresume demo</title><style>{_STYLE}</style>",
         f"<h1>megaresume demo</h1><p>{html.escape(facts.versions)}; {facts.seconds:.0f} seconds in all</p>",
         f"<p class='verdict {'holds' if facts.holds else 'fails'}'>{verdict}</p>",
         "<h2>What was checked</h2>",
-        _table(("", "result"), _checks(facts)),
+        table(("", "result"), _checks(facts)),
         "<h2>Loss, step by step</h2>",
         _losses(facts),
         "<h2>The starts of the run</h2>",
-        _table(("", "layout", "steps", "end"), _starts(facts)),
+        table(("", "layout", "steps", "end"), _starts(facts)),
         "<pre>" + html.escape("\n".join(s.resumed for s in facts.starts if s.resumed)) + "</pre>",
         "<h2>What each source contributed</h2>",
-        _table(("source", "weight", "share of tokens", "tokens", "segments"), _sources(facts), numbers=True),
+        table(("source", "weight", "share of tokens", "tokens", "segments"), _sources(facts), numbers=True),
         _shares(facts, stream),
         "<h2>Packing</h2>",
         f"<p>{100 * facts.summary['fill']:.2f} % of all positions hold a token "
@@ -99,10 +80,10 @@ def _page(facts: Facts, stream: Stream) -> str:
         "Only documents longer than a sample were cut.</p>",
         _fill(facts, stream),
         "<details><summary>Every step</summary><div class=scroll>",
-        _table(("step", "start", "samples", "digest", "loss", "loss of the twin"), _steps(facts)),
+        table(("step", "start", "samples", "digest", "loss", "loss of the twin"), _steps(facts)),
         "</div></details>",
     ]
-    return "\n".join(parts) + "\n"
+    return page("megaresume demo", parts)
 
 
 def _checks(facts: Facts) -> list[tuple[str, ...]]:
@@ -165,36 +146,13 @@ def _steps(facts: Facts) -> list[tuple[str, ...]]:
     ]
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = False) -> str:
-    def cells(tag: str, row: Sequence[str]) -> str:
-        marks = [" class=number" if numbers and i else "" for i in range(len(row))]
-        return "".join(f"<{tag}{m}>{html.escape(cell)}</{tag}>" for m, cell in zip(marks, row, strict=True))
-
-    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    return f"<table><tr>{cells('th', head)}</tr>{body}</table>"
-
-
-def _svg(draw: Any, *, height: float) -> str:
-    """A figure as inline SVG; ``draw`` is called with its axes."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.5, height), layout="constrained")
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    draw(axes)
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    content = buffer.getvalue()
-    return re.sub(r"<metadata>.*?</metadata>", "", content[content.index("<svg") :], flags=re.DOTALL)
-
-
 def _losses(facts: Facts) -> str:
     def draw(axes: Any) -> None:
         twin = [facts.twin.steps[step] for step in sorted(facts.twin.steps)]
         axes.plot([r["step"] for r in twin], [r["loss"] for r in twin], color="#c9d0dc", lw=7, label="uninterrupted")
         for number, start in enumerate(facts.starts, 1):
             records = [r for r in _all_records(facts) if r["attempt"] == number]
-            colour = _COLOURS[(number - 1) % len(_COLOURS)]
+            colour = COLOURS[(number - 1) % len(COLOURS)]
             label = f"start {number}: {start.layout}"
             axes.plot([r["step"] for r in records], [r["loss"] for r in records], color=colour, lw=1.8, label=label)
             if start.killed:
@@ -206,7 +164,7 @@ def _losses(facts: Facts) -> str:
         axes.set_ylabel("loss")
         axes.figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
 
-    return _svg(draw, height=4.2)
+    return svg(draw, height=4.2)
 
 
 def _shares(facts: Facts, stream: Stream) -> str:
@@ -219,7 +177,7 @@ def _shares(facts: Facts, stream: Stream) -> str:
 
     def draw(axes: Any) -> None:
         for i, (name, s) in enumerate(facts.summary["sources"].items()):
-            colour = _COLOURS[i % len(_COLOURS)]
+            colour = COLOURS[i % len(COLOURS)]
             mine = np.cumsum(np.where(plan.table[:, 0] == i, plan.table[:, 4], 0))
             axes.plot(sample, mine / total, color=colour, lw=1.6, label=name)
             axes.axhline(s["weight"], color=colour, lw=0.8, ls=":")
@@ -227,7 +185,7 @@ def _shares(facts: Facts, stream: Stream) -> str:
         axes.set_ylabel("share of tokens so far")
         axes.legend(frameon=False, fontsize=9, loc="upper right")
 
-    return _svg(draw, height=3)
+    return svg(draw, height=3)
 
 
 def _fill(facts: Facts, stream: Stream) -> str:
@@ -239,4 +197,4 @@ def _fill(facts: Facts, stream: Stream) -> str:
         axes.set_xlabel("sample")
         axes.set_ylabel("padding, tokens")
 
-    return _svg(draw, height=2.2)
+    return svg(draw, height=2.2)

@@ -1,0 +1,4 @@
+"""Pages about runs.
+
+page.py       style, tables, figures: what every page is made of
+"""

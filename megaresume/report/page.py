@@ -1,0 +1,95 @@
+"""What every HTML page of the project is made of: one style, tables, figures as inline SVG. No script, no link outside.
+
+page(title, [paragraph, table(...), svg(...), ...])  ->  one self-contained file
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megaresume.stream.errors import SetupError
+
+__all__ = ["COLOURS", "escape", "page", "svg", "table"]
+
+#: of lines in figures, in this order; told apart by the colour-blind too.
+COLOURS = ("#0b6e99", "#c2571a", "#2e7d4f", "#7b4ba8", "#8a6d00", "#b3356f", "#4a5568", "#009e8f")
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #1c2330; max-width: 62rem; margin: 2.5rem auto; padding: 0 1.2rem }
+h1 { font-size: 1.7rem; margin-bottom: .2rem } h2 { font-size: 1.15rem; margin: 2.2rem 0 .4rem }
+p { margin: .4rem 0 } .verdict { font-size: 1.1rem; padding: .7rem 1rem; border-radius: 6px; margin: 1rem 0 }
+.holds { background: #e3f3e8; color: #14532d } .fails { background: #fde8e6; color: #8c1d18 }
+table { border-collapse: collapse; margin: .5rem 0; font-variant-numeric: tabular-nums }
+th, td { text-align: left; padding: .28rem .9rem .28rem 0; border-bottom: 1px solid #dde2ea; vertical-align: top }
+th { font-weight: 600; color: #56607a } .number { text-align: right }
+code, pre { font: 13px/1.45 ui-monospace, monospace }
+pre { background: #f4f6f9; padding: .7rem .9rem; white-space: pre-wrap; border-radius: 6px }
+svg { max-width: 100%; height: auto }
+details { margin-top: 1rem } summary { cursor: pointer; color: #56607a } .scroll { overflow-x: auto }
+"""
+
+escape = html.escape
+
+
+def page(title: str, parts: Sequence[str]) -> str:
+    """A whole page.
+
+    Args:
+        title: text, of the window; ``parts`` hold the heading.
+        parts: HTML.
+    """
+    head = [
+        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
+        f"<title>{escape(title)}</title><style>{_STYLE}</style>",
+    ]
+    return "\n".join([*head, *parts]) + "\n"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = False) -> str:
+    """A table of texts.
+
+    Args:
+        head: of the columns.
+        rows: as long as the head.
+        numbers: all columns but the first are aligned to the right.
+    """
+
+    def cells(tag: str, row: Sequence[str]) -> str:
+        marks = [" class=number" if numbers and i else "" for i in range(len(row))]
+        return "".join(f"<{tag}{m}>{escape(cell)}</{tag}>" for m, cell in zip(marks, row, strict=True))
+
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    return f"<table><tr>{cells('th', head)}</tr>{body}</table>"
+
+
+def svg(draw: Callable[[Any], object], *, height: float) -> str:
+    """A figure as inline SVG.
+
+    Args:
+        draw: called with matplotlib's axes.
+        height: inches; the width is 9.5.
+
+    Raises:
+        SetupError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure  # deferred: a second to import
+    except ImportError as error:
+        raise SetupError(
+            "figures need matplotlib",
+            found=str(error),
+            expected="matplotlib",
+            action="pip install 'megaresume[report]'; --json needs no figures",
+        ) from error
+    figure = Figure(figsize=(9.5, height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    draw(axes)
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    content = buffer.getvalue()
+    return re.sub(r"<metadata>.*?</metadata>", "", content[content.index("<svg") :], flags=re.DOTALL)
