@@ -55,6 +55,14 @@ class Tokenizer(Protocol):
         """Tokens of each text, one-dimensional, an unsigned integer dtype; no token is added or cut off."""
         ...
 
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """Tokens of one text; with ``special``, the text of a special token is that token, without it is plain text."""
+        ...
+
+    def token_id(self, token: str) -> int | None:
+        """Id of the token that is written so; None if there is none."""
+        ...
+
     def decode(self, ids: npt.ArrayLike) -> str:
         """The text of tokens; end-of-document tokens are left out."""
         ...
@@ -74,6 +82,14 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
         """uint8[bytes of the text] for each text."""
         return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """Bytes of the text; no text is special."""
+        return list(text.encode("utf-8"))
+
+    def token_id(self, token: str) -> int | None:
+        """None: no token has a text of its own."""
+        return None
 
     def decode(self, ids: npt.ArrayLike) -> str:
         """Bytes that are no UTF-8 (a document cut inside a character) become U+FFFD.
@@ -140,6 +156,18 @@ class HuggingFaceTokenizer:
         """uint32[tokens of the text] for each text."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """Tokens of one text, in the calling thread: no pool that a forked worker would have to do without."""
+        self._tokenizer.encode_special_tokens = not special
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        self._tokenizer.encode_special_tokens = False
+        return ids
+
+    def token_id(self, token: str) -> int | None:
+        """Id of the token that is written so."""
+        number: int | None = self._tokenizer.token_to_id(token)
+        return number
 
     def decode(self, ids: npt.ArrayLike) -> str:
         """The text of tokens; special tokens other than the end of document are kept.
