@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +80,7 @@ class Encoder:
         if arrays:
             tokens_of_all = np.concatenate(arrays, dtype=self._spec.dtype, casting="unsafe")
         try:
-            return self._files.write(
+            return self._files.write_part(
                 index,
                 np.array(lengths, "<i4"),
                 tokens_of_all,
@@ -129,22 +126,8 @@ _spec: EncoderSpec | None = None
 
 def start_worker(spec: EncoderSpec) -> None:
     """Initialise a worker process; the tokenizer is built with the first block."""
-    import multiprocessing
-
     global _spec
     _spec = spec
-    # One process a core: threads inside the tokenizer would only compete.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-    parent = multiprocessing.parent_process()
-
-    def die_with_parent() -> None:
-        if parent is not None:
-            parent.join()
-            os._exit(1)
-
-    # A parent that was killed says nothing: without this its workers would wait for work for ever.
-    threading.Thread(target=die_with_parent, daemon=True).start()
 
 
 def encode_in_worker(index: int, block: Block) -> Part:

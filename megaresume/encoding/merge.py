@@ -49,7 +49,7 @@ def merge_parts(
         idx.write(header.pack())
         done = pointer = 0
         for index in range(len(parts)):
-            lengths, tokens = files.read(index)
+            lengths, tokens = files.read_part(index)
             tokens_file.write(tokens)
             ends = np.cumsum(lengths, dtype=np.int64) * header.dtype.itemsize
             starts = pointer + ends - lengths.astype(np.int64) * header.dtype.itemsize

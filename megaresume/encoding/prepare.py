@@ -8,12 +8,9 @@ until the corpus is complete.
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,9 +25,10 @@ from megaresume.encoding.inputs import Format, InputFile, find_inputs
 from megaresume.encoding.merge import merge_parts
 from megaresume.encoding.parts import Part, PartFiles
 from megaresume.encoding.tokenizers import Tokenizer, read_tokenizer_file, tokenizer_from_content
+from megaresume.encoding.workers import check_workers, run_in_processes
 from megaresume.sources.layout import DTYPES, bin_path, idx_path, prefix_of
 from megaresume.sources.sidecar import sidecar_path
-from megaresume.stream.errors import CorpusError, SetupError, UsageError
+from megaresume.stream.errors import CorpusError, UsageError
 from megaresume.stream.progress import Progress, progress
 
 __all__ = ["DTYPE_NAMES", "PrepareOptions", "PrepareSummary", "prepare"]
@@ -190,7 +188,7 @@ def _blocks_to_do(
     """Blocks that have no part yet; the parts that are there are added to ``parts``."""
     position, index = Position(), 0
     while True:
-        part = parts_files.find(index)
+        part = parts_files.find_part(index)
         if part is not None:
             parts[index] = part
             position = part.end
@@ -208,35 +206,22 @@ def _encode_in_processes(
     work: Iterator[tuple[int, Block]], parts: dict[int, Part], spec: EncoderSpec, workers: int, bar: Progress
 ) -> int:
     """Encode by worker processes; returns the number of blocks encoded. Errors come in the order of the input."""
+    indices: deque[tuple[int, int]] = deque()
     count = 0
-    pending: deque[tuple[int, int, Future[Part]]] = deque()
-    # spawn: a fork of a process with threads (tqdm, tokenizers) may hang.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker, initargs=(spec,))
 
-    def collect() -> None:
-        index, raw_bytes, future = pending.popleft()
-        parts[index] = future.result()
+    def items() -> Iterator[tuple[int, Block]]:
+        nonlocal count
+        for index, block in work:
+            indices.append((index, block.raw_bytes))
+            count += 1
+            yield index, block
+
+    def done(part: Part) -> None:
+        index, raw_bytes = indices.popleft()
+        parts[index] = part
         bar.update(raw_bytes)
 
-    try:
-        for index, block in work:
-            pending.append((index, block.raw_bytes, pool.submit(encode_in_worker, index, block)))
-            count += 1
-            while len(pending) > 2 * workers:
-                collect()
-        while pending:
-            collect()
-    except BrokenProcessPool as error:
-        raise SetupError(
-            "a worker process died",
-            found=str(error),
-            expected="workers that finish their work",
-            cause="out of memory (see dmesg), or it was killed",
-            action="run the same command again, with fewer --workers: it goes on where it stopped",
-        ) from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    run_in_processes(items(), encode_in_worker, done, workers=workers, initializer=start_worker, spec=spec)
     return count
 
 
@@ -251,8 +236,7 @@ def _is_output(path: Path, prefix: Path) -> bool:
 
 def _workers(wanted: int, files: Sequence[InputFile], size: int) -> int:
     """No more than there are blocks: a process takes longer to start than a small block to encode."""
-    if wanted < 1:
-        raise UsageError("bad --workers", found=wanted, expected="1 or more", action="correct --workers")
+    check_workers(wanted)
     return max(1, min(wanted, sum(f.size for f in files) // size))
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import tempfile
 from pathlib import Path
 
@@ -10,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaresume.encoding import parts as parts_module
 from megaresume.encoding.documents import TextOptions
 from megaresume.encoding.parts import PartFiles
 from megaresume.encoding.prepare import PrepareOptions, prepare
@@ -105,7 +105,7 @@ class Stop(Exception):
 
 def stop_after(monkeypatch, blocks: int) -> None:
     """The process ends without cleaning up after so many blocks."""
-    real, count = PartFiles.write, 0
+    real, count = PartFiles.write_part, 0
 
     def write(self, index, *args, **kwargs):
         nonlocal count
@@ -114,7 +114,7 @@ def stop_after(monkeypatch, blocks: int) -> None:
         count += 1
         return real(self, index, *args, **kwargs)
 
-    monkeypatch.setattr(PartFiles, "write", write)
+    monkeypatch.setattr(PartFiles, "write_part", write)
 
 
 @pytest.mark.parametrize("after", [0, 1, 7])
@@ -140,10 +140,10 @@ def test_gaps_between_finished_blocks_are_filled(source, tmp_path, monkeypatch):
         stop_after(patch, 7)
         with pytest.raises(Stop):
             prepare([source], tmp_path / "out", options)
-    PartFiles(tmp_path / "out").path(2).unlink()
-    path = PartFiles(tmp_path / "out").path(4)
+    PartFiles(tmp_path / "out").path("part-00000002").unlink()
+    path = PartFiles(tmp_path / "out").path("part-00000004")
     path.write_bytes(path.read_bytes()[:-1])  # shorter than it says: made again
-    PartFiles(tmp_path / "out").path(5).write_bytes(b"{\n")
+    PartFiles(tmp_path / "out").path("part-00000005").write_bytes(b"{\n")
     summary = prepare([source], tmp_path / "out", options)
     assert summary.resumed_blocks == 4
     assert IndexedSource(tmp_path / "out").fingerprint() == IndexedSource(tmp_path / "a").fingerprint()
@@ -157,7 +157,7 @@ def test_damaged_part_is_noticed_and_made_again(source, tmp_path, monkeypatch):
         stop_after(patch, 7)
         with pytest.raises(Stop):
             prepare([source], tmp_path / "out", options)
-    path = PartFiles(tmp_path / "out").path(3)
+    path = PartFiles(tmp_path / "out").path("part-00000003")
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
@@ -219,7 +219,7 @@ def test_existing_output_is_kept_without_overwrite(source, tmp_path):
 def test_killed_between_the_renames_leaves_no_mixed_pair(source, tmp_path, monkeypatch, fail_at):
     other = write_jsonl(tmp_path / "other.jsonl", ["an older corpus"])
     prepare([other], tmp_path / "out", PrepareOptions())
-    real = parts_module.os.replace
+    real = os.replace
 
     def replace(old, new):
         if Path(new).name == fail_at:
@@ -345,7 +345,7 @@ def test_full_disk(source, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(PartFiles, "write", write)
+        patch.setattr(PartFiles, "write_part", write)
         with pytest.raises(SetupError, match="cannot be written") as caught:
             prepare([source], tmp_path / "out", PrepareOptions())
     assert "full" in caught.value.cause
