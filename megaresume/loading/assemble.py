@@ -9,8 +9,10 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from megaresume.loading.documents import DocumentReader, Images
 from megaresume.loading.kernels import copy_segments, finish_rows, lay_out
-from megaresume.sources.base import Source, TokenSource
+from megaresume.sources.base import DocumentSource, Source, TokenSource
+from megaresume.stream.errors import UsageError
 from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET
 from megaresume.stream.plan import Plan
 
@@ -27,7 +29,8 @@ class Arrays:
     tokens: Int64Array
     #: int64[m, S]: the next token of the same document; 0 where there is none.
     labels: Int64Array
-    #: float32[m, S]: 1 where the label counts: never at the last token of a document, never at padding.
+    #: float32[m, S]: 1 where the label counts: never at the last token of a document, never at padding; in an
+    #: image-text document only where its template says so.
     loss_mask: npt.NDArray[np.float32]
     #: int64[m, S]: from 0 in every segment.
     position_ids: Int64Array
@@ -70,14 +73,34 @@ class Assembler:
         seq_length: tokens a sample.
         align: tokens that a segment's place is a multiple of (``packing.align``).
         pad_id: token written where there is no document.
+        seed, names: of the stream and of its sources, which randomness in image-text documents is keyed by; needed
+            where there are such.
+
+    Raises:
+        ConfigError: image sources that do not go together.
     """
 
-    def __init__(self, sources: Sequence[Source], *, seq_length: int, align: int = 1, pad_id: int = 0) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        seq_length: int,
+        align: int = 1,
+        pad_id: int = 0,
+        seed: int | None = None,
+        names: Sequence[str] = (),
+    ) -> None:
         self.sources = list(sources)
         self.seq_length = seq_length
         self.align = align
         self.pad_id = pad_id
         self._in_one_array: dict[int, bool] = {}
+        with_images = {i: s for i, s in enumerate(self.sources) if isinstance(s, DocumentSource)}
+        #: reads image-text documents; None where the blend has none.
+        self.documents: DocumentReader | None = None
+        if with_images:
+            assert seed is not None and len(names) == len(self.sources), "images need the seed and names of the stream"
+            self.documents = DocumentReader(with_images, names=names, seed=seed)
 
     def lay_out(self, plan: Plan) -> Layout:
         """Where the segments of a plan go."""
@@ -106,18 +129,37 @@ class Assembler:
             num_of_source=num_of_source,
         )
 
-    def fill(self, plan: Plan, out: Arrays) -> Layout:
+    def fill(self, plan: Plan, out: Arrays, images: Images | None = None) -> Layout:
         """Write the samples of a plan into arrays of as many rows.
+
+        Args:
+            plan: the samples.
+            out: the arrays.
+            images: where to collect images.
 
         Raises:
             CorpusError: a document is damaged, or not as long as the index says.
+            UsageError: the blend has image sources, and whoever asks has no place for images.
         """
+        if self.documents is not None and images is None:
+            raise UsageError(
+                "this loop takes tokens alone, and the blend has images",
+                found=f"image sources: {', '.join(self.documents.names[i] for i in self.documents.sources)}",
+                expected="sources of text",
+                action="load batches with images by megaresume.attach or StreamLoader, or leave these sources out",
+            )
         layout = self.lay_out(plan)
         first = 0
+        with_images = []
         for i, num in enumerate(layout.num_of_source.tolist()):
-            if num:
-                self._fill_from(i, layout.order[first : first + num], plan, layout, out)
+            mine = layout.order[first : first + num]
+            if self.documents is not None and i in self.documents.sources:
+                with_images.append(mine)
+            elif num:
+                self._fill_from(i, mine, plan, layout, out)
             first += num
+        if self.documents is not None and images is not None:
+            self.documents.fill(plan, layout, np.concatenate(with_images), out, images)
         finish_rows(
             plan.starts,
             layout.columns,

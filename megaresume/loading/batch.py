@@ -1,4 +1,8 @@
-"""From a plan to torch tensors: what a training step receives."""
+"""From a plan to torch tensors: what a training step receives.
+
+A blend with image sources has the keys of images in every batch, also in one without an image: with 0 rows, so that
+all ranks run the same graph.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import numpy as np
 import torch
 
 from megaresume.loading.assemble import Arrays, Assembler
+from megaresume.loading.documents import FaultEntry, Images
 from megaresume.stream.plan import Plan
 
 __all__ = ["Batch", "document_mask", "make_batch"]
@@ -37,6 +42,19 @@ class Batch(_Always, total=False):
     #: bool[m, 1, S, S]: True where attention is not allowed (Megatron's convention); only if asked for.
     attention_mask: torch.Tensor
 
+    # The rest only where the blend has image sources; n images, in the order of their tokens.
+
+    #: float32[sum of num_tiles, ...]: tiles or patches of all images, one image after another.
+    pixel_values: torch.Tensor
+    #: int64[n, 3]: frames, rows and columns of patches (or of tiles) of each image.
+    image_grid_thw: torch.Tensor
+    #: int64[n, 3]: row of the micro-batch, column of the first token, tokens.
+    image_positions: torch.Tensor
+    #: int32[n]: rows of ``pixel_values`` of each image.
+    num_tiles: torch.Tensor
+    #: (sample, source, document, epoch, policy, reason) of each record that was not as the index announced it.
+    faults: list[FaultEntry]
+
 
 def document_mask(cu_seqlens: Sequence[torch.Tensor], seq_length: int) -> torch.Tensor:
     """The causal mask in which no document sees another, for models without packed attention.
@@ -56,8 +74,22 @@ def document_mask(cu_seqlens: Sequence[torch.Tensor], seq_length: int) -> torch.
     return masks
 
 
-def make_batch(plan: Plan, assembler: Assembler, *, attention_mask: bool = False, pin_memory: bool = False) -> Batch:
+def make_batch(
+    plan: Plan,
+    assembler: Assembler,
+    *,
+    samples: Sequence[int] | None = None,
+    attention_mask: bool = False,
+    pin_memory: bool = False,
+) -> Batch:
     """Read the samples of a plan.
+
+    Args:
+        plan: the samples.
+        assembler: reads them.
+        samples: their numbers, where they are not consecutive.
+        attention_mask: add the document-diagonal mask.
+        pin_memory: put tensors into page-locked memory.
 
     Raises:
         CorpusError: a document is damaged, or not as long as the index says.
@@ -65,21 +97,35 @@ def make_batch(plan: Plan, assembler: Assembler, *, attention_mask: bool = False
     shape = (len(plan), assembler.seq_length)
     tokens, labels, position_ids = torch.empty((3, *shape), dtype=torch.int64, pin_memory=pin_memory)
     loss_mask = torch.empty(shape, dtype=torch.float32, pin_memory=pin_memory)
-    layout = assembler.fill(
-        plan,
-        Arrays(
-            tokens=tokens.numpy(), labels=labels.numpy(), loss_mask=loss_mask.numpy(), position_ids=position_ids.numpy()
-        ),
+    arrays = Arrays(
+        tokens=tokens.numpy(), labels=labels.numpy(), loss_mask=loss_mask.numpy(), position_ids=position_ids.numpy()
     )
+    images = None if assembler.documents is None else Images()
+    layout = assembler.fill(plan, arrays, images)
     batch: Batch = {
         "tokens": tokens,
         "labels": labels,
         "loss_mask": loss_mask,
         "position_ids": position_ids,
         "cu_seqlens": list(torch.split(torch.from_numpy(layout.bounds), layout.num_bounds.tolist())),
-        "samples": torch.arange(plan.first, plan.stop),
+        "samples": torch.tensor(range(plan.first, plan.stop) if samples is None else samples, dtype=torch.int64),
         "hashes": torch.from_numpy(plan.hashes.view(np.int64).copy()),
     }
+    if assembler.documents is not None and images is not None:
+        _add_images(batch, images, assembler.documents.pixel_shape, pin_memory=pin_memory)
     if attention_mask:
         batch["attention_mask"] = document_mask(batch["cu_seqlens"], assembler.seq_length)
     return batch
+
+
+def _add_images(batch: Batch, images: Images, pixel_shape: tuple[int, ...], *, pin_memory: bool) -> None:
+    num_tiles = [len(pixels) for pixels in images.pixels]
+    values = torch.empty((sum(num_tiles), *pixel_shape), dtype=torch.float32, pin_memory=pin_memory)
+    if images.pixels:
+        np.concatenate(images.pixels, out=values.numpy())
+    batch["pixel_values"] = values
+    batch["image_grid_thw"] = torch.tensor(images.grids, dtype=torch.int64).reshape(-1, 3)
+    batch["image_positions"] = torch.tensor(images.positions, dtype=torch.int64).reshape(-1, 3)
+    batch["num_tiles"] = torch.tensor(num_tiles, dtype=torch.int32)
+    samples = batch["samples"].tolist()
+    batch["faults"] = [(samples[row], *rest) for row, *rest in images.faults]

@@ -97,7 +97,15 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
         shape = shapes.pop()
         if shape not in self._assemblers:
             sources = cast(list[Source], self.stream.sources)
-            self._assemblers[shape] = Assembler(sources, seq_length=shape[0], align=shape[1], pad_id=self._pad_id)
+            config = self.stream.config
+            self._assemblers[shape] = Assembler(
+                sources,
+                seq_length=shape[0],
+                align=shape[1],
+                pad_id=self._pad_id,
+                seed=config.seed,
+                names=[source.name for source in config.sources],
+            )
         return self._assemblers[shape]
 
     def __len__(self) -> int:
@@ -118,7 +126,7 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
         """A micro-batch: ``samples`` in this order, usually consecutive."""
         plan = self._plan(samples)
         assembler = self.assembler_of(min(samples), max(samples) + 1)
-        return make_batch(plan, assembler, attention_mask=self._attention_mask)
+        return make_batch(plan, assembler, samples=samples, attention_mask=self._attention_mask)
 
     def _plan(self, samples: Sequence[int]) -> Plan:
         first, stop = samples[0], samples[-1] + 1

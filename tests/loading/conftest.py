@@ -1,15 +1,28 @@
-"""Corpora for the loading tests: a real .bin/.idx written by megatron-core, and a plain Python object."""
+"""Corpora for the loading tests: a real .bin/.idx written by megatron-core, a plain Python object, and images.
+
+`blend` is every blend that the exactness tests run over: of text alone, and of image-text documents and text.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from megaresume.encoding.multimodal.types import EncodedDocument, EncodedImage, Fault, Key
+from megaresume.loading.open import open_stream
+from megaresume.sources.scan import scan_fingerprint
+from megaresume.stream.state import Fingerprint, StreamState
+from megaresume.stream.stream import Stream
 
 VOCABULARY = 50_000
+IMAGE_TOKEN = VOCABULARY + 1
+PIXEL_SHAPE = (6,)
 
 
 class Documents:
@@ -37,6 +50,9 @@ def random_documents(seed: int, num: int, *, longest: int = 300) -> list[np.ndar
 @pytest.fixture(scope="session")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[np.ndarray]]:
     """Name -> documents; the files are beside each other under the key's path."""
+    # Here: workers that are spawned import this file for its sources, and this takes them seconds.
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
     directory = tmp_path_factory.mktemp("corpora")
     documents = {str(directory / "web"): random_documents(1, 400), str(directory / "code"): random_documents(2, 150)}
     for prefix, texts in documents.items():
@@ -72,3 +88,86 @@ def notes() -> Documents:
 def texts(corpora: dict[str, list[np.ndarray]], notes: Documents) -> list[list[np.ndarray]]:
     """Documents of each source, in the order of the config."""
     return [*corpora.values(), notes.documents]
+
+
+class Pictures:
+    """Image-text documents: what they hold follows from their number, their pixels from the key's generator alone."""
+
+    whole = True
+    encoder = SimpleNamespace(image_token_id=IMAGE_TOKEN, pixel_shape=PIXEL_SHAPE)
+
+    def __init__(self, num: int = 60, *, faulty: int = 7) -> None:
+        self.num, self.faulty = num, faulty
+
+    def __len__(self) -> int:
+        return self.num
+
+    def layout(self, i: int) -> list[tuple[int, tuple[int, int, int]]]:
+        """(words before an image, its grid in patches, of which two by two make a token) of each image."""
+        rng = np.random.default_rng([17, i])
+        return [
+            (int(rng.integers(0, 5)), (1, 2 * int(rng.integers(1, 4)), 2 * int(rng.integers(1, 4))))
+            for _ in range(rng.integers(0, 4))
+        ]
+
+    def length(self, i: int) -> int:
+        return sum(words + grid[1] * grid[2] // 4 for words, grid in self.layout(i)) + 3 + i % 11
+
+    def lengths(self, ids: np.ndarray) -> np.ndarray:
+        return np.array([self.length(int(i)) for i in ids], np.int64)
+
+    def encoded(self, i: int, key: Key) -> EncodedDocument:
+        assert key.document == i
+        length = self.length(i)
+        tokens = np.random.default_rng([18, i]).integers(1, VOCABULARY, length)
+        if i % self.faulty == 0:
+            fault = Fault(policy="mask", reason=f"document {i} is broken")
+            return EncodedDocument(tokens=tokens * 0, trained=np.zeros(length, bool), fault=fault)
+        trained = np.ones(length, bool)
+        trained[0] = False
+        images, at = [], 0
+        for n, (words, grid) in enumerate(self.layout(i)):
+            at += words
+            num_tokens = grid[1] * grid[2] // 4
+            tokens[at : at + num_tokens] = IMAGE_TOKEN
+            trained[at : at + num_tokens] = False
+            pixels = key.generator(n).standard_normal((grid[1] * grid[2], *PIXEL_SHAPE)).astype(np.float32)
+            images.append(EncodedImage(offset=at, num_tokens=num_tokens, pixels=pixels, grid=grid))
+            at += num_tokens
+        return EncodedDocument(tokens=tokens, trained=trained, images=tuple(images))
+
+    def get(self, i: int) -> np.ndarray:
+        return self.encoded(i, Key(seed=0, source="", document=i, epoch=0)).tokens
+
+    def read(self, i: int, offset: int, length: int) -> np.ndarray:
+        return self.get(i)[offset : offset + length]
+
+    def fingerprint(self, *, recompute: bool = False) -> Fingerprint:
+        return scan_fingerprint(self.lengths, len(self), "pictures")
+
+
+@dataclass
+class Blend:
+    """A data config with the objects in it."""
+
+    config: dict[str, Any]
+    objects: dict[str, Any]
+
+    def open(self, state: StreamState | None = None, **changes: Any) -> Stream:
+        return open_stream(self.config | changes, objects=self.objects, state=state)
+
+
+@pytest.fixture(scope="session")
+def text_blend(config: dict, notes: Documents) -> Blend:
+    return Blend(config, {"notes": notes})
+
+
+@pytest.fixture(scope="session")
+def image_blend(config: dict, notes: Documents) -> Blend:
+    sources = config["sources"] | {"pairs": {"weight": 0.3}, "figures": {"weight": 0.1}}
+    return Blend(config | {"sources": sources}, {"notes": notes, "pairs": Pictures(), "figures": Pictures(23)})
+
+
+@pytest.fixture(scope="session", params=["text", "images"])
+def blend(request: pytest.FixtureRequest, text_blend: Blend, image_blend: Blend) -> Blend:
+    return text_blend if request.param == "text" else image_blend

@@ -14,8 +14,8 @@ import pytest
 import torch
 from numba.core.compiler_lock import global_compiler_lock
 
-from megaresume.loading.assemble import Assembler
 from megaresume.loading.batch import make_batch
+from megaresume.loading.dataset import StreamDataset
 from megaresume.loading.loader import StreamLoader
 from megaresume.loading.open import open_stream
 from megaresume.stream.batches import BatchSchedule
@@ -23,6 +23,20 @@ from megaresume.stream.errors import ConfigError, CorpusError, StateError, Strea
 from megaresume.testing import assert_same_samples
 
 KEYS = ("tokens", "labels", "loss_mask", "position_ids", "samples", "hashes")
+IMAGE_KEYS = ("pixel_values", "image_grid_thw", "num_tiles")
+
+
+def joined(parts):
+    """Batches one after another as one: every key that they have."""
+    whole = {key: torch.cat([part[key] for part in parts]) for key in KEYS}
+    whole["cu_seqlens"] = [bounds for part in parts for bounds in part["cu_seqlens"]]
+    if "pixel_values" in parts[0]:
+        whole |= {key: torch.cat([part[key] for part in parts]) for key in IMAGE_KEYS}
+        rows = list(itertools.accumulate((len(part["tokens"]) for part in parts), initial=0))[:-1]
+        moved = [part["image_positions"] + torch.tensor([row, 0, 0]) for row, part in zip(rows, parts, strict=True)]
+        whole["image_positions"] = torch.cat(moved)
+        whole["faults"] = [fault for part in parts for fault in part["faults"]]
+    return whole
 
 
 def global_batches(open_it, num_steps, schedule, *, micro, dp, start=None, **how):
@@ -37,7 +51,7 @@ def global_batches(open_it, num_steps, schedule, *, micro, dp, start=None, **how
     for _ in range(num_steps):
         size = schedule.size_at(sample)
         parts = [next(ranks[r]) for _ in range(size // (micro * dp)) for r in range(dp)]
-        steps.append({key: torch.cat([part[key] for part in parts]) for key in KEYS})
+        steps.append(joined(parts))
         sample += size
     for rank in ranks:
         rank.close()
@@ -47,20 +61,26 @@ def global_batches(open_it, num_steps, schedule, *, micro, dp, start=None, **how
 def assert_same(a, b):
     assert len(a) == len(b)
     for x, y in zip(a, b, strict=True):
-        for key in KEYS:
-            assert torch.equal(x[key], y[key]), key
+        assert set(x) == set(y)
+        for key in x:
+            if key == "faults":
+                assert x[key] == y[key]
+            elif key == "cu_seqlens":
+                assert len(x[key]) == len(y[key]) and all(map(torch.equal, x[key], y[key]))
+            else:
+                assert torch.equal(x[key], y[key]), key
 
 
 @pytest.fixture(scope="module")
-def open_it(config, notes):
-    return lambda state=None: open_stream(config, objects={"notes": notes}, state=state)
+def open_it(blend):
+    return blend.open
 
 
 @pytest.fixture(scope="module")
 def expected(open_it):
     """Twelve steps of 8, straight from the plan."""
     stream = open_it()
-    assembler = Assembler(stream.sources, seq_length=128)
+    assembler = StreamDataset(stream).assembler
     return [make_batch(stream.plan(c, c + 8), assembler) for c in range(0, 96, 8)]
 
 
@@ -72,7 +92,7 @@ def test_any_ranks_and_micro_batches(open_it, expected, dp, micro, prefetch):
     assert steps[0]["samples"].tolist() == list(range(8))
 
 
-@pytest.mark.parametrize("num_workers, start_method", [(1, "fork"), (3, "fork"), (2, "spawn")])
+@pytest.mark.parametrize("num_workers, start_method", [(1, "fork"), (3, "fork"), (2, "spawn"), (2, "forkserver")])
 def test_any_workers_however_started(open_it, expected, num_workers, start_method):
     how = {"num_workers": num_workers, "start_method": start_method}
     assert_same(global_batches(open_it, 12, BatchSchedule.constant(8), micro=4, dp=2, **how), expected)
@@ -100,12 +120,11 @@ def test_a_ramp_up_moves_only_the_boundaries(open_it, expected):
     schedule = BatchSchedule.ramp_up(4, 4, 24, 16)
     steps = global_batches(open_it, 8, schedule, micro=2, dp=2)
     assert [len(s["samples"]) for s in steps][:4] == [4, 4, 8, 12]
-    joined = {key: torch.cat([s[key] for s in steps]) for key in KEYS}
-    whole = {key: torch.cat([e[key] for e in expected]) for key in KEYS}
-    for key in KEYS:
-        num = min(len(joined[key]), len(whole[key]))
+    ramped, whole = joined(steps), joined(expected)
+    for key in (*KEYS, *IMAGE_KEYS) if "pixel_values" in whole else KEYS:
+        num = min(len(ramped[key]), len(whole[key]))
         assert num > 80
-        assert torch.equal(joined[key][:num], whole[key][:num])
+        assert torch.equal(ramped[key][:num], whole[key][:num])
 
 
 @pytest.mark.parametrize(
@@ -203,12 +222,12 @@ def test_a_damaged_source_stops_the_consumer(config, notes):
 
 def test_dataset_under_a_plain_dataloader(open_it, expected):
     """Level 2 of the design: any sampler that counts from the consumed samples is exact."""
-    from megaresume.loading.dataset import StreamDataset
-
     dataset = StreamDataset(open_it(), num_samples=96)
     assert len(dataset) == 96
-    for i in (95, 0, 40, 39):
+    numbers = (95, 0, 40, 39)
+    for i in numbers:
         assert torch.equal(dataset[i]["tokens"][0], torch.cat([e["tokens"] for e in expected])[i])
+    assert_same([joined([dataset[i] for i in numbers])], [dataset.__getitems__(numbers)])
 
 
 def test_open_stream_from_classic_data_path(corpora):
