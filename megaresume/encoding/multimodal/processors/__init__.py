@@ -11,11 +11,14 @@ from typing import Any
 
 from megaresume.encoding.multimodal.options import choose_kind, plain, read_options
 from megaresume.encoding.multimodal.processors.base import Grid, Pixels, Processor, Statistics
+from megaresume.encoding.multimodal.processors.native import Native
 from megaresume.encoding.multimodal.processors.patches import Patches
+from megaresume.encoding.multimodal.processors.python import PythonProcessor
+from megaresume.encoding.multimodal.processors.tiles import Tiles
 
 __all__ = ["KINDS", "Grid", "Pixels", "Processor", "Statistics", "processor_from_options", "processor_options"]
 
-KINDS: dict[str, type[Any]] = {"patches": Patches}
+KINDS: dict[str, type[Any]] = {cls.kind: cls for cls in (Patches, Tiles, Native, PythonProcessor)}
 
 
 def processor_from_options(options: object, where: str = "processor") -> Processor:

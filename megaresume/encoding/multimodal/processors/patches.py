@@ -53,7 +53,7 @@ class Patches:
     merge: int = option(1, integer(1, 64))
     #: further tokens of the vision model that are kept (CLS); LLaVA drops CLIP's.
     class_tokens: int = option(0, integer(0, 64))
-    normalize: Statistics = option(CLIP, statistics)
+    normalize: Statistics = option(CLIP, statistics)  # noqa: RUF009 (frozen)
 
     def __post_init__(self) -> None:
         unit = self.patch_size * self.merge
