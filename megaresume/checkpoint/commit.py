@@ -177,6 +177,7 @@ def commit_save(
     pending: PendingCheckpoint,
     *,
     expected_files: Iterable[str] | None = None,
+    beside: Iterable[FileEntry] = (),
     checksums: bool = False,
     sync_files: bool = False,
     threads: int | None = None,
@@ -187,6 +188,7 @@ def commit_save(
     Args:
         pending: what `begin_save` gave.
         expected_files: files that must be there, relative to the tag directory; in place of those in ``pending``.
+        beside: files of this save in ``<save>/megaresume``, with checksums; they are part of the checkpoint.
         checksums: read every file and put its checksum into the manifest.
         sync_files: fsync every model file first. A killed process loses nothing without it; a power cut may, which
             the sizes in the manifest show on load. Costs what the disk needs to write the checkpoint out.
@@ -201,6 +203,8 @@ def commit_save(
     _check_not_overtaken(pending)
     expected = pending.expected_files if expected_files is None else tuple(expected_files)
     files = _collect(pending.tag_dir, expected)
+    others = tuple(beside)
+    _check_beside(root, others)
     if checksums:
         files = _with_checksums(pending.tag_dir, files, threads, progress)
     if sync_files:
@@ -212,6 +216,7 @@ def commit_save(
         save_id=step.save_id,
         digest=step.state.digest,
         files=files,
+        beside=others,
     )
     # One fsync of the directory for both: should a power cut lose only the state, the manifest tells.
     write_step_file(step_path(root, step.iteration, step.tag), step, sync_dir=False)
@@ -303,6 +308,24 @@ def _collect(tag_dir: Path, expected: tuple[str, ...] | None) -> tuple[FileEntry
     if wrong:
         _refuse(tag_dir, wrong, f"{len(wanted)} files that are not empty")
     return files
+
+
+def _check_beside(root: Path, entries: tuple[FileEntry, ...]) -> None:
+    sizes = [(entry, _size_of(records_dir(root) / entry.path)) for entry in entries]
+    wrong = [
+        f"{entry.path} is missing" if size is None else f"{entry.path} has {size} of {entry.size} bytes"
+        for entry, size in sizes
+        if size != entry.size
+    ]
+    if wrong:
+        _refuse(records_dir(root), wrong, f"{len(entries)} files as they were written")
+
+
+def _size_of(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
 
 
 def _refuse(tag_dir: Path, wrong: list[str], expected: str) -> None:

@@ -6,6 +6,8 @@ checkpoint counts as complete**. It names the state that it was committed with, 
 Version history:
 
     1  first version
+    2  ``beside``: files of the same save in ``<save>/megaresume``. Written only where there are any: a reader of
+       version 1 would take a checkpoint without them for a whole one
 """
 
 from __future__ import annotations
@@ -18,13 +20,14 @@ from typing import Any, Literal
 
 import xxhash
 
+from megaresume.checkpoint.layout import records_dir
 from megaresume.checkpoint.sealed import read_sealed, seal
 from megaresume.stream.errors import CheckpointError
 
 __all__ = ["FORMAT", "VERSION", "FileEntry", "Manifest", "Problem", "checksum_files", "list_files", "read_manifest"]
 
 FORMAT = "megaresume.manifest"
-VERSION = 1
+VERSION = 2
 
 #: bytes read at once; large enough that hashing, not the calls, is what costs.
 _CHUNK = 4 << 20
@@ -130,17 +133,19 @@ class Manifest:
     #: digest of the data state that was committed with it.
     digest: str
     files: tuple[FileEntry, ...]
+    #: of the same save, relative to ``<save>/megaresume``: the states of a loader. Always with checksums.
+    beside: tuple[FileEntry, ...] = ()
 
     @property
     def size(self) -> int:
         """Bytes of all files."""
-        return sum(entry.size for entry in self.files)
+        return sum(entry.size for entry in (*self.files, *self.beside))
 
     def to_bytes(self) -> bytes:
         """The content of the file."""
         fields: dict[str, Any] = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSION if self.beside else 1,
             "iteration": self.iteration,
             "tag": self.tag,
             "save_id": self.save_id,
@@ -148,6 +153,8 @@ class Manifest:
             "algorithm": "xxh3_128",
             "files": [[entry.path, entry.size, entry.checksum] for entry in self.files],
         }
+        if self.beside:
+            fields["beside"] = [[entry.path, entry.size, entry.checksum] for entry in self.beside]
         return seal(fields, depth=2)
 
     def verify(
@@ -164,7 +171,8 @@ class Manifest:
 
         Args:
             tag_dir: the tag directory.
-            mode: ``checksums`` reads every file that has one; ``sizes`` costs one look-up a file.
+            mode: ``checksums`` reads every file that has one; ``sizes`` costs one look-up a file. Files in ``beside``
+                are small, and are always read.
             threads: see `checksum_files`.
             progress: see `checksum_files`.
 
@@ -186,7 +194,16 @@ class Manifest:
                 elif checksum != checked[path].checksum:
                     detail = f"checksum is {checksum}, was {checked[path].checksum} when it was saved"
                     problems[path] = Problem(path=path, kind="checksum", detail=detail)
-        return [problems[entry.path] for entry in self.files if entry.path in problems]
+        found = [problems[entry.path] for entry in self.files if entry.path in problems]
+        return found + _problems_beside(records_dir(tag_dir.parent), self.beside, threads)
+
+
+def _problems_beside(directory: Path, entries: tuple[FileEntry, ...], threads: int | None) -> list[Problem]:
+    if not entries:
+        return []
+    manifest = Manifest(iteration=0, tag="", save_id="", digest="", files=entries)
+    found = manifest.verify(directory, mode="checksums", threads=threads)
+    return [Problem(path=f"{directory.name}/{p.path}", kind=p.kind, detail=p.detail) for p in found]
 
 
 def _size_problem(tag_dir: Path, entry: FileEntry) -> Problem | None:
@@ -223,6 +240,7 @@ def read_manifest(path: Path, *, iteration: int | None = None, tag: str | None =
             save_id=str(fields["save_id"]),
             digest=str(fields["digest"]),
             files=tuple(_entry(row) for row in fields["files"]),
+            beside=tuple(_entry(row) for row in fields.get("beside", ())),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(

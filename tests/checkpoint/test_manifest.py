@@ -134,6 +134,6 @@ def test_newer_version(tag_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "manifest.json"
     fields = json.loads(manifest_of(tag_dir).to_bytes())
     del fields["checksum"]
-    path.write_bytes(seal(fields | {"version": 2}))
+    path.write_bytes(seal(fields | {"version": 3}))
     with pytest.raises(NewerFormatError):
         read_manifest(path)
