@@ -20,7 +20,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megaresume.integrations import deepspeed_engine as facts
 from megaresume.integrations.deepspeed_checkpoint import Checkpoints
@@ -34,7 +34,10 @@ from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import OnChange
 from megaresume.stream.stream import Stream
 
-__all__ = ["Attached", "attach"]
+if TYPE_CHECKING:
+    from megaresume.integrations.loaders.deepspeed import AttachedLoader
+
+__all__ = ["Attached", "attach", "hook"]
 
 #: where an engine keeps what is attached to it.
 _SLOT = "_megaresume_attached"
@@ -144,7 +147,7 @@ def attach(
         transform=transform,
     )
     attached.checkpoints = Checkpoints(attached, save_dir=None if save_dir is None else os.fspath(save_dir))
-    _hook(engine, attached)
+    hook(engine, attached)
     return attached
 
 
@@ -152,10 +155,11 @@ def attach(
 class _Slot:
     """What is attached to an engine now; the hooks look here at every call."""
 
-    data: Attached
+    data: Attached | AttachedLoader
 
 
-def _hook(engine: Any, attached: Attached) -> None:
+def hook(engine: Any, attached: Attached | AttachedLoader) -> None:
+    """Let the engine's methods carry this data from now on, in the place of what was attached before."""
     slot: _Slot | None = engine.__dict__.get(_SLOT)
     if slot is not None:
         slot.data.detach("megaresume.attach was called again on the same engine")

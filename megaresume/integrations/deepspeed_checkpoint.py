@@ -20,6 +20,7 @@ from typing import Any
 from megaresume.checkpoint.choose import Choice
 from megaresume.checkpoint.layout import deepspeed_tag, ledger_path
 from megaresume.checkpoint.ledger import read_ledger
+from megaresume.checkpoint.manifest import FileEntry
 from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.state_file import StepFile
 from megaresume.checkpoint.topology import Topology
@@ -77,10 +78,10 @@ class Checkpoints:
             StateError: the optimizer steps and the batches do not fit; or the ranks' states differ.
             CheckpointError: files are missing or empty, or the disk refuses. The pointers stay as they were.
         """
-        engine, data = self.data.engine, self.data
+        engine = self.data.engine
         step = int(engine.global_steps)
         tag = deepspeed_tag(step) if tag is None else str(tag)
-        state = on_all_ranks(data.state)
+        state = self._take_state()
         same_on_all_ranks(
             f"iteration {step}, sample {state.samples}, digest {state.digest}",
             "the data that was trained",
@@ -98,8 +99,35 @@ class Checkpoints:
             topology=self.topology,
             client_state=client_state,
             latest=latest,
-            origin=data.stream.origin,
+            origin=self._origin(),
+            write_beside=self._write_beside(save_dir, step, tag),
         )
+
+    # What is a stream's own; the states of other people's loaders come and go in their own way.
+
+    def _take_state(self) -> StreamState:
+        """The state of what is trained, the same on every rank. Collective."""
+        return on_all_ranks(self.data.state)
+
+    def _start_state(self, sample: int) -> StreamState:
+        """The state at which this process began."""
+        return self.data.stream.state_at(sample, batches=self.data.schedule.until(sample))
+
+    def _origin(self) -> Mapping[str, Any] | None:
+        """For data.yaml."""
+        return self.data.stream.origin
+
+    def _write_beside(self, save_dir: str, step: int, tag: str) -> Callable[[], tuple[FileEntry, ...]] | None:
+        """Writes what a save adds in ``<save>/megaresume``; see `write_tag`."""
+        return None
+
+    def _put_back(self, state: StreamState, choice: Choice) -> None:
+        """Go on from a state. On every rank; raises on its own."""
+        self.data.restore(state, step=int(self.data.engine.global_steps))
+
+    def _change_lines(self, state: StreamState) -> list[str]:
+        """What was accepted at the resume, in words."""
+        return change_lines(self.data.stream, self.data.schedule.size_at(state.samples))
 
     def record_start(self, save_dir: str | None = None) -> None:
         """Put this start into the ledger of the run, once. Writes on rank 0 only; no collective."""
@@ -113,7 +141,7 @@ class Checkpoints:
         record_start(
             save_dir,
             iteration=step,
-            state=self.data.stream.state_at(sample, batches=self.data.schedule.until(sample)),
+            state=self._start_state(sample),
             choice=self._choice,
             topology=self.topology(),
         )
@@ -165,7 +193,7 @@ class Checkpoints:
                     cause="files of two checkpoints were mixed in one directory",
                     action="megaresume inspect DIR shows which checkpoints are whole; load one of those",
                 )
-            self.data.restore(state, step=iteration)
+            self._put_back(state, choice)
             return state
 
         state = on_all_ranks(restore)
@@ -181,7 +209,7 @@ class Checkpoints:
         if is_rank_0():
             # Printed, not logged: it must be in the job's output whatever the program does with its logging.
             print(self.resume.line(), flush=True)
-            for line in change_lines(self.data.stream, self.data.schedule.size_at(state.samples)):
+            for line in self._change_lines(state):
                 print(line, flush=True)
         if self.resume.repeated or self.resume.skipped:
             raise StateError(

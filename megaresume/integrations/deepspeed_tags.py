@@ -15,6 +15,7 @@ from megaresume.checkpoint.choose import Choice
 from megaresume.checkpoint.commit import begin_save, commit_save
 from megaresume.checkpoint.confirm import confirm_choice
 from megaresume.checkpoint.data_file import write_data_file
+from megaresume.checkpoint.manifest import FileEntry
 from megaresume.checkpoint.state_file import StepFile
 from megaresume.checkpoint.topology import Topology
 from megaresume.integrations import deepspeed_engine as facts
@@ -57,8 +58,11 @@ def write_tag(
     client_state: Mapping[str, Any],
     latest: bool,
     origin: Mapping[str, Any] | None,
+    write_beside: Callable[[], tuple[FileEntry, ...]] | None = None,
 ) -> Any:
     """Write a tag directory with ``write`` (DeepSpeed's method, save_dir bound) and commit it. On all ranks.
+
+    ``write_beside`` writes what this rank has to add in ``<save>/megaresume``, and returns what all ranks add there.
 
     Raises, on every rank:
         CheckpointError: files are missing or empty, or the disk refuses. The pointers stay as they were.
@@ -74,11 +78,12 @@ def write_tag(
             tracker=latest,
         )
     )
+    beside = () if write_beside is None else on_all_ranks(write_beside)
     result = write(tag=tag, client_state={**client_state, KEY: state.to_dict()}, save_latest=False)
     files = written_files(engine, save_dir, tag)
 
     def commit() -> tuple[str, ...]:
-        notes = commit_save(begin, expected_files=files).notes
+        notes = commit_save(begin, expected_files=files, beside=beside).notes
         if origin is not None:
             write_data_file(Path(save_dir), origin)
         return notes
