@@ -1,6 +1,7 @@
 """Exact, elastic, provable data resume for Megatron-LM and DeepSpeed training.
 
     megaresume.attach(engine, "data.yaml")     DeepSpeed: micro-batches, saved and restored with the model
+    megaresume.attach_loader(engine, loader)   DeepSpeed: Energon's or torchdata's loader in the place of our stream
     megaresume.provider(base_provider)         Megatron: the script's datasets provider, with exact resume
     megaresume.extra_args_provider(base)       Megatron: the script's flags, and ours
     megaresume.open_stream("data.yaml")        the stream itself: plan, state and digest of any sample
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megaresume.integrations.deepspeed import attach
+    from megaresume.integrations.loaders.deepspeed import attach_loader
     from megaresume.integrations.megatron.routes import extra_args_provider, provider
     from megaresume.loading.dataset import StreamDataset
     from megaresume.loading.loader import StreamLoader
@@ -37,6 +39,7 @@ __all__ = [
     "StreamLoader",
     "StreamState",
     "attach",
+    "attach_loader",
     "extra_args_provider",
     "open_stream",
     "provider",
@@ -51,6 +54,7 @@ _HOMES = {
     "StreamLoader": "megaresume.loading.loader",
     "StreamState": "megaresume.stream.state",
     "attach": "megaresume.integrations.deepspeed",
+    "attach_loader": "megaresume.integrations.loaders.deepspeed",
     "extra_args_provider": "megaresume.integrations.megatron.routes",
     "open_stream": "megaresume.loading.open",
     "provider": "megaresume.integrations.megatron.routes",

@@ -1,0 +1,20 @@
+"""Other people's loaders, attached to DeepSpeed and Megatron: their states become part of the checkpoint.
+
+    data = megaresume.attach_loader(engine, loader)          DeepSpeed
+    provider = megaresume.loader_provider(base_provider)     Megatron, --dataloader-type external
+
+Anything with ``save_state_rank`` / ``restore_state_rank`` (Energon's `SavableDataLoader`) or ``state_dict`` /
+``load_state_dict`` (torchdata's `StatefulDataLoader` and its kin) will do. The order of the samples stays the loader's;
+what is ours is that the state belongs to the *trained* batches, that every data-parallel rank's state is committed with
+the checkpoint or not at all, and that it is restored on every replica or refused.
+
+    adapters   what a kind of loader says of itself, how its state is taken and put back
+    reader     its batches one after another, and the state at any of them: prefetching never enters
+    record     what a checkpoint says about the states: JSON, beside the files with their checksums
+    files      the states themselves: <save>/megaresume/step_0000010.loader/rank_00000.pkl
+    gathering  all ranks together: who writes, who must agree, who gets what
+    deepspeed, megatron   the two frameworks
+
+The state of such a run is a `StreamState` without sources, whose config names the loader: so everything that
+`megaresume.checkpoint` promises for a stream holds for it too, and ``megaresume inspect`` unpickles nothing.
+"""

@@ -1,0 +1,194 @@
+"""What a kind of loader says of itself, and how its state is taken and put back. One class a kind.
+
+    loader  --adapter_of-->  Adapter:  facts()   workers and batch size: the state fits nothing else
+                                       save()    the state behind the last batch that was handed out
+                                       restore() before the first batch
+                                       batches() an iterator, asked for once an epoch
+
+States are objects of the loader's own library; they are pickled, since nothing else can hold them (Energon's are
+classes, which ``torch.load`` refuses by default since torch 2.6).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megaresume.stream.errors import StateError, UsageError
+
+__all__ = ["Adapter", "EnergonAdapter", "Facts", "StateDictAdapter", "adapter_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What a state of this loader depends on."""
+
+    #: energon, or state_dict.
+    kind: str
+    #: what made it: a name and a version, for people.
+    library: str
+    #: worker processes of one data-parallel rank.
+    workers: int
+    #: samples of one batch; None: the loader does not say.
+    batch_size: int | None
+
+
+class Adapter(Protocol):
+    """One loader, seen from here."""
+
+    def facts(self) -> Facts:
+        """What its state depends on."""
+
+    def save(self, handed: int, epoch: int) -> Any:
+        """The state behind the last batch.
+
+        Args:
+            handed: batches handed out since the beginning of the run.
+            epoch: passes over the loader that have ended.
+        """
+
+    def restore(self, state: Any, handed: int, epoch: int) -> None:
+        """Put a state back, before the first batch of this process."""
+
+    def batches(self, epoch: int) -> Iterator[Any]:
+        """The batches up to the end of an epoch; a later call goes on with the next."""
+
+
+def adapter_of(loader: Any) -> Adapter:
+    """Find out what kind of loader it is, by its methods.
+
+    Raises:
+        UsageError: it can neither save nor restore a state.
+    """
+    if all(hasattr(loader, name) for name in ("save_state_rank", "restore_state_rank", "worker_config")):
+        return EnergonAdapter(loader)
+    if all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict", "__iter__")):
+        return StateDictAdapter(loader)
+    raise UsageError(
+        "this loader has no state that could be saved",
+        found=f"{type(loader).__module__}.{type(loader).__name__}",
+        expected="Energon's get_savable_loader(...), torchdata's StatefulDataLoader(...), or any iterable with "
+        "state_dict and load_state_dict",
+        cause="a plain torch DataLoader forgets its position" if hasattr(loader, "batch_sampler") else None,
+        action="use torchdata.stateful_dataloader.StatefulDataLoader in the place of torch.utils.data.DataLoader, "
+        "megatron.energon.get_savable_loader in the place of get_loader; or megaresume.attach with a data.yaml",
+    )
+
+
+def _library(loader: Any) -> str:
+    package = type(loader).__module__.partition(".")[0]
+    names = {"megatron": "megatron-energon"}
+    try:
+        return f"{names.get(package, package)} {importlib.metadata.version(names.get(package, package))}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"{type(loader).__module__}.{type(loader).__qualname__}"
+
+
+class StateDictAdapter:
+    """``state_dict`` and ``load_state_dict``, as torchdata defines them: the state behind the batch handed out last."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def facts(self) -> Facts:
+        """See `Adapter`."""
+        size = getattr(self.loader, "batch_size", None)
+        if size is None:  # torchdata takes it from a batch_sampler
+            size = getattr(getattr(self.loader, "batch_sampler", None), "batch_size", None)
+        return Facts(
+            kind="state_dict",
+            library=_library(self.loader),
+            workers=int(getattr(self.loader, "num_workers", 0)),
+            batch_size=None if size is None else int(size),
+        )
+
+    def save(self, handed: int, epoch: int) -> Any:
+        """See `Adapter`."""
+        return self.loader.state_dict()
+
+    def restore(self, state: Any, handed: int, epoch: int) -> None:
+        """See `Adapter`."""
+        self._set_epoch(epoch)
+        self.loader.load_state_dict(state)
+
+    def batches(self, epoch: int) -> Iterator[Any]:
+        """See `Adapter`."""
+        self._set_epoch(epoch)
+        return iter(self.loader)
+
+    def _set_epoch(self, epoch: int) -> None:
+        # A distributed sampler shuffles by the epoch that it is told, and its state does not hold it.
+        for name in ("sampler", "batch_sampler"):
+            sampler: Any = getattr(self.loader, name, None)
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+
+
+class EnergonAdapter:
+    """Energon's `SavableDataLoader`: ``save_state_rank`` and ``restore_state_rank``.
+
+    Energon 7.4 forgets, for every worker that has handed out nothing since a restore, how many batches of the restored
+    state it is to pass over (``_worker_sample_counters``); a second resume soon after the first then repeats and skips
+    samples in silence. So the counters are set right behind its restore, and every state is checked against our own
+    count of the batches before it is used.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def facts(self) -> Facts:
+        """See `Adapter`."""
+        size = self.loader._get_batch_size() if hasattr(self.loader, "_get_batch_size") else None
+        return Facts(
+            kind="energon",
+            library=_library(self.loader),
+            workers=int(self.loader.worker_config.num_workers),
+            batch_size=None if size is None else int(size),
+        )
+
+    def save(self, handed: int, epoch: int) -> Any:
+        """See `Adapter`.
+
+        Raises:
+            StateError: Energon's state is not the one behind the last batch.
+        """
+        state = self.loader.save_state_rank()
+        counted = _batches_of(state)
+        if counted is not None and counted != handed:
+            raise StateError(
+                "Energon's state is not the one behind the batch that was handed out last",
+                found=f"a state behind {counted} batches",
+                expected=f"a state behind {handed} batches",
+                cause="the loader was iterated elsewhere too, or another version of Energon counts in another way: "
+                f"{_library(self.loader)}",
+                action="give the loader to megaresume alone; megaresume knows megatron-energon 7.4",
+            )
+        return state
+
+    def restore(self, state: Any, handed: int, epoch: int) -> None:
+        """See `Adapter`."""
+        self.loader.restore_state_rank(state)
+        if state is not None and self.loader.num_workers > 0:
+            self.loader._worker_sample_counters = [_next_index(worker) - 1 for worker in state.worker_states]
+
+    def batches(self, epoch: int) -> Iterator[Any]:
+        """See `Adapter`."""
+        return iter(self.loader)
+
+
+def _next_index(worker: Any) -> int:
+    """The number of the batch, in one worker's own counting, that comes next after a restore."""
+    return int(worker.offset) + (0 if worker.state is None else int(worker.state.sample_index))
+
+
+def _batches_of(state: Any) -> int | None:
+    """Batches handed out before a `SavableDataLoaderState`; None: it does not say."""
+    if state is None:
+        return 0
+    workers = state.worker_states
+    if all(hasattr(worker, "offset") for worker in workers):
+        return sum(_next_index(worker) for worker in workers)
+    counts = [worker.get("_sample_index") for worker in workers]
+    return None if None in counts else sum(counts)

@@ -1,0 +1,301 @@
+"""`attach_loader`: a loader with a state of its own, and a DeepSpeed engine.
+
+    engine, *_ = deepspeed.initialize(...)
+    data = megaresume.attach_loader(engine, loader)      # Energon's or torchdata's, made for this data-parallel rank
+    engine.load_checkpoint("checkpoints")                # nothing there yet: the loader begins
+    for batch in data:
+        ...
+        engine.backward(loss)
+        engine.step()
+        if engine.global_steps % 100 == 0: engine.save_checkpoint("checkpoints")
+
+Hooks, clock and commit are those of `megaresume.attach`; see docs/loaders.md.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megaresume.checkpoint.choose import Choice
+from megaresume.checkpoint.manifest import FileEntry
+from megaresume.integrations import deepspeed_engine as facts
+from megaresume.integrations.deepspeed import hook
+from megaresume.integrations.deepspeed_checkpoint import Checkpoints
+from megaresume.integrations.loaders import files
+from megaresume.integrations.loaders.adapters import Facts, adapter_of
+from megaresume.integrations.loaders.gathering import Captured, capture, restore_states
+from megaresume.integrations.loaders.reader import LoaderReader
+from megaresume.integrations.loaders.record import LoaderRecord
+from megaresume.integrations.ranks import is_rank_0, on_all_ranks
+from megaresume.integrations.resume import Resume
+from megaresume.stream.batches import BatchSchedule
+from megaresume.stream.errors import MegaresumeError, StateError, UsageError
+from megaresume.stream.state import StreamState
+
+__all__ = ["AttachedLoader", "attach_loader"]
+
+
+def attach_loader(engine: Any, loader: Any, *, save_dir: str | os.PathLike[str] | None = None) -> AttachedLoader:
+    """Make the state of a loader part of an engine's checkpoints. Call it on every rank, right after
+    ``deepspeed.initialize`` and before ``engine.load_checkpoint``.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned first; ZeRO 0 to 3, or a pipeline engine.
+        loader: Energon's ``get_savable_loader(...)``, torchdata's ``StatefulDataLoader(...)``, or any iterable with
+            ``state_dict`` and ``load_state_dict``. Its batches are this rank's micro-batches; it deals samples out to
+            data-parallel ranks itself. None on a rank that is sent its batches by another.
+        save_dir: as for `megaresume.attach`.
+
+    Returns:
+        the batches: iterate over it, or pass it to ``engine.train_batch(data_iter=...)``. It never ends: a loader that
+        ends is begun again, with ``set_epoch`` of its sampler.
+
+    Raises, on every rank:
+        UsageError: no DeepSpeed engine, or a loader without a state.
+    """
+    facts.check_engine(engine)
+    attached = on_all_ranks(lambda: AttachedLoader(engine, loader))
+    attached.checkpoints = LoaderCheckpoints(attached, save_dir=None if save_dir is None else os.fspath(save_dir))
+    hook(engine, attached)
+    return attached
+
+
+class AttachedLoader:
+    """The batches of an engine from a loader with a state of its own. Iterate over it; made by `attach_loader`.
+
+    As in `TrainingData`, ``engine.global_steps`` is the only clock: what was handed out and not yet stepped on does not
+    count, and is handed out again after a resume.
+    """
+
+    checkpoints: LoaderCheckpoints
+
+    def __init__(self, engine: Any, loader: Any) -> None:
+        self.engine = engine
+        self.reader = None if loader is None else LoaderReader(adapter_of(loader), lambda: self.batches_trained)
+        self._is_pipeline = facts.is_pipeline(engine)
+        self._failure: MegaresumeError | None = None
+        self._ready = int(engine.global_steps) == 0
+        self._set_base(int(engine.global_steps), 0, 0, ())
+
+    def _set_base(self, step: int, samples: int, batches: int, sizes: tuple[tuple[int, int], ...]) -> None:
+        """Count from here: ``step`` optimizer steps have trained so many samples, of so many batches a rank."""
+        self.base = (step, samples)
+        # (step, samples, batches of a rank) after every step that was begun and of the last one that was trained.
+        self._marks: deque[tuple[int, int, int]] = deque([(step, samples, batches)])
+        self._sizes = list(sizes)
+        self._handed = self._per_step = 0
+
+    @property
+    def resume(self) -> Resume | None:
+        """What the last ``engine.load_checkpoint`` restored; None: nothing, this is a fresh start."""
+        return self.checkpoints.resume
+
+    @property
+    def attempt(self) -> int | None:
+        """Which start of the run this is, from 1; on rank 0, once the first step has begun in a known ``save_dir``."""
+        return self.checkpoints.attempt
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes of the loader."""
+        return 0 if self.reader is None else self.reader.adapter.facts().workers
+
+    @property
+    def samples_trained(self) -> int:
+        """Samples that optimizer steps have trained on, since the start of the run, all ranks together."""
+        return self._trained()[1]
+
+    @property
+    def batches_trained(self) -> int:
+        """Batches of this rank that optimizer steps have trained on, since the start of the run."""
+        return self._trained()[2]
+
+    @property
+    def schedule(self) -> BatchSchedule:
+        """Global batch sizes up to now."""
+        now = (self._marks[-1][1], int(self.engine.train_batch_size()))
+        sizes = [*self._sizes, now] if not self._sizes or self._sizes[-1][1] != now[1] else self._sizes
+        return BatchSchedule(((0, sizes[0][1]), *sizes[1:]))
+
+    def _trained(self) -> tuple[int, int, int]:
+        steps = int(self.engine.global_steps)
+        while len(self._marks) > 1 and self._marks[1][0] <= steps:
+            self._marks.popleft()
+        return self._marks[0]
+
+    def __iter__(self) -> AttachedLoader:
+        return self
+
+    def __next__(self) -> Any:
+        """The next micro-batch, as the loader made it.
+
+        Raises:
+            StateError: the engine was loaded from a checkpoint and the loader was not, or steps and batches do not fit.
+            UsageError: this rank has no loader, or the loader no batches.
+        """
+        if self._failure is not None:
+            raise self._failure
+        try:
+            batch = self._next_batch()
+        except MegaresumeError as error:
+            self._failure = error
+            raise
+        self._handed += 1
+        return batch
+
+    def _next_batch(self) -> Any:
+        if self.reader is None:
+            raise UsageError(
+                "this rank has no loader",
+                found="attach_loader(engine, None), and next(data)",
+                expected="a rank that is sent its batches by another",
+                action="give attach_loader the loader on the ranks that read batches",
+            )
+        if not self._is_pipeline:
+            self._check_clock()
+            if self._handed == self._per_step:
+                self._open_step()
+        elif self._handed == self._per_step:
+            raise UsageError(
+                "a pipeline engine's batches are handed out within train_batch only",
+                found=f"a batch was asked for after {self._handed} of {self._per_step} micro-batches",
+                expected="engine.train_batch(data_iter=data)",
+                action="do not call next(data) yourself, and do not save or restore engine.train_batch",
+            )
+        return next(self.reader)
+
+    def before_train_batch(self) -> None:
+        """Begin a step of a pipeline engine, on every rank: only its first and last stages ask for batches."""
+        self._open_step()
+
+    def follow(self) -> None:
+        """Count a step on a rank that reads no batches: it has none that could tell."""
+        steps = int(self.engine.global_steps)
+        while self._marks[-1][0] < steps:
+            self._open_step()
+
+    def _open_step(self) -> None:
+        if not self._ready:
+            raise _not_restored(self.engine)
+        step, samples, batches = self._marks[-1]
+        size, per_step = int(self.engine.train_batch_size()), int(self.engine.gradient_accumulation_steps())
+        if not self._sizes or self._sizes[-1][1] != size:
+            self._sizes.append((samples, size))
+        self._marks.append((step + 1, samples + size, batches + per_step))
+        self._handed, self._per_step = 0, per_step
+        self.checkpoints.record_start()
+
+    def _check_clock(self) -> None:
+        if not self._ready:
+            raise _not_restored(self.engine)
+        steps, last = int(self.engine.global_steps), self._marks[-1][0]
+        # A step that is being handed out cannot have been trained.
+        if self.base[0] <= steps <= last - (self._handed < self._per_step and not self._is_pipeline):
+            return
+        raise StateError(
+            "the optimizer steps and the batches that were handed out do not fit",
+            found=f"iteration {steps}, {steps - self.base[0]} steps since iteration {self.base[0]}; batches of "
+            f"{last - self.base[0]} steps were begun to be handed out",
+            expected="all micro-batches of a step before engine.step() ends it",
+            cause="the engine trained on other batches, or was loaded without its load_checkpoint method",
+            action="feed the engine from this data alone",
+        )
+
+    def capture(self) -> Captured:
+        """The states of all ranks for exactly the trained batches. Collective."""
+
+        def check() -> None:
+            if self.reader is None:
+                self.follow()
+            self._check_clock()
+
+        on_all_ranks(check)
+        return capture(
+            self.reader,
+            dp_rank=facts.data_rank(self.engine),
+            dp_size=facts.data_size(self.engine),
+            trained=self.batches_trained,
+        )
+
+    def restore(self, state: StreamState, choice: Choice, *, step: int) -> None:
+        """Go on from a checkpoint. ``engine.load_checkpoint`` does it by itself."""
+        record = LoaderRecord.from_state(state)
+        self._set_base(step, state.samples, record.batches, state.batches)
+        restore_states(
+            self.reader,
+            record,
+            root=choice.load_dir,
+            iteration=choice.iteration or step,
+            tag=choice.tag.removesuffix("_universal"),
+            dp_rank=facts.data_rank(self.engine),
+            dp=facts.data_size(self.engine),
+        )
+        self._ready, self._failure = True, None
+
+    def close(self) -> None:
+        """Hand out nothing any more."""
+        self.detach("it was closed")
+
+    def detach(self, why: str) -> None:
+        """Hand out nothing any more: the engine has other data now."""
+        self._failure = StateError("this data hands out nothing any more", cause=why)
+
+
+def _not_restored(engine: Any) -> StateError:
+    return StateError(
+        "the engine is past its first step, but no state of the loader was restored",
+        found=f"iteration {engine.global_steps}, a loader at its beginning",
+        expected="the states of the checkpoint that the engine was loaded from",
+        cause="load_checkpoint was called before megaresume.attach_loader, or not through the engine",
+        action="call megaresume.attach_loader right after deepspeed.initialize, before engine.load_checkpoint",
+    )
+
+
+class LoaderCheckpoints(Checkpoints):
+    """Saves and loads one engine's checkpoints together with the states of its loaders."""
+
+    data: AttachedLoader  # type: ignore[assignment]
+
+    def __init__(self, data: AttachedLoader, *, save_dir: str | None) -> None:
+        super().__init__(data, save_dir=save_dir)  # type: ignore[arg-type]
+        self._captured: Captured | None = None
+        self._restored: StreamState | None = None
+
+    def _take_state(self) -> StreamState:
+        self._captured = self.data.capture()
+        samples = self.data.samples_trained
+        batches = [size for size in self.data.schedule.segments if size[0] < samples or size[0] == 0]
+        return self._captured.record.to_state(samples=samples, batches=batches)
+
+    def _start_state(self, sample: int) -> StreamState:
+        if self._restored is not None:
+            return self._restored
+        nothing = Facts(kind="none", library="none", workers=0, batch_size=None)
+        return LoaderRecord(facts=nothing, batches=0, ranks=()).to_state(samples=sample, batches=())
+
+    def _origin(self) -> None:
+        return None
+
+    def _write_beside(self, save_dir: str, step: int, tag: str) -> Callable[[], tuple[FileEntry, ...]]:
+        captured = self._captured
+        assert captured is not None
+        root = Path(os.path.abspath(save_dir))
+
+        def write() -> tuple[FileEntry, ...]:
+            captured.write(root, step, tag)
+            if is_rank_0():
+                files.remove_pruned(root)
+            return files.beside(root, step, tag, captured.record)
+
+        return write
+
+    def _put_back(self, state: StreamState, choice: Choice) -> None:
+        self.data.restore(state, choice, step=int(self.data.engine.global_steps))
+        self._restored = state
+
+    def _change_lines(self, state: StreamState) -> list[str]:
+        return []

@@ -1,0 +1,208 @@
+"""What a checkpoint says about the states of a loader: JSON, the same on every rank, nothing of it pickled.
+
+    StreamState.config = {"sources": {}, "loader": {
+        "version": 1, "kind": "energon", "library": "megatron-energon 7.4.1", "dp": 2, "workers": 2, "batch_size": 4,
+        "batches": 40,                                      trained, by each data-parallel rank
+        "ranks": [["rank_00000.pkl", 31022, "<xxh3_128>", 0], ...]}}     by data-parallel rank: file, bytes, skip
+
+It rides where the state of a stream would: in the weights' own file, and beside the checkpoint.
+
+Version history (raise `VERSION` when a reader of the old version would misunderstand the new):
+
+    1  first version
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from megaresume.integrations.loaders.adapters import Facts
+from megaresume.stream.errors import StateError
+from megaresume.stream.state import FORMAT, StreamState, checksum
+
+__all__ = ["VERSION", "LoaderRecord", "RankState", "check_fits", "is_of_loader"]
+
+VERSION = 1
+
+_KEY = "loader"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankState:
+    """The state of one data-parallel rank."""
+
+    #: within the directory of the step.
+    file: str
+    #: bytes.
+    size: int
+    #: xxh3_128, 32 hex digits.
+    checksum: str
+    #: batches to read and drop behind the state.
+    skip: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderRecord:
+    """The states of all data-parallel ranks at one step."""
+
+    facts: Facts
+    #: batches that optimizer steps have trained, of each data-parallel rank.
+    batches: int
+    #: by data-parallel rank.
+    ranks: tuple[RankState, ...]
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size."""
+        return len(self.ranks)
+
+    def to_state(self, *, samples: int, batches: Sequence[tuple[int, int]]) -> StreamState:
+        """The state of the run.
+
+        Args:
+            samples: trained, all ranks together.
+            batches: (first sample, global batch size in samples) up to here.
+        """
+        facts = self.facts
+        fields: dict[str, Any] = {
+            "version": VERSION,
+            "kind": facts.kind,
+            "library": facts.library,
+            "dp": self.dp,
+            "workers": facts.workers,
+            "batch_size": facts.batch_size,
+            "batches": self.batches,
+            "ranks": [[rank.file, rank.size, rank.checksum, rank.skip] for rank in self.ranks],
+        }
+        identity = "|".join([str(samples), *(rank.checksum for rank in self.ranks)])
+        # A stream without sources, in the words of the state's first version, which every later one reads.
+        body: dict[str, Any] = {
+            "format": FORMAT,
+            "version": 1,
+            "config": {_KEY: fields, "sources": {}},
+            "order": [],
+            "fingerprints": {},
+            "samples": samples,
+            "documents": 0,
+            "tokens": 0,
+            "sources": {},
+            "bins": [],
+            "pending": None,
+            "stages": [],
+            "batches": [list(batch) for batch in batches],
+            "skipped_ranges": [],
+            "overrides": [],
+            "digest": xxhash.xxh3_64_hexdigest(identity.encode()),
+        }
+        return StreamState.from_json(body | {"checksum": checksum(body)})
+
+    @classmethod
+    def from_state(cls, state: StreamState) -> LoaderRecord:
+        """Read what `to_state` wrote.
+
+        Raises:
+            StateError: the state is that of a stream, or of a newer version, or lacks a field.
+        """
+        fields = state.config.get(_KEY)
+        if fields is None:
+            raise StateError(
+                "the checkpoint was trained on a megaresume stream, and this run has a loader of its own",
+                found=f"a stream of {', '.join(state.sources)} at sample {state.samples}",
+                expected="the states of a loader",
+                cause="megaresume.attach was replaced by megaresume.attach_loader between save and resume",
+                action="go on with megaresume.attach(engine, 'data.yaml'); or load the weights alone and begin the "
+                "data anew",
+            )
+        version = fields.get("version") if isinstance(fields, Mapping) else None
+        if type(version) is int and version > VERSION:
+            raise StateError(
+                "the states of the loader were written by a newer megaresume",
+                found=f"version {version}",
+                expected=f"version {VERSION} or older",
+                action="upgrade megaresume on this machine to the version that wrote it",
+            )
+        try:
+            size = fields["batch_size"]
+            return cls(
+                facts=Facts(
+                    kind=str(fields["kind"]),
+                    library=str(fields["library"]),
+                    workers=int(fields["workers"]),
+                    batch_size=None if size is None else int(size),
+                ),
+                batches=int(fields["batches"]),
+                ranks=tuple(
+                    RankState(file=str(file), size=int(size), checksum=str(checksum_), skip=int(skip))
+                    for file, size, checksum_, skip in fields["ranks"]
+                ),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateError(
+                "the record of the loader's states lacks a field or has one of the wrong kind",
+                found=f"{type(error).__name__}: {error}",
+                expected=f"the fields of version {VERSION}",
+                cause="it was written by a faulty program: its checksum is right",
+            ) from error
+
+
+def is_of_loader(state: StreamState) -> bool:
+    """Whether the data of this run come from a loader of somebody else's."""
+    return _KEY in state.config
+
+
+def check_fits(record: LoaderRecord, now: Facts, dp: int) -> None:
+    """Raise a StateError where the states cannot be restored exactly into this run's loaders.
+
+    Args:
+        record: of the checkpoint.
+        now: what this run's loader is.
+        dp: data-parallel size now.
+    """
+    then = record.facts
+    if then.kind != now.kind:
+        raise StateError(
+            "the checkpoint was trained with another kind of loader",
+            found=f"{now.kind}: {now.library}",
+            expected=f"{then.kind}: {then.library}",
+            cause="the loader was replaced between save and resume",
+            action="use the same loader; or load the weights alone and begin the data anew",
+        )
+    if (record.dp, then.workers) != (dp, now.workers):
+        what = "data-parallel size" if record.dp != dp else "number of worker processes"
+        raise StateError(
+            f"the {what} changed, and the states of this loader belong to the ranks and workers that saved them",
+            found=f"{dp} data-parallel ranks with {now.workers} workers each",
+            expected=f"{record.dp} data-parallel ranks with {then.workers} workers each",
+            cause="samples are dealt out to ranks and workers before they are shuffled and packed; loaded into others, "
+            "they would be repeated and skipped",
+            action=_way_out(record, now, dp),
+        )
+    if then.batch_size != now.batch_size:
+        raise StateError(
+            "the batch size of the loader changed, and its state counts in batches",
+            found=f"{now.batch_size} samples in a batch",
+            expected=f"{then.batch_size} samples in a batch",
+            cause="the micro-batch size was changed between save and resume",
+            action=f"go on with a micro-batch size of {then.batch_size}; the number of gradient accumulation steps may "
+            "change",
+        )
+
+
+def _way_out(record: LoaderRecord, now: Facts, dp: int) -> str:
+    workers = record.facts.workers
+    same = f"start with {record.dp} data-parallel ranks and {workers} workers"
+    if record.dp == dp:
+        same = f"num_workers={workers}"
+    if record.facts.kind != "energon":
+        return f"{same}; or a stream of megaresume's, which may change both: megaresume.attach(engine, 'data.yaml')"
+    total = record.dp * max(workers, 1)
+    fitting = f"{total // dp} workers on each of {dp} ranks" if total % dp == 0 else f"a divisor of {total} ranks"
+    return (
+        f"{same}; or keep ranks x workers at {total} ({fitting}) and let Energon deal its states out anew: "
+        "redistribute=True, and `energon checkpoint redist` for checkpoints of its own; or go over to a stream of "
+        "megaresume's, which may change both: megaresume import-energon"
+    )
