@@ -32,11 +32,16 @@ class Reconciled:
     accepted: tuple[str, ...]
 
 
-def extended(config: StreamConfig, names: Sequence[str]) -> StreamConfig:
-    """The config over these sources first, in this order; those that it does not know have weight 0."""
+def extended(config: StreamConfig, names: Sequence[str], last: StreamConfig | None = None) -> StreamConfig:
+    """The config over these sources first, in this order; those that it does not know have weight 0.
+
+    What ``last`` says of the order of a source that is gone stays, for the day on which it comes back.
+    """
     known = {source.name: source for source in config.sources}
+    shuffles = {source.name: source.shuffle for source in last.sources} if last is not None else {}
     order = [*names, *(name for name in known if name not in names)]
-    return replace(config, sources=tuple(known.get(name, SourceConfig(name=name, weight=0)) for name in order))
+    gone = {name: SourceConfig(name=name, weight=0, shuffle=shuffles.get(name)) for name in order}
+    return replace(config, sources=tuple((gone | known)[name] for name in order))
 
 
 def reconcile(
@@ -56,9 +61,10 @@ def reconcile(
     for name, fingerprint in fingerprints.items():
         if name in state.sources:
             check_fingerprint(name, state.fingerprints.get(name), fingerprint)
-    now = extended(config, list(state.sources))
+    recorded = StreamConfig.from_dict(state.config)
+    now = extended(config, list(state.sources), recorded)
     order = [source.name for source in now.sources]
-    then = extended(StreamConfig.from_dict(state.config), order)
+    then = extended(recorded, order, now)
     history = [replace(r, config=extended(StreamConfig.from_dict(r.config), order).to_dict()) for r in state.stages]
     passed = [_passed(c.stages, state) for c in (then, now)]
     to_come = now.stages[passed[1] :]
@@ -66,8 +72,8 @@ def reconcile(
         changed = "" if then.stages == now.stages else f"at sample {state.samples}: the stages to come were changed"
         return _go_on(now, history, None, to_come, changed)
     current, wanted = StreamConfig.from_dict(history[-1].config), Course.of(now).config(passed[1])
-    # Another seed is no stage: every epoch that is begun would be ordered anew.
-    if on_change == "refuse" or now.seed != then.seed:
+    # Another seed or shuffle is no stage: every epoch that is begun would be ordered anew.
+    if on_change == "refuse" or now.seed != then.seed or _reshuffled(now, then):
         raise _refusal(now, then, state)
     _check_removed(config, state)
     words = ", ".join(
@@ -82,8 +88,9 @@ def reconcile(
 
 def changes_since(config: StreamConfig, state: StreamState) -> list[tuple[str, Any, Any]]:
     """(field, then, now) wherever the data config of today differs from the one that a state was made with."""
-    now = extended(config, list(state.sources))
-    then = extended(StreamConfig.from_dict(state.config), [source.name for source in now.sources])
+    recorded = StreamConfig.from_dict(state.config)
+    now = extended(config, list(state.sources), recorded)
+    then = extended(recorded, [source.name for source in now.sources], now)
     return _changed(now, then)
 
 
@@ -123,6 +130,9 @@ def _refusal(now: StreamConfig, then: StreamConfig, state: StreamState) -> State
     if now.seed != then.seed:
         cause = "another seed orders every source anew: what was seen would come again"
         action = f"set seed: {then.seed} (--seed {then.seed}), or start a new run in another --save directory"
+    elif names := _reshuffled(now, then):
+        cause = f"another shuffle orders {', '.join(names)} anew: what was seen of an epoch would come again"
+        action = "set shuffle as under 'expected', or start a new run in another --save directory"
     else:
         cause = "data.yaml or a flag was changed between save and resume"
         action = (
@@ -136,6 +146,11 @@ def _refusal(now: StreamConfig, then: StreamConfig, state: StreamState) -> State
         cause=cause,
         action=action,
     )
+
+
+def _reshuffled(now: StreamConfig, then: StreamConfig) -> list[str]:
+    """Sources whose documents would come in another order. Both configs are over the same sources."""
+    return [a.name for a, b in zip(now.sources, then.sources, strict=True) if a.shuffle != b.shuffle]
 
 
 def _plain(config: StreamConfig) -> dict[str, Any]:

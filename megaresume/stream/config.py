@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal, cast, get_args
 
+from megaresume.stream.block_shuffle import DEFAULT_WINDOW, ShuffleConfig
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.weights import integer_weights, parse_weight
 
@@ -72,6 +73,8 @@ class SourceConfig:
     max_epochs: int | None = None
     #: ``drop``: the others go on in their proportions; ``stop``: the stream ends; ``repeat``: go on, with a note.
     on_exhausted: ExhaustedPolicy = "drop"
+    #: in two levels; None: any document may follow any other.
+    shuffle: ShuffleConfig | None = None
     #: where and what it is (path, kind, split, ...): not part of the order, never in a state.
     options: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
@@ -178,6 +181,7 @@ class StreamConfig:
             "sources": {
                 s.name: {"weight": s.weight}
                 | ({} if s.max_epochs is None else {"max_epochs": s.max_epochs, "on_exhausted": s.on_exhausted})
+                | ({} if s.shuffle is None else {"shuffle": {"block": s.shuffle.block, "window": s.shuffle.window}})
                 for s in self.sources
             },
         } | ({"stages": [stage.to_dict() for stage in self.stages]} if self.stages else {})
@@ -242,9 +246,26 @@ def _source(name: str, entry: Mapping[str, Any], weight: int) -> SourceConfig:
             cause="a source without max_epochs never ends",
             action=f"add max_epochs to source '{name}' or remove on_exhausted",
         )
-    ours = {"weight", "max_epochs", "on_exhausted"}
-    options = {key: value for key, value in entry.items() if key not in ours}
-    return SourceConfig(name=name, weight=weight, max_epochs=max_epochs, on_exhausted=policy, options=options)
+    ours = {"weight", "max_epochs", "on_exhausted", "shuffle"}
+    return SourceConfig(
+        name=name,
+        weight=weight,
+        max_epochs=max_epochs,
+        on_exhausted=policy,
+        shuffle=_shuffle(entry.get("shuffle"), f"sources.{name}.shuffle"),
+        options={key: value for key, value in entry.items() if key not in ours},
+    )
+
+
+def _shuffle(value: object, where: str) -> ShuffleConfig | None:
+    if value is None or value == "full":
+        return None
+    data = _mapping(value, where)
+    _known_keys(data, {"block", "window"}, where)
+    return ShuffleConfig(
+        block=_integer(data.get("block"), f"{where}.block", low=1, high=1 << 40),
+        window=_integer(data.get("window", DEFAULT_WINDOW), f"{where}.window", low=1, high=1 << 20),
+    )
 
 
 def _stages(value: object, names: list[str]) -> tuple[StageConfig, ...]:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from megaresume.stream import kernel
+from megaresume.stream.block_shuffle import document_at
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import StateError
 from megaresume.stream.kernel import Arrays
-from megaresume.stream.permutation import permute_at
 from megaresume.stream.planner import fresh_arrays
 from megaresume.stream.stages import Course, pending_segments
 from megaresume.stream.state import Bin, Segment, SourceCursor, StreamState
@@ -153,8 +153,8 @@ def _row(segment: Segment, config: StreamConfig, num_documents: Sequence[int]) -
             f"a segment of {segment.length} tokens of source {segment.source}",
             f"at least 1 token of a source below {len(config.sources)}",
         )
-    name = config.sources[segment.source].name
-    _, document = permute_at(segment.position, num_documents[segment.source], config.seed, name)
+    source = config.sources[segment.source]
+    _, document = document_at(segment.position, num_documents[segment.source], config.seed, source.name, source.shuffle)
     return [segment.source, segment.position, document, segment.offset, segment.length]
 
 

@@ -8,9 +8,9 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
+from megaresume.stream.block_shuffle import documents_at
 from megaresume.stream.config import SourceConfig
 from megaresume.stream.errors import CorpusError
-from megaresume.stream.permutation import permute_range, round_keys
 from megaresume.stream.source import LengthSource
 
 __all__ = ["Feed"]
@@ -74,7 +74,7 @@ class Feed:
             epoch, index = divmod(position, self.num_documents)
             self._note_repeat(position, config)
             num = min(self.chunk, len(out), self.num_documents - index)
-            documents = permute_range(index, num, self.num_documents, round_keys(self.seed, self.name, epoch))
+            documents = documents_at(index, num, self.num_documents, self.seed, self.name, epoch, config.shuffle)
             lengths = self.source.lengths(documents)
             self.chunk = min(2 * self.chunk, len(out))
             positions = np.arange(position, position + num)

@@ -8,9 +8,9 @@ and Kelsey, "Unbalanced Feistel networks", FSE 1996); halves made equal would co
 function is splitmix64, keyed by a hash of the tuple (seed, source name, epoch): never by a sum, which would make
 epoch 1 of seed 7 the same as epoch 0 of seed 8.
 
-    position q of a source  ->  epoch q // N, document P(q mod N)
+    index i of an epoch  ->  document P(i)
 
-Seek is O(1) in both directions: ``unpermute`` finds the position at which a document comes.
+Seek is O(1) in both directions. What is permuted, documents or blocks of them, is for ``block_shuffle.py`` to say.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from megaresume.stream.mixing import mix
 
-__all__ = ["permute_at", "permute_range", "round_keys", "unpermute", "width_bits"]
+__all__ = ["permute_range", "round_keys", "unpermute_index", "width_bits"]
 
 #: Rounds (even numbers). The fewer bits a half has, the slower it mixes. Over 20,000 seeds, the square of the
 #: correlation between the parities of index and document is, in units of what chance gives: 2 to 3 with four rounds
@@ -46,19 +46,22 @@ def num_rounds(num_documents: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def round_keys(seed: int, source: str, epoch: int) -> npt.NDArray[np.uint64]:
+def round_keys(seed: int, source: str, epoch: int, part: str = "") -> npt.NDArray[np.uint64]:
     """The round keys of one epoch of one source.
 
     Args:
         seed: the stream's seed, any integer.
         source: the source's name; renaming a source reshuffles it.
         epoch: 0-based.
+        part: what of the epoch, where it is more than one permutation.
 
     Returns:
         uint64[ROUNDS_WHEN_SMALL], read-only; a larger source uses the first of them.
     """
     # Lengths are written out so that no two tuples share an encoding.
     text = f"megaresume.permutation.1|{seed}|{len(source.encode())}|{source}|{epoch}"
+    if part:
+        text += f"|{part}"
     digest = hashlib.shake_256(text.encode()).digest(8 * ROUNDS_WHEN_SMALL)
     keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
     keys.flags.writeable = False
@@ -122,15 +125,6 @@ def permute_range(start: int, num: int, num_documents: int, keys: npt.NDArray[np
     return out
 
 
-def permute_at(position: int, num_documents: int, seed: int, source: str) -> tuple[int, int]:
-    """Epoch and document at an absolute position of a source."""
-    epoch, index = divmod(position, num_documents)
-    keys = round_keys(seed, source, epoch)
-    return epoch, int(permute_range(index, 1, num_documents, keys)[0])
-
-
-def unpermute(document: int, num_documents: int, seed: int, source: str, epoch: int) -> int:
-    """The absolute position at which ``document`` comes in ``epoch``."""
-    keys = round_keys(seed, source, epoch)
-    index = _unpermute(np.uint64(document), *_network(num_documents), keys, num_rounds(num_documents))
-    return epoch * num_documents + int(index)
+def unpermute_index(value: int, num: int, keys: npt.NDArray[np.uint64]) -> int:
+    """The index in ``[0, num)`` at which ``value`` comes: the inverse of `permute_range`."""
+    return int(_unpermute(np.uint64(value), *_network(num), keys, num_rounds(num)))

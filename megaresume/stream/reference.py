@@ -16,9 +16,18 @@ from itertools import chain, islice
 from math import ceil
 from typing import NamedTuple
 
+from megaresume.stream.block_shuffle import ShuffleConfig
 from megaresume.stream.config import SourceConfig, StreamConfig
 
-__all__ = ["ReferenceSegment", "hash_of", "permute", "reference_digests", "reference_documents", "reference_samples"]
+__all__ = [
+    "ReferenceSegment",
+    "epoch_order",
+    "hash_of",
+    "permute",
+    "reference_digests",
+    "reference_documents",
+    "reference_samples",
+]
 
 
 class ReferenceSegment(NamedTuple):
@@ -76,7 +85,7 @@ def reference_digests(samples: Iterable[Sample], names: Sequence[str]) -> Iterat
         yield digest
 
 
-def permute(index: int, num_documents: int, seed: int, name: str, epoch: int) -> int:
+def permute(index: int, num_documents: int, seed: int, name: str, epoch: int, part: str = "") -> int:
     """The document at ``index`` of an epoch: an alternating Feistel network, walked until it lands below N.
 
     The lower half of the bits is the longer one. A round hashes the one half with its key and adds the outcome to the
@@ -84,7 +93,7 @@ def permute(index: int, num_documents: int, seed: int, name: str, epoch: int) ->
     """
     bits = max((num_documents - 1).bit_length(), 2)
     widths = (bits // 2, bits - bits // 2)
-    text = f"megaresume.permutation.1|{seed}|{len(name.encode())}|{name}|{epoch}"
+    text = f"megaresume.permutation.1|{seed}|{len(name.encode())}|{name}|{epoch}" + (f"|{part}" if part else "")
     rounds = 6 if bits >= 16 else 24
     secret = hashlib.shake_256(text.encode()).digest(8 * rounds)
     value = index
@@ -99,13 +108,25 @@ def permute(index: int, num_documents: int, seed: int, name: str, epoch: int) ->
             return value
 
 
+def epoch_order(num_documents: int, seed: int, name: str, epoch: int, shuffle: ShuffleConfig | None) -> Iterator[int]:
+    """All documents of an epoch. In two levels: whole blocks permuted, then every window of some blocks."""
+    if shuffle is None:
+        yield from (permute(i, num_documents, seed, name, epoch) for i in range(num_documents))
+        return
+    block, size = shuffle.block, shuffle.block * shuffle.window
+    blocks = [range(first, min(first + block, num_documents)) for first in range(0, num_documents, block)]
+    places = [d for i in range(len(blocks)) for d in blocks[permute(i, len(blocks), seed, name, epoch, "blocks")]]
+    for window, first in enumerate(range(0, num_documents, size)):
+        here = places[first : first + size]
+        yield from (here[permute(i, len(here), seed, name, epoch, f"window {window}")] for i in range(len(here)))
+
+
 def _documents_of(number: int, source: SourceConfig, lengths: Sequence[int], seed: int) -> Iterator[ReferenceSegment]:
     """One source's documents that are not empty, epoch after epoch, until it is exhausted."""
     ends = source.max_epochs is not None and source.on_exhausted != "repeat"
     epoch = 0
     while not ends or epoch < (source.max_epochs or 0):
-        for index in range(len(lengths)):
-            document = permute(index, len(lengths), seed, source.name, epoch)
+        for index, document in enumerate(epoch_order(len(lengths), seed, source.name, epoch, source.shuffle)):
             if lengths[document]:
                 yield ReferenceSegment(number, epoch * len(lengths) + index, document, 0, lengths[document])
         epoch += 1

@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from megaresume.stream.block_shuffle import position_of
 from megaresume.stream.errors import StreamExhausted, UsageError
 from megaresume.stream.kernel import DOCUMENT, LENGTH
 from megaresume.stream.outlook import outlook
-from megaresume.stream.permutation import unpermute
 from megaresume.stream.state import StreamState
 from megaresume.trace.history import Record
 from megaresume.trace.trace import Trace, places
@@ -182,7 +182,7 @@ def _positions(trace: Trace, source: int, document: int, drawn: int, epochs: int
     last = entry.max_epochs if entry.max_epochs is not None and entry.on_exhausted != "repeat" else None
     epoch = 0
     while True:
-        position = unpermute(document, num, config.seed, name, epoch)
+        position = position_of(document, num, config.seed, name, epoch, entry.shuffle)
         if position >= drawn and last is not None and epoch >= last:
             return
         if position >= drawn and epochs is not None and epoch >= epochs:

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from megaresume.stream.permutation import permute_at, permute_range, round_keys, unpermute
+from megaresume.stream.block_shuffle import document_at, position_of
+from megaresume.stream.permutation import permute_range, round_keys
 from megaresume.stream.reference import permute
 
 
@@ -39,24 +40,24 @@ def test_sampled_inverse_of_large_sources(n: int) -> None:
     found = set()
     for point in points:
         epoch = rng.randrange(5)
-        position = unpermute(point, n, 11, "web", epoch)
+        position = position_of(point, n, 11, "web", epoch, None)
         assert epoch * n <= position < (epoch + 1) * n
-        assert permute_at(position, n, 11, "web") == (epoch, point)
-        found.add(permute_at(point, n, 11, "web")[1])
+        assert document_at(position, n, 11, "web", None) == (epoch, point)
+        found.add(document_at(point, n, 11, "web", None)[1])
     assert min(found) >= 0 and max(found) < n and len(found) == len(set(points))
 
 
 def test_inverse_of_every_document() -> None:
     for n in (1, 2, 3, 17, 128, 1000):
         for document in range(n):
-            assert permute_at(unpermute(document, n, 5, "web", 2), n, 5, "web") == (2, document)
+            assert document_at(position_of(document, n, 5, "web", 2, None), n, 5, "web", None) == (2, document)
 
 
 def test_round_trip_of_every_position() -> None:
     """Of every number of documents up to some hundred, and around powers of two."""
     for n in [*range(1, 260), *(2**bits + more for bits in range(9, 13) for more in (-1, 0, 1))]:
         documents = permute_range(0, n, n, round_keys(9, "web", 3))
-        assert [unpermute(d, n, 9, "web", 3) - 3 * n for d in documents.tolist()] == list(range(n)), n
+        assert [position_of(d, n, 9, "web", 3, None) - 3 * n for d in documents.tolist()] == list(range(n)), n
 
 
 def test_a_range_from_the_middle_is_part_of_the_whole() -> None:
@@ -137,7 +138,7 @@ def test_correlations_are_those_of_chance(n: int, num_seeds: int) -> None:
 
 def test_first_and_last_position_of_an_epoch() -> None:
     n = 10
-    assert [permute_at(p, n, 1, "web")[0] for p in (0, n - 1, n, 2 * n - 1, 2 * n)] == [0, 0, 1, 1, 2]
-    first = [permute_at(p, n, 1, "web")[1] for p in range(n)]
-    second = [permute_at(p, n, 1, "web")[1] for p in range(n, 2 * n)]
+    assert [document_at(p, n, 1, "web", None)[0] for p in (0, n - 1, n, 2 * n - 1, 2 * n)] == [0, 0, 1, 1, 2]
+    first = [document_at(p, n, 1, "web", None)[1] for p in range(n)]
+    second = [document_at(p, n, 1, "web", None)[1] for p in range(n, 2 * n)]
     assert sorted(first) == sorted(second) == list(range(n)) and first != second

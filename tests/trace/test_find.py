@@ -11,9 +11,9 @@ import numpy.typing as npt
 import pytest
 
 from megaresume.checkpoint import Topology, begin_save, commit_save
+from megaresume.stream.block_shuffle import document_at
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import UsageError
-from megaresume.stream.permutation import permute_at
 from megaresume.stream.state import Fingerprint, SourceCursor
 from megaresume.stream.stream import Stream
 from megaresume.trace.find import Found, as_json, find, parse_documents
@@ -69,7 +69,7 @@ def test_every_document_in_the_past_and_ahead(toy: ToyRun, packing: Any) -> None
         assert one.tokens == length and (one.occurrences == []) == (length == 0)
         num = len(toy.lengths[one.source])
         for occurrence, same in zip(one.occurrences, other.occurrences, strict=False):
-            assert permute_at(occurrence.position, num, 5, one.source) == (occurrence.epoch, one.document)
+            assert document_at(occurrence.position, num, 5, one.source, None) == (occurrence.epoch, one.document)
             if occurrence.position < newest.sources[one.source].position:
                 assert occurrence.parts == same.parts and sum(p.length for p in occurrence.parts) == length
                 first = occurrence.parts[0].sample
@@ -175,7 +175,7 @@ def test_a_billion_documents(tmp_path: Path) -> None:
         positions.append(far + 1234)
     trace = Trace(tmp_path, {"web": source})
     source.asked = 0
-    documents = [permute_at(position, 10**9, 1, "web") for position in positions]
+    documents = [document_at(position, 10**9, 1, "web", None) for position in positions]
     found = find(trace, [("web", document) for _, document in documents])
     for f, position in zip(found, positions, strict=True):
         first = f.occurrences[0]
