@@ -68,11 +68,13 @@ def _run(args: Arguments) -> None:
     import megaresume.integrations.deepspeed as integration
     from megaresume.integrations.ranks import on_all_ranks
     from megaresume.loading.open import open_stream
+    from megaresume.training.accuracy import HeldOut
     from megaresume.training.ds_config import deepspeed_config
     from megaresume.training.logging import SampleLog
     from megaresume.training.loop import Trainer
     from megaresume.training.model import build_model
     from megaresume.training.mpu import ModelParallelUnit
+    from megaresume.training.multimodal import image_encoder, with_vision
     from megaresume.training.optimizer import build_optimizer
     from megaresume.training.schedule import LearningRate
     from megaresume.training.validation import Validation
@@ -81,7 +83,11 @@ def _run(args: Arguments) -> None:
     stream = on_all_ranks(lambda: open_stream(**_data(args), part="train"))
     seq_length = stream.config.seq_length
     vocab_size = on_all_ranks(lambda: _vocab_size(args, stream.sources))
+    encoder = on_all_ranks(lambda: image_encoder(args, stream.sources))
     model, layers = build_model(args, vocab_size=vocab_size, seq_length=seq_length, device=device)
+    if encoder is not None:
+        model = with_vision(args, model, encoder, device)
+        layers += f", behind {args.vision_num_layers} layers of vision"
     optimizer, why = build_optimizer(args, model, device)
     announce(f"megaresume: optimizer is {why}; {layers} layers; device {device}; {dist.get_backend()}")
     size = sum(parameter.numel() for parameter in model.parameters())
@@ -106,6 +112,15 @@ def _run(args: Arguments) -> None:
             micro_batch_size=args.micro_batch_size,
             pin_memory=device.type == "cuda",
         )
+    held_out = None
+    if args.megaresume_held_out is not None:
+        held_out = HeldOut(
+            on_all_ranks(lambda: _open_held_out(args, seq_length, encoder)),
+            num_batches=args.megaresume_held_out_iters,
+            global_batch_size=schedule.segments[-1][1],
+            micro_batch_size=args.micro_batch_size,
+            vocab_size=vocab_size,
+        )
     _load(args, engine)
     data.checkpoints.record_start()
     log = on_all_ranks(
@@ -124,6 +139,7 @@ def _run(args: Arguments) -> None:
         device=device,
         rate=LearningRate.from_arguments(args, schedule),
         validation=validation,
+        held_out=held_out,
         log=log,
         vocab_size=vocab_size,
     )
@@ -145,11 +161,37 @@ def _data(args: Arguments) -> dict[str, Any]:
     return {"data": list(args.data_path or ()), "split": args.split or DEFAULT_SPLIT} | common
 
 
+def _open_held_out(args: Arguments, seq_length: int, encoder: Any) -> Any:
+    """The stream of --megaresume-held-out.
+
+    Raises:
+        UsageError: its images are not encoded as those that the model is trained on.
+    """
+    from megaresume.loading.open import open_stream
+    from megaresume.training.multimodal import encoders_of
+
+    assert args.megaresume_held_out is not None
+    stream = open_stream(args.megaresume_held_out, seq_length=seq_length, seed=args.seed)
+    for other in encoders_of(stream.sources):
+        if encoder is None or other.fingerprint != encoder.fingerprint:
+            raise UsageError(
+                "the held-out images are encoded in another way than those of the training",
+                found=f"encoder {other.fingerprint} in {args.megaresume_held_out}",
+                expected="no images" if encoder is None else f"encoder {encoder.fingerprint}",
+                action="prepare both with the same options of megaresume prepare",
+            )
+    return stream
+
+
 def _vocab_size(args: Arguments, sources: Sequence[Any]) -> int:
     if args.vocab_size is not None:
         return args.vocab_size
     known: list[int] = []
     for source in sources:
+        encoder = getattr(source, "encoder", None)
+        if encoder is not None:
+            known.append(encoder.vocab_size)
+            continue
         record: Mapping[str, Any] = getattr(getattr(source, "source", source), "tokenizer", None) or {}
         if not isinstance(record.get("vocab_size"), int):
             raise UsageError(

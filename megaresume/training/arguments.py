@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,12 @@ class Arguments:
     )
     tensor_model_parallel_size: int = flag(1, "ranks that share a layer")
     pipeline_model_parallel_size: int = flag(1, "only 1 here; megaresume.attach works with DeepSpeed's pipelines")
+
+    # vision encoder, before the language model where the data has images
+    vision_num_layers: int | None = flag(None, "transformer layers; with it the model sees images")
+    vision_hidden_size: int | None = flag(None, "width; a multiple of 4 and of the heads")
+    vision_num_attention_heads: int | None = flag(None, "attention heads")
+    vision_patch_size: int = flag(14, "pixels; for processors that give tiles, not patches")
 
     # sizes of the run
     seq_length: int | None = flag(None, "tokens a sample; default: what the data config says")
@@ -108,6 +115,10 @@ class Arguments:
     eval_interval: int = flag(1000, "steps between validations")
     eval_iters: int = flag(0, "global batches of a validation; the same ones every time; 0: none")
     skip_train: bool = flag(False, "validate only")
+    megaresume_held_out: str | None = flag(
+        None, "a data.yaml; at every validation, the share of its trained tokens that the model predicts right"
+    )
+    megaresume_held_out_iters: int = flag(4, "global batches of it; the same ones every time")
     log_interval: int = flag(1, "steps between lines for people")
     megaresume_log_samples: str | None = flag(
         None, "file of JSON lines, one a step: sample range, digests, loss in decimal and hexadecimal, layout"
@@ -141,6 +152,7 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     )
     _check_run(args)
     _check_data(args)
+    _check_vision(args)
     return args.replace(data_path=_data_path(args))
 
 
@@ -201,6 +213,34 @@ def _check_data(args: Arguments) -> None:
             expected="--dataloader-type single",
             cause="the order of cyclic changes with the data-parallel size; shuffling is the stream's own business",
             action="remove the flag: the stream shuffles documents anew in every epoch",
+        )
+
+
+def _check_vision(args: Arguments) -> None:
+    given = {
+        "--vision-num-layers": args.vision_num_layers,
+        "--vision-hidden-size": args.vision_hidden_size,
+        "--vision-num-attention-heads": args.vision_num_attention_heads,
+    }
+    missing = [name for name, value in given.items() if value is None]
+    if len(missing) == len(given):
+        return
+    if missing:
+        raise UsageError(
+            "a vision encoder needs all of its sizes",
+            found=f"no {' and no '.join(missing)}",
+            expected=", ".join(given),
+            action="add the flag, or remove the others to train without images",
+        )
+    layers, width, heads = (int(value) for value in given.values() if value is not None)
+    if min(layers, width, heads, args.vision_patch_size) < 1 or width % 4 or width % heads:
+        unit = math.lcm(4, max(heads, 1))
+        raise UsageError(
+            "the vision encoder cannot have these sizes",
+            found=f"{layers} layers of width {width} with {heads} heads, patches of {args.vision_patch_size} pixels",
+            expected=f"positive numbers, and a width such as {max(1, -(-width // unit)) * unit}, "
+            f"which is a multiple of 4 and of the heads",
+            action="change --vision-hidden-size or --vision-num-attention-heads",
         )
 
 

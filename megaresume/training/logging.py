@@ -5,8 +5,10 @@ and what an earlier attempt wrote is never touched. The last line of a step is t
 
     {"event": "start", "attempt": 2, "step": 10, "samples": 80, "digest": "...", "topology": {...}, "time": ...}
     {"event": "step", "attempt": 2, "step": 11, "samples": [80, 88], "order": "...", "content": "...", "digest": "...",
+     "ranks": [["...", "..."], ["...", "..."]],
      "loss": 5.25, "loss_hex": "0x1.5p+2", "lr": 0.001, "grad_norm": 1.5, "tokens": 500, "tokens_per_second": 9000, ...}
-    {"event": "validation", "attempt": 2, "step": 11, "loss": 5.25, "loss_hex": "0x1.5p+2", "tokens": 4000}
+    {"event": "validation", "attempt": 2, "step": 11, "set": "valid", "loss": 5.25, "loss_hex": "0x1.5p+2",
+     "tokens": 4000, "digest": "..."}
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
@@ -25,9 +28,11 @@ from megaresume.checkpoint.clock import utc
 from megaresume.checkpoint.topology import Topology
 from megaresume.loading.batch import Batch
 from megaresume.stream.errors import UsageError
+from megaresume.training.content import content_hashes
 from megaresume.training.launch import announce
+from megaresume.verification.ranks import hash_rows, hash_samples, images_of
 
-__all__ = ["SampleLog", "StepRecord", "Trained"]
+__all__ = ["Measured", "SampleLog", "StepRecord", "Trained"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,10 +43,14 @@ class StepRecord:
     step: int
     #: [first, last) samples that the ranks trained on, as their batches said.
     samples: tuple[int, int]
-    #: hash over the identities of those samples, and over their tokens, labels, masks and positions; 16 hex digits.
+    #: hash over the identities of those samples, and over their tokens, labels, masks, positions and images; 16 hex
+    #: digits.
     #: None where no log is written.
     order: str | None
     content: str | None
+    #: by data-parallel rank: hash over the identities of its samples, and over their tokens and pixels, as
+    #: `megaresume.verification.ranks` takes them.
+    ranks: tuple[tuple[str, str], ...] | None
     #: rolling digest of the stream behind the step, 16 hex digits.
     digest: str
     #: mean over the trained tokens of the global batch.
@@ -66,35 +75,52 @@ class StepRecord:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """One validation set, measured."""
+
+    #: mean over the tokens.
+    loss: float
+    tokens: int
+    #: rolling digest of the samples: the same digest, the same samples. 16 hex digits.
+    digest: str
+
+
 class Trained:
     """Notes what one rank trains in a step, for comparison between runs of any layout."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[int, int, int]] = []
+        self._rows: list[tuple[int, int, int, int]] = []
 
     def add(self, batch: Batch, *, content: bool) -> None:
         """Note a micro-batch: what its samples are and, if asked for, a hash of all that the model gets of them."""
-        arrays = [batch[name].numpy() for name in ("tokens", "labels", "loss_mask", "position_ids")]
-        for row, (sample, identity) in enumerate(zip(batch["samples"].tolist(), batch["hashes"].tolist(), strict=True)):
-            hasher = xxhash.xxh3_64()
-            for array in arrays if content else ():
-                hasher.update(array[row].data)
-            self._rows.append((sample, identity, _signed(hasher.intdigest())))
+        identities = zip(batch["samples"].tolist(), batch["hashes"].tolist(), strict=True)
+        hashes = content_hashes(batch) if content else [0] * len(batch["samples"])
+        self._rows += [
+            (sample, identity, _signed(hash_)) for (sample, identity), hash_ in zip(identities, hashes, strict=True)
+        ]
 
-    def collect(self, group: dist.ProcessGroup | None, device: torch.device) -> tuple[tuple[int, int], str, str]:
+    def collect(
+        self, group: dist.ProcessGroup | None, device: torch.device
+    ) -> tuple[tuple[int, int], str, str, tuple[tuple[str, str], ...]]:
         """Bring the rows of all data-parallel ranks together and start anew.
 
         Returns:
-            (first, last) sample, hash over identities, hash over contents, in the order of the stream.
+            (first, last) sample; hash over identities and hash over contents, in the order of the stream; hash over
+            identities and over tokens of each rank, in the order in which it was handed them.
         """
         rows = torch.tensor(self._rows, dtype=torch.int64, device=device)
         gathered = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
         dist.all_gather(gathered, rows, group=group)
+        ranks = tuple(
+            (hash_samples(own[:, 1].view(np.uint64)), hash_samples(own[:, 3].view(np.uint64)))
+            for own in (part.cpu().numpy() for part in gathered)
+        )
         everything = torch.cat(gathered).cpu()
         everything = everything[everything[:, 0].argsort(stable=True)]
         self._rows = []
         order, content = (xxhash.xxh3_64_hexdigest(everything[:, k].numpy().tobytes()) for k in (1, 2))
-        return (int(everything[0, 0]), int(everything[-1, 0]) + 1), order, content
+        return (int(everything[0, 0]), int(everything[-1, 0]) + 1), order, content, ranks
 
 
 def _signed(value: int) -> int:
@@ -127,10 +153,24 @@ class SampleLog:
         layout = {name: getattr(self._topology, name) for name in names}
         self._write({"event": "step", **asdict(record), "loss_hex": record.loss.hex(), **layout})
 
-    def validation(self, *, step: int, loss: float, tokens: int) -> None:
-        """Note a validation, and say it."""
-        announce(f" validation loss at iteration {step} | lm loss value: {loss:.6E} | tokens: {tokens} |")
-        self._write({"event": "validation", "step": step, "loss": loss, "loss_hex": loss.hex(), "tokens": tokens})
+    def validation(self, *, step: int, name: str, measured: Measured) -> None:
+        """Note a validation, and say it.
+
+        Args:
+            step: optimizer steps done.
+            name: of the validation set.
+            measured: on it.
+        """
+        loss, tokens, digest = measured.loss, measured.tokens, measured.digest
+        announce(f" validation loss at iteration {step} on {name} | lm loss value: {loss:.6E} | tokens: {tokens} |")
+        found = {"loss": loss, "loss_hex": loss.hex(), "tokens": tokens, "digest": digest}
+        self._write({"event": "validation", "step": step, "set": name, **found})
+
+    def held_out(self, *, step: int, **fields: Any) -> None:
+        """Note a measurement of `megaresume.training.accuracy`, and say it."""
+        share = fields["right"] / max(fields["tokens"], 1)
+        announce(f" held-out accuracy at iteration {step} | {100 * share:.2f} % of {fields['tokens']} tokens |")
+        self._write({"event": "held_out", "step": step, **fields})
 
     def _write(self, fields: dict[str, Any]) -> None:
         if self._file is not None:

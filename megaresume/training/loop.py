@@ -12,16 +12,19 @@ import torch
 import torch.distributed as dist
 import xxhash
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from megaresume.integrations.deepspeed import Attached
 from megaresume.loading.batch import Batch
 from megaresume.stream.errors import CorpusError, StreamExhausted
+from megaresume.training.accuracy import HeldOut
 from megaresume.training.arguments import Arguments
 from megaresume.training.launch import announce, seed_everything
 from megaresume.training.length import is_over
 from megaresume.training.logging import SampleLog, StepRecord, Trained
 from megaresume.training.loss import LossMeter, loss_to_minimise
 from megaresume.training.model import document_mask
+from megaresume.training.multimodal import Images
 from megaresume.training.schedule import LearningRate
 from megaresume.training.validation import Validation
 
@@ -38,6 +41,7 @@ class Trainer:
         device: of this rank.
         rate: learning rate by sample.
         validation: None: none.
+        held_out: None: no accuracy is measured.
         log: of steps.
         vocab_size: token ids below this exist.
     """
@@ -51,11 +55,12 @@ class Trainer:
         device: torch.device,
         rate: LearningRate,
         validation: Validation | None,
+        held_out: HeldOut | None,
         log: SampleLog,
         vocab_size: int,
     ) -> None:
         self.args, self.engine, self.data, self.device = args, engine, data, device
-        self.rate, self.validation, self.log = rate, validation, log
+        self.rate, self.validation, self.held_out, self.log = rate, validation, held_out, log
         self.vocab_size = vocab_size
         self._began = time.monotonic()
         self._terminated = False
@@ -67,6 +72,8 @@ class Trainer:
             signal.signal(signal.SIGTERM, self._terminate)
         self.engine.train()
         validated_at = None
+        if self.held_out is not None and self.engine.global_steps == 0:
+            self.validate()  # what an untrained model knows: the other end of the curve
         while not self.finished():
             try:
                 record = self._step()
@@ -76,7 +83,7 @@ class Trainer:
             self.log.step(record)
             if record.step % self.args.log_interval == 0:
                 announce(record.line("-" if self.args.train_iters is None else str(self.args.train_iters)))
-            if self.validation is not None and record.step % self.args.eval_interval == 0:
+            if self._validates and record.step % self.args.eval_interval == 0:
                 self.validate()
                 validated_at = record.step
             if self.args.save_interval is not None and record.step % self.args.save_interval == 0:
@@ -85,7 +92,7 @@ class Trainer:
                 self.save()
                 return
         self.save()
-        if self.validation is not None and validated_at != self.engine.global_steps:
+        if self._validates and validated_at != self.engine.global_steps:
             self.validate()
 
     def finished(self) -> bool:
@@ -98,10 +105,17 @@ class Trainer:
         )
 
     def validate(self) -> None:
-        """Measure and log the validation loss."""
+        """Measure and log the validation loss and the held-out accuracy."""
         if self.validation is not None:
             loss, tokens = self.validation.measure(self.engine, self._token_losses, self.device)
             self.log.validation(step=int(self.engine.global_steps), loss=loss, tokens=tokens)
+        if self.held_out is not None:
+            found = self.held_out.measure(self.engine, self._logits, self.device)
+            self.log.held_out(step=int(self.engine.global_steps), **found)
+
+    @property
+    def _validates(self) -> bool:
+        return self.validation is not None or self.held_out is not None
 
     def save(self) -> None:
         """Save a checkpoint unless the last one is of this step."""
@@ -132,7 +146,7 @@ class Trainer:
             engine.step()
         group = parallel_state.get_data_parallel_group()
         loss, tokens = meter.reduce(group)
-        samples, order, content = trained.collect(group, self.device)
+        samples, order, content, ranks = trained.collect(group, self.device)
         size = samples[1] - samples[0]
         seconds = time.perf_counter() - began
         return StepRecord(
@@ -140,6 +154,7 @@ class Trainer:
             samples=samples,
             order=order,
             content=content if self.log.enabled else None,
+            ranks=ranks if self.log.enabled else None,
             digest=self.data.stream.digest_at(samples[1]),
             loss=loss,
             lr=lr,
@@ -152,6 +167,29 @@ class Trainer:
 
     def _token_losses(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """float[m, S] losses and float32[m, S] loss mask, on the device."""
+        self._check_tokens(batch)
+        tokens, labels, mask, positions = (
+            batch[name].to(self.device, non_blocking=True) for name in ("tokens", "labels", "loss_mask", "position_ids")
+        )
+        losses = self._forward(batch, tokens, positions, labels)
+        return losses, mask
+
+    def _logits(self, batch: Batch) -> torch.Tensor:
+        """float[m, S, vocabulary], on the device."""
+        self._check_tokens(batch)
+        tokens, positions = (batch[name].to(self.device) for name in ("tokens", "position_ids"))
+        logits = self._forward(batch, tokens, positions, None)
+        gathered: torch.Tensor = gather_from_tensor_model_parallel_region(logits)
+        return gathered
+
+    def _forward(
+        self, batch: Batch, tokens: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor | None
+    ) -> torch.Tensor:
+        images = {"images": Images.of(batch, self.device)} if "pixel_values" in batch else {}
+        out: torch.Tensor = self.engine(tokens, positions, document_mask(positions), labels=labels, **images)
+        return out
+
+    def _check_tokens(self, batch: Batch) -> None:
         highest = int(batch["tokens"].max())
         if highest >= self.vocab_size:
             raise CorpusError(
@@ -161,11 +199,6 @@ class Trainer:
                 cause="--vocab-size is not that of the tokenizer that made the corpus",
                 action=f"--vocab-size {highest + 1} at least",
             )
-        tokens, labels, mask, positions = (
-            batch[name].to(self.device, non_blocking=True) for name in ("tokens", "labels", "loss_mask", "position_ids")
-        )
-        losses = self.engine(tokens, positions, document_mask(positions), labels=labels)
-        return losses, mask
 
     def _gradient_norm(self) -> torch.Tensor | None:
         """The norm before clipping where DeepSpeed does not keep it: plain float32 without ZeRO."""
