@@ -176,6 +176,6 @@ def test_the_digest_of_a_sample_has_its_pixels_and_not_its_row() -> None:
     }
     for name, place in changes.items():
         changed = batch[name].clone()
-        changed[place] = np.nextafter(changed[place].numpy(), np.float32(9)) if name == "pixel_values" else 7
+        changed[place] = float(np.nextafter(changed[place].numpy(), np.float32(9))) if name == "pixel_values" else 7
         hashes = content_hashes(batch | {name: changed})
         assert hashes[0] != first and hashes[1] == second, name
