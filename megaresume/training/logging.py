@@ -94,11 +94,13 @@ class Trained:
 
     def add(self, batch: Batch, *, content: bool) -> None:
         """Note a micro-batch: what its samples are and, if asked for, a hash of all that the model gets of them."""
-        identities = zip(batch["samples"].tolist(), batch["hashes"].tolist(), strict=True)
-        hashes = content_hashes(batch) if content else [0] * len(batch["samples"])
-        self._rows += [
-            (sample, identity, _signed(hash_)) for (sample, identity), hash_ in zip(identities, hashes, strict=True)
-        ]
+        samples, identities = batch["samples"].tolist(), batch["hashes"].tolist()
+        contents, tokens = [0] * len(samples), [0] * len(samples)
+        if content:
+            contents = content_hashes(batch)
+            tokens = hash_rows(batch["tokens"].numpy(), images_of(batch)).tolist()
+        rows = zip(samples, identities, map(_signed, contents), map(_signed, tokens), strict=True)
+        self._rows += rows
 
     def collect(
         self, group: dist.ProcessGroup | None, device: torch.device
