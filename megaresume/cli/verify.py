@@ -1,4 +1,11 @@
-"""``megaresume verify DIR``: plans the stream of a run again, on a CPU, and compares it with everything recorded."""
+"""``megaresume verify DIR``: plans the stream of a run again, on a CPU, and compares it with everything recorded.
+
+verify DIR                              every data state and every line of the ledger
+verify DIR --from 1000 --to 2000        those between two recorded steps, from the nearest state
+verify DIR --log-samples PATH           and what every rank wrote down in every step
+verify DIR --content                    and what the documents hold
+verify --loss A B                       the losses of two runs
+"""
 
 from __future__ import annotations
 
@@ -7,15 +14,17 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaresume.stream.errors import CheckpointError, ConfigError, CorpusError, MegaresumeError, UsageError
+from megaresume.stream.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
-    from megaresume.checkpoint.ledger import LedgerProblem
-    from megaresume.checkpoint.state_file import StepFile
     from megaresume.sources.base import Source
-    from megaresume.stream.replay import Checked, Recorded
+    from megaresume.stream.replay import Checked
     from megaresume.stream.state import StreamState
-    from megaresume.stream.stream import Stream
+    from megaresume.verification.check import RankCheck
+    from megaresume.verification.content import Contents
+    from megaresume.verification.losses import LossComparison, LossLog
+    from megaresume.verification.points import Points
+    from megaresume.verification.ranks import RankRecords
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -24,90 +33,134 @@ HELP = "recompute the stream of a run on a CPU and compare digests: proof, or th
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
-    parser.add_argument("dir", metavar="DIR", type=Path, help="the run's --save directory")
+    parser.add_argument("dir", metavar="DIR", type=Path, nargs="?", help="the run's --save directory")
+    parser.add_argument("--from", dest="first", metavar="STEP", type=int, help="a recorded step (default: 0)")
+    parser.add_argument("--to", dest="last", metavar="STEP", type=int, help="a recorded step (default: the newest)")
+    parser.add_argument(
+        "--log-samples",
+        metavar="PATH",
+        type=Path,
+        help="what --megaresume-log-samples (log_samples) wrote: compare every step of every rank",
+    )
+    parser.add_argument(
+        "--content",
+        action="store_true",
+        help="read the documents as well: against the log of samples, or to print a digest of each source",
+    )
+    parser.add_argument(
+        "--loss", nargs=2, metavar=("RUN_A", "RUN_B"), type=Path, help="compare the losses in the logs of two runs"
+    )
+    parser.add_argument(
+        "--tolerance", type=float, metavar="X", help="with --loss: differences up to this hold (default: 0, bitwise)"
+    )
     parser.add_argument("--data", metavar="DATA.yaml", help="where the corpora are now (default: as recorded in DIR)")
     parser.add_argument("--split", help="that of the run, where neither DATA.yaml nor DIR says it: 969,30,1")
     parser.add_argument("--json", action="store_true", help="JSON on standard output")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Verify a run."""
-    from megaresume.stream.progress import progress
-    from megaresume.stream.replay import replay
+    """Verify a run, or compare two."""
+    if args.loss is not None:
+        return _losses(args)
+    if args.dir is None or args.tolerance is not None:
+        raise UsageError(
+            "what is to be verified?" if args.dir is None else "--tolerance is of --loss",
+            found="no directory" if args.dir is None else "--tolerance without --loss",
+            expected="verify DIR, or verify --loss RUN_A RUN_B",
+        )
+    from megaresume.verification.points import read_points
 
-    steps, recorded, unreadable = _records(args.dir)
-    present = [step for step, point in zip(steps, recorded, strict=False) if not point.given_up] or steps
-    state = max((step.state for step in present), key=lambda state: state.samples)
-    sources = _sources(args, state)
-    problems = _corpus_problems(sources, state)
-    stream = _stream(state, sources)
-    checked: list[Checked] = []
-    if stream is not None:
-        with progress("planning the stream again", state.samples, "samples") as bar:
-            checked = list(replay(stream, recorded, progress=bar.update))
-    # What was given up and is the same proves as much as the rest; what is not is no part of the run any more.
-    given_up = [c for c in checked if c.recorded.given_up and not c.holds]
-    checked = [c for c in checked if c not in given_up]
-    report = _report(args.dir, problems, unreadable, checked) | {"given_up": [c.recorded.origin for c in given_up]}
+    points = read_points(args.dir)
+    report = _verify(args, points)
     print(json.dumps(report) if args.json else _text(report))
     return 0 if report["holds"] else 1
 
 
-def _records(root: Path) -> tuple[list[StepFile], list[Recorded], list[LedgerProblem]]:
-    """Every data state; every point with a digest: those states, then ledger lines; lines that say nothing."""
-    from megaresume.checkpoint.layout import ledger_path, parse_record_name, records_dir
-    from megaresume.checkpoint.ledger import abandoned_checkpoints, read_ledger
-    from megaresume.checkpoint.state_file import read_step_file
-    from megaresume.stream.cursor import comparable
-    from megaresume.stream.replay import Recorded
+def _verify(args: argparse.Namespace, points: Points) -> dict[str, Any]:
+    from megaresume.stream.progress import progress
+    from megaresume.verification.points import between, corpus_problems, replay_all, replay_between
+    from megaresume.verification.ranks import read_rank_logs
 
-    if not root.is_dir():
-        raise UsageError(
-            "no such directory", found=str(root), expected="the --save directory of a run", action="check the path"
-        )
-    ledger = read_ledger(ledger_path(root))
-    abandoned = abandoned_checkpoints(ledger.entries)
-    checkpoints = [entry for entry in ledger.entries if entry.kind == "checkpoint" and entry.tag is not None]
-    gone = {(e.samples, e.digest) for e in checkpoints if (e.iteration, e.tag) in abandoned}
-    gone -= {(e.samples, e.digest) for e in checkpoints if (e.iteration, e.tag) not in abandoned}
-    steps: list[StepFile] = []
-    recorded: list[Recorded] = []
-    for path in sorted(records_dir(root).glob("step_*.json")):
-        name = parse_record_name(path.name)
-        if name is None or name.kind != "state":
-            continue
-        step = read_step_file(path)
-        steps.append(step)
-        position = comparable({f: getattr(step.state, f) for f in step.state.__dataclass_fields__})
-        recorded.append(
-            Recorded(
-                origin=f"state of step {step.iteration}",
-                sample=step.state.samples,
-                digest=step.state.digest,
-                position=position,
-                given_up=(step.iteration, step.tag) in abandoned,
+    state = points.newest
+    sources = _sources(args, state)
+    ranged = args.first is not None or args.last is not None
+    problems = corpus_problems(sources, state, recompute=not ranged)
+    records = None if args.log_samples is None else read_rank_logs(args.log_samples)
+    checked: list[Checked] = []
+    given_up: list[str] = []
+    again: _Again | None = None
+    if ranged or ((records is not None or args.content) and not problems):
+        again = _Again(args.dir, sources)
+        first, stop = between(again.history, args.first, args.last)
+    if ranged and again is not None:
+        with progress("planning the stream again", stop - first, "samples") as bar:
+            checked = list(replay_between(points, again.replan, first, stop, bar.update))
+    else:
+        with progress("planning the stream again", state.samples, "samples") as bar:
+            checked, given_up = replay_all(points, sources, bar.update)
+    report = _report(args.dir, problems, points, checked) | {"given_up": given_up}
+    if again is not None and not problems:
+        steps = (args.first or 0) + 1, None if args.last is None else args.last + 1
+        if records is not None:
+            report["log"] = again.check(records, steps, args.content)
+            report["holds"] = report["holds"] and report["log"]["holds"]
+        elif args.content:
+            report["content"] = again.read(first, stop)
+    return report
+
+
+class _Again:
+    """The run, to be planned again as far as the records tell."""
+
+    def __init__(self, root: Path, sources: dict[str, Source]) -> None:
+        import dataclasses
+
+        from megaresume.trace.history import read_history
+        from megaresume.trace.replan import Replan
+        from megaresume.trace.steps import Steps
+
+        self.history = read_history(root)
+        self.steps = Steps(self.history)
+        # Without the points: what differs is for this command to say.
+        history = dataclasses.replace(self.history, points=[])
+        self.replan = Replan(history, sources, self.steps.schedule)
+
+    def _contents(self) -> Contents:
+        from megaresume.verification.content import Contents
+
+        return Contents(self.replan.names, self.replan.sources)
+
+    def check(self, records: RankRecords, steps: tuple[int, int | None], content: bool) -> dict[str, Any]:
+        from megaresume.stream.progress import progress
+        from megaresume.verification.check import check_ranks, reach_of
+        from megaresume.verification.past import Past
+
+        first, stop = steps[0], max(records.steps) + 1 if steps[1] is None else steps[1]
+        low, _ = reach_of(self.steps, records, first, stop)
+        with progress("checking what the ranks wrote", len(records.steps), "steps") as bar:
+            check = check_ranks(
+                Past(self.replan, low),
+                self.steps,
+                records,
+                first=first,
+                stop=stop,
+                contents=self._contents() if content else None,
+                progress=bar.update,
             )
-        )
-    for entry in ledger.entries:
-        origin = f"ledger: {entry.kind} at step {entry.iteration}"
-        is_gone = (entry.samples, entry.digest) in gone
-        recorded.append(Recorded(origin=origin, sample=entry.samples, digest=entry.digest, given_up=is_gone))
-    if not steps and (records_dir(root) / "order.json").is_file():
-        raise CheckpointError(
-            "the run is under guard: its order is verified where it is rebuilt, at every start",
-            found=f"{records_dir(root) / 'order.json'}, the order of Megatron's own datasets",
-            expected="data states of a megaresume stream, which can be planned again without Megatron",
-            action=f"start the run, which says whether it is as recorded; megaresume inspect {root} shows the record",
-        )
-    if not steps:
-        raise CheckpointError(
-            "there is nothing to verify",
-            found=f"no data state in {records_dir(root)}",
-            expected="step_0000010.json or the like, written with a checkpoint",
-            cause="not a --save directory, or the run has saved no checkpoint with megaresume",
-            action=f"megaresume inspect {root}",
-        )
-    return steps, recorded, list(ledger.problems)
+        return _log_report(check, records)
+
+    def read(self, first: int, stop: int) -> dict[str, Any]:
+        """What the documents of these samples hold, by source."""
+        from megaresume.stream.progress import progress
+        from megaresume.verification.past import Past
+
+        contents, past = self._contents(), Past(self.replan, first)
+        stride = 4096
+        with progress("reading the documents", stop - first, "samples") as bar:
+            for sample in range(first, stop, stride):
+                contents.documents(past.parts(sample, min(sample + stride, stop)))
+                bar.update(min(stride, stop - sample))
+        return {name: {"documents": d.documents, "digest": d.digest} for name, d in sorted(contents.digests.items())}
 
 
 def _sources(args: argparse.Namespace, state: StreamState) -> dict[str, Source]:
@@ -128,57 +181,7 @@ def _sources(args: argparse.Namespace, state: StreamState) -> dict[str, Source]:
     return {name: opened[name] for name in state.fingerprints}
 
 
-def _corpus_problems(sources: dict[str, Source], state: StreamState) -> list[str]:
-    """What differs between the corpora as they are, read from end to end, and as the state knows them."""
-    from megaresume.stream.fingerprints import check_fingerprint
-
-    problems = []
-    for name, source in sources.items():
-        try:
-            check_fingerprint(name, state.fingerprints[name], source.fingerprint(recompute=True))
-        except MegaresumeError as error:
-            gap = _first_gap(source)
-            problems.append(str(error) + ("" if gap is None else f"\n  {'where:':<14}{gap}"))
-    return problems
-
-
-def _first_gap(source: Source) -> str | None:
-    """The first document that does not end where the next one starts: a damaged length, in words."""
-    import numpy as np
-
-    from megaresume.sources.base import TokenSource
-
-    if not isinstance(source, TokenSource):
-        return None
-    chunk = 1 << 20
-    for first in range(0, len(source), chunk):
-        ids = np.arange(first, min(first + chunk + 1, len(source)))
-        try:
-            lengths = source.lengths(ids)
-            ids, lengths = ids[lengths > 0], lengths[lengths > 0]
-            starts = source.token_starts(ids)
-        except CorpusError:
-            return None  # the error already names the document
-        gaps = np.flatnonzero(starts[:-1] + lengths[:-1] != starts[1:])
-        if len(gaps):
-            k = int(gaps[0])
-            between = int(starts[k + 1] - starts[k])
-            return f"document {ids[k]} has {lengths[k]} tokens, but {between} lie between its start and the next one's"
-    return None
-
-
-def _stream(state: StreamState, sources: dict[str, Source]) -> Stream | None:
-    """The stream of the recorded config over the corpora as they are."""
-    from megaresume.stream.config import StreamConfig
-    from megaresume.stream.stream import Stream
-
-    try:
-        return Stream(StreamConfig.from_dict(state.config), list(sources.values()), recorded=state.stages)
-    except CorpusError:
-        return None  # already among the problems of the corpora
-
-
-def _report(root: Path, problems: list[str], unreadable: list[LedgerProblem], checked: list[Checked]) -> dict[str, Any]:
+def _report(root: Path, problems: list[str], points: Points, checked: list[Checked]) -> dict[str, Any]:
     difference = next((c for c in checked if not c.holds), None)
     agreeing = [c.recorded.sample for c in checked if c.holds]
     report: dict[str, Any] = {
@@ -187,9 +190,9 @@ def _report(root: Path, problems: list[str], unreadable: list[LedgerProblem], ch
         "holds": not problems
         and difference is None
         and bool(checked)
-        and not any(problem.kind == "damaged" for problem in unreadable),
+        and not any(problem.kind == "damaged" for problem in points.unreadable),
         "corpora": problems,
-        "unreadable": [str(problem) for problem in unreadable],
+        "unreadable": [str(problem) for problem in points.unreadable],
         "points": [
             {"origin": c.recorded.origin, "samples": c.recorded.sample, "digest": c.recorded.digest, "holds": c.holds}
             for c in checked
@@ -207,6 +210,30 @@ def _report(root: Path, problems: list[str], unreadable: list[LedgerProblem], ch
             "error": str(difference.error) if difference.error else None,
         }
     return report
+
+
+def _log_report(check: RankCheck, records: RankRecords) -> dict[str, Any]:
+    first = check.differences[0] if check.differences else None
+    return {
+        "holds": check.holds and not records.damaged,
+        "steps": check.steps,
+        "lines": check.lines,
+        "contents": check.contents,
+        "lost": check.lost,
+        "given_up": check.given_up,
+        "missing": [{"step": step, "ranks": list(ranks)} for step, ranks in check.missing],
+        "unreadable": list(records.problems),
+        "different_steps": len({d.step for d in check.differences}),
+        "first_difference": first
+        and {
+            "step": first.step,
+            "rank": first.who,
+            "field": first.field,
+            "recorded": first.recorded,
+            "planned": first.found,
+        },
+        "error": None if check.error is None else str(check.error),
+    }
 
 
 def _text(report: dict[str, Any]) -> str:
@@ -230,9 +257,87 @@ def _text(report: dict[str, Any]) -> str:
             lines.append(f"  fields that differ: {', '.join(difference['fields'])}")
         if difference["error"]:
             lines += [f"  {line}" for line in difference["error"].splitlines()]
+    if "log" in report:
+        lines += _log_text(report["log"])
+    for name, read in report.get("content", {}).items():
+        lines.append(f"  read       {read['documents']:>10} documents of {name}, digest {read['digest']}")
     if report["holds"]:
-        last = max(point["samples"] for point in report["points"])
-        lines.append(f"proved: all {len(report['points'])} recorded points are those of one stream of {last} samples")
+        first, last = (f(point["samples"] for point in report["points"]) for f in (min, max))
+        span = f"{last} samples" if not first else f"samples {first} to {last - 1}"
+        lines.append(f"proved: all {len(report['points'])} recorded points are those of one stream of {span}")
     else:
         lines += ["", "not proved: the corpora or the records are not those of the run"]
     return "\n".join(lines)
+
+
+def _log_text(log: dict[str, Any]) -> list[str]:
+    content = f", and the content of {log['contents']}" if log["contents"] else ""
+    lines = [f"  log        {log['steps']} steps: {log['lines']} lines of ranks are as planned{content}"]
+    if log["lost"]:
+        lines.append(f"  log        {log['lost']} lines of steps that were lost and done again are as planned, too")
+    if log["given_up"]:
+        lines.append(f"  given up   {log['given_up']} lines of the log: another branch of the run")
+    lines += [f"  NOT READ   {problem}" for problem in log["unreadable"]]
+    for entry in log["missing"][:5]:
+        lines.append(f"  MISSING    step {entry['step']}: no line of data-parallel rank {entry['ranks']}")
+    difference = log["first_difference"]
+    if difference:
+        lines += ["", f"first difference in the log: step {difference['step']}, {difference['rank']}"]
+        lines.append(f"  {difference['field']} recorded   {difference['recorded']}")
+        lines.append(f"  {difference['field']} planned    {difference['planned']}")
+        lines.append(f"  {log['different_steps']} steps differ in all")
+    if log["error"]:
+        lines += ["", *(f"  {line}" for line in log["error"].splitlines())]
+    return lines
+
+
+def _losses(args: argparse.Namespace) -> int:
+    from megaresume.verification.losses import compare_losses, read_losses
+
+    extra = [name for name in ("dir", "first", "last", "log_samples") if getattr(args, name) is not None]
+    if extra or args.content:
+        raise UsageError(
+            "--loss compares two logs and nothing else",
+            found="--loss together with a directory or its flags",
+            expected="verify --loss RUN_A RUN_B, and verify DIR",
+        )
+    tolerance = args.tolerance or 0.0
+    logs = [read_losses(path) for path in args.loss]
+    comparison = compare_losses(*logs)
+    holds = comparison.holds(tolerance)
+    print(
+        json.dumps(_loss_report(comparison, tolerance, holds))
+        if args.json
+        else _loss_text(logs, comparison, tolerance, holds)
+    )
+    return 0 if holds else 1
+
+
+def _loss_report(comparison: LossComparison, tolerance: float, holds: bool) -> dict[str, Any]:
+    def point(at: tuple[int, float, float] | None) -> dict[str, Any] | None:
+        return None if at is None else {"step": at[0], "first": at[1], "second": at[2]}
+
+    return {
+        "holds": holds,
+        "tolerance": tolerance,
+        "steps": comparison.steps,
+        "equal": comparison.equal,
+        "exact": comparison.exact,
+        "only_first": comparison.only_first,
+        "only_second": comparison.only_second,
+        "first_difference": point(comparison.first),
+        "largest_difference": point(comparison.largest),
+    }
+
+
+def _loss_text(logs: list[LossLog], c: LossComparison, tolerance: float, holds: bool) -> str:
+    how = "bit for bit" if c.exact else "as printed (a printed log rounds)"
+    lines = [f"{logs[0].path} and {logs[1].path}: {c.steps} steps in both, {c.equal} with the same loss {how}"]
+    for log, only in zip(logs, (c.only_first, c.only_second), strict=True):
+        if only:
+            lines.append(f"  {only} more steps in {log.path}")
+    for what, at in (("first", c.first), ("largest", c.largest)):
+        if at is not None:
+            lines.append(f"  {what} difference: step {at[0]}, {at[1]!r} and {at[2]!r}, {abs(at[1] - at[2]):.3e} apart")
+    verdict = "the same" if not c.first else f"within {tolerance:g}" if holds else "DIFFERENT"
+    return "\n".join([*lines, verdict if c.steps else "NOTHING TO COMPARE: no step is in both"])

@@ -107,8 +107,8 @@ class Trainer:
     def validate(self) -> None:
         """Measure and log the validation loss and the held-out accuracy."""
         if self.validation is not None:
-            loss, tokens = self.validation.measure(self.engine, self._token_losses, self.device)
-            self.log.validation(step=int(self.engine.global_steps), loss=loss, tokens=tokens)
+            for name, measured in self.validation.measure(self.engine, self._token_losses, self.device).items():
+                self.log.validation(step=int(self.engine.global_steps), name=name, measured=measured)
         if self.held_out is not None:
             found = self.held_out.measure(self.engine, self._logits, self.device)
             self.log.held_out(step=int(self.engine.global_steps), **found)

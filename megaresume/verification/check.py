@@ -1,0 +1,210 @@
+"""What the ranks wrote down against the stream, planned again.
+
+samples    those that this rank gets in this step, by the batch size and the layout
+order      their identities: source, document, offset and length of every segment
+content    the tokens and pixels that were handed out, where the corpora are read as well
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from megaresume.stream.batches import micro_batches
+from megaresume.stream.errors import MegaresumeError, StateError, UsageError
+from megaresume.trace.steps import Steps
+from megaresume.verification.content import Contents
+from megaresume.verification.past import Part, Past
+from megaresume.verification.ranks import RankRecords, RankStep, hash_samples
+
+__all__ = ["RankCheck", "RankDifference", "check_ranks", "reach_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankDifference:
+    """What one rank wrote down and planning does not give."""
+
+    step: int
+    #: the rank, in words.
+    who: str
+    field: Literal["samples", "order", "content"]
+    recorded: str
+    found: str
+
+
+@dataclass(kw_only=True, slots=True)
+class RankCheck:
+    """The log of a run, checked."""
+
+    #: steps and lines that agree with the plan, and lines whose content was read.
+    steps: int = 0
+    lines: int = 0
+    contents: int = 0
+    #: by step, then rank.
+    differences: list[RankDifference] = field(default_factory=list)
+    #: lines of steps that were lost and done again: those that agree, those of another branch of the run.
+    lost: int = 0
+    given_up: int = 0
+    #: (step, data-parallel ranks without a line).
+    missing: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    #: why it could not be checked to its end.
+    error: MegaresumeError | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether all that was written down is what planning gives, and nothing lacks."""
+        return self.steps > 0 and not self.differences and not self.missing and self.error is None
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Lines about one step."""
+
+    step: int
+    lines: tuple[RankStep, ...]
+    #: [first, stop) samples of the step, as planned; where no record tells, as the lines say.
+    samples: tuple[int, int]
+    lost: bool
+
+
+def check_ranks(
+    past: Past,
+    steps: Steps,
+    records: RankRecords,
+    *,
+    first: int,
+    stop: int,
+    contents: Contents | None = None,
+    progress: Callable[[int], object] = lambda steps: None,
+) -> RankCheck:
+    """Check every line of the steps ``first .. stop``.
+
+    Args:
+        past: planned from at or before the first of them.
+        steps: of the run: which samples a step trains.
+        records: what the ranks wrote.
+        first, stop: numbers of steps, from 1.
+        contents: reads the corpora; None: only what was drawn is compared.
+        progress: called with the steps checked since the last call.
+    """
+    check = RankCheck()
+    groups = _groups(steps, records, first, stop)
+    for group in sorted(groups, key=lambda g: (g.samples[0], g.step)):
+        try:
+            parts = past.parts(*group.samples)
+            differences = _check(group, parts, contents, check)
+        except MegaresumeError as error:
+            check.error = error
+            break
+        if group.lost:
+            check.lost += len(group.lines) if not differences else 0
+            check.given_up += len(group.lines) if differences else 0
+            continue
+        check.differences += differences
+        check.steps += not differences
+        check.lines += 0 if differences else len(group.lines)
+        lacking = _lacking(group.lines)
+        if lacking and group.step not in records.last_steps:
+            check.missing.append((group.step, lacking))
+        progress(1)
+    check.differences.sort(key=lambda d: d.step)
+    return check
+
+
+def reach_of(steps: Steps, records: RankRecords, first: int, stop: int) -> tuple[int, int]:
+    """[first, stop) samples that `check_ranks` will ask for."""
+    samples = [group.samples for group in _groups(steps, records, first, stop)]
+    return min((a for a, _ in samples), default=0), max((b for _, b in samples), default=0)
+
+
+def _groups(steps: Steps, records: RankRecords, first: int, stop: int) -> list[_Group]:
+    groups = []
+    for step, lines in records.steps.items():
+        if first <= step < stop:
+            samples = _samples_of(steps, step) or _span(lines)
+            groups.append(_Group(step, lines, samples, lost=False))
+    by_step: dict[tuple[int, tuple[int, int]], list[RankStep]] = {}
+    for line, _ in records.lost:
+        if first <= line.step < stop:
+            by_step.setdefault((line.step, _span([line])), []).append(line)
+    for (step, span), some in by_step.items():
+        # What was lost may have had another batch size: its own word for the samples.
+        groups.append(_Group(step, tuple(some), span, lost=True))
+    return groups
+
+
+def _samples_of(steps: Steps, step: int) -> tuple[int, int] | None:
+    try:
+        return steps.samples(step, step + 1)
+    except (StateError, UsageError):
+        return None  # no record tells: what the lines say of identities is checked all the same
+
+
+def _span(lines: Sequence[RankStep]) -> tuple[int, int]:
+    ranges = [r for line in lines for r in line.samples]
+    return min(a for a, _ in ranges), max(b for _, b in ranges)
+
+
+def _check(group: _Group, parts: list[Part], contents: Contents | None, check: RankCheck) -> list[RankDifference]:
+    low, high = group.samples
+    hashes = np.concatenate([part.plan.hashes for part in parts])
+    read: dict[int, npt.NDArray[np.uint64]] = {}
+    differences = []
+
+    def differ(line: RankStep, name: Literal["samples", "order", "content"], recorded: str, found: str) -> None:
+        differences.append(RankDifference(step=line.step, who=line.who, field=name, recorded=recorded, found=found))
+
+    for line in sorted(group.lines, key=lambda n: (-1 if n.dp_rank is None else n.dp_rank, n.rank or 0)):
+        expected = line.samples if group.lost else _expected(line, low, high)
+        inside = all(low <= a < b <= high for a, b in line.samples)
+        if line.samples != expected or not inside:
+            differ(line, "samples", _words(line.samples), _words(expected))
+            continue
+        rows = np.concatenate([np.arange(a - low, b - low) for a, b in line.samples])
+        order = hash_samples(hashes[rows])
+        if order != line.order:
+            differ(line, "order", line.order, order)
+            continue
+        if contents is None or line.content is None:
+            continue
+        if line.pad_id not in read:
+            read[line.pad_id] = contents.samples(parts, line.pad_id)
+        check.contents += 1
+        content = hash_samples(read[line.pad_id][rows])
+        if content != line.content:
+            differ(line, "content", line.content, content)
+    return differences
+
+
+def _expected(line: RankStep, first: int, stop: int) -> tuple[tuple[int, int], ...]:
+    """The samples that a rank gets in a step."""
+    if line.dp_rank is None or line.dp is None or line.micro_batch_size is None:
+        return ((first, stop),)
+    if (stop - first) % (line.dp * line.micro_batch_size):
+        return ()
+    ranges: list[tuple[int, int]] = []
+    for part in micro_batches(
+        first, stop - first, micro_batch_size=line.micro_batch_size, dp_rank=line.dp_rank, dp_size=line.dp
+    ):
+        if ranges and ranges[-1][1] == part.start:
+            ranges[-1] = ranges[-1][0], part.stop
+        else:
+            ranges.append((part.start, part.stop))
+    return tuple(ranges)
+
+
+def _words(ranges: Sequence[tuple[int, int]]) -> str:
+    if not ranges:
+        return "no whole micro-batches: the batch size is not a multiple of them"
+    shown = ", ".join(f"{a} to {b - 1}" for a, b in ranges[:4])
+    return shown + (f" and {len(ranges) - 4} more ranges" if len(ranges) > 4 else "")
+
+
+def _lacking(lines: Sequence[RankStep]) -> tuple[int, ...]:
+    sizes = [line.dp for line in lines if line.dp is not None]
+    present = {line.dp_rank for line in lines}
+    return tuple(rank for rank in range(max(sizes, default=0)) if rank not in present)

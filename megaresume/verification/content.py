@@ -1,0 +1,127 @@
+"""Hashes of what samples and documents hold, read from the corpora: not of what their indexes say.
+
+A sample is hashed as it is trained: its tokens at their places, padding, and the pixels of its images. A document is
+hashed as it lies there: its tokens, or the record of a source that has records (`record(i)`: the bytes of the members
+of an image-text record), whenever its first segment comes by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from megaresume.loading.assemble import Arrays, Assembler
+from megaresume.loading.documents import Images
+from megaresume.sources.base import Source
+from megaresume.stream.errors import CorpusError
+from megaresume.stream.kernel import DOCUMENT, OFFSET, SOURCE
+from megaresume.verification.past import Part
+from megaresume.verification.ranks import hash_rows
+
+__all__ = ["Contents", "DocumentDigest"]
+
+#: Samples read at a time: a step of a large run does not have to fit into memory.
+CHUNK = 256
+
+
+@dataclass
+class DocumentDigest:
+    """What was read of one source."""
+
+    documents: int = 0
+    #: xxh3_128 over the hashes of the documents, in the order of the stream.
+    _hasher: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
+
+    def add(self, value: int) -> None:
+        """One more document."""
+        self.documents += 1
+        self._hasher.update(value.to_bytes(8, "little"))
+
+    @property
+    def digest(self) -> str:
+        """32 hex digits: the same wherever the same documents are read in the same order."""
+        return self._hasher.hexdigest()
+
+
+class Contents:
+    """Reads the corpora of a run.
+
+    Args:
+        names: of the sources, in the order of the stream.
+        sources: those, opened; a source that is gone must not be asked for.
+    """
+
+    def __init__(self, names: Sequence[str], sources: Sequence[Any]) -> None:
+        self._names = list(names)
+        self._sources: list[Source] = list(sources)
+        self._assemblers: dict[tuple[int, int, int], Assembler] = {}
+        #: by source, what `documents` has read.
+        self.digests: dict[str, DocumentDigest] = {}
+
+    def samples(self, parts: Sequence[Part], pad_id: int) -> npt.NDArray[np.uint64]:
+        """What every sample holds: uint64[n], as `hash_rows`.
+
+        Args:
+            parts: consecutive samples.
+            pad_id: token at places without a document.
+
+        Raises:
+            CorpusError: a document is damaged, or not as long as the index says.
+        """
+        hashes = []
+        for part in parts:
+            for first in range(part.plan.first, part.plan.stop, CHUNK):
+                plan = part.plan.slice(first, min(first + CHUNK, part.plan.stop))
+                assembler = self._assembler(part, pad_id)
+                arrays, images = Arrays.empty(len(plan), assembler.seq_length), Images()
+                assembler.fill(plan, arrays, images)
+                rows = [position[0] for position in images.positions]
+                hashes.append(hash_rows(arrays.tokens, zip(rows, images.pixels, strict=True)))
+        return np.concatenate(hashes) if hashes else np.zeros(0, np.uint64)
+
+    def _assembler(self, part: Part, pad_id: int) -> Assembler:
+        config = part.config
+        key = config.seq_length, config.packing.align, pad_id
+        if key not in self._assemblers:
+            self._assemblers[key] = Assembler(
+                self._sources, seq_length=key[0], align=key[1], pad_id=pad_id, seed=config.seed, names=self._names
+            )
+        return self._assemblers[key]
+
+    def documents(self, parts: Sequence[Part]) -> None:
+        """Hash every document whose first segment lies in these samples.
+
+        Raises:
+            CorpusError: one cannot be read, or is not as long as the index says.
+        """
+        for part in parts:
+            table = part.plan.table
+            for row in table[table[:, OFFSET] == 0]:
+                name, document = self._names[int(row[SOURCE])], int(row[DOCUMENT])
+                source = self._sources[int(row[SOURCE])]
+                self.digests.setdefault(name, DocumentDigest()).add(_hash(source, name, document))
+
+
+def _hash(source: Source, name: str, document: int) -> int:
+    record = getattr(source, "record", None)
+    if record is not None:
+        hasher = xxhash.xxh3_64()
+        for member, content in sorted(record(document).members.items()):
+            # Lengths are written out so that no two records share an encoding.
+            hasher.update(f"{len(member.encode())} {member} {len(content)} ".encode() + content)
+        return int(hasher.intdigest())
+    tokens = source.get(document)
+    if len(tokens) != source.length(document):
+        raise CorpusError(
+            f"document {document} of source '{name}' is not as long as the index says",
+            found=f"{len(tokens)} tokens",
+            expected=f"{source.length(document)} tokens",
+            cause="the file of tokens was cut short or exchanged",
+            action="copy the corpus again",
+        )
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(tokens, dtype="<i8").tobytes())

@@ -1,0 +1,203 @@
+"""The losses of a run, from any log of it: ours, Megatron-LM's, DeepSpeed's; and two runs compared step by step.
+
+    {"event": "step", "step": 11, "loss": 5.25, "loss_hex": "0x1.5p+2", ...}          --megaresume-log-samples FILE
+     iteration       11/     100 | ... | lm loss: 5.250000E+00 | ...                  what Megatron-LM prints
+    steps: 11 loss: 5.2500 iter time (s): 0.511 samples/sec: 31.3                     what a DeepSpeed pipeline prints
+
+A run that was killed and went on retraced its steps: the last line of a step counts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megaresume.stream.errors import UsageError
+
+__all__ = ["Loss", "LossComparison", "LossLog", "compare_losses", "read_losses"]
+
+_NUMBER = r"[-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|nan|inf)"
+#: what is in front of it (rank, time) and what stands between (learning rate, ...) differs between versions.
+_MEGATRON = re.compile(rf"(?<!loss at )\biteration\s+(\d+)/\s*(?:\d+|-)\s*\|.*?\blm loss:\s*({_NUMBER})", re.IGNORECASE)
+_DEEPSPEED = re.compile(rf"\bsteps:\s*(\d+)\s+loss:\s*({_NUMBER})", re.IGNORECASE)
+_VALIDATION = re.compile(
+    rf"\bvalidation loss at iteration\s+(\d+)(?: on ([^|]*?))?[^|]*\|\s*lm loss value:\s*({_NUMBER})", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """The loss of one step, as exactly as its log says it."""
+
+    value: float
+    #: as printed; None: the value is exact.
+    text: str | None = None
+
+    def rounded_as(self, text: str) -> float:
+        """The value as it would have been printed where ``text`` was."""
+        if not math.isfinite(self.value):
+            return self.value
+        mantissa, exponent, _ = text.lower().partition("e")
+        digits = len(mantissa.partition(".")[2])
+        return float(f"{self.value:.{digits}{'e' if exponent else 'f'}}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossLog:
+    """The losses of one run."""
+
+    path: Path
+    #: by step, from 1: the last line of it.
+    steps: dict[int, Loss]
+    #: (step that the run went on from, steps that had been done beyond it).
+    restarts: tuple[tuple[int, int], ...] = ()
+    #: by name of the validation set, by step.
+    validations: dict[str, dict[int, Loss]] = field(default_factory=dict)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the losses are those of the run to the last bit."""
+        return all(loss.text is None for loss in self.steps.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossComparison:
+    """Two runs, over the steps that both logs have."""
+
+    steps: int
+    #: steps with one loss, bit for bit (as far as the logs print it).
+    equal: int
+    #: both logs are exact.
+    exact: bool
+    #: (step, loss of the first, loss of the second).
+    first: tuple[int, float, float] | None
+    largest: tuple[int, float, float] | None
+    #: steps that one log has and the other has not.
+    only_first: int
+    only_second: int
+
+    @property
+    def largest_difference(self) -> float:
+        """0 where all are the same; NaN where one loss is no number and the other is."""
+        return 0.0 if self.largest is None else abs(self.largest[1] - self.largest[2])
+
+    def holds(self, tolerance: float) -> bool:
+        """Whether no step differs by more than ``tolerance``, and there is a step at all."""
+        return self.steps > 0 and self.largest_difference <= tolerance
+
+
+def read_losses(path: str | Path) -> LossLog:
+    """Read a log of any kind.
+
+    Raises:
+        UsageError: no such file, or no loss in it.
+    """
+    path = Path(path)
+    steps: dict[int, Loss] = {}
+    validations: dict[str, dict[int, Loss]] = {}
+    restarts: list[tuple[int, int]] = []
+    last = 0
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for kind, step, name, loss in _events(file):
+                if kind == "validation" and loss is not None:
+                    validations.setdefault(name, {})[step] = loss
+                    continue
+                # Behind a start, or where a log has none: at the first step that comes again.
+                at = step if kind == "start" else step - 1
+                if (kind == "start" and last) or at < last:
+                    restarts.append((at, max(last - at, 0)))
+                    for later in [s for s in steps if s > at]:
+                        del steps[later]
+                last = at
+                if loss is not None:
+                    steps[step], last = loss, step
+    except OSError as error:
+        raise UsageError(
+            f"cannot read {path}",
+            found=error.strerror or str(error),
+            expected="a file: of --megaresume-log-samples, or what Megatron-LM or DeepSpeed printed",
+            action="check the path",
+        ) from error
+    if not steps:
+        raise UsageError(
+            f"{path} holds no losses",
+            found="neither JSON lines with a loss_hex, nor lines 'iteration N/ M | ... lm loss: "
+            "x', nor 'steps: N loss: x'",
+            expected="the log of a run",
+            cause="the log of a rank that prints nothing, or of a run that ended before its first step",
+            action="give the output of the rank that prints the losses (the last one, under Megatron-LM)",
+        )
+    return LossLog(path=path, steps=steps, restarts=tuple(restarts), validations=validations)
+
+
+def _events(lines: Any) -> Iterator[tuple[str, int, str, Loss | None]]:
+    """(``start``, ``step`` or ``validation``, step, name of the validation set, loss)."""
+    for line in lines:
+        if line.startswith("{"):
+            event = _record(line)
+            if event is not None:
+                yield event
+            continue
+        if "loss" not in line:
+            continue
+        if found := _VALIDATION.search(line):
+            yield "validation", int(found[1]), (found[2] or "valid").strip(), _printed(found[3])
+        elif found := _MEGATRON.search(line) or _DEEPSPEED.search(line):
+            yield "step", int(found[1]), "", _printed(found[2])
+
+
+def _record(line: str) -> tuple[str, int, str, Loss | None] | None:
+    try:
+        record = json.loads(line)
+        kind, step = record["event"], int(record["step"])
+        if kind == "start":
+            return kind, step, "", None
+        exact = float.fromhex(record["loss_hex"])
+    except (ValueError, KeyError, TypeError):
+        return None  # a line that a kill cut short, or another program's
+    return kind, step, str(record.get("set", "valid")), Loss(value=exact)
+
+
+def _printed(text: str) -> Loss:
+    return Loss(value=float(text), text=text)
+
+
+def compare_losses(first: LossLog, second: LossLog) -> LossComparison:
+    """Compare two runs step by step. Where one log is printed, the other is rounded as it prints."""
+    both = sorted(first.steps.keys() & second.steps.keys())
+    equal = 0
+    earliest: tuple[int, float, float] | None = None
+    largest: tuple[int, float, float] | None = None
+    for step in both:
+        one, other = _comparable(first.steps[step], second.steps[step])
+        if one == other or (math.isnan(one) and math.isnan(other)):
+            equal += 1
+            continue
+        earliest = earliest or (step, one, other)
+        difference = abs(one - other)
+        # NaN against a number is the largest of differences, and stays it.
+        if largest is None or not difference <= abs(largest[1] - largest[2]):
+            largest = largest if largest is not None and math.isnan(largest[1] - largest[2]) else (step, one, other)
+    return LossComparison(
+        steps=len(both),
+        equal=equal,
+        exact=first.exact and second.exact,
+        first=earliest,
+        largest=largest,
+        only_first=len(first.steps.keys() - second.steps.keys()),
+        only_second=len(second.steps.keys() - first.steps.keys()),
+    )
+
+
+def _comparable(one: Loss, other: Loss) -> tuple[float, float]:
+    if one.text is None and other.text is not None:
+        return one.rounded_as(other.text), other.value
+    if other.text is None and one.text is not None:
+        return one.value, other.rounded_as(one.text)
+    return one.value, other.value

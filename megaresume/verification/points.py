@@ -1,0 +1,231 @@
+"""What the records of a run say about its past, point by point, and the stream planned again through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megaresume.checkpoint.layout import ledger_path, parse_record_name, records_dir
+from megaresume.checkpoint.ledger import LedgerProblem, abandoned_checkpoints, read_ledger
+from megaresume.checkpoint.state_file import StepFile, read_step_file
+from megaresume.stream.errors import CheckpointError, CorpusError, MegaresumeError, UsageError
+
+if TYPE_CHECKING:
+    from megaresume.sources.base import Source
+    from megaresume.stream.replay import Checked, Recorded
+    from megaresume.stream.state import StreamState
+    from megaresume.trace.history import History
+    from megaresume.trace.replan import Replan
+
+__all__ = ["Points", "between", "corpus_problems", "read_points", "replay_all", "replay_between"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Points:
+    """Every recorded point of a run."""
+
+    #: every data state that is there.
+    states: tuple[StepFile, ...]
+    #: those states, then the lines of the ledger.
+    recorded: tuple[Recorded, ...]
+    #: lines of the ledger that say nothing.
+    unreadable: tuple[LedgerProblem, ...]
+
+    @property
+    def newest(self) -> StreamState:
+        """The state that is furthest on the path to the present."""
+        present = [s for s, point in zip(self.states, self.recorded, strict=False) if not point.given_up]
+        return max((step.state for step in present or self.states), key=lambda state: state.samples)
+
+
+def read_points(root: Path) -> Points:
+    """Read the records of a checkpoint root.
+
+    Raises:
+        UsageError: no such directory.
+        CheckpointError: there is nothing to verify.
+        StateError: a record is damaged.
+    """
+    from megaresume.stream.cursor import comparable
+    from megaresume.stream.replay import Recorded
+
+    if not root.is_dir():
+        raise UsageError(
+            "no such directory", found=str(root), expected="the --save directory of a run", action="check the path"
+        )
+    ledger = read_ledger(ledger_path(root))
+    abandoned = abandoned_checkpoints(ledger.entries)
+    checkpoints = [entry for entry in ledger.entries if entry.kind == "checkpoint" and entry.tag is not None]
+    gone = {(e.samples, e.digest) for e in checkpoints if (e.iteration, e.tag) in abandoned}
+    gone -= {(e.samples, e.digest) for e in checkpoints if (e.iteration, e.tag) not in abandoned}
+    states: list[StepFile] = []
+    recorded: list[Recorded] = []
+    for path in sorted(records_dir(root).glob("step_*.json")):
+        name = parse_record_name(path.name)
+        if name is None or name.kind != "state":
+            continue
+        step = read_step_file(path)
+        states.append(step)
+        position = comparable({f: getattr(step.state, f) for f in step.state.__dataclass_fields__})
+        recorded.append(
+            Recorded(
+                origin=f"state of step {step.iteration}",
+                sample=step.state.samples,
+                digest=step.state.digest,
+                position=position,
+                given_up=(step.iteration, step.tag) in abandoned,
+            )
+        )
+    for entry in ledger.entries:
+        origin = f"ledger: {entry.kind} at step {entry.iteration}"
+        is_gone = (entry.samples, entry.digest) in gone
+        recorded.append(Recorded(origin=origin, sample=entry.samples, digest=entry.digest, given_up=is_gone))
+    if not states and (records_dir(root) / "order.json").is_file():
+        raise CheckpointError(
+            "the run is under guard: its order is verified where it is rebuilt, at every start",
+            found=f"{records_dir(root) / 'order.json'}, the order of Megatron's own datasets",
+            expected="data states of a megaresume stream, which can be planned again without Megatron",
+            action=f"start the run, which says whether it is as recorded; megaresume inspect {root} shows the record",
+        )
+    if not states:
+        raise CheckpointError(
+            "there is nothing to verify",
+            found=f"no data state in {records_dir(root)}",
+            expected="step_0000010.json or the like, written with a checkpoint",
+            cause="not a --save directory, or the run has saved no checkpoint with megaresume",
+            action=f"megaresume inspect {root}",
+        )
+    return Points(states=tuple(states), recorded=tuple(recorded), unreadable=ledger.problems)
+
+
+def between(history: History, first: int | None, last: int | None) -> tuple[int, int]:
+    """The samples at two recorded steps; None: the beginning, the newest state.
+
+    Raises:
+        UsageError: no record is of such a step, naming the nearest; or they stand the wrong way round.
+    """
+    by_step = {0: 0} | {iteration: samples for iteration, samples, _ in history.points}
+    ends = []
+    for step, otherwise in ((first, 0), (last, max(by_step))):
+        step = otherwise if step is None else step
+        if step not in by_step:
+            below = max((s for s in by_step if s < step), default=None)
+            above = min((s for s in by_step if s > step), default=None)
+            near = " or ".join(str(s) for s in (below, above) if s is not None)
+            raise UsageError(
+                f"no record is of step {step}",
+                found=f"{len(by_step) - 1} recorded steps, {min(by_step)} to {max(by_step)}",
+                expected=f"a step with a line in the ledger: {near} is the nearest",
+                action=f"megaresume inspect {history.root} lists them",
+            )
+        ends.append(by_step[step])
+    if ends[0] >= ends[1]:
+        raise UsageError(
+            "there is nothing between these steps",
+            found=f"--from {first} --to {last}",
+            expected="a step, and a later one",
+            action="exchange the two" if ends[0] > ends[1] else None,
+        )
+    return ends[0], ends[1]
+
+
+def corpus_problems(sources: Mapping[str, Source], state: StreamState, *, recompute: bool) -> list[str]:
+    """What differs between the corpora as they are and as a state knows them.
+
+    Args:
+        sources: opened, by name.
+        state: of the run.
+        recompute: read the corpora's indexes from end to end; else what lies beside them is believed.
+    """
+    from megaresume.stream.fingerprints import check_fingerprint
+
+    problems = []
+    for name, source in sources.items():
+        try:
+            check_fingerprint(name, state.fingerprints[name], source.fingerprint(recompute=recompute))
+        except MegaresumeError as error:
+            gap = _first_gap(source)
+            problems.append(str(error) + ("" if gap is None else f"\n  {'where:':<14}{gap}"))
+    return problems
+
+
+def _first_gap(source: Source) -> str | None:
+    """The first document that does not end where the next one starts: a damaged length, in words."""
+    import numpy as np
+
+    from megaresume.sources.base import TokenSource
+
+    if not isinstance(source, TokenSource):
+        return None
+    chunk = 1 << 20
+    for first in range(0, len(source), chunk):
+        ids = np.arange(first, min(first + chunk + 1, len(source)))
+        try:
+            lengths = source.lengths(ids)
+            ids, lengths = ids[lengths > 0], lengths[lengths > 0]
+            starts = source.token_starts(ids)
+        except CorpusError:
+            return None  # the error already names the document
+        gaps = np.flatnonzero(starts[:-1] + lengths[:-1] != starts[1:])
+        if len(gaps):
+            k = int(gaps[0])
+            between = int(starts[k + 1] - starts[k])
+            return f"document {ids[k]} has {lengths[k]} tokens, but {between} lie between its start and the next one's"
+    return None
+
+
+def replay_all(
+    points: Points, sources: Mapping[str, Source], progress: Callable[[int], object]
+) -> tuple[list[Checked], list[str]]:
+    """Every recorded point, in a stream planned from sample 0; and those of branches that were given up.
+
+    What was given up and is the same proves as much as the rest; what is not is no part of the run any more.
+    """
+    from megaresume.stream.config import StreamConfig
+    from megaresume.stream.replay import replay
+    from megaresume.stream.stream import Stream
+
+    state = points.newest
+    try:
+        stream = Stream(StreamConfig.from_dict(state.config), list(sources.values()), recorded=state.stages)
+    except CorpusError:
+        return [], []  # already among the problems of the corpora
+    checked = list(replay(stream, points.recorded, progress=progress))
+    given_up = [c for c in checked if c.recorded.given_up and not c.holds]
+    return [c for c in checked if c not in given_up], [c.recorded.origin for c in given_up]
+
+
+def replay_between(
+    points: Points, replan: Replan, first: int, stop: int, progress: Callable[[int], object]
+) -> Iterator[Checked]:
+    """The recorded points from sample ``first`` to ``stop``, planned from the nearest state at or before ``first``.
+
+    Args:
+        points: of the run.
+        replan: the run, without points of its own.
+        first, stop: samples.
+        progress: called with the samples planned since the last call.
+    """
+    from megaresume.stream.replay import Checked
+
+    wanted = sorted(
+        (p for p in points.recorded if first <= p.sample <= stop and not p.given_up), key=lambda p: p.sample
+    )
+    state = replan.history.before(first)
+    at = 0 if state is None else state.samples
+    digest = "0" * 16 if state is None else state.digest
+    blocks = replan.plans(at, stop, progress=progress)
+    plan = None
+    for point in wanted:
+        try:
+            while at < point.sample:
+                if plan is None or plan.stop < point.sample:
+                    plan = next(blocks).plan
+                at = min(plan.stop, point.sample)
+                digest = f"{int(plan.digests[at - plan.first - 1]):016x}"
+        except MegaresumeError as error:
+            yield Checked(recorded=point, digest=None, error=error)
+            return
+        yield Checked(recorded=point, digest=digest)
