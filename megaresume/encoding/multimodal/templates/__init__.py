@@ -2,6 +2,8 @@
 
 kind          record                                         trained on                file
 caption       an image, a text                               the text                  caption.py
+    chat          images, a conversation in JSON                 the assistant's turns     chat.py, roles.py
+    interleaved   images, lists of texts and images in JSON      every text                interleaved.py
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ from typing import Any
 from megaresume.encoding.multimodal.options import choose_kind, plain, read_options
 from megaresume.encoding.multimodal.templates.base import Image, Piece, Template, Text
 from megaresume.encoding.multimodal.templates.caption import Caption
+from megaresume.encoding.multimodal.templates.chat import Chat
+from megaresume.encoding.multimodal.templates.interleaved import Interleaved
 
 __all__ = ["KINDS", "Image", "Piece", "Template", "Text", "template_from_options", "template_options"]
 
-KINDS: dict[str, type[Any]] = {"caption": Caption}
+KINDS: dict[str, type[Any]] = {cls.kind: cls for cls in (Caption, Chat, Interleaved)}
 
 
 def template_from_options(options: object, where: str = "template") -> Template:
