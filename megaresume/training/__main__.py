@@ -106,7 +106,7 @@ def _run(args: Arguments) -> None:
     if args.eval_iters:
         valid = on_all_ranks(lambda: open_stream(**_data(args), part="valid"))
         validation = Validation(
-            valid,
+            {"valid": valid},
             num_batches=args.eval_iters,
             global_batch_size=schedule.segments[-1][1],
             micro_batch_size=args.micro_batch_size,

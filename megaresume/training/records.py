@@ -25,8 +25,8 @@ class RunRecords:
     steps: dict[int, dict[str, Any]]
     #: lines of steps that were trained again later: the work that kills cost.
     lost: tuple[dict[str, Any], ...]
-    #: by step: the last validation.
-    validations: dict[int, dict[str, Any]]
+    #: by name of the validation set, by step: the last validation.
+    validations: dict[str, dict[int, dict[str, Any]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +59,7 @@ def read_records(path: str | Path) -> RunRecords:
     starts: list[dict[str, Any]] = []
     steps: dict[int, dict[str, Any]] = {}
     lost: list[dict[str, Any]] = []
-    validations: dict[int, dict[str, Any]] = {}
+    validations: dict[str, dict[int, dict[str, Any]]] = {}
     for number, line in enumerate(lines[:-1], start=1):
         try:
             record = json.loads(line)
@@ -74,7 +74,7 @@ def read_records(path: str | Path) -> RunRecords:
         elif event == "step":
             steps[step] = record
         elif event == "validation":
-            validations[step] = record
+            validations.setdefault(record.get("set", "valid"), {})[step] = record
     return RunRecords(starts=tuple(starts), steps=steps, lost=tuple(lost), validations=validations)
 
 

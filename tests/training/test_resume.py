@@ -89,11 +89,12 @@ def test_killed_and_resumed_on_other_topologies(runs: Any, twins: Any) -> None:
 
 def test_validation_is_the_same_samples_in_any_layout(runs: Any, twins: Any) -> None:
     twin = twins[0].records
-    assert sorted(twin.validations) == [3, 6]
+    assert sorted(twin.validations["valid"]) == [3, 6]
     flags = "--train-iters 6 --global-batch-size 8 --micro-batch-size 4 --eval-iters 2 --skip-train"
-    alone = runs("validation", flags + " --load {dir}/twin0", num_processes=1).records.validations[6]
-    assert alone["tokens"] == twin.validations[6]["tokens"]
-    assert alone["loss"] == pytest.approx(twin.validations[6]["loss"], rel=1e-6)
+    alone = runs("validation", flags + " --load {dir}/twin0", num_processes=1).records.validations["valid"]
+    assert alone[6]["tokens"] == twin.validations["valid"][6]["tokens"]
+    assert alone[6]["digest"] == twin.validations["valid"][3]["digest"] == twin.validations["valid"][6]["digest"]
+    assert alone[6]["loss"] == pytest.approx(twin.validations["valid"][6]["loss"], rel=1e-6)
 
 
 def test_tensor_parallel(runs: Any, twins: Any) -> None:
