@@ -35,6 +35,7 @@ from megaresume.stream.progress import Progress, progress
 from megaresume.stream.source import LengthSource
 from megaresume.stream.stages import Course
 from megaresume.stream.state import Fingerprint, StageRecord, StreamState
+from megaresume.stream.whole import check_whole
 
 __all__ = ["Stream"]
 
@@ -94,6 +95,7 @@ class Stream:
                 expected=f"{len(config.sources)}: {', '.join(s.name for s in config.sources)}",
                 action="pass one source for each of the config's, in its order",
             )
+        check_whole(config, sources)
         #: over all sources that the run ever had; those that are gone have weight 0.
         self.config = config
         self.origin = origin
