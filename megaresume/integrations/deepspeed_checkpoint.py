@@ -35,7 +35,7 @@ from megaresume.integrations.deepspeed_tags import (
     write_tag,
 )
 from megaresume.integrations.loadable import BEGIN_ANEW, without_state
-from megaresume.integrations.ranks import is_rank_0, on_all_ranks, same_on_all_ranks
+from megaresume.integrations.ranks import gather, is_rank_0, on_all_ranks, same_on_all_ranks
 from megaresume.integrations.resume import Resume, change_lines
 from megaresume.stream.errors import StateError
 from megaresume.stream.state import StreamState
@@ -107,7 +107,9 @@ class Checkpoints:
 
     def _take_state(self) -> StreamState:
         """The state of what is trained, the same on every rank. Collective."""
-        return on_all_ranks(self.data.state)
+        state = on_all_ranks(self.data.state)
+        self.data.share_faults(gather)
+        return state.replace(faults=self.data.faults)
 
     def _start_state(self, sample: int) -> StreamState:
         """The state at which this process began."""

@@ -5,18 +5,24 @@ yet stepped on, or lost in a step that a kill cut short does not count and is ha
 that were skipped for an overflow (fp16) do count: their samples were seen, as in Megatron.
 
     samples handed out   >=   samples trained = schedule.after(base sample, global_steps - base step)
+
+Faults (records that were not as the index announced them) come with the batches of the rank that read them. Those of
+trained samples are put together at every save, so that the state has all of them, and is the same on every rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from itertools import chain
 from typing import Any
 
 from megaresume.integrations import deepspeed_engine as facts
 from megaresume.loading.batch import Batch
+from megaresume.loading.documents import FaultEntry
 from megaresume.loading.loader import StartMethod, StreamLoader
 from megaresume.stream.batches import BatchSchedule, check_sizes
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
+from megaresume.stream.faults import NO_FAULTS, Faults
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 
@@ -81,6 +87,9 @@ class TrainingData:
         # Micro-batches of the last opened step: handed out, in all.
         self._handed = self._per_step = 0
         self._layout: tuple[int, int] | None = None
+        # Of all ranks up to a sample, and of this rank since then, samples included that are not trained yet.
+        self._known_faults, self._known_to = NO_FAULTS if state is None else state.faults, sample
+        self._new_faults: list[FaultEntry] = []
 
     def _check_sizes(self, schedule: BatchSchedule, sample: int) -> None:
         """Sizes that do not divide must fail now, on every rank, not in the middle of the ramp-up."""
@@ -105,12 +114,33 @@ class TrainingData:
     def state(self) -> StreamState:
         """The state for exactly the samples that are trained; the same on every rank.
 
+        Its faults are those up to the last save.
+
         Raises:
             StateError: the engine has steps that this data knows nothing of.
         """
         self._check_clock()
         sample = self.samples_trained
-        return self.stream.state_at(sample, batches=self._schedule.until(sample))
+        state = self.stream.state_at(sample, batches=self._schedule.until(sample))
+        return state.replace(faults=self._known_faults)
+
+    @property
+    def faults(self) -> Faults:
+        """Of trained samples: those of all ranks up to the last save, and those of this rank since then."""
+        return self._known_faults.with_new(self._new_faults, self._known_to, self.samples_trained)
+
+    def share_faults(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Learn the faults of trained samples from all ranks; called on all of them, where a checkpoint is saved.
+
+        Args:
+            gather: gives what every rank has, on every rank.
+        """
+        trained = self.samples_trained
+        # Ranks that read the same samples have the same faults: they count once.
+        everywhere = chain.from_iterable(gather([fault for fault in self._new_faults if fault[0] < trained]))
+        self._known_faults = self._known_faults.with_new(everywhere, self._known_to, trained)
+        self._new_faults = [fault for fault in self._new_faults if fault[0] >= trained]
+        self._known_to = trained
 
     def restore(self, state: StreamState, *, step: int | None = None) -> None:
         """Go on from a state. ``engine.load_checkpoint`` does it by itself.
@@ -148,6 +178,7 @@ class TrainingData:
             self._close()
             raise
         self._handed += 1
+        self._new_faults += batch.get("faults", ())
         return batch if self._transform is None else self._transform(batch)
 
     def _next_batch(self) -> Batch:

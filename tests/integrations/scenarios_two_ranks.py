@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 import toy
+from pictures import Pictures
 
 import megaresume
 from megaresume.checkpoint import begin_save, choose, commit_save
@@ -298,8 +299,50 @@ def exhausted() -> None:
     toy.result("exhausted", {"error": toy.error_of(run), "steps": steps, "documents": data.state().documents})
 
 
+def faults() -> None:
+    """Each rank reads some of the broken documents; every checkpoint must have those of all, of trained samples."""
+    mapping = {
+        "seed": 1,
+        "seq_length": 32,
+        "packing": {"mode": "best_fit", "open_bins": 2},
+        "sources": {"web": {"path": str(toy.DATA.parent / "web")}, "pairs": {"weight": 1}},
+    }
+    mapping["sources"]["web"]["weight"] = 1
+    save = toy.ROOT / "faults"
+    engine = toy.engine_of()
+    data = megaresume.attach(engine, mapping, objects={"pairs": Pictures()}, prefetch=3)
+    toy.train(engine, data, 6, save)
+    own = data.faults.to_plain()
+    next(data)  # of a step that is never made
+    whole = data.state().faults.to_plain()
+    data.close()
+
+    engine = toy.engine_of()
+    data = megaresume.attach(engine, mapping, objects={"pairs": Pictures()}, num_workers=1)
+    _, client = engine.load_checkpoint(str(save), tag="global_step2")
+    toy.train(engine, data, 6, toy.ROOT / "faults_again")
+    data.close()
+    broken = [
+        [sample, "pairs", segment.document, segment.epoch, "mask", f"document {segment.document} is broken"]
+        for sample, segments in enumerate(data.stream.__class__(data.stream.config, data.stream.sources).plan(0, 48))
+        for segment in sorted(segments, key=lambda s: s.document)
+        if segment.source == 1 and segment.document % 3 == 0
+    ]
+    toy.result(
+        "faults",
+        {
+            "broken": broken,
+            "own": own,
+            "whole": whole,
+            "at_2": client["megaresume"]["faults"],
+            "again": data.state().faults.to_plain(),
+        },
+    )
+
+
 for stage in range(4):
     zero(stage)
+faults()
 clock()
 ramp_up()
 engine_sizes()

@@ -55,6 +55,17 @@ def test_a_pipeline_resumes_bit_for_bit(two_ranks: Any) -> None:
         assert found["outside"][0] == "UsageError"
 
 
+def test_faults_of_all_ranks_are_in_every_state(two_ranks: Any) -> None:
+    """Those of trained samples, once each, on every rank; a resume has them too, and adds the same."""
+    for found in two_ranks["faults"]:
+        broken = found["broken"]
+        assert len(broken) > 10
+        assert found["whole"] == found["own"] == {"total": len(broken), "kept": broken}
+        first = [fault for fault in broken if fault[0] < 16]
+        assert found["at_2"] == {"total": len(first), "kept": first} and 0 < len(first) < len(broken)
+        assert found["again"] == found["whole"]
+
+
 def test_only_optimizer_steps_count(two_ranks: Any) -> None:
     for rank, found in enumerate(two_ranks["clock"]):
         assert found["samples"] == 8
