@@ -7,7 +7,8 @@ Source           documents by number
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+import inspect
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ from megaresume.stream.state import Fingerprint
 if TYPE_CHECKING:
     from megaresume.encoding.multimodal.types import EncodedDocument, Key
 
-__all__ = ["DocumentSource", "Source", "TokenSource", "VisionEncoder"]
+__all__ = ["DocumentSource", "Source", "TokenSource", "VisionEncoder", "is_document_source"]
 
 
 @runtime_checkable
@@ -98,3 +99,11 @@ class DocumentSource(Source, Protocol):
             CorpusError: it cannot be read, or is not as the index says, and the policy is ``error``.
         """
         ...
+
+
+_MEMBERS = ("__len__", "length", "lengths", "get", "read", "fingerprint", "whole", "encoder", "encoded")
+
+
+def is_document_source(thing: object) -> TypeGuard[DocumentSource]:
+    """`isinstance` for `DocumentSource` that does not ask for the encoder, which may have a tokenizer to build."""
+    return all(inspect.getattr_static(thing, member, None) is not None for member in _MEMBERS)

@@ -3,6 +3,9 @@
     kind        options
     megatron    path (prefix, with or without .bin or .idx; relative to the data config); the default
     python      factory ("package.module:callable"), kwargs (mapping); or an object passed by name
+webdataset  index (``.shards.idx``), path (tar shards, where they are not where the index says), on_fault, too_long,
+            max_tokens, augment, encoder: see `megaresume.sources.shards`
+energon     path (a directory with .nv-meta), index, split_part, and as webdataset; it has a split of its own
 
 Every kind takes ``split`` ("969,30,1"). Further kinds: `register_kind`.
 """
@@ -21,7 +24,7 @@ import yaml
 from megaresume.sources.base import Source
 from megaresume.sources.indexed import IndexedSource
 from megaresume.sources.python import as_source
-from megaresume.sources.split import PARTS, Part, split_part
+from megaresume.sources.split import PARTS, Part, range_of, split_part
 from megaresume.stream.errors import ConfigError
 
 __all__ = ["open_sources", "read_data_config", "register_kind"]
@@ -149,6 +152,9 @@ def _open(
         )
     thing = objects[name] if name in objects else _KINDS[kind](options, name, base_dir)
     source = as_source(thing, name)
+    parts = getattr(source, "parts", None)
+    if parts is not None and own_split is None:  # it has a split of its own, by shards
+        return _own_part(source, parts, name, part)
     if split is not None:
         return split_part(source, split, part)
     if part != "train":
@@ -166,6 +172,18 @@ def _open(
             action="remove the source, or build its corpus again",
         )
     return source
+
+
+def _own_part(source: Source, parts: Mapping[str, tuple[int, int]], name: str, part: Part) -> Source:
+    first, stop = parts.get(part, (0, 0))
+    if first == stop:
+        raise ConfigError(
+            f"source '{name}' has no {part} part",
+            found=f"{', '.join(f'{p} of {b - a} documents' for p, (a, b) in parts.items())}, by its own split",
+            expected=f"a {part} part with at least one document",
+            action=f"leave '{name}' out of the {part} data, or give it a split of documents: split: 969,30,1",
+        )
+    return source if (first, stop) == (0, len(source)) else range_of(source, first, stop)
 
 
 def _open_megatron(options: Mapping[str, Any], name: str, base_dir: Path) -> object:
@@ -230,4 +248,21 @@ def _did_you_mean(word: str, known: Iterable[str]) -> str | None:
     return f"did you mean '{close[0]}'?" if close else None
 
 
-_KINDS: dict[str, Opener] = {"megatron": _open_megatron, "python": _open_python}
+def _open_webdataset(options: Mapping[str, Any], name: str, base_dir: Path) -> object:
+    from megaresume.sources.shards.open import open_webdataset
+
+    return open_webdataset(options, name, base_dir)
+
+
+def _open_energon(options: Mapping[str, Any], name: str, base_dir: Path) -> object:
+    from megaresume.sources.shards.open import open_energon
+
+    return open_energon(options, name, base_dir)
+
+
+_KINDS: dict[str, Opener] = {
+    "megatron": _open_megatron,
+    "python": _open_python,
+    "webdataset": _open_webdataset,
+    "energon": _open_energon,
+}

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.sources.base import DocumentSource, Source
+from megaresume.sources.base import Source, is_document_source
 from megaresume.sources.indexed import IndexedSource
 from megaresume.sources.scan import scan_fingerprint
 from megaresume.sources.split import RangeSource
@@ -41,7 +41,7 @@ def as_source(thing: object, name: str = "source") -> Source:
     Raises:
         ConfigError: the object lacks a method.
     """
-    if isinstance(thing, IndexedSource | RangeSource | PythonSource | DocumentSource):
+    if isinstance(thing, IndexedSource | RangeSource | PythonSource) or is_document_source(thing):
         return thing
     if hasattr(thing, "encoded"):  # else its images would be dropped without a word
         missing = [m for m in ENCODED if not hasattr(thing, m)]

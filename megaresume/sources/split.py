@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.sources.base import DocumentSource, Source, TokenSource, VisionEncoder
+from megaresume.sources.base import DocumentSource, Source, TokenSource, VisionEncoder, is_document_source
 from megaresume.sources.indexed import IndexedSource
 from megaresume.sources.scan import scan_fingerprint
 from megaresume.stream.errors import ConfigError
@@ -93,7 +93,7 @@ def range_of(source: Source, start: int, stop: int) -> Source:
     """Documents start to stop of a source, as a view that is zero-copy where the source is."""
     if isinstance(source, IndexedSource | TokenRangeSource):
         return TokenRangeSource(source, start, stop)
-    if isinstance(source, DocumentSource):
+    if is_document_source(source):
         return DocumentRangeSource(source, start, stop)
     return RangeSource(source, start, stop)
 
@@ -142,8 +142,10 @@ class RangeSource:
 
     def fingerprint(self, *, recompute: bool = False) -> Fingerprint:
         """The fingerprint of this range alone, so that documents appended after it do not change it."""
-        if isinstance(self.source, IndexedSource):
-            return self.source.range_fingerprint(self.start, self.stop, recompute=recompute)
+        own = getattr(self.source, "range_fingerprint", None)
+        if own is not None:  # it knows it without a scan, or keeps it
+            found: Fingerprint = own(self.start, self.stop, recompute=recompute)
+            return found
         if len(self) == len(self.source):
             return self.source.fingerprint(recompute=recompute)
         tokenizer = self.source.fingerprint().tokenizer
@@ -187,6 +189,12 @@ class DocumentRangeSource(RangeSource):
         return self.source.whole
 
     @property
+    def longest(self) -> int | None:
+        """Tokens of the longest document of the whole source; None: it does not say."""
+        found: int | None = getattr(cast(Any, self.source), "longest", None)
+        return found
+
+    @property
     def encoder(self) -> VisionEncoder:
         """Makes its documents."""
         return self.source.encoder
@@ -194,3 +202,12 @@ class DocumentRangeSource(RangeSource):
     def encoded(self, i: int, key: Key) -> EncodedDocument:
         """Document i of the range; ``key`` has its number in the range."""
         return self.source.encoded(self._inner(i), key)
+
+    def record(self, i: int) -> Any:
+        """Document i of the range as it is stored, from a source that can tell."""
+        return cast(Any, self.source).record(self._inner(i))
+
+    def describe(self, i: int) -> dict[str, Any]:
+        """Where document i of the range comes from, from a source that can tell: plain JSON."""
+        found: dict[str, Any] = cast(Any, self.source).describe(self._inner(i))
+        return found

@@ -1,0 +1,161 @@
+"""A directory that Energon has prepared, read as it is: shards, split and field map of its ``.nv-meta``.
+
+    DIR/.nv-meta/.info.json (or .info.yaml)   shard -> records
+    DIR/.nv-meta/split.yaml                   train, val, test: shards of each; excluded shards and records
+    DIR/.nv-meta/dataset.yaml                 sample type and field map
+
+Source: ``flavors/webdataset/{metadata,structs,default_generic_webdataset}.py`` of megatron-energon 7.4.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+import yaml
+
+from megaresume.sources.shards.fields import Fields, fields_of
+from megaresume.sources.shards.paths import META, join
+from megaresume.sources.shards.remote import RemoteStore, is_url
+from megaresume.stream.errors import CorpusError
+
+__all__ = ["OUR_PARTS", "EnergonDataset", "read_energon"]
+
+#: ours -> Energon's.
+OUR_PARTS = {"train": "train", "valid": "val", "test": "test"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnergonDataset:
+    """What ``.nv-meta`` says."""
+
+    #: directory or URL.
+    path: str
+    #: part -> names of its shards, relative to the directory, in its order; excluded shards are gone.
+    parts: Mapping[str, tuple[str, ...]]
+    #: shard -> records.
+    counts: Mapping[str, int]
+    #: shard -> 0-based records to leave out.
+    excluded: Mapping[str, frozenset[int]]
+    #: None: the members are taken as they are (crude data sets).
+    fields: Fields | None
+    #: xxh3_128 of what was read: changes when the split or the field map does.
+    hash: str
+
+    def options(self) -> dict[str, str]:
+        """What the header of an index remembers of it."""
+        return {"hash": self.hash}
+
+
+def read_energon(
+    path: str | os.PathLike[str], *, split_config: str = "split.yaml", dataset_config: str = "dataset.yaml"
+) -> EnergonDataset:
+    """Read the metadata of a prepared data set.
+
+    Args:
+        path: directory or URL.
+        split_config: name of the split file in ``.nv-meta``.
+        dataset_config: name of the file with the field map in ``.nv-meta``.
+
+    Raises:
+        CorpusError: a file is missing or not as Energon writes it; an unknown shard; a data set that needs user code.
+    """
+    path = os.fspath(path)
+    info_name, info = _first(path, (".info.json", ".info.yaml"))
+    splits = (split_config, "split.json") if split_config == "split.yaml" else (split_config,)
+    split_name, split = _first(path, splits)
+    _, dataset = _first(path, (dataset_config,))
+    counts = _checked(info.get("shard_counts"), info_name, path, dict, "shard_counts: shard -> records")
+    raw_parts = _checked(split.get("split_parts"), split_name, path, dict, "split_parts: part -> shards")
+    excluded = set(_braces(split.get("exclude") or []))
+    parts = {
+        str(name): tuple(shard for shard in _braces(shards or []) if shard not in excluded)
+        for name, shards in raw_parts.items()
+    }
+    unknown = sorted({shard for shards in parts.values() for shard in shards} - set(counts))
+    if unknown:
+        raise CorpusError(
+            f"{path} has shards in its split that it does not know",
+            found=f"{', '.join(unknown[:3])} in {split_name}",
+            expected=f"shards of {info_name}",
+            cause="shards were renamed or added after energon prepare",
+            action=f"run it again: energon prepare {path}",
+        )
+    state = json.dumps([counts, split, dataset], sort_keys=True, default=str)
+    return EnergonDataset(
+        path=path,
+        parts=parts,
+        counts=counts,
+        excluded=_excluded_records(excluded),
+        fields=fields_of(dataset, f"{path}/{META}/{dataset_config}"),
+        hash=xxhash.xxh3_128_hexdigest(state.encode()),
+    )
+
+
+def _excluded_records(excluded: set[str]) -> dict[str, frozenset[int]]:
+    records: dict[str, set[int]] = {}
+    for entry in excluded:
+        shard, slash, index = entry.rpartition("/")
+        if slash and index.isdecimal():
+            records.setdefault(shard, set()).add(int(index))
+    return {shard: frozenset(indices) for shard, indices in records.items()}
+
+
+def _braces(patterns: list[str]) -> list[str]:
+    from braceexpand import braceexpand
+
+    return [name for pattern in patterns for name in braceexpand(str(pattern), escape=False)]
+
+
+def _first(path: str, names: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
+    for name in names:
+        file = f"{META}/{name}"
+        content = _content(join(path, file))
+        if content is None:
+            continue
+        load: Callable[[bytes], Any] = json.loads if name.endswith(".json") else yaml.safe_load
+        try:
+            data = load(content)
+        except (ValueError, yaml.YAMLError) as error:
+            raise _bad(path, file, str(error), "JSON" if name.endswith(".json") else "YAML") from error
+        return file, _checked(data, file, path, dict, "a mapping")
+    raise CorpusError(
+        f"{path} is not a data set that Energon has prepared",
+        found=f"no {META}/{' or '.join(names)}",
+        expected=f"{META} with .info.json, split.yaml and dataset.yaml",
+        cause="a wrong path, or energon prepare was not run, or not finished",
+        action=f"run: energon prepare {path}; or give the shards themselves: '{path}/*.tar'",
+    )
+
+
+def _content(path: str) -> bytes | None:
+    if is_url(path):
+        try:
+            return RemoteStore(path.partition("://")[0]).read_all(path)
+        except CorpusError:
+            return None
+    try:
+        return Path(path).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _checked(value: Any, file: str, path: str, kind: type, expected: str) -> Any:
+    if isinstance(value, kind):
+        return value
+    raise _bad(path, file, f"{value!r:.80}", expected)
+
+
+def _bad(path: str, file: str, found: str, expected: str) -> CorpusError:
+    return CorpusError(
+        f"{file} of {path} is not as Energon writes it",
+        found=found,
+        expected=expected,
+        cause="edited by hand, or damaged",
+        action=f"correct it, or run energon prepare {path} again",
+    )

@@ -1,0 +1,133 @@
+"""Range reads of an object store through fsspec (s3://, gs://, http://, memory://, ...), tried again with back-off.
+
+How a store is reached (endpoint, credentials, region) is fsspec's own configuration: ``AWS_*`` variables,
+``FSSPEC_S3_ENDPOINT_URL`` and the like, or ``~/.config/fsspec/*.json``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError
+
+__all__ = ["ATTEMPTS", "RemoteStore", "is_url"]
+
+T = TypeVar("T")
+
+ATTEMPTS = 6
+#: seconds before the second attempt; doubled with each, up to `LONGEST_WAIT`.
+FIRST_WAIT = 0.5
+LONGEST_WAIT = 20.0
+#: not worth another attempt: the answer would be the same.
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, ImportError, TypeError, MegaresumeError)
+
+
+def is_url(path: str) -> bool:
+    """Whether fsspec must read it. ``file://`` is a local path with a prefix."""
+    return "://" in path and not path.startswith("file://")
+
+
+class RemoteStore:
+    """Files of one store. Safe to fork and to pickle: the connection is opened in the process that uses it.
+
+    Args:
+        protocol: ``s3``, ``gs``, ``memory``, ...
+    """
+
+    def __init__(self, protocol: str) -> None:
+        self.protocol = protocol
+        self._opened: tuple[int, Any] | None = None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (RemoteStore, (self.protocol,))
+
+    def size(self, url: str) -> int:
+        """Bytes of a file.
+
+        Raises:
+            CorpusError: no such file.
+            SetupError: the store does not answer, or refuses.
+        """
+        return int(self.info(url)["size"])
+
+    def info(self, url: str) -> dict[str, Any]:
+        """What the store says of a file; raises as `size`."""
+
+        def ask() -> dict[str, Any]:
+            store = self._store()
+            store.invalidate_cache()
+            return dict(store.info(url))
+
+        return self._tried(url, "asked for its size", ask)
+
+    def read(self, url: str, offset: int, nbytes: int) -> bytes:
+        """Exactly ``nbytes`` bytes from ``offset`` on; raises as `size`."""
+
+        def fetch() -> bytes:
+            data: bytes = self._store().cat_file(url, start=offset, end=offset + nbytes)
+            if len(data) != nbytes:
+                raise OSError(f"{len(data)} of {nbytes} bytes came back")
+            return data
+
+        return self._tried(url, f"read at byte {offset}", fetch)
+
+    def read_all(self, url: str) -> bytes:
+        """A whole small file; raises as `size`."""
+        return self._tried(url, "read", lambda: bytes(self._store().cat_file(url)))
+
+    def glob(self, url: str) -> list[str]:
+        """URLs of the files that a pattern matches, sorted; raises as `size`."""
+        found = self._tried(url, "listed", lambda: list(self._store().glob(url)))
+        return sorted(f"{self.protocol}://{path.lstrip('/')}" for path in found)
+
+    def _store(self) -> Any:
+        # A connection does not outlive a fork.
+        if self._opened is None or self._opened[0] != os.getpid():
+            import fsspec
+
+            self._opened = (os.getpid(), fsspec.filesystem(self.protocol))
+        return self._opened[1]
+
+    def _tried(self, url: str, what: str, call: Callable[[], T]) -> T:
+        import tenacity
+
+        # No jitter: it would move Python's global random numbers.
+        retrying = tenacity.Retrying(
+            stop=tenacity.stop_after_attempt(ATTEMPTS),
+            wait=tenacity.wait_exponential(multiplier=FIRST_WAIT, max=LONGEST_WAIT),
+            retry=tenacity.retry_if_not_exception_type(_FINAL),
+            reraise=True,
+        )
+        try:
+            return retrying(call)
+        except MegaresumeError:
+            raise
+        except FileNotFoundError as error:
+            raise CorpusError(
+                f"{url} is missing",
+                found="no such file in the store",
+                expected="a shard",
+                cause="a wrong path or bucket, or a shard that was moved or deleted",
+                action="check the path, or give the place where the shards lie now: path in data.yaml",
+            ) from error
+        except ImportError as error:
+            raise SetupError(
+                f"{url} needs a package that is not installed",
+                found=str(error),
+                expected=f"the package by which fsspec reads {self.protocol}://",
+                action="install it, for example: pip install s3fs (s3://) or gcsfs (gs://)",
+            ) from error
+        except Exception as error:  # whatever the library of the store raises
+            final = isinstance(error, _FINAL)
+            raise SetupError(
+                f"{url} cannot be read",
+                found=f"{type(error).__name__}: {error}",
+                expected="an answer of the store",
+                cause="missing or wrong credentials" if final else "the store or the network is down, or too busy",
+                action=(
+                    f"{'Once' if final else f'{ATTEMPTS} times'} {what}. Check the store (endpoint, credentials) "
+                    "with its own tool, then run the same command again"
+                ),
+            ) from error
