@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ __all__ = [
     "choice",
     "choose_kind",
     "integer",
+    "json_mapping",
     "known_keys",
     "mapping",
     "number",
@@ -98,6 +100,18 @@ def mapping(value: object, where: str) -> Mapping[str, Any]:
     if isinstance(value, Mapping):
         return value
     raise _bad(value, where, "keys and values")
+
+
+def json_mapping(value: object, where: str) -> Mapping[str, Any]:
+    """The value itself, if it has keys and JSON holds it without a change."""
+    data = mapping(value, where)
+    try:
+        same = json.loads(json.dumps(data)) == data
+    except (TypeError, ValueError):
+        same = False
+    if not same:
+        raise _bad(value, where, "keys and values of JSON: texts, numbers, true, false, null, lists, mappings")
+    return data
 
 
 def known_keys(data: Mapping[str, Any], known: Collection[str], where: str) -> None:

@@ -191,3 +191,10 @@ def test_newer_spec_is_refused():
     spec = build().to_spec()
     with pytest.raises(ConfigError, match="version 2"):
         ImageTextEncoder.from_spec({**spec, "version": 2})
+
+
+@pytest.mark.parametrize("processor", [{"kind": kind} for kind in ("patches", "tiles", "native")])
+@pytest.mark.parametrize("template", ["caption", "chat", "interleaved"])
+def test_normal_form_is_read_back(processor, template):
+    spec = build(processor=processor, template=template).to_spec()
+    assert build(processor=spec["processor"], template=spec["template"], images=spec["images"]).to_spec() == spec

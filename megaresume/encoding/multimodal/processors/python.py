@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from megaresume.encoding.multimodal.options import mapping, option, string
+from megaresume.encoding.multimodal.options import json_mapping, option, optional, string
 from megaresume.encoding.multimodal.processors.base import Grid, Pixels, Processor
 from megaresume.stream.errors import ConfigError
 
@@ -39,7 +39,7 @@ class PythonProcessor:
     #: "package.module:callable".
     factory: str = option("", string)
     #: of the factory; part of the encoder's fingerprint. Put a version in it when the code changes.
-    kwargs: Mapping[str, Any] | None = option(None, mapping)
+    kwargs: Mapping[str, Any] | None = option(None, optional(json_mapping))
     _inner: Processor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
