@@ -108,12 +108,6 @@ class ShardSource:
         longest = int(self.index.header["longest"])
         return longest if self.max_tokens is None else min(longest, self.max_tokens)
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest document, none above `max_tokens`; without a scan, and therefore at most."""
-        longest = int(self.index.header["longest"])
-        return longest if self._limit is None else min(longest, self._limit)
-
     @functools.cached_property
     def encoder(self) -> ImageTextEncoder:
         """The one that the index was made with, and the augmentation of this source."""
