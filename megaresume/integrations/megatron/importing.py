@@ -175,7 +175,8 @@ def wrap(owner: ModuleType | type, name: str, make: Callable[[Any], Any]) -> boo
 def _rebind(old: Any, new: Any) -> None:
     """Replace the object in modules that did ``from … import name`` before we came."""
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in _STRANGERS or not isinstance(module, ModuleType):
+        # By its type: the library objects of cffi say that they are modules, and have no names.
+        if name.partition(".")[0] in _STRANGERS or not issubclass(type(module), ModuleType):
             continue
         names = object.__getattribute__(module, "__dict__")  # no lazy module is woken
         for key in [key for key, value in list(names.items()) if value is old]:

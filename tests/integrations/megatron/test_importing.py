@@ -294,3 +294,17 @@ def test_lazy_modules_sleep_on(home):
 
     sys.modules["sleeper"] = Lazy("sleeper")
     wrap(module_with("patched", f=fresh()), "f", louder)
+
+
+def test_what_only_says_that_it_is_a_module_is_passed_over(home):
+    """The libraries of cffi lie in sys.modules, claim to be modules, and have no __dict__."""
+
+    class Library:
+        __slots__ = ()
+        __class__ = types.ModuleType
+
+    assert isinstance(Library(), types.ModuleType)
+    (home / "pkg_library.py").write_text("def f(): return ['f']\n")
+    sys.modules["pkg_library_lib"] = Library()
+    module = importlib.import_module("pkg_library")
+    assert wrap(module, "f", louder) and module.f() == ["f", "louder"]
