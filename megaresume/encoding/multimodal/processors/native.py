@@ -22,8 +22,9 @@ from megaresume.encoding.multimodal.processors.base import (
     Grid,
     Pixels,
     Statistics,
-    bicubic,
     fill_normalized,
+    resampling,
+    resized,
     statistics,
 )
 from megaresume.stream.errors import ConfigError, CorpusError
@@ -56,6 +57,8 @@ class Native:
     #: of the resized image.
     min_pixels: int = option(56 * 56, integer(1, 2**31))
     max_pixels: int = option(28 * 28 * 1280, integer(1, 2**31))
+    #: bicubic, bilinear or lanczos.
+    resample: str = option("bicubic", resampling)
     normalize: Statistics = option(CLIP, statistics)  # noqa: RUF009 (frozen)
 
     def __post_init__(self) -> None:
@@ -75,7 +78,7 @@ class Native:
 
     def num_tokens(self, width: int, height: int) -> int:
         """Of the resized image. Raises CorpusError for an image more than 200 times as long as wide."""
-        width, height = self.resized(width, height)
+        width, height = self.target(width, height)
         return (width // (self.patch_size * self.merge)) * (height // (self.patch_size * self.merge))
 
     def tokens_of(self, pixels: Pixels, grid: Grid) -> int:
@@ -84,20 +87,20 @@ class Native:
 
     def __call__(self, image: Image, generator: np.random.Generator) -> tuple[Pixels, Grid]:
         """float32[rows * columns, 3 * T * P * P], and (1, rows, columns) of patches. Draws nothing."""
-        width, height = self.resized(*image.size)
+        width, height = self.target(*image.size)
         merge, size = self.merge, self.patch_size
         rows, columns = height // size, width // size
-        values = np.asarray(bicubic(image, width, height))
-        # (rows of tokens, row in the token, y, columns of tokens, column in the token, x, channel)
-        values = values.reshape(rows // merge, merge, size, columns // merge, merge, size, 3)
-        # patches: (patches in the order of the tokens, channel, y, x); copied while a value is one byte.
-        patches = values.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3, size, size)
         out = np.empty((rows * columns, 3, self.temporal_patch_size, size, size), np.float32)
-        fill_normalized(out[:, :, 0], patches, self.normalize)
+        for channel, band in enumerate(resized(image, width, height, self.resample).split()):
+            # (rows of tokens, row in the token, y, columns of tokens, column in the token, x)
+            values = np.asarray(band).reshape(rows // merge, merge, size, columns // merge, merge, size)
+            # patches: (patches in the order of their tokens, y, x); copied while a value is one byte.
+            patches = values.transpose(0, 3, 1, 4, 2, 5).reshape(rows * columns, size, size)
+            fill_normalized(out[:, channel, 0], patches, channel, self.normalize)
         out[:, :, 1:] = out[:, :, :1]
         return out.reshape(rows * columns, -1), (1, rows, columns)
 
-    def resized(self, width: int, height: int) -> tuple[int, int]:
+    def target(self, width: int, height: int) -> tuple[int, int]:
         """(width, height) that an image of this size is resized to: `smart_resize` of the original.
 
         Raises:

@@ -21,8 +21,9 @@ from megaresume.encoding.multimodal.processors.base import (
     Grid,
     Pixels,
     Statistics,
-    bicubic,
     fill_normalized,
+    resampling,
+    resized,
     statistics,
 )
 from megaresume.stream.errors import ConfigError
@@ -53,6 +54,8 @@ class Patches:
     merge: int = option(1, integer(1, 64))
     #: further tokens of the vision model that are kept (CLS); LLaVA drops CLIP's.
     class_tokens: int = option(0, integer(0, 64))
+    #: bicubic, bilinear or lanczos.
+    resample: str = option("bicubic", resampling)
     normalize: Statistics = option(CLIP, statistics)  # noqa: RUF009 (frozen)
 
     def __post_init__(self) -> None:
@@ -81,14 +84,16 @@ class Patches:
     def __call__(self, image: Image, generator: np.random.Generator) -> tuple[Pixels, Grid]:
         """float32[1, 3, size, size], and (1, rows, columns) of patches. Draws nothing."""
         out = np.empty((1, *self.pixel_shape), np.float32)
-        fill_normalized(out, np.asarray(self._square(image)).transpose(2, 0, 1)[None], self.normalize)
+        values = np.asarray(self._square(image))
+        for channel in range(3):
+            fill_normalized(out[0, channel], values[..., channel], channel, self.normalize)
         side = self.size // self.patch_size
         return out, (1, side, side)
 
     def _square(self, image: Image) -> Image:
         width, height = image.size
         if self.fit == "stretch" or width == height:
-            return bicubic(image, self.size, self.size)
+            return resized(image, self.size, self.size, self.resample)
         if self.fit == "crop":
             return self._crop(image)
         import PIL.Image
@@ -98,11 +103,11 @@ class Patches:
         colour = tuple(int(255 * mean) for mean in self.normalize.mean)
         square = PIL.Image.new("RGB", (edge, edge), colour)
         square.paste(image, ((edge - width) // 2, (edge - height) // 2))
-        return bicubic(square, self.size, self.size)
+        return resized(square, self.size, self.size, self.resample)
 
     def _crop(self, image: Image) -> Image:
         width, height = image.size
         short = min(width, height)
         width, height = int(self.size * width / short), int(self.size * height / short)
         left, top = (width - self.size) // 2, (height - self.size) // 2
-        return bicubic(image, width, height).crop((left, top, left + self.size, top + self.size))
+        return resized(image, width, height, self.resample).crop((left, top, left + self.size, top + self.size))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from megaresume.encoding.multimodal.options import boolean, choice, integer, option
 from megaresume.encoding.multimodal.processors.base import (
@@ -23,8 +24,9 @@ from megaresume.encoding.multimodal.processors.base import (
     Grid,
     Pixels,
     Statistics,
-    bicubic,
     fill_normalized,
+    resampling,
+    resized,
     statistics,
 )
 from megaresume.stream.errors import ConfigError
@@ -61,6 +63,8 @@ class Tiles:
     closest: str = option("ratio", choice("ratio", "area"))
     #: further tokens that the model makes of each tile (class tokens, tile tags of NVLM).
     extra_tokens: int = option(0, integer(0, 64))
+    #: bicubic, bilinear or lanczos.
+    resample: str = option("bicubic", resampling)
     normalize: Statistics = option(IMAGENET, statistics)  # noqa: RUF009 (frozen)
 
     def __post_init__(self) -> None:
@@ -105,15 +109,17 @@ class Tiles:
         columns, rows = self.shape(*image.size)
         tiles = columns * rows
         out = np.empty((tiles + self._thumbnails(tiles), *self.pixel_shape), np.float32)
-        whole = np.asarray(bicubic(image, columns * size, rows * size)).reshape(rows, size, columns, size, 3)
-        for row in range(rows):
-            # [columns, 3, S, S] of one row of tiles.
-            values = whole[row].transpose(1, 3, 0, 2)
-            fill_normalized(out[row * columns : (row + 1) * columns], values, self.normalize)
+        whole = np.asarray(resized(image, columns * size, rows * size, self.resample))
+        for number in range(tiles):
+            top, left = number // columns * size, number % columns * size
+            self._fill(out[number], whole[top : top + size, left : left + size])
         if len(out) > tiles:
-            values = np.asarray(bicubic(image, size, size)).transpose(2, 0, 1)[None]
-            fill_normalized(out[tiles:], values, self.normalize)
+            self._fill(out[tiles], np.asarray(resized(image, size, size, self.resample)))
         return out, (1, rows, columns)
+
+    def _fill(self, out: Pixels, values: npt.NDArray[np.uint8]) -> None:
+        for channel in range(3):
+            fill_normalized(out[channel], values[..., channel], channel, self.normalize)
 
     def shape(self, width: int, height: int) -> tuple[int, int]:
         """(columns, rows) of tiles of an image of this size."""
