@@ -1,4 +1,4 @@
-"""``megaresume prepare``: text, JSON lines or a directory of files to a Megatron corpus."""
+"""``megaresume prepare``: text, JSON lines or a directory of files to a Megatron corpus; tar shards to an index."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import os
 import sys
 from dataclasses import asdict
 
-HELP = "build .bin/.idx from text, JSON lines or a directory of files"
+from megaresume.cli.prepare_shards import add_shard_arguments, run_shards, wants_shards
+
+HELP = "build .bin/.idx from text, or the index of tar shards"
 
 DESCRIPTION = """\
 Builds OUTPUT.bin and OUTPUT.idx, which Megatron opens, and OUTPUT.megaresume.json, which remembers the tokenizer.
+Of tar shards it builds OUTPUT.shards.idx: where each record lies, and how many tokens it takes.
 If it is killed, the same command goes on where it stopped. The result does not depend on --workers.
 """
 
@@ -24,9 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="INPUT",
         help="a text file (.txt .md .rst), JSON lines (.jsonl .ndjson .json), either with .gz .bz2 .xz or .zst, "
-        "or a directory of files",
+        "or a directory of files; or tar shards ('shards/pairs-{000000..000127}.tar', local or on an object store), a "
+        "directory or metadataset.yaml of Energon",
     )
-    parser.add_argument("--output", required=True, metavar="PREFIX", help="where the corpus goes, without .bin or .idx")
+    parser.add_argument(
+        "--output", required=True, metavar="PREFIX", help="where it goes, without .bin, .idx or .shards.idx"
+    )
     parser.add_argument(
         "--tokenizer", metavar="FILE", help="a Hugging Face tokenizer.json, or a directory with one (default: bytes)"
     )
@@ -76,6 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace a corpus that is there")
     parser.add_argument("--restart", action="store_true", help="throw away what a killed run left, and start again")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    add_shard_arguments(parser)
+    parser.set_defaults(parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
     from megaresume.encoding.prepare import PrepareOptions, prepare
     from megaresume.stream.errors import UsageError
 
+    if wants_shards(args, args.parser):
+        return run_shards(args)
     if args.block_bytes is not None and args.block_bytes < 1:
         raise UsageError("bad --block-bytes", found=args.block_bytes, expected="1 or more")
     options = PrepareOptions(

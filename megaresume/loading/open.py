@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.sources import open_sources, read_data_config, sources_from_data_path
-from megaresume.sources.catalog import expanded
+from megaresume.sources.catalog import located
+from megaresume.sources.shards.metadataset import expand_metadatasets
 from megaresume.sources.split import Part
 from megaresume.stream.config import OnChange, StreamConfig
 from megaresume.stream.state import StreamState
@@ -48,9 +49,9 @@ def open_stream(
     """
     directory = Path(base_dir)
     if isinstance(data, Mapping):
-        mapping = dict(data)
+        mapping = expand_metadatasets(data, directory, part)
     elif isinstance(data, str | os.PathLike):
-        mapping, directory = read_data_config(Path(data))
+        mapping, directory = read_data_config(Path(data), part=part)
     else:
         mapping = {"sources": sources_from_data_path(data, base_dir=directory, split=split, part=part)}
     if seed is not None:
@@ -68,10 +69,8 @@ def _origin(config: StreamConfig, directory: Path, split: str | None) -> dict[st
     """A data config that opens the same train part again, from any directory."""
     mapping = config.to_dict()
     for source in config.sources:
-        options = dict(source.options)
-        if isinstance(options.get("path"), str | os.PathLike):
-            options["path"] = str((directory / expanded(options["path"])).resolve())
-        if split is not None:
+        options = located(source.options, directory)
+        if split is not None and options.get("kind") != "energon":  # which has a split of its own
             options.setdefault("split", split)
         mapping["sources"][source.name] |= options
     return mapping

@@ -29,6 +29,8 @@ from megaresume.stream.errors import ConfigError
 
 __all__ = ["open_sources", "read_data_config", "register_kind"]
 
+#: options that are paths, of all kinds.
+PATHS = ("path", "index", "encoder")
 #: options of a source (without kind and split), its name, the directory that paths are relative to -> the source.
 Opener = Callable[[Mapping[str, Any], str, Path], object]
 
@@ -90,15 +92,21 @@ def register_kind(kind: str, opener: Opener) -> None:
         )
 
 
-def read_data_config(path: str | Path) -> tuple[dict[str, Any], Path]:
+def read_data_config(path: str | Path, *, part: Part = "train") -> tuple[dict[str, Any], Path]:
     """The mapping in a data.yaml, and the directory that its paths are relative to.
 
+    Args:
+        path: of the file.
+        part: which split of the metadatasets of Energon that it names; their data sets stand in the mapping.
+
     Raises:
-        ConfigError: missing, unreadable, not YAML, a key that stands in a mapping twice, or not a mapping.
+        ConfigError: missing, unreadable, not YAML, a key that stands in a mapping twice, or not a mapping; a
+            metadataset that says what cannot be said here.
     """
     path = Path(path)
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
+        text = path.read_text(encoding="utf-8")
+        data = yaml.load(text, _UniqueKeys)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read",
@@ -117,6 +125,10 @@ def read_data_config(path: str | Path) -> tuple[dict[str, Any], Path]:
             expected="a mapping with seed, seq_length, sources and so on",
             action=f"correct {path}",
         )
+    if "energon" in text:
+        from megaresume.sources.shards.metadataset import expand_metadatasets
+
+        data = expand_metadatasets(data, path.parent, part)
     return data, path.parent
 
 
@@ -197,6 +209,19 @@ def _open_megatron(options: Mapping[str, Any], name: str, base_dir: Path) -> obj
             action=f"add path to source '{name}'",
         )
     return IndexedSource(base_dir / expanded(path))
+
+
+def located(options: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """Options of a source that mean the same from any directory: absolute paths; URLs stay."""
+
+    def absolute(path: Any) -> Any:
+        if isinstance(path, list | tuple):
+            return [absolute(one) for one in path]
+        if not isinstance(path, str | os.PathLike) or "://" in os.fspath(path):
+            return path
+        return str((directory / expanded(path)).resolve())
+
+    return {key: absolute(value) if key in PATHS else value for key, value in options.items()}
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:

@@ -1,0 +1,193 @@
+"""``megaresume prepare`` for tar shards and Energon data sets: flags to an encoder, a summary for people."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megaresume.stream.errors import UsageError
+
+if TYPE_CHECKING:
+    from megaresume.encoding.multimodal.encoder import ImageTextEncoder
+    from megaresume.encoding.multimodal.prepare import ShardSummary
+
+__all__ = ["add_shard_arguments", "run_shards", "wants_shards"]
+
+#: flags of text alone, by their names in the namespace.
+TEXT_ONLY = ("json_key", "text_unit", "glob", "format", "invalid_utf8", "dtype", "block_bytes")
+SHARDS_ONLY = ("encoder", "processor", "template", "images", "image_token", "invalid", "split_config", "dataset_config")
+
+
+def add_shard_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags that hold for shards alone."""
+    group = parser.add_argument_group("image-text records in tar shards (.tar, or a directory that Energon prepared)")
+    group.add_argument(
+        "--encoder", metavar="FILE", help="YAML with all of it: tokenizer, processor, template, image_token, images"
+    )
+    group.add_argument(
+        "--processor",
+        metavar="KIND",
+        help="images to tokens: patches, tiles, native or python; options as YAML: '{kind: patches, size: 336}'",
+    )
+    group.add_argument(
+        "--template", metavar="KIND", help="record to document: caption (default), chat, ...; options as YAML"
+    )
+    group.add_argument("--images", metavar="YAML", help="formats, max_pixels, orientation, background, animated")
+    group.add_argument("--image-token", metavar="TEXT", help="token of the tokenizer that stands where an image is")
+    group.add_argument(
+        "--invalid",
+        choices=("error", "mask", "drop"),
+        help="for a record that cannot be measured: stop (default); one token that nothing is learned from; leave it "
+        "out. Counted and listed either way",
+    )
+    group.add_argument("--split-config", metavar="NAME", help="of Energon, in .nv-meta (default: split.yaml)")
+    group.add_argument("--dataset-config", metavar="NAME", help="of Energon, in .nv-meta (default: dataset.yaml)")
+
+
+def wants_shards(args: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
+    """Whether the inputs are shards; flags of the other kind are refused.
+
+    Raises:
+        UsageError: shards beside text, or a flag that does not hold for the inputs.
+    """
+    from megaresume.sources.shards.metadataset import is_metadataset
+    from megaresume.sources.shards.paths import is_shards
+    from megaresume.sources.shards.remote import is_url
+
+    kinds = [is_shards(path) or is_metadataset(path) or is_url(path) for path in args.inputs]
+    if any(kinds) and not all(kinds):
+        raise UsageError(
+            "shards and text in one prepare",
+            found=f"{args.inputs[kinds.index(True)]} and {args.inputs[kinds.index(False)]}",
+            expected="tar shards, or text",
+            action="prepare them by themselves: they are two sources of a blend",
+        )
+    shards = any(kinds)
+    for name in TEXT_ONLY if shards else SHARDS_ONLY:
+        if getattr(args, name) != parser.get_default(name):
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(
+                f"{flag} does not hold for {'tar shards' if shards else 'text'}",
+                found=f"{flag} {getattr(args, name)}, with {args.inputs[0]}",
+                expected="flags of " + ("shards" if shards else "text: inputs that end in .tar are shards"),
+                action=f"remove {flag}",
+            )
+    return shards
+
+
+def run_shards(args: argparse.Namespace) -> int:
+    """Exit status 0 when the index is complete.
+
+    Raises:
+        MegaresumeError: see `megaresume.encoding.multimodal.prepare.prepare_shards`.
+    """
+    from megaresume.encoding.multimodal.prepare import prepare_shards
+    from megaresume.sources.shards.metadataset import index_files, is_metadataset
+
+    encoder = _encoder(args)
+    jobs: list[tuple[list[str], str | Path]] = [(args.inputs, args.output)]
+    if is_metadataset(args.inputs[0]):
+        if len(args.inputs) > 1:
+            raise UsageError("one metadataset at a time", found=", ".join(args.inputs), expected="one metadataset.yaml")
+        jobs = [([path], index) for path, index in index_files(args.inputs[0], Path(args.output)).items()]
+    summaries = [
+        prepare_shards(
+            inputs,
+            output,
+            encoder,
+            invalid=args.invalid or "error",
+            workers=args.workers,
+            overwrite=args.overwrite,
+            restart=args.restart,
+            split_config=args.split_config or "split.yaml",
+            dataset_config=args.dataset_config or "dataset.yaml",
+        )
+        for inputs, output in jobs
+    ]
+    if args.json:
+        found = [asdict(summary) for summary in summaries]
+        json.dump(found[0] if len(found) == 1 else found, sys.stdout, indent=1)
+        print()
+    else:
+        print("\n".join(_text(summary) for summary in summaries))
+    return 0
+
+
+def _encoder(args: argparse.Namespace) -> ImageTextEncoder:
+    from megaresume.encoding.multimodal.encoder import ImageTextEncoder
+    from megaresume.sources.catalog import read_data_config
+
+    flags = {
+        "tokenizer": args.tokenizer,
+        "eod_token": args.eod_token,
+        "processor": _yaml(args.processor, "--processor"),
+        "template": _yaml(args.template, "--template"),
+        "images": _yaml(args.images, "--images"),
+        "image_token": args.image_token,
+    }
+    given = {key: value for key, value in flags.items() if value is not None}
+    if not args.append_eod:
+        given["eod"] = False
+    if args.encoder is None:
+        if "processor" not in given:
+            raise UsageError(
+                "no image processor",
+                found="tar shards, neither --encoder nor --processor",
+                expected="how many tokens an image takes",
+                action="for example --processor patches (LLaVA, CLIP), tiles (InternVL) or native (Qwen2-VL)",
+            )
+        return ImageTextEncoder.from_options(given)
+    if given:
+        raise UsageError(
+            "an encoder in a file and by flags",
+            found=f"--encoder {args.encoder}, and {', '.join(sorted(given))}",
+            expected="one of the two",
+            action="write it all into the file, or all into flags",
+        )
+    options, directory = read_data_config(args.encoder)
+    return ImageTextEncoder.from_options(options, directory)
+
+
+def _yaml(text: str | None, flag: str) -> Any:
+    if text is None:
+        return None
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UsageError(
+            f"{flag} is not YAML", found=text, expected="a word, or options: '{kind: patches, size: 336}'"
+        ) from error
+
+
+def _text(summary: ShardSummary) -> str:
+    s = summary
+    rate = s.bytes / max(s.seconds, 1e-9) / 1e6
+    share = 100 * s.image_tokens / max(s.tokens, 1)
+    resumed = f", {s.resumed_shards} of {s.shards} shards from an earlier run" if s.resumed_shards else ""
+    lines = [
+        f"{s.index}: {s.records:,} records in {s.shards:,} shards, {s.tokens:,} tokens",
+        f"  {s.images:,} images with {s.image_tokens:,} tokens ({share:.1f} %); the longest document has {s.longest:,}",
+        f"  encoder {s.encoder}",
+    ]
+    if s.parts:
+        lines.append("  parts: " + ", ".join(f"{part} {count:,}" for part, count in s.parts.items()))
+    if s.excluded:
+        lines.append(f"  {s.excluded:,} records left out, as split.yaml says")
+    if s.ignored_files:
+        lines.append(f"  {s.ignored_files:,} files of the shards belong to no record (no extension, or __meta__)")
+    if s.invalid:
+        done = "masked: one token each" if s.invalid_policy == "mask" else "left out"
+        lines.append(f"  {s.invalid:,} records could not be measured ({done}):")
+        lines += [
+            f"    document {e['document']}, {e['shard']} '{e['key']}': {e['reason']}" for e in s.first_invalid[:8]
+        ]
+        if s.invalid > 8:
+            lines.append(f"    ... and {s.invalid - 8:,} more")
+    lines.append(f"  {s.seconds:.1f} s, {rate:.1f} MB/s, {s.records / max(s.seconds, 1e-9):,.0f} records/s{resumed}")
+    return "\n".join(lines)
