@@ -40,7 +40,7 @@ class RankDifference:
 class RankCheck:
     """The log of a run, checked."""
 
-    #: steps and lines that agree with the plan, and lines whose content was read.
+    #: steps and lines that agree with the plan; lines whose content was read and compared.
     steps: int = 0
     lines: int = 0
     contents: int = 0
@@ -173,7 +173,7 @@ def _check(group: _Group, parts: list[Part], contents: Contents | None, check: R
             continue
         if line.pad_id not in read:
             read[line.pad_id] = contents.samples(parts, line.pad_id)
-        check.contents += 1
+        check.contents += not group.lost
         content = hash_samples(read[line.pad_id][rows])
         if content != line.content:
             differ(line, "content", line.content, content)

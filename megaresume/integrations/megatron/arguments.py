@@ -56,6 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "stage: begin a new stage there; every source goes on at its own position",
     )
     group.add_argument(
+        "--megaresume-log-samples",
+        "--megaresume_log_samples",
+        metavar="DIR",
+        default=None,
+        help="every process that reads data writes into DIR what it was handed in every step, for megaresume verify "
+        "(stream mode)",
+    )
+    group.add_argument(
         "--megaresume-accept",
         "--megaresume_accept",
         nargs="+",
@@ -87,6 +95,8 @@ class Settings:
     accept: tuple[str, ...] = ()
     #: what becomes of a changed data config.
     on_change: OnChange = "refuse"
+    #: directory for the logs of samples; None: none are written.
+    log_samples: str | None = None
 
     @classmethod
     def from_args(cls, args: Any, argv: Sequence[str] | None = None) -> Settings:
@@ -99,11 +109,12 @@ class Settings:
         Raises:
             UsageError: an unknown mode, or flags that contradict each other.
         """
-        names = ("megaresume_data", "megaresume_mode", "megaresume_accept", "megaresume_on_change")
+        words = ("data", "mode", "accept", "on_change", "log_samples")
+        names = [f"megaresume_{word}" for word in words]
         source = args
         if not any(getattr(args, name, None) for name in names):
             source = _from_command_line(sys.argv[1:] if argv is None else argv)
-        data, mode, accept, on_change = (getattr(source, name, None) for name in names)
+        data, mode, accept, on_change, log_samples = (getattr(source, name, None) for name in names)
         if mode is not None and mode not in _MODES:
             raise UsageError(
                 "unknown mode",
@@ -125,12 +136,21 @@ class Settings:
                 expected="guard for Megatron's own datasets, or a data.yaml for our stream",
                 action="leave out one of the two flags",
             )
+        if log_samples is not None and (mode or ("guard" if data is None else "stream")) != "stream":
+            raise UsageError(
+                "samples are logged in stream mode only",
+                found=f"--megaresume-log-samples {log_samples} in mode {mode or 'guard'}",
+                expected="--megaresume-data, or --megaresume-mode stream",
+                cause="Megatron's own datasets do not say which sample of a stream an item is",
+                action="remove --megaresume-log-samples",
+            )
         names_accepted = accept.split() if isinstance(accept, str) else accept or ()
         return cls(
             mode=mode or ("guard" if data is None else "stream"),
             data=None if data is None else str(data),
             accept=tuple(str(name) for name in names_accepted),
             on_change=on_change or "refuse",
+            log_samples=None if log_samples is None else str(log_samples),
         )
 
 

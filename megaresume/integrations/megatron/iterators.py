@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,8 +62,7 @@ def _streamed(
 
     order = current.order
     if isinstance(order, StreamOrder):  # a further chunk, or a further phase, of the same run
-        form = _form(current, order)
-        return original(stream_provider(current.project, current.args, order, form, provider), *more, **kw)
+        return _build(current, original, order, _form(current, order), provider, *more, **kw)
     _check_loaded(current)
     order = _begin(current)
     form = on_all_ranks(lambda: _form(current, order))
@@ -75,9 +75,29 @@ def _streamed(
     if is_rank_0():
         for line in change_lines(order.stream, order.schedule.size_at(order.position)):
             print(line, flush=True)
-    result = original(stream_provider(current.project, current.args, order, form, provider), *more, **kw)
+    current.launch = on_rank_0(time.time_ns)
+    result = _build(current, original, order, form, provider, *more, **kw)
     order.follow(current.args)  # behind the start of the workers: a fork is safest where there is one thread
     return result
+
+
+def _build(
+    current: Session,
+    original: Callable[..., Any],
+    order: StreamOrder,
+    form: SampleForm,
+    provider: Callable[..., Any],
+    *more: Any,
+    **kw: Any,
+) -> Any:
+    """Megatron's own function, with our provider; a log of what is handed out where one is asked for."""
+    result = original(stream_provider(current.project, current.args, order, form, provider), *more, **kw)
+    chunk, current.chunks = current.chunks, current.chunks + 1
+    if current.settings.log_samples is None:
+        return result
+    from megaresume.integrations.megatron.sample_log import logged
+
+    return on_all_ranks(lambda: logged(current, order, form, result, chunk=chunk))
 
 
 def _guarded(
@@ -128,6 +148,7 @@ def _form(current: Session, order: StreamOrder) -> SampleForm:
         order.stream.config.packing,
         text=current.project.kind != "megatron-lm",
         eod=lambda: end_of_document(current.project),
+        logged=current.settings.log_samples is not None,
     )
 
 

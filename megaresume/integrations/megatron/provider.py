@@ -11,6 +11,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,6 +60,8 @@ def _dataset(
 ) -> SampleDataset | MicroBatches | None:
     if stream is None or not wanted:
         return None
+    if part != "train":
+        form = replace(form, logged=False)
     consumed, first = _consumed(args, part)
     # Megatron counts what a whole run of these flags takes. A run that took more so far (larger global batches, more
     # evaluations) needs as much again at most; its sampler would find no samples left, and the stream has no end.

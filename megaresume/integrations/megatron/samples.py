@@ -73,9 +73,13 @@ class SampleForm:
     eod: int | None = None
     #: add `SAMPLE_KEY` and `HASH_KEY`. Small tensors too are costly to hand over from worker processes.
     identity: bool = False
+    #: add them in any case: they are taken out again before ``get_batch``.
+    logged: bool = False
 
 
-def form_of(args: Any, packing: PackingConfig, *, text: bool, eod: Callable[[], int]) -> SampleForm:
+def form_of(
+    args: Any, packing: PackingConfig, *, text: bool, eod: Callable[[], int], logged: bool = False
+) -> SampleForm:
     """What this Megatron's ``get_batch`` takes, from its arguments.
 
     Args:
@@ -83,6 +87,7 @@ def form_of(args: Any, packing: PackingConfig, *, text: bool, eod: Callable[[], 
         packing: of the stream.
         text: Megatron-DeepSpeed.
         eod: gives the end-of-document token; called only where something depends on it.
+        logged: somebody above the loader takes what identifies the samples out of every batch again.
 
     Raises:
         UsageError: flags under which these samples would be trained wrongly, with those that make it right.
@@ -94,7 +99,7 @@ def form_of(args: Any, packing: PackingConfig, *, text: bool, eod: Callable[[], 
         if apart:
             _check_text(flags, packing)
         return SampleForm(
-            text=True, across=not apart, identity=identity, eod=eod()
+            text=True, across=not apart, identity=identity, logged=logged, eod=eod()
         )  # padding is written as ends of documents
     cu_seqlens = _cu_seqlens(args, packing)
     content = flags if not apart and cu_seqlens is None else {"eod_mask_loss": flags["eod_mask_loss"]}
@@ -106,6 +111,7 @@ def form_of(args: Any, packing: PackingConfig, *, text: bool, eod: Callable[[], 
         eod=eod() if any(content.values()) else None,
         # From 0.18 on, context parallelism cuts every tensor of the batch along the sequence, also those it knows not.
         identity=identity and getattr(args, "context_parallel_size", 1) == 1,
+        logged=logged,
         **content,
     )
 
@@ -249,7 +255,7 @@ class SampleDataset(torch.utils.data.Dataset[Item]):
         items = (
             self._text(samples, plan, layout, arrays) if self.form.text else self._keys(samples, plan, layout, arrays)
         )
-        if self.form.identity:
+        if self.form.identity or self.form.logged:
             hashes = torch.from_numpy(plan.hashes.view(np.int64).copy()).unbind()
             for item, number, identity in zip(items, torch.tensor(samples).unbind(), hashes, strict=True):
                 item[SAMPLE_KEY], item[HASH_KEY] = number, identity

@@ -68,6 +68,10 @@ class Session:
     order: Order | None = None
     #: what a resume found, once the data is built.
     resume: Resume | None = None
+    #: the same number on every rank, greater at every start of the run.
+    launch: int = 0
+    #: chunks of a virtual pipeline that have their data.
+    chunks: int = 0
     #: checkpoint roots whose ledger knows of this start.
     start_recorded_in: set[Path] = field(default_factory=set)
 
