@@ -1,0 +1,60 @@
+"""docs/images.md: its YAML, as it stands there; what it says are defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megaresume.encoding.multimodal.augment import STEPS, augmentation_from_options
+from megaresume.encoding.multimodal.encoder import ImageTextEncoder
+from megaresume.encoding.multimodal.processors import KINDS
+
+pytest.importorskip("PIL")
+
+TEXT = (Path(__file__).parents[2] / "docs" / "images.md").read_text()
+BLOCKS = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", TEXT, flags=re.DOTALL)]
+
+
+def test_every_encoder() -> None:
+    encoders, kinds = 0, set()
+    for block in BLOCKS:
+        if "augment" in block:
+            assert len(augmentation_from_options(block["augment"])) == 3
+        elif block.get("processor", {}).get("kind") != "python":
+            ImageTextEncoder.from_options({"processor": {"kind": "patches", "size": 28}, **block})
+            kinds.add(block.get("processor", {}).get("kind"))
+            encoders += 1
+    assert encoders == 10 and kinds == {None, "patches", "tiles", "native"}
+
+
+def test_the_defaults_are_the_defaults() -> None:
+    written = {block["processor"]["kind"]: block for block in BLOCKS if len(block) == 1 and "processor" in block}
+    for kind in ("tiles", "native"):
+        assert set(written[kind]["processor"]) - {"kind"} == {field.name for field in dataclasses.fields(KINDS[kind])}
+        spec = ImageTextEncoder.from_options(written[kind]).to_spec()
+        assert spec == ImageTextEncoder.from_options({"processor": kind}).to_spec()
+    llava = next(block for block in BLOCKS if block.get("processor", {}).get("size") == 336)
+    assert (
+        ImageTextEncoder.from_options(llava).to_spec()
+        == ImageTextEncoder.from_options({"processor": "patches"}).to_spec()
+    )
+    images = next(block for block in BLOCKS if list(block) == ["images"])
+    assert ImageTextEncoder.from_options({"processor": "patches", **images}).to_spec() == plain
+
+
+def test_every_step_is_named() -> None:
+    assert set(re.findall(r"^\| `(\w+)` \| [a-z]", TEXT, flags=re.MULTILINE)) >= set(STEPS)
+
+
+def test_the_numbers_of_tokens() -> None:
+    (siglip,) = [block for block in BLOCKS if block.get("processor", {}).get("size") == 378]
+    assert ImageTextEncoder.from_options(siglip).processor.num_tokens(5, 9) == 729
+    tiles, native = (ImageTextEncoder.from_options({"processor": kind}).processor for kind in ("tiles", "native"))
+    counts = {tiles.num_tokens(w * 100, h * 100) for w in range(1, 40) for h in range(1, 40)}
+    assert (min(counts), max(counts)) == (256, 3328)
+    counts = {native.num_tokens(w, h) for w in (21, 28, 60, 999, 4000) for h in (21, 28, 60, 999, 4000)}
+    assert (min(counts), max(counts) <= 1280) == (4, True)
