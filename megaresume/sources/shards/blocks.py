@@ -52,6 +52,8 @@ class BlockFile(io.RawIOBase):
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         """Bytes from a place, which must lie within the file; the position stays."""
+        if not nbytes:
+            return b""
         start = offset - self._start
         if start >= 0 and start + nbytes <= len(self._data):
             return self._data[start : start + nbytes]

@@ -86,12 +86,17 @@ def walk(file: BlockFile, shard: str, ignored: Callable[[str], object] = lambda 
     yield current
 
 
-def parse_record(data: bytes, shard: str) -> Record:
+def parse_record(data: bytes, path: str) -> Record:
     """A record from the bytes of its extent.
 
+    Args:
+        data: the bytes.
+        path: of the shard.
+
     Raises:
-        RecordError: they are not the members of one record.
+        RecordError: they are not the members of one record. Its words are the same wherever the shard lies.
     """
+    shard = path.rpartition("/")[2]
     key: str | None = None
     members: dict[str, bytes] = {}
     try:
@@ -123,7 +128,7 @@ def parse_record(data: bytes, shard: str) -> Record:
         raise _not_there(shard, str(error)) from error
     if key is None or end < len(data):
         raise _not_there(shard, "no header of a file" if key is None else f"a damaged header behind {key}")
-    return Record(key=key, path=shard, members=members)
+    return Record(key=key, path=path, members=members)
 
 
 def _members(file: BlockFile, shard: str) -> Iterator[tuple[tarfile.TarInfo, int, int]]:

@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import pickle
+import threading
+
+import numpy as np
+import pytest
+
+from megaresume.encoding.multimodal.prepare import prepare_shards
+from megaresume.sources import as_source, range_of
+from megaresume.sources.base import DocumentSource, Source
+from megaresume.sources.shards import ShardIndex, ShardSource
+from megaresume.sources.shards.layout import column_places
+from megaresume.stream.errors import CorpusError
+from megaresume.stream.fingerprints import hash_lengths
+from tests.encoding.multimodal.kit import file, picture
+from tests.sources.shards.kit import captions, encoder, key, same, write_shard, write_shards
+
+
+def expected(i: int, k=None):
+    """Document i, encoded without shards and index."""
+    from megaresume.encoding.multimodal.types import Record
+
+    name, members = captions(1, i)[0]
+    return encoder().encode(Record(key=name, path="", members=members), k or key(i))
+
+
+def damage_record(path, at: int) -> None:
+    """Overwrite the header of the member at this byte; the size stays."""
+    with open(path, "r+b") as shard:
+        shard.seek(at)
+        shard.write(b"\xff" * 512)
+
+
+def test_documents_are_the_records_in_order_bit_for_bit(pairs):
+    source = ShardSource(pairs)
+    assert isinstance(source, Source) and isinstance(source, DocumentSource) and as_source(source) is source
+    assert len(source) == 15
+    for i in (14, 0, 7, 5, 4, 8, 3):
+        document = source.encoded(i, key(i))
+        assert same(document, expected(i))
+        assert len(document.tokens) == source.length(i) and len(document.images) == 1
+        assert np.array_equal(source.get(i), document.tokens)
+        assert np.array_equal(source.read(i, 3, 5), document.tokens[3:8])
+    ids = np.array([14, 0, 7, 7], np.int64)
+    assert source.lengths(ids).tolist() == [len(expected(i).tokens) for i in ids]
+    assert source.lengths(ids).dtype == np.int64
+
+
+@pytest.mark.parametrize("i", [-1, 15])
+def test_documents_that_are_not_there(pairs, i):
+    source = ShardSource(pairs)
+    for call in (source.length, source.record, source.get, source.describe):
+        with pytest.raises(IndexError):
+            call(i)
+    with pytest.raises(IndexError):
+        source.read(3, 0, 1000)
+
+
+def test_fingerprint_needs_no_scan_and_is_that_of_the_lengths(pairs, monkeypatch):
+    source = ShardSource(pairs)
+    scanned = hash_lengths(source)
+    monkeypatch.setattr(ShardSource, "lengths", None)
+    found = source.fingerprint()
+    assert (found.documents, found.tokens, found.lengths) == (15, scanned.tokens, scanned.lengths)
+    assert found.tokenizer == encoder().fingerprint
+
+
+def test_a_range_reads_shifted_and_keeps_the_key(pairs):
+    source = ShardSource(pairs, augment=[{"flip": {"p": 0.5}}])
+    view = range_of(source, 4, 12)
+    assert len(view) == 8 and view.whole and view.encoder is source.encoder
+    for i in range(8):
+        assert same(view.encoded(i, key(i)), source.encoded(i + 4, key(i)))
+        assert view.describe(i) == source.describe(i + 4)
+        assert view.record(i) == source.record(i + 4)
+    assert view.fingerprint() == ShardSource(pairs).range_fingerprint(4, 12)
+    scanned = hash_lengths(view)
+    assert (view.fingerprint().tokens, view.fingerprint().lengths) == (scanned.tokens, scanned.lengths)
+    with pytest.raises(IndexError):
+        view.encoded(8, key(8))
+
+
+def _pixels(source, queue) -> None:
+    queue.put([source.encoded(i, key(i)).images[0].pixels for i in (2, 13)])
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_other_processes_read_the_same_pixels(pairs, method):
+    source = ShardSource(pairs, augment=[{"flip": {"p": 0.5}}])
+    here = [source.encoded(i, key(i)).images[0].pixels for i in (2, 13)]  # descriptors are open when it forks
+    context = multiprocessing.get_context(method)
+    queue = context.SimpleQueue()
+    process = context.Process(target=_pixels, args=(source, queue))
+    process.start()
+    there = queue.get()
+    process.join()
+    assert all(np.array_equal(a, b) for a, b in zip(here, there, strict=True))
+
+
+def test_pickling_sends_neither_lengths_nor_tokenizer(pairs):
+    source = ShardSource(pairs, policy="mask", augment=["flip"])
+    source.encoded(0, key(0))
+    sent = pickle.dumps(source)
+    assert len(sent) < 2000
+    again = pickle.loads(sent)
+    assert again.files.num_open == 0 and again.policy == "mask"
+    assert same(again.encoded(3, key(3)), source.encoded(3, key(3)))
+
+
+def test_few_descriptors_are_held_whatever_the_number_of_shards(tmp_path):
+    write_shards(tmp_path, [1] * 12)
+    prepare_shards([tmp_path / "*.tar"], tmp_path / "pairs", encoder())
+    source = ShardSource(tmp_path / "pairs.shards.idx")
+    source.files.max_open = 3
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    errors: list[Exception] = []
+
+    def read(first: int) -> None:
+        try:
+            for n in range(60):
+                i = (first + 5 * n) % 12
+                assert source.record(i).key == f"data/{i:06d}"
+        except Exception as error:  # noqa: BLE001
+            errors.append(error)
+
+    threads = [threading.Thread(target=read, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    gc.collect()
+    assert source.files.num_open == 3
+    assert len(os.listdir("/proc/self/fd")) - before == 3
+
+
+def test_a_shard_of_another_size_is_refused_whatever_the_policy(pairs, tmp_path):
+    middle = tmp_path / "shards/pairs-000001.tar"
+    write_shard(middle, captions(40, 5))
+    source = ShardSource(pairs, policy="mask")
+    assert same(source.encoded(2, key(2)), expected(2))
+    with pytest.raises(CorpusError, match=r"not the shard that the index was made of[\s\S]*expected: +10240 bytes"):
+        source.encoded(6, key(6))
+    middle.unlink()
+    with pytest.raises(CorpusError, match=r"pairs-000001\.tar is missing"):
+        ShardSource(pairs, policy="mask").encoded(6, key(6))
+
+
+@pytest.mark.parametrize("shard", ["pairs-000000.tar", "pairs-000002.tar"])
+def test_wrong_paths_show_when_the_source_is_opened(pairs, tmp_path, shard):
+    (tmp_path / "shards" / shard).rename(tmp_path / "shards/away")
+    with pytest.raises(CorpusError, match=f"{shard} is missing"):
+        ShardSource(pairs)
+
+
+def test_a_shard_that_is_cut_while_it_is_read(pairs, tmp_path):
+    source = ShardSource(pairs)
+    source.encoded(8, key(8))
+    os.truncate(tmp_path / "shards/pairs-000002.tar", 2000)
+    with pytest.raises(CorpusError, match="is cut"):
+        source.encoded(14, key(14))
+
+
+def test_shards_at_another_place(pairs, tmp_path):
+    (tmp_path / "shards").rename(tmp_path / "moved")
+    shards = [str(tmp_path / f"moved/pairs-00000{k}.tar") for k in range(3)]
+    assert same(ShardSource(pairs, shards=shards).encoded(9, key(9)), expected(9))
+
+
+def test_index_and_shards_move_together(pairs, tmp_path):
+    assert ShardIndex(pairs).shards[0].path == "shards/pairs-000000.tar"
+    (tmp_path / "to").mkdir()
+    for name in ("shards", "pairs.shards.idx"):
+        (tmp_path / name).rename(tmp_path / "to" / name)
+    assert same(ShardSource(tmp_path / "to/pairs.shards.idx").encoded(9, key(9)), expected(9))
+
+
+def test_a_record_that_is_not_where_the_index_says_follows_the_policy(pairs, tmp_path):
+    offset = int(ShardIndex(pairs).column("offset")[6])
+    damage_record(tmp_path / "shards/pairs-000001.tar", offset + 1024)  # the header of the text
+    with pytest.raises(CorpusError, match="is not where the index says"):
+        ShardSource(pairs).encoded(6, key(6))
+    for policy in ("mask", "truncate"):
+        document = ShardSource(pairs, policy=policy).encoded(6, key(6))
+        assert len(document.tokens) == ShardSource(pairs).length(6)
+        assert not document.trained.any() and not document.images
+        assert document.fault.policy == policy and str(tmp_path) not in document.fault.reason
+        assert same(ShardSource(pairs, policy=policy).encoded(7, key(7)), expected(7))
+    assert "error" in ShardSource(pairs).describe(6)
+
+
+def test_an_image_that_is_cut_follows_the_policy(tmp_path):
+    whole = file(picture(64, 64, seed=3))
+    records = captions(3)
+    records[1] = ("data/000001", {"png": whole[: len(whole) // 2], "txt": b"cut"})  # the header is whole
+    write_shard(tmp_path / "a.tar", records)
+    summary = prepare_shards([tmp_path / "a.tar"], tmp_path / "a", encoder())
+    assert summary.invalid == 0
+    with pytest.raises(CorpusError, match="data/000001"):
+        ShardSource(tmp_path / "a.shards.idx").encoded(1, key(1))
+    masked = ShardSource(tmp_path / "a.shards.idx", policy="mask").encoded(1, key(1))
+    assert len(masked.tokens) == 4 + 3 + 1 and masked.fault.policy == "mask"
+
+
+def test_too_long_is_refused_cut_or_left_out(pairs):
+    lengths = ShardSource(pairs).lengths(np.arange(15))
+    limit = int(np.sort(lengths)[-4])
+    over = np.flatnonzero(lengths > limit)
+    assert 0 < len(over) < 4
+    with pytest.raises(CorpusError, match=rf"{len(over)} of 15 above max_tokens: document {over[0]} with"):
+        ShardSource(pairs, max_tokens=limit)
+    assert ShardSource(pairs, max_tokens=int(lengths.max())).fingerprint() == ShardSource(pairs).fingerprint()
+    cut = ShardSource(pairs, max_tokens=limit, too_long="truncate")
+    assert cut.longest == limit
+    assert cut.lengths(np.arange(15)).tolist() == np.minimum(lengths, limit).tolist()
+    dropped = ShardSource(pairs, max_tokens=limit, too_long="drop")
+    assert dropped.lengths(np.arange(15)).tolist() == np.where(lengths > limit, 0, lengths).tolist()
+    for source in (cut, dropped):
+        assert source.fingerprint().lengths == hash_lengths(source).lengths != ShardSource(pairs).fingerprint().lengths
+    i = int(over[0])
+    document, whole = cut.encoded(i, key(i)), expected(i)
+    assert np.array_equal(document.tokens, whole.tokens[:limit])
+    assert np.array_equal(document.images[0].pixels, whole.images[0].pixels) and document.fault is None
+
+
+def test_an_image_that_does_not_fit_whole_is_masked(pairs):
+    document = ShardSource(pairs, max_tokens=3, too_long="truncate").encoded(2, key(2))
+    assert len(document.tokens) == 3 and not document.images and not document.trained.any()
+    assert encoder().image_token_id not in document.tokens
+
+
+def test_a_damaged_length_is_an_error_not_a_length(pairs):
+    data = bytearray(pairs.read_bytes())
+    at = column_places(15)["tokens"] + 4 * 3
+    data[at : at + 4] = b"\xff\xff\xff\xff"
+    pairs.write_bytes(data)
+    source = ShardSource(pairs)
+    assert source.length(2) == len(expected(2).tokens)
+    with pytest.raises(CorpusError, match="document 3 of -1 tokens"):
+        source.lengths(np.array([2, 3]))
+
+
+def test_where_a_document_comes_from(pairs, tmp_path):
+    found = ShardSource(pairs).describe(6)
+    assert found["shard"] == str(tmp_path / "shards/pairs-000001.tar")
+    assert (found["key"], found["record"], found["images"]) == ("data/000006", 1, {"png": [21, 16]})
+    assert found["members"]["txt"] == len(captions(1, 6)[0][1]["txt"])
