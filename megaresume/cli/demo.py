@@ -13,33 +13,39 @@ HELP = "train, kill -9, resume on another topology, and prove that nothing was r
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
-    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("demo-run"), help="default: demo-run")
-    parser.add_argument("--steps", type=int, default=100, help="steps of the run (default 100)")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="default: demo-run, or demo-vlm")
+    parser.add_argument("--vlm", action="store_true", help="images of digits and text, and a model that reads them")
+    parser.add_argument("--steps", type=int, help="steps of the run (default 100, or 200 with --vlm)")
     parser.add_argument("--overwrite", action="store_true", help="remove what an earlier demo left in DIR")
     parser.add_argument("--json", action="store_true", help="the result as JSON on standard output")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo."""
-    if args.steps < 24:
+    if args.steps is not None and args.steps < 24:
         raise UsageError(
             "too few steps",
             found=f"--steps {args.steps}",
             expected="at least 24, so that both kills follow a checkpoint",
         )
-    _check_packages()
+    _check_packages(("PIL", "sklearn") if args.vlm else ())
     from megaresume.training.demo.run import run_demo
 
-    result = run_demo(args.out, steps=args.steps, overwrite=args.overwrite, quiet=args.json)
+    if args.vlm:
+        from megaresume.training.demo.vlm import VLM as scenario
+    else:
+        from megaresume.training.demo.text import TEXT as scenario
+    out = args.out or Path("demo-vlm" if args.vlm else "demo-run")
+    result = run_demo(scenario, out, steps=args.steps or scenario.steps, overwrite=args.overwrite, quiet=args.json)
     if args.json:
         print(json.dumps(result))
     return 0 if result["holds"] else 1
 
 
-def _check_packages() -> None:
+def _check_packages(more: tuple[str, ...]) -> None:
     import importlib.util
 
-    needed = ("torch", "deepspeed", "megatron.core", "matplotlib", "psutil")
+    needed = ("torch", "deepspeed", "megatron.core", "matplotlib", "psutil", *more)
     missing = [name for name in needed if importlib.util.find_spec(name.partition(".")[0]) is None]
     if missing:
         raise SetupError(

@@ -1,7 +1,10 @@
 """The demo: the main job end to end on one machine, with proof.
 
-corpus.py    real text that every machine has, as corpora
-plan.py      what is run: the uninterrupted twin, and the run that is killed
+text.py      the demo of text                          corpus.py    real text that every machine has, as corpora
+vlm.py       the demo of images                        digits.py    real images that a package has, as tar shards
+scenario.py  what differs between them, and so what a further one would need
+plan.py      how the training program is started: the uninterrupted twin, and the run that is killed
+run.py       the demo from beginning to end            commands.py  commands of the program
 compare.py   every step of the run against the twin
 report.py    one self-contained HTML page
 """

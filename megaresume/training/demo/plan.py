@@ -1,14 +1,11 @@
-"""What the demo runs."""
+"""How a demo starts its training program."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["ATTEMPTS", "TWIN", "Attempt", "model_flags"]
-
-SEQ_LENGTH = 256
-GLOBAL_BATCH_SIZE = 16
-SAVE_INTERVAL = 8
+__all__ = ["Attempt", "as_words"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,34 +29,6 @@ class Attempt:
         return f"{processes}, micro-batch {self.micro_batch_size}, {workers}{how}"
 
 
-#: The run that nobody disturbs.
-TWIN = Attempt(processes=2, workers=0, micro_batch_size=4)
-
-#: The run that is killed twice, and goes on differently each time.
-ATTEMPTS = (
-    Attempt(processes=2, workers=0, micro_batch_size=4, killed_after=0.29),
-    Attempt(processes=1, workers=2, micro_batch_size=8, start_method="fork", killed_after=0.63),
-    Attempt(processes=2, workers=1, micro_batch_size=2, start_method="spawn"),
-)
-
-
-def model_flags(steps: int) -> list[str]:
-    """Flags of the training program that every start shares: Megatron's own."""
-    flags = {
-        "num-layers": 2,
-        "hidden-size": 64,
-        "num-attention-heads": 4,
-        "seq-length": SEQ_LENGTH,
-        "max-position-embeddings": SEQ_LENGTH,
-        "global-batch-size": GLOBAL_BATCH_SIZE,
-        "train-iters": steps,
-        "lr": "3e-3",
-        "min-lr": "3e-4",
-        "lr-decay-style": "cosine",
-        "lr-warmup-iters": max(steps // 20, 1),
-        "save-interval": SAVE_INTERVAL,
-        "eval-interval": steps,
-        "eval-iters": 0,
-        "seed": 1234,
-    }
+def as_words(flags: Mapping[str, object]) -> list[str]:
+    """Flags as words of a command line."""
     return [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaresume.report.page import COLOURS, page, svg, table
 from megaresume.training.demo.compare import Comparison
+from megaresume.training.demo.scenario import Extra, Scenario
 from megaresume.training.records import RunRecords
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class Start:
 class Facts:
     """What the report tells."""
 
+    scenario: Scenario
+    extra: Extra
     holds: bool
     comparison: Comparison
     twin: RunRecords
@@ -62,12 +65,13 @@ def _page(facts: Facts, stream: Stream) -> str:
         else "The run did not train on what the uninterrupted run trained on."
     )
     parts = [
-        f"<h1>megaresume demo</h1><p>{html.escape(facts.versions)}; {facts.seconds:.0f} seconds in all</p>",
+        f"<h1>{facts.scenario.title}</h1><p>{html.escape(facts.versions)}; {facts.seconds:.0f} seconds in all</p>",
         f"<p class='verdict {'holds' if facts.holds else 'fails'}'>{verdict}</p>",
         "<h2>What was checked</h2>",
         table(("", "result"), _checks(facts)),
         "<h2>Loss, step by step</h2>",
         _losses(facts),
+        *facts.extra.parts,
         "<h2>The starts of the run</h2>",
         table(("", "layout", "steps", "end"), _starts(facts)),
         "<pre>" + html.escape("\n".join(s.resumed for s in facts.starts if s.resumed)) + "</pre>",
@@ -77,13 +81,13 @@ def _page(facts: Facts, stream: Stream) -> str:
         "<h2>Packing</h2>",
         f"<p>{100 * facts.summary['fill']:.2f} % of all positions hold a token "
         f"({html.escape(facts.summary['packing'])}, samples of {facts.summary['seq_length']} tokens). "
-        "Only documents longer than a sample were cut.</p>",
+        f"{facts.scenario.packing}</p>",
         _fill(facts, stream),
         "<details><summary>Every step</summary><div class=scroll>",
         table(("step", "start", "samples", "digest", "loss", "loss of the twin"), _steps(facts)),
         "</div></details>",
     ]
-    return page("megaresume demo", parts)
+    return page(facts.scenario.title, parts)
 
 
 def _checks(facts: Facts) -> list[tuple[str, ...]]:
@@ -92,7 +96,7 @@ def _checks(facts: Facts) -> list[tuple[str, ...]]:
     return [
         ("steps compared", f"{c.steps}, and {c.redone} that were done again after a kill"),
         ("samples of every step", _all_or(c.different_samples, c.steps)),
-        ("their tokens, labels, masks and positions", _all_or(c.different_content, c.steps)),
+        (f"their {facts.scenario.content}", _all_or(c.different_content, c.steps)),
         ("steps missing", ", ".join(map(str, c.missing)) or "none"),
         (
             "losses",
@@ -104,6 +108,7 @@ def _checks(facts: Facts) -> list[tuple[str, ...]]:
             f"{sum(p['holds'] for p in points)} of {len(points)} recorded points planned again on a CPU: "
             + ("proved" if facts.verified["holds"] else "not proved"),
         ),
+        *facts.extra.rows,
     ]
 
 

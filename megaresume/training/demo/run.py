@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megaresume.loading.open import open_stream
 from megaresume.stream.errors import SetupError, UsageError
+from megaresume.training.demo.commands import ask
 from megaresume.training.demo.compare import compare_all
-from megaresume.training.demo.corpus import SOURCES, write_texts
-from megaresume.training.demo.plan import ATTEMPTS, GLOBAL_BATCH_SIZE, SEQ_LENGTH, TWIN, Attempt, model_flags
+from megaresume.training.demo.plan import Attempt
 from megaresume.training.demo.report import Facts, Start, write_report
+from megaresume.training.demo.scenario import Say, Scenario
 from megaresume.training.jobs import LocalJob
 from megaresume.training.records import RunRecords, read_records
 
@@ -30,10 +26,11 @@ __all__ = ["run_demo"]
 MARK = ".megaresume-demo"
 
 
-def run_demo(out: Path, *, steps: int, overwrite: bool, quiet: bool) -> dict[str, Any]:
+def run_demo(scenario: Scenario, out: Path, *, steps: int, overwrite: bool, quiet: bool) -> dict[str, Any]:
     """Prepare, train, kill, resume, compare, report.
 
     Args:
+        scenario: which demo.
         out: directory for everything.
         steps: of the run.
         overwrite: remove an earlier demo in ``out``.
@@ -42,21 +39,22 @@ def run_demo(out: Path, *, steps: int, overwrite: bool, quiet: bool) -> dict[str
     Returns:
         ``holds``, the comparison, and where the report lies.
     """
-    say: Callable[[str], None] = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
+    say: Say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
     start = time.monotonic()
     _make_directory(out, overwrite)
-    say("1. Preparing three corpora from the texts of this machine's Python")
-    data = _prepare(out, say)
+    say(f"1. Preparing {scenario.data}")
+    data = scenario.prepare(out, say)
+    flags = [*scenario.flags(out, steps), "--megaresume-data", str(data)]
 
-    say(f"2. Training the uninterrupted twin: {TWIN.layout}, {steps} steps")
-    _train(out, "twin", TWIN, steps)
+    say(f"2. Training the uninterrupted twin: {scenario.twin.layout}, {steps} steps")
+    _train(out, "twin", scenario.twin, flags, steps)
     twin = read_records(out / "twin.jsonl")
 
     say("3. Training the run, and killing it")
     starts: list[Start] = []
-    for number, attempt in enumerate(ATTEMPTS, start=1):
+    for number, attempt in enumerate(scenario.attempts, start=1):
         say(f"   start {number}: {attempt.layout}")
-        starts.append(_train(out, "run", attempt, steps))
+        starts.append(_train(out, "run", attempt, flags, steps))
         if starts[-1].resumed:
             say(f"     {starts[-1].resumed}")
         say(f"     {starts[-1].end}")
@@ -64,16 +62,18 @@ def run_demo(out: Path, *, steps: int, overwrite: bool, quiet: bool) -> dict[str
 
     say("4. Comparing every step, and planning the whole stream again: megaresume verify")
     comparison = compare_all(twin, run)
-    verified = _json("verify", str(out / "run"))
-    samples = steps * GLOBAL_BATCH_SIZE
+    verified = ask("verify", str(out / "run"))
+    samples = steps * scenario.global_batch_size
     facts = Facts(
+        scenario=scenario,
+        extra=scenario.extra(out),
         holds=comparison.holds and bool(verified["holds"]) and all(s.resumed for s in starts[1:]),
         comparison=comparison,
         twin=twin,
         run=run,
         starts=starts,
         verified=verified,
-        summary=_json("stream", str(data), "--samples", f"0:{samples}", "--summary"),
+        summary=ask("stream", str(data), "--samples", f"0:{samples}", "--summary"),
         seconds=time.monotonic() - start,
         versions=", ".join(f"{name} {version(name)}" for name in ("megaresume", "torch", "deepspeed", "megatron-core")),
     )
@@ -94,7 +94,7 @@ def run_demo(out: Path, *, steps: int, overwrite: bool, quiet: bool) -> dict[str
         "largest_difference": c.largest_difference,
         "seconds": round(facts.seconds, 1),
         "report": str(report),
-    }
+    } | facts.extra.result
 
 
 def _make_directory(out: Path, overwrite: bool) -> None:
@@ -118,42 +118,11 @@ def _make_directory(out: Path, overwrite: bool) -> None:
     (out / MARK).touch()
 
 
-def _prepare(out: Path, say: Callable[[str], None]) -> Path:
-    """Build the corpora with ``megaresume prepare``; the data config."""
-    for name, path in write_texts(out / "texts").items():
-        summary = _json("prepare", str(path), "--output", str(out / "corpora" / name))
-        say(f"   {name}: {summary['documents']:,} documents, {summary['tokens']:,} tokens")
-    data = out / "data.yaml"
-    config = {
-        "seed": 1234,
-        "seq_length": SEQ_LENGTH,
-        "packing": {"mode": "best_fit", "open_bins": 16},
-        "sources": {name: {"path": f"corpora/{name}", "weight": float(w)} for name, (_, w) in SOURCES.items()},
-    }
-    data.write_text(yaml.safe_dump(config, sort_keys=False))
-    return data
-
-
-def _json(*words: str) -> dict[str, Any]:
-    """What a command of the program prints with --json; its exit status is in there too."""
-    done = subprocess.run([sys.executable, "-m", "megaresume", *words, "--json"], stdout=subprocess.PIPE, text=True)
-    if not done.stdout.strip():
-        raise SetupError(
-            f"megaresume {words[0]} failed",
-            found=f"exit status {done.returncode}",
-            expected="a result",
-            action=f"run it by hand: megaresume {' '.join(words)}",
-        )
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
-
-
-def _train(out: Path, name: str, attempt: Attempt, steps: int) -> Start:
+def _train(out: Path, name: str, attempt: Attempt, common: list[str], steps: int) -> Start:
     """One start of the twin or the run, to its end or its kill."""
     records, output = out / f"{name}.jsonl", out / f"{name}.log"
     flags = [
-        *model_flags(steps),
-        *("--megaresume-data", str(out / "data.yaml")),
+        *common,
         *("--save", str(out / name), "--load", str(out / name)),
         *("--micro-batch-size", str(attempt.micro_batch_size), "--num-workers", str(attempt.workers)),
         *("--megaresume-log-samples", str(records)),
@@ -239,13 +208,14 @@ def _table(facts: Facts) -> str:
     rows = [
         ("steps compared", f"{c.steps} (and {c.redone} done again after a kill)"),
         ("samples of every step", f"{c.steps - len(c.different_samples)} of {c.steps} identical"),
-        ("tokens, labels, masks, positions", f"{c.steps - len(c.different_content)} of {c.steps} identical"),
+        (facts.scenario.content, f"{c.steps - len(c.different_content)} of {c.steps} identical"),
         ("steps missing", ", ".join(map(str, c.missing)) or "none"),
         ("losses, bit for bit", f"{c.equal_losses} of {c.steps}, the others within {c.largest_difference:.1e}"),
         ("megaresume verify", "proved" if facts.verified["holds"] else "NOT PROVED"),
+        *facts.extra.rows,
         ("packing efficiency", f"{100 * facts.summary['fill']:.2f} %"),
         ("time", f"{facts.seconds:.0f} s"),
     ]
-    lines = [f"   {what:<34} {result}" for what, result in rows]
+    lines = [f"   {what:<44} {result}" for what, result in rows]
     verdict = "exact: nothing repeated, nothing skipped" if facts.holds else "NOT EXACT"
     return "\n".join(["", *lines, "", f"   {verdict}"])
