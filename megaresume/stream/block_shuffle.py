@@ -13,27 +13,13 @@ levels are the Feistel permutation, so a seek is O(1) in both directions, whatev
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
+from megaresume.stream.config import ShuffleConfig
 from megaresume.stream.permutation import permute_range, round_keys, unpermute_index
 
-__all__ = ["DEFAULT_WINDOW", "ShuffleConfig", "document_at", "documents_at", "position_of"]
-
-#: Blocks: enough that neighbours in a shard rarely meet in a batch, few enough to keep their files open.
-DEFAULT_WINDOW = 8
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShuffleConfig:
-    """A shuffle in two levels."""
-
-    #: documents that lie together, such as those of a shard.
-    block: int
-    #: blocks that are read at the same time.
-    window: int = DEFAULT_WINDOW
+__all__ = ["document_at", "documents_at", "position_of"]
 
 
 def documents_at(

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal, cast, get_args
 
-from megaresume.stream.block_shuffle import DEFAULT_WINDOW, ShuffleConfig
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.weights import integer_weights, parse_weight
 
@@ -24,13 +23,14 @@ __all__ = [
     "ExhaustedPolicy",
     "OnChange",
     "PackingConfig",
+    "ShuffleConfig",
     "SourceConfig",
     "StageConfig",
     "StageUnit",
     "StreamConfig",
 ]
 
-PackingMode = Literal["best_fit", "split", "none"]
+PackingMode = Literal["best_fit", "knapsack", "split", "none"]
 BlendUnit = Literal["tokens", "documents"]
 ExhaustedPolicy = Literal["repeat", "stop", "drop"]
 StageUnit = Literal["samples", "tokens", "step"]
@@ -45,11 +45,14 @@ MAX_OPEN_BINS = 1024
 class PackingConfig:
     """How documents become samples."""
 
-    #: ``best_fit``: whole documents into open bins; ``split``: concatenate and cut; ``none``: one document a sample.
+    #: ``best_fit``: whole documents into open bins; ``knapsack``: whole documents, those of some that wait which fill a
+    #: sample best; ``split``: concatenate and cut; ``none``: one document a sample.
     mode: PackingMode = "split"
     #: samples that are being filled at the same time (``best_fit``).
     open_bins: int = 16
-    #: a bin is closed once this many samples were closed since it was opened (``best_fit``).
+    #: documents that wait (``knapsack``).
+    lookahead: int = 64
+    #: samples closed since a bin was opened, or a document began to wait, after which it goes next.
     max_age: int = 1024
     #: every segment takes a multiple of this many tokens (context parallelism, FP8).
     align: int = 1
@@ -60,6 +63,16 @@ class BlendConfig:
     """What the weights count."""
 
     unit: BlendUnit = "tokens"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShuffleConfig:
+    """A shuffle in two levels: see ``block_shuffle.py``."""
+
+    #: documents that lie together, such as those of a shard.
+    block: int
+    #: blocks that are read at the same time: enough that neighbours in a shard rarely meet in a batch.
+    window: int = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,23 +204,30 @@ def _packing_dict(packing: PackingConfig) -> dict[str, Any]:
     data: dict[str, Any] = {"mode": packing.mode, "align": packing.align}
     if packing.mode == "best_fit":
         data |= {"open_bins": packing.open_bins, "max_age": packing.max_age}
+    elif packing.mode == "knapsack":
+        data |= {"lookahead": packing.lookahead, "max_age": packing.max_age}
     return data
 
 
 def _packing(value: object, where: str) -> PackingConfig:
     value = {"mode": value} if isinstance(value, str) else value
     data = _mapping(value, where)
-    _known_keys(data, {"mode", "open_bins", "max_age", "align"}, where)
+    _known_keys(data, {"mode", "open_bins", "lookahead", "max_age", "align"}, where)
     default = PackingConfig()
     mode = cast(PackingMode, _choice(data.get("mode", default.mode), get_args(PackingMode), f"{where}.mode"))
     packing = PackingConfig(
         mode=mode,
         open_bins=_integer(data.get("open_bins", default.open_bins), f"{where}.open_bins", low=1, high=MAX_OPEN_BINS),
+        lookahead=_integer(data.get("lookahead", default.lookahead), f"{where}.lookahead", low=1, high=MAX_OPEN_BINS),
         max_age=_integer(data.get("max_age", default.max_age), f"{where}.max_age", low=1, high=1 << 40),
         align=_integer(data.get("align", default.align), f"{where}.align", low=1, high=1 << 20),
     )
-    # Bins are those of best_fit alone; the other modes would only carry numbers without a meaning.
-    return packing if mode == "best_fit" else PackingConfig(mode=mode, align=packing.align)
+    # What a mode does not use would only be a number without a meaning.
+    if mode == "best_fit":
+        return replace(packing, lookahead=default.lookahead)
+    if mode == "knapsack":
+        return replace(packing, open_bins=default.open_bins)
+    return PackingConfig(mode=mode, align=packing.align)
 
 
 def _blend(value: object) -> BlendConfig:
@@ -262,10 +282,10 @@ def _shuffle(value: object, where: str) -> ShuffleConfig | None:
         return None
     data = _mapping(value, where)
     _known_keys(data, {"block", "window"}, where)
-    return ShuffleConfig(
-        block=_integer(data.get("block"), f"{where}.block", low=1, high=1 << 40),
-        window=_integer(data.get("window", DEFAULT_WINDOW), f"{where}.window", low=1, high=1 << 20),
-    )
+    block = _integer(data.get("block"), f"{where}.block", low=1, high=1 << 40)
+    if "window" not in data:
+        return ShuffleConfig(block=block)
+    return ShuffleConfig(block=block, window=_integer(data["window"], f"{where}.window", low=1, high=1 << 20))
 
 
 def _stages(value: object, names: list[str]) -> tuple[StageConfig, ...]:

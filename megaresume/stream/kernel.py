@@ -13,8 +13,9 @@ whatever the number of sources. (Always taking the largest deficit instead is of
 sources beside a large one.) Release and deadline are kept as exact integer quotients and remainders.
 
 Packing. A drawn document is *pending* until it lies in a bin. ``best_fit`` puts it into the open bin that it fills
-best; where it fits nowhere it opens a bin, after closing the fullest if all are in use. Bins are kept in opening
-order, and every tie goes to the oldest, so that the state needs no slot numbers.
+best; where it fits nowhere it opens a bin, after closing the fullest if all are in use. ``knapsack`` lets every
+document wait in a bin of its own, and when all are in use it makes a sample of those that fill it best. Bins are kept
+in opening order, and every tie goes to the oldest, so that the state needs no slot numbers.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from megaresume.stream.knapsack import choose
 from megaresume.stream.mixing import GOLDEN, mix
 
-__all__ = ["BEST_FIT", "NONE", "SPLIT", "Arrays", "Config", "advance", "hash_sample", "set_deadline"]
+__all__ = ["BEST_FIT", "KNAPSACK", "NONE", "SPLIT", "Arrays", "Config", "advance", "hash_sample", "set_deadline"]
 
 Int64Array = npt.NDArray[np.int64]
 UInt64Array = npt.NDArray[np.uint64]
 
 # Packing modes.
-BEST_FIT, SPLIT, NONE = 0, 1, 2
-MODES = {"best_fit": BEST_FIT, "split": SPLIT, "none": NONE}
+BEST_FIT, SPLIT, NONE, KNAPSACK = 0, 1, 2, 3
+MODES = {"best_fit": BEST_FIT, "split": SPLIT, "none": NONE, "knapsack": KNAPSACK}
 
 # What `advance` returns: it is done, or its caller must do something and call again.
 DONE, REFILL, GROW_BINS, GROW_OUT, EXHAUSTED = 0, 1, 2, 3, 4
@@ -206,6 +208,11 @@ def advance(a, config, keys, total_weight, ahead, want, out, starts, hashes, dig
     offset, length = scalars[PENDING + 3], scalars[PENDING + 4]
     digest = a.digest[0]
     status = DONE
+    knapsack = config.mode == KNAPSACK
+    chosen = np.zeros(room.size, np.bool_)
+    order, tried = np.empty(room.size, np.int64), np.empty(room.size, np.int64)
+    num_sums, words = (room.size + 1, config.seq_length // config.align // 64 + 1) if knapsack else (0, 0)
+    sums = np.empty((num_sums, words), np.uint64)
 
     while num_out < want:
         if num_segments + bins.shape[1] > out.shape[0]:
@@ -213,19 +220,22 @@ def advance(a, config, keys, total_weight, ahead, want, out, starts, hashes, dig
             break
 
         close = -1  # the bin that becomes the next sample
-        if num_open > 0 and samples - opened[0] >= config.max_age:
+        gather = False  # those of the bins that fill it best become the next sample
+        overdue = num_open > 0 and samples - opened[0] >= config.max_age
+        if overdue and not knapsack:
             close = 0
         elif length > 0:
             # A segment is pending. Where does it go?
             # (A whole sample of one document passes the open bins by, through the one spare slot.)
             b = -1
-            fits_a_bin = config.mode == BEST_FIT and length < config.seq_length
-            if fits_a_bin:
+            fits_a_bin = (config.mode == BEST_FIT or knapsack) and length < config.seq_length
+            if fits_a_bin and not knapsack:
                 b = _best_fit(room, num_open, length)
             elif config.mode == SPLIT:
                 b = num_open - 1
             if b < 0 and fits_a_bin and num_open == config.open_bins:
-                close = _fullest(room, num_open)
+                gather = knapsack
+                close = -1 if knapsack else _fullest(room, num_open)
             else:
                 if b < 0:
                     b = num_open
@@ -269,28 +279,40 @@ def advance(a, config, keys, total_weight, ahead, want, out, starts, hashes, dig
                     break
                 set_deadline(sources, i, total_weight, ahead, config.by_tokens)
             elif num_open > 0:
-                close = 0  # the stream ends: what is open goes out, oldest first
+                gather = knapsack
+                close = -1 if knapsack else 0  # the stream ends: what is open goes out, oldest first
             else:
                 status = EXHAUSTED
                 break
 
-        if close >= 0:
-            row, first = slot[close], num_segments
-            for k in range(filled[row]):
-                for column in range(SEGMENT_WIDTH):
-                    out[num_segments, column] = bins[row, k, column]
-                tokens += bins[row, k, LENGTH]
-                if bins[row, k, OFFSET] == 0:
-                    documents += 1
-                num_segments += 1
+        if gather:
+            if num_segments + num_open > out.shape[0]:
+                status = GROW_OUT
+                break
+            choose(room, num_open, config.seq_length, config.align, overdue, order, tried, sums, chosen)
+        if close >= 0 or gather:
+            first = num_segments
+            for b in range(num_open):
+                if b != close and not (gather and chosen[b]):
+                    continue
+                row = slot[b]
+                for k in range(filled[row]):
+                    for column in range(SEGMENT_WIDTH):
+                        out[num_segments, column] = bins[row, k, column]
+                    tokens += bins[row, k, LENGTH]
+                    if bins[row, k, OFFSET] == 0:
+                        documents += 1
+                    num_segments += 1
             hashes[num_out] = hash_sample(out, first, num_segments, keys)
             digest = mix(digest ^ hashes[num_out])
             digests[num_out] = digest
             num_out += 1
             starts[num_out] = num_segments
             samples += 1
-            _remove_bin(close, num_open, room, opened, slot, filled)
-            num_open -= 1
+            for b in range(num_open - 1, -1, -1):
+                if b == close or (gather and chosen[b]):
+                    _remove_bin(b, num_open, room, opened, slot, filled)
+                    num_open -= 1
 
     scalars[SAMPLES], scalars[DOCUMENTS], scalars[TOKENS] = samples, documents, tokens
     scalars[STAGE_UNITS], scalars[NUM_OPEN], scalars[NEXT_CARRIED] = stage_units, num_open, next_carried

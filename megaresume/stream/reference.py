@@ -16,8 +16,7 @@ from itertools import chain, islice
 from math import ceil
 from typing import NamedTuple
 
-from megaresume.stream.block_shuffle import ShuffleConfig
-from megaresume.stream.config import SourceConfig, StreamConfig
+from megaresume.stream.config import ShuffleConfig, SourceConfig, StreamConfig
 
 __all__ = [
     "ReferenceSegment",
@@ -28,6 +27,10 @@ __all__ = [
     "reference_documents",
     "reference_samples",
 ]
+
+
+#: Longest documents that ``knapsack`` tries a sample with.
+STARTS = 8
 
 
 class ReferenceSegment(NamedTuple):
@@ -213,8 +216,9 @@ class _Packer:
         self.rest: list[ReferenceSegment] = []
 
     def samples(self, documents: Iterable[ReferenceSegment]) -> Iterator[Sample]:
-        place = {"best_fit": self._best_fit, "split": self._split, "none": self._none}[self.config.packing.mode]
-        best_fit = self.config.packing.mode == "best_fit"
+        modes = {"best_fit": self._best_fit, "knapsack": self._knapsack, "split": self._split, "none": self._none}
+        mode = self.config.packing.mode
+        place, best_fit, knapsack = modes[mode], mode == "best_fit", mode == "knapsack"
         documents = iter(documents)
         while True:
             full: Sample | None = None
@@ -225,7 +229,7 @@ class _Packer:
             elif (document := next(documents, None)) is not None:
                 self.rest = [document]
             elif self.bins:
-                full = self._close(self.bins[0])
+                full = self._gather() if knapsack else self._close(self.bins[0])
             else:
                 return
             if full is not None:
@@ -271,6 +275,49 @@ class _Packer:
         best = max(fitting, key=lambda b: _used(b.segments, config)) if fitting else bins[-1]
         best.segments.append(self._take(length))
         return self._close(best) if _used(best.segments, config) == config.seq_length else None
+
+    def _knapsack(self) -> Sample | None:
+        """Every document waits in a bin of its own, until all are in use."""
+        length = self.rest[0].length
+        if length >= self.config.seq_length:
+            self.closed += 1
+            return [self._take(self.config.seq_length)]
+        if len(self.bins) == self.config.packing.lookahead:
+            return self._gather()
+        waiting = _Bin(self.closed, [self._take(length)])
+        self.bins.append(waiting)
+        return self._close(waiting) if _used(waiting.segments, self.config) == self.config.seq_length else None
+
+    def _gather(self) -> Sample:
+        """The documents that fill a sample best, with one of the longest, or with the oldest when it is due."""
+        sizes = [_used(b.segments, self.config) for b in self.bins]
+        longest = sorted(range(len(sizes)), key=lambda b: -sizes[b])  # ties: the oldest
+        due = self.closed - self.bins[0].opened_at >= self.config.packing.max_age
+        fills = []
+        for start in [0] if due else longest[:STARTS]:
+            others = [b for b in longest if b != start and sizes[start] + sizes[b] <= self.config.seq_length]
+            fills.append([start, *_fullest([sizes[b] for b in others], others, self.config.seq_length - sizes[start])])
+        best = max(fills, key=lambda fill: sum(sizes[b] for b in fill))  # ties: the longest start
+        chosen = [self.bins[b] for b in sorted(best)]
+        self.closed += 1
+        self.bins = [b for b in self.bins if b not in chosen]
+        return [segment for b in chosen for segment in b.segments]
+
+
+def _fullest(sizes: Sequence[int], names: Sequence[int], room: int) -> list[int]:
+    """The names whose sizes sum up to as much of the room as any can; of several such, without the last ones."""
+    sums = [{0}]  # sums[k]: what can be made of the first k
+    for size in sizes:
+        if room in sums[-1]:
+            break
+        sums.append(sums[-1] | {total + size for total in sums[-1] if total + size <= room})
+    total = max(sums[-1])
+    taken = []
+    for k in range(len(sums) - 1, 0, -1):
+        if total not in sums[k - 1]:
+            taken.append(names[k - 1])
+            total -= sizes[k - 1]
+    return taken
 
 
 def _used(segments: Sample, config: StreamConfig) -> int:

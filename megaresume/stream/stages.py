@@ -148,12 +148,14 @@ def kernel_config(config: StreamConfig) -> kernel.Config:
     """The constants that the loop needs."""
     from megaresume.stream import kernel
 
-    best_fit = config.packing.mode == "best_fit"
+    packing = config.packing
+    # A document that waits has a bin of its own.
+    open_bins = {"best_fit": packing.open_bins, "knapsack": packing.lookahead}.get(packing.mode, 1)
     return kernel.Config(
         mode=kernel.MODES[config.packing.mode],
         seq_length=config.seq_length,
-        open_bins=config.packing.open_bins if best_fit else 1,
-        max_age=config.packing.max_age if best_fit else (1 << 62),
+        open_bins=open_bins,
+        max_age=packing.max_age if packing.mode in ("best_fit", "knapsack") else (1 << 62),
         align=config.packing.align,
         by_tokens=config.blend.unit == "tokens",
     )

@@ -15,6 +15,7 @@ from megaresume.testing import LengthList
 
 StreamOf = Callable[..., Stream]
 Lengths = dict[str, list[int]]
+MODES = ("best_fit", "knapsack", "split", "none")
 
 
 def _stream_of(
@@ -31,7 +32,7 @@ def stream_of() -> StreamOf:
 
 
 @st.composite
-def _configs(draw: st.DrawFn, modes: Sequence[str] = ("best_fit", "split", "none")) -> tuple[dict[str, Any], Lengths]:
+def _configs(draw: st.DrawFn, modes: Sequence[str] = MODES) -> tuple[dict[str, Any], Lengths]:
     """(data.yaml mapping, lengths by source): all modes and policies, documents empty to three samples long."""
     seq_length = draw(st.sampled_from([1, 2, 8, 16, 60, 64]))
     packing: dict[str, Any] = {
@@ -40,6 +41,9 @@ def _configs(draw: st.DrawFn, modes: Sequence[str] = ("best_fit", "split", "none
     }
     if packing["mode"] == "best_fit":
         packing["open_bins"] = draw(st.sampled_from([1, 2, 3, 8]))
+    if packing["mode"] == "knapsack":
+        packing["lookahead"] = draw(st.sampled_from([1, 2, 5, 12]))
+    if packing["mode"] in ("best_fit", "knapsack"):
         packing["max_age"] = draw(st.sampled_from([1, 2, 5, 1000]))
     sources: dict[str, Any] = {}
     lengths: Lengths = {}

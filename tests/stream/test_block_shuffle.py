@@ -7,8 +7,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from megaresume.stream.block_shuffle import ShuffleConfig, document_at, documents_at, position_of
-from megaresume.stream.config import OnChange, StreamConfig
+from megaresume.stream.block_shuffle import document_at, documents_at, position_of
+from megaresume.stream.config import OnChange, ShuffleConfig, StreamConfig
 from megaresume.stream.errors import ConfigError, StateError
 from megaresume.stream.reference import epoch_order
 from megaresume.stream.state import StreamState

@@ -33,6 +33,11 @@ CASES: dict[str, dict[str, Any]] = {
         "packing": {"mode": "best_fit", "open_bins": 4, "max_age": 3, "align": 4},
         "sources": TWO,
     },
+    "knapsack": {"packing": {"mode": "knapsack", "lookahead": 4}, "sources": TWO},
+    "knapsack, short-lived": {
+        "packing": {"mode": "knapsack", "lookahead": 3, "max_age": 2, "align": 4},
+        "sources": TWO,
+    },
     "by documents": {"packing": "best_fit", "blend": {"unit": "documents"}, "sources": TWO},
     "repeat": {"packing": "split", "sources": TWO | {"b": {"max_epochs": 1, "on_exhausted": "repeat"}}},
 }

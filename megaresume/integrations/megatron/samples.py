@@ -181,7 +181,7 @@ def _check_align(args: Any, packing: PackingConfig, flag: str) -> None:
 
 def warnings_of(args: Any, form: SampleForm, packing: PackingConfig) -> list[str]:
     """What is not wrong by the flags, but hardly meant: documents of one sample that see each other."""
-    if packing.mode != "best_fit" or form.cu_seqlens is not None:
+    if packing.mode not in ("best_fit", "knapsack") or form.cu_seqlens is not None:
         return []
     if not form.text and not form.attention_mask:
         why = "no attention mask is made in the data loader"
@@ -197,7 +197,7 @@ def warnings_of(args: Any, form: SampleForm, packing: PackingConfig) -> list[str
     if not hasattr(args, "dataloader_inter_document_masking"):
         way = "--transformer-impl local --no-masked-softmax-fusion" if not form.text else "--no-masked-softmax-fusion"
         way += ", without flash attention,"
-    return [f"packing best_fit, but documents of one sample see each other: {why}. {way} keeps them apart."]
+    return [f"packing {packing.mode}, but documents of one sample see each other: {why}. {way} keeps them apart."]
 
 
 class SampleDataset(torch.utils.data.Dataset[Item]):
