@@ -227,8 +227,8 @@ def _state_block(found: Survey) -> str:
     if state.pending:
         tokens = sum(segment.length for segment in state.pending)
         rows.append(["waiting", f"{tokens:,} tokens of {len(state.pending)} documents, to be placed next"])
-    if state.skipped_ranges:
-        rows.append(["skipped", ", ".join(f"{first:,} to {last:,}" for first, last in state.skipped_ranges)])
+    if state.skips.ranges:
+        rows.append(["skipped", ", ".join(f"{first:,} to {last:,}" for first, last in state.skips.ranges)])
     if state.faults.total:
         last = state.faults.kept[-1]
         where = f"last {last.source}:{last.document} in sample {last.sample:,}: {last.reason}"

@@ -46,4 +46,4 @@ class Anchors:
 
 
 def _position(snapshot: Arrays) -> int:
-    return int(snapshot.scalars[kernel.SAMPLES])
+    return kernel.trained_samples(snapshot)

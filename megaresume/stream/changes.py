@@ -7,14 +7,17 @@ the stage at hand is refused by name, or begins a new stage at the resume point,
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megaresume.stream.aliases import renames, resolved
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import OnChange, SourceConfig, StageConfig, StreamConfig
 from megaresume.stream.errors import StateError
 from megaresume.stream.fingerprints import check_fingerprint, differences, listing
+from megaresume.stream.ranges import Range
+from megaresume.stream.skips import SkipConfig, decide
 from megaresume.stream.stages import Course, Stage, declared
 from megaresume.stream.state import Fingerprint, StageRecord, StreamState
 
@@ -38,26 +41,62 @@ def extended(config: StreamConfig, names: Sequence[str], last: StreamConfig | No
     What ``last`` says of the order of a source that is gone stays, for the day on which it comes back.
     """
     known = {source.name: source for source in config.sources}
-    shuffles = {source.name: source.shuffle for source in last.sources} if last is not None else {}
+    before = {source.name: source for source in last.sources} if last is not None else {}
     order = [*names, *(name for name in known if name not in names)]
-    gone = {name: SourceConfig(name=name, weight=0, shuffle=shuffles.get(name)) for name in order}
+    gone = {
+        name: SourceConfig(name=name, weight=0, shuffle=before[name].shuffle, names=before[name].names)
+        if name in before
+        else SourceConfig(name=name, weight=0)
+        for name in order
+    }
     return replace(config, sources=tuple((gone | known)[name] for name in order))
 
 
 def reconcile(
-    config: StreamConfig, fingerprints: Mapping[str, Fingerprint], state: StreamState, on_change: OnChange
+    config: StreamConfig,
+    fingerprints: Mapping[str, Fingerprint],
+    state: StreamState,
+    on_change: OnChange,
+    *,
+    skip: Sequence[SkipConfig] = (),
+    steps_to_samples: Callable[[Range], Range] | None = None,
+    end: int | None = None,
 ) -> Reconciled:
     """Decide how to go on from a state.
 
     Args:
         config: of today.
-        fingerprints: of its sources.
+        fingerprints: of its sources, by their names in it.
         state: the state.
         on_change: what to do where the stage at hand would not go on as it was.
+        skip, steps_to_samples, end: what is skipped by other ways than the config; see `skips.decide`.
 
     Raises:
         StateError: a change that is refused, with every field that differs.
+        ConfigError: a skip that cannot be.
     """
+    now = resolved(config, state.config["sources"])
+    names = {given.name: source.name for given, source in zip(config.sources, now.sources, strict=True)}
+    fingerprints = {names.get(name, name): fingerprint for name, fingerprint in fingerprints.items()}
+    going_on = _reconcile(now, fingerprints, state, on_change)
+    then = StreamConfig.from_dict(state.config)
+    going_on.course.skips, said = decide(
+        state.skips,
+        state.samples,
+        then=then.skip,
+        now=now.skip,
+        given=[s.renamed(names) for s in skip],
+        steps_to_samples=steps_to_samples,
+        end=end,
+    )
+    renamed = tuple(f"at sample {state.samples}: {words}" for words in renames(then, now))
+    return replace(going_on, accepted=(*going_on.accepted, *renamed, *said))
+
+
+def _reconcile(
+    config: StreamConfig, fingerprints: Mapping[str, Fingerprint], state: StreamState, on_change: OnChange
+) -> Reconciled:
+    """The same for the stages."""
     for name, fingerprint in fingerprints.items():
         if name in state.sources:
             check_fingerprint(name, state.fingerprints.get(name), fingerprint)
@@ -78,7 +117,7 @@ def reconcile(
     _check_removed(config, state)
     words = ", ".join(
         f"{field} {json.dumps(before)} -> {json.dumps(after)}"
-        for field, after, before in differences(wanted.to_dict(), current.to_dict())
+        for field, after, before in differences(_plain(wanted), _plain(current))
     )
     if not words:
         return _go_on(now, history, None, to_come, f"at sample {state.samples}: stages of the past were declared anew")
@@ -89,7 +128,7 @@ def reconcile(
 def changes_since(config: StreamConfig, state: StreamState) -> list[tuple[str, Any, Any]]:
     """(field, then, now) wherever the data config of today differs from the one that a state was made with."""
     recorded = StreamConfig.from_dict(state.config)
-    now = extended(config, list(state.sources), recorded)
+    now = extended(resolved(config, state.config["sources"]), list(state.sources), recorded)
     then = extended(recorded, [source.name for source in now.sources], now)
     return _changed(now, then)
 
@@ -157,6 +196,9 @@ def _plain(config: StreamConfig) -> dict[str, Any]:
     """`to_dict` with the declared stages by number, to be compared field by field."""
     data = config.to_dict()
     stages = {str(k): stage for k, stage in enumerate(data.pop("stages", []))}
+    data.pop("skip", None)  # which never stands in the way of a resume
+    for source in data["sources"].values():
+        source.pop("names", None)
     return data | ({"stages": stages} if stages else {})
 
 

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal, cast, get_args
 
+from megaresume.stream.aliases import check_names
 from megaresume.stream.errors import ConfigError
+from megaresume.stream.skips import NO_SKIP, SkipConfig
 from megaresume.stream.weights import integer_weights, parse_weight
 
 __all__ = [
@@ -79,6 +81,7 @@ class ShuffleConfig:
 class SourceConfig:
     """One source of the blend."""
 
+    #: its first name: what its order, its part in a sample's identity, and its place in a state go by, for ever.
     name: str
     #: parts of the blend; only the proportions matter. 0: present, never drawn.
     weight: int
@@ -88,8 +91,17 @@ class SourceConfig:
     on_exhausted: ExhaustedPolicy = "drop"
     #: in two levels; None: any document may follow any other.
     shuffle: ShuffleConfig | None = None
+    #: names that it was given since, the last one is that of today. See `megaresume.stream.aliases`.
+    names: tuple[str, ...] = field(default=(), compare=False)
+    #: whether it says by ``was`` that it was renamed.
+    renamed: bool = field(default=False, compare=False)
     #: where and what it is (path, kind, split, ...): not part of the order, never in a state.
     options: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def label(self) -> str:
+        """The name of today."""
+        return self.names[-1] if self.names else self.name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,6 +142,8 @@ class StreamConfig:
     sources: tuple[SourceConfig, ...]
     #: changes to come, in the order in which they come.
     stages: tuple[StageConfig, ...] = ()
+    #: what is not to be trained.
+    skip: SkipConfig = NO_SKIP
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, seq_length: int | None = None) -> StreamConfig:
@@ -143,20 +157,23 @@ class StreamConfig:
             ConfigError: naming the key, what was found and what was expected.
         """
         data = _mapping(data, "data.yaml")
-        _known_keys(data, {"seed", "seq_length", "packing", "blend", "sources", "stages"}, "data.yaml")
+        _known_keys(data, {"seed", "seq_length", "packing", "blend", "sources", "stages", "skip"}, "data.yaml")
         sources = _sources(data.get("sources"))
+        # Everywhere else in the mapping a source goes by its name of today.
+        names = {source.label: source.name for source in sources} | {source.name: source.name for source in sources}
         return cls(
             seed=_integer(data.get("seed", 1234), "seed", low=-(1 << 63), high=(1 << 64) - 1),
             seq_length=_seq_length(data.get("seq_length"), seq_length),
             packing=_packing({} if data.get("packing") is None else data["packing"], "packing"),
             blend=_blend({} if data.get("blend") is None else data["blend"]),
             sources=sources,
-            stages=_stages(data.get("stages"), [s.name for s in sources]),
+            stages=_stages(data.get("stages"), sources),
+            skip=SkipConfig.from_dict(data.get("skip"), list(names)).renamed(names),
         )._checked()
 
     def without_stages(self) -> StreamConfig:
-        """What holds before the first declared change."""
-        return replace(self, stages=())
+        """What holds before the first declared change, whatever is skipped."""
+        return replace(self, stages=(), skip=NO_SKIP)
 
     def changed_by(self, stage: StageConfig) -> StreamConfig:
         """This config after one declared change."""
@@ -167,6 +184,7 @@ class StreamConfig:
             packing=self.packing if stage.packing is None else stage.packing,
             sources=tuple(replace(s, weight=weights.get(s.name, s.weight)) for s in self.sources),
             stages=(),
+            skip=NO_SKIP,
         )
 
     def _checked(self) -> StreamConfig:
@@ -186,18 +204,28 @@ class StreamConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The normalised form, plain JSON: ``StreamConfig.from_dict(config.to_dict()) == config``."""
-        return {
-            "seed": self.seed,
-            "seq_length": self.seq_length,
-            "packing": _packing_dict(self.packing),
-            "blend": {"unit": self.blend.unit},
-            "sources": {
-                s.name: {"weight": s.weight}
-                | ({} if s.max_epochs is None else {"max_epochs": s.max_epochs, "on_exhausted": s.on_exhausted})
-                | ({} if s.shuffle is None else {"shuffle": {"block": s.shuffle.block, "window": s.shuffle.window}})
-                for s in self.sources
-            },
-        } | ({"stages": [stage.to_dict() for stage in self.stages]} if self.stages else {})
+        return (
+            {
+                "seed": self.seed,
+                "seq_length": self.seq_length,
+                "packing": _packing_dict(self.packing),
+                "blend": {"unit": self.blend.unit},
+                "sources": {s.name: _source_dict(s) for s in self.sources},
+            }
+            | ({"skip": self.skip.to_dict()} if self.skip else {})
+            | ({"stages": [stage.to_dict() for stage in self.stages]} if self.stages else {})
+        )
+
+
+def _source_dict(source: SourceConfig) -> dict[str, Any]:
+    data: dict[str, Any] = {"weight": source.weight}
+    if source.max_epochs is not None:
+        data |= {"max_epochs": source.max_epochs, "on_exhausted": source.on_exhausted}
+    if source.shuffle is not None:
+        data["shuffle"] = {"block": source.shuffle.block, "window": source.shuffle.window}
+    if source.names:
+        data["names"] = list(source.names)
+    return data
 
 
 def _packing_dict(packing: PackingConfig) -> dict[str, Any]:
@@ -249,7 +277,9 @@ def _sources(value: object) -> tuple[SourceConfig, ...]:
             )
         entries[name] = _mapping({"path": entry} if isinstance(entry, str) else entry, f"sources.{name}")
     weights = integer_weights({n: parse_weight(e.get("weight", 1), n) for n, e in entries.items()})
-    return tuple(_source(name, entry, weights[name]) for name, entry in entries.items())
+    sources = tuple(_source(name, entry, weights[name]) for name, entry in entries.items())
+    check_names(sources)
+    return sources
 
 
 def _source(name: str, entry: Mapping[str, Any], weight: int) -> SourceConfig:
@@ -266,15 +296,43 @@ def _source(name: str, entry: Mapping[str, Any], weight: int) -> SourceConfig:
             cause="a source without max_epochs never ends",
             action=f"add max_epochs to source '{name}' or remove on_exhausted",
         )
-    ours = {"weight", "max_epochs", "on_exhausted", "shuffle"}
+    ours = {"was", "names"} | {"weight", "max_epochs", "on_exhausted", "shuffle", "was", "names"}
+    first, *names = [name, *_names(entry, name)] if "was" not in entry else [*_was(entry["was"], name), name]
     return SourceConfig(
-        name=name,
+        name=first,
+        names=tuple(names),
+        renamed="was" in entry,
         weight=weight,
         max_epochs=max_epochs,
         on_exhausted=policy,
         shuffle=_shuffle(entry.get("shuffle"), f"sources.{name}.shuffle"),
         options={key: value for key, value in entry.items() if key not in ours},
     )
+
+
+def _was(value: object, name: str) -> list[str]:
+    """Earlier names of a source, the first one first."""
+    earlier = [value] if isinstance(value, str) else value
+    if not isinstance(earlier, list | tuple) or not earlier or not all(isinstance(n, str) and n for n in earlier):
+        raise ConfigError(
+            f"bad value of sources.{name}.was",
+            found=repr(value),
+            expected="the name that the source had before; or all that it had, the first one first",
+            action=f"correct sources.{name}.was",
+        )
+    return [str(n) for n in earlier]
+
+
+def _names(entry: Mapping[str, Any], name: str) -> list[str]:
+    names = entry.get("names", [])
+    if not isinstance(names, list | tuple) or not all(isinstance(n, str) and n for n in names):
+        raise ConfigError(
+            f"bad value of sources.{name}.names",
+            found=repr(names),
+            expected="the names that a state records",
+            action="to rename a source: was: OLD NAME",
+        )
+    return [str(n) for n in names]
 
 
 def _shuffle(value: object, where: str) -> ShuffleConfig | None:
@@ -288,7 +346,7 @@ def _shuffle(value: object, where: str) -> ShuffleConfig | None:
     return ShuffleConfig(block=block, window=_integer(data["window"], f"{where}.window", low=1, high=1 << 20))
 
 
-def _stages(value: object, names: list[str]) -> tuple[StageConfig, ...]:
+def _stages(value: object, sources: tuple[SourceConfig, ...]) -> tuple[StageConfig, ...]:
     if value is None:
         return ()
     if not isinstance(value, list | tuple):
@@ -298,7 +356,7 @@ def _stages(value: object, names: list[str]) -> tuple[StageConfig, ...]:
             expected="a list of changes: [{from_tokens: 1000000, weights: {...}}, ...]",
             action="correct stages",
         )
-    stages = tuple(_stage(entry, k, names) for k, entry in enumerate(value))
+    stages = tuple(_stage(entry, k, sources) for k, entry in enumerate(value))
     for before, after in pairwise(stages):
         if before.unit == after.unit and after.at <= before.at:
             raise ConfigError(
@@ -317,7 +375,7 @@ def _stages(value: object, names: list[str]) -> tuple[StageConfig, ...]:
     return stages
 
 
-def _stage(value: object, k: int, names: list[str]) -> StageConfig:
+def _stage(value: object, k: int, sources: tuple[SourceConfig, ...]) -> StageConfig:
     where = f"stages[{k}]"
     data = _mapping(value, where)
     units = get_args(StageUnit)
@@ -340,14 +398,15 @@ def _stage(value: object, k: int, names: list[str]) -> StageConfig:
         name=name,
         unit=cast(StageUnit, given[0]),
         at=at,
-        weights=None if data.get("weights") is None else _stage_weights(data["weights"], f"{where}.weights", names),
+        weights=None if data.get("weights") is None else _stage_weights(data["weights"], f"{where}.weights", sources),
         seq_length=None if length is None else _integer(length, f"{where}.seq_length", low=1, high=MAX_SEQ_LENGTH),
         packing=None if packing is None else _packing(packing, f"{where}.packing"),
     )
 
 
-def _stage_weights(value: object, where: str, names: list[str]) -> tuple[tuple[str, int], ...]:
+def _stage_weights(value: object, where: str, sources: tuple[SourceConfig, ...]) -> tuple[tuple[str, int], ...]:
     data = _mapping(value, where)
+    names = [source.label if source.label in data else source.name for source in sources]
     _known_keys(data, names, where)
     missing = [name for name in names if name not in data]
     if missing:
@@ -359,7 +418,7 @@ def _stage_weights(value: object, where: str, names: list[str]) -> tuple[tuple[s
             action=f"add {missing[0]}: 0 to leave it out from there on",
         )
     weights = integer_weights({name: parse_weight(data[name], name) for name in names})
-    return tuple(weights.items())
+    return tuple((source.name, weights[name]) for source, name in zip(sources, names, strict=True))
 
 
 def _seq_length(configured: object, flag: int | None) -> int:

@@ -26,7 +26,7 @@ def fields_of(arrays: Arrays, course: Course) -> dict[str, Any]:
     stage = scalars[kernel.STAGE]
     config = course.config(stage)
     return {
-        "samples": scalars[kernel.SAMPLES],
+        "samples": kernel.trained_samples(arrays),
         "documents": scalars[kernel.DOCUMENTS],
         "tokens": scalars[kernel.TOKENS],
         "sources": {s.name: _source_cursor(column) for s, column in zip(config.sources, sources, strict=True)},
@@ -66,6 +66,8 @@ def _source_cursor(column: Sequence[int]) -> SourceCursor:
         skipped=position - documents,
         drawn_in_stage=column[kernel.DRAWN_IN_STAGE],
         exhausted=bool(column[kernel.EXHAUSTED_ROW]),
+        left_out_documents=column[kernel.LEFT_OUT_DOCUMENTS],
+        left_out_tokens=column[kernel.LEFT_OUT_TOKENS],
     )
 
 
@@ -83,7 +85,8 @@ def arrays_of(state: StreamState, course: Course, num_documents: Sequence[int]) 
     _check_sums(state)
     _check_sources(state, config, num_documents)
     scalars = arrays.scalars
-    scalars[kernel.SAMPLES] = state.samples
+    scalars[kernel.SAMPLES] = state.reached
+    scalars[kernel.LEFT_OUT] = state.reached - state.samples
     scalars[kernel.DOCUMENTS] = state.documents
     scalars[kernel.TOKENS] = state.tokens
     scalars[kernel.STAGE_UNITS] = arrays.sources[kernel.DRAWN_IN_STAGE].sum()
@@ -104,10 +107,10 @@ def arrays_of(state: StreamState, course: Course, num_documents: Sequence[int]) 
         arrays = arrays._replace(bins=np.zeros(shape, np.int64))
     for b, open_bin in enumerate(state.bins):
         used = sum(-(-s.length // constants.align) * constants.align for s in open_bin.segments)
-        if not open_bin.segments or used >= constants.seq_length or open_bin.opened_at > state.samples:
+        if not open_bin.segments or used >= constants.seq_length or open_bin.opened_at > state.reached:
             raise _contradiction(
                 f"an open bin with {used} tokens, opened at sample {open_bin.opened_at}",
-                f"1 to {constants.seq_length - 1} tokens, opened at sample {state.samples} or before",
+                f"1 to {constants.seq_length - 1} tokens, opened at sample {state.reached} or before",
             )
         arrays.room[b] = constants.seq_length - used
         arrays.opened[b] = open_bin.opened_at
@@ -136,6 +139,8 @@ def _restore_sources(arrays: Arrays, state: StreamState, config: StreamConfig) -
     sources[kernel.DRAWN_TOKENS] = [c.tokens for c in cursors]
     sources[kernel.DRAWN_IN_STAGE] = [c.drawn_in_stage for c in cursors]
     sources[kernel.EXHAUSTED_ROW] = [c.exhausted for c in cursors]
+    sources[kernel.LEFT_OUT_DOCUMENTS] = [c.left_out_documents for c in cursors]
+    sources[kernel.LEFT_OUT_TOKENS] = [c.left_out_tokens for c in cursors]
     sources[kernel.ACTIVE] &= ~sources[kernel.EXHAUSTED_ROW] & 1
     if any(c.exhausted and s.on_exhausted == "stop" for c, s in zip(cursors, config.sources, strict=True)):
         sources[kernel.ACTIVE] = 0
@@ -159,12 +164,16 @@ def _row(segment: Segment, config: StreamConfig, num_documents: Sequence[int]) -
 
 
 def _check_sums(state: StreamState) -> None:
-    """Every token drawn, and every document, lies in a trained sample, an open bin, or the document being placed."""
+    """Every token and document drawn is trained, left out, in an open bin, or being placed."""
     waiting = _waiting(state)
     drawn = {
-        "tokens": (sum(c.tokens for c in state.sources.values()), state.tokens, sum(s.length for s in waiting)),
+        "tokens": (
+            sum(c.tokens - c.left_out_tokens for c in state.sources.values()),
+            state.tokens,
+            sum(s.length for s in waiting),
+        ),
         "documents": (
-            sum(c.documents for c in state.sources.values()),
+            sum(c.documents - c.left_out_documents for c in state.sources.values()),
             state.documents,
             sum(s.offset == 0 for s in waiting),
         ),
@@ -172,7 +181,7 @@ def _check_sums(state: StreamState) -> None:
     for what, (num_drawn, num_trained, num_waiting) in drawn.items():
         if num_drawn != num_trained + num_waiting:
             raise _contradiction(
-                f"{num_drawn} {what} drawn from the sources",
+                f"{num_drawn} {what} drawn from the sources and not left out",
                 f"{num_trained} {what} trained + {num_waiting} waiting = {num_trained + num_waiting}",
             )
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from megaresume.stream.block_shuffle import documents_at
 from megaresume.stream.config import SourceConfig
 from megaresume.stream.errors import CorpusError
+from megaresume.stream.masking import Masks, masked
 from megaresume.stream.source import LengthSource
 
 __all__ = ["Feed"]
@@ -38,8 +39,8 @@ class Feed:
         self.seed = seed
         self.num_documents = len(source)
         self.chunk = FIRST_CHUNK
-        #: (first position, position after the last, int64[n, 3] rows of `fill`), the latest last.
-        self._recent: deque[tuple[int, int, npt.NDArray[np.int64]]] = deque(maxlen=RECENT_CHUNKS)
+        #: (first position, position after the last, int64[n, 3] rows of `fill`, its masks), the latest last.
+        self._recent: deque[tuple[int, int, npt.NDArray[np.int64], Masks]] = deque(maxlen=RECENT_CHUNKS)
 
     def _limit(self, config: SourceConfig) -> int | None:
         """The position at which the source ends, if it does."""
@@ -47,13 +48,14 @@ class Feed:
             return None
         return config.max_epochs * self.num_documents
 
-    def fill(self, position: int, out: npt.NDArray[np.int64], config: SourceConfig) -> int:
+    def fill(self, position: int, out: npt.NDArray[np.int64], config: SourceConfig, masks: Masks = ()) -> int:
         """Write the next documents that are not empty, from ``position`` on.
 
         Args:
             position: in the source, epochs included.
             out: int64[A, 3]: position, document, length.
             config: how often the source is gone through, in the stage at hand.
+            masks: documents to pass over as if they were empty.
 
         Returns:
             Rows written: at least 1, or 0 when the source has no more documents.
@@ -64,7 +66,7 @@ class Feed:
         limit = self._limit(config)
         if limit is not None and position >= limit:
             return 0
-        if rows := self._remembered(position, out):
+        if rows := self._remembered(position, out, masks):
             return rows
         start = position
         while limit is None or position < limit:
@@ -75,7 +77,7 @@ class Feed:
             self._note_repeat(position, config)
             num = min(self.chunk, len(out), self.num_documents - index)
             documents = documents_at(index, num, self.num_documents, self.seed, self.name, epoch, config.shuffle)
-            lengths = self.source.lengths(documents)
+            lengths = masked(self.source.lengths(documents), documents, epoch, masks)
             self.chunk = min(2 * self.chunk, len(out))
             positions = np.arange(position, position + num)
             if lengths.min() <= 0 or lengths.max() > MAX_DOCUMENT_TOKENS:
@@ -85,7 +87,7 @@ class Feed:
             rows = len(documents)
             out[:rows, 0], out[:rows, 1], out[:rows, 2] = positions, documents, lengths
             if rows:
-                self._recent.append((position, position + num, out[:rows].copy()))
+                self._recent.append((position, position + num, out[:rows].copy(), masks))
                 return rows
             position += num
         if start == 0:
@@ -95,15 +97,15 @@ class Feed:
     def _only_empty(self) -> CorpusError:
         return CorpusError(
             f"source '{self.name}' has only empty documents",
-            found=f"{self.num_documents} documents without a token",
+            found=f"{self.num_documents} documents without a token, or skipped by their number",
             expected="at least one token, since its weight is positive",
-            action="give it weight 0, or check how it was prepared",
+            action="give it weight 0, or check how it was prepared and what is skipped",
         )
 
-    def _remembered(self, position: int, out: npt.NDArray[np.int64]) -> int:
+    def _remembered(self, position: int, out: npt.NDArray[np.int64], masks: Masks) -> int:
         """Answer from a remembered chunk; 0 if there is none."""
-        for first, stop, known in self._recent:
-            if first <= position < stop:
+        for first, stop, known, its_masks in self._recent:
+            if first <= position < stop and its_masks == masks:
                 # Empty documents are not among the rows: the first at or after the position.
                 rows = known[int(known[:, 0].searchsorted(position)) :][: len(out)]
                 out[: len(rows)] = rows

@@ -41,12 +41,13 @@ MODES = {"best_fit": BEST_FIT, "split": SPLIT, "none": NONE, "knapsack": KNAPSAC
 # What `advance` returns: it is done, or its caller must do something and call again.
 DONE, REFILL, GROW_BINS, GROW_OUT, EXHAUSTED = 0, 1, 2, 3, 4
 
-# Rows of `Arrays.scalars`.
+# Rows of `Arrays.scalars`. SAMPLES: closed, those that are left out included (see `trained_samples`).
 SAMPLES, DOCUMENTS, TOKENS, STAGE_UNITS, NUM_OPEN = 0, 1, 2, 3, 4
 REFILL_SOURCE, OUT_SAMPLES, OUT_SEGMENTS = 5, 6, 7
 PENDING = 8  # and the four after it: a segment; its length is 0 when nothing is pending
 STAGE, NEXT_CARRIED = 13, 14
-NUM_SCALARS = 15
+LEFT_OUT = 15  # of SAMPLES: closed, and left out of the stream
+NUM_SCALARS = 16
 
 # Columns of a segment.
 SOURCE, POSITION, DOCUMENT, OFFSET, LENGTH = 0, 1, 2, 3, 4
@@ -59,7 +60,8 @@ RELEASE, RELEASE_REST = 7, 8
 NEXT_RELEASE, NEXT_RELEASE_REST, DEADLINE = 9, 10, 11
 HEAD, NUM_AHEAD = 12, 13
 EXHAUSTED_ROW = 14
-NUM_SOURCE_ROWS = 15
+LEFT_OUT_DOCUMENTS, LEFT_OUT_TOKENS = 15, 16  # of those drawn
+NUM_SOURCE_ROWS = 17
 
 #: Bits for the index of a bin: `config.MAX_OPEN_BINS` is below 2**INDEX_BITS.
 INDEX_BITS = 11
@@ -117,6 +119,11 @@ def set_deadline(sources, i, total_weight, ahead, by_tokens):  # type: ignore[no
     sources[NEXT_RELEASE, i] = sources[RELEASE, i] + quotient
     sources[NEXT_RELEASE_REST, i] = rest
     sources[DEADLINE, i] = sources[NEXT_RELEASE, i] + (1 if rest else 0)
+def trained_samples(arrays: Arrays) -> int:
+    """The number of the next sample, counted without those that were left out."""
+    return int(arrays.scalars[SAMPLES] - arrays.scalars[LEFT_OUT])
+
+
 
 
 @numba.njit(cache=True, nogil=True)

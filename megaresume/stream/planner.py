@@ -2,12 +2,17 @@
 
 A planner only moves forward, from stage to stage. `snapshot` is a copy of its few small arrays (microseconds); a
 planner built on a snapshot goes on exactly from there, whatever was looked ahead before.
+
+Samples that the run leaves out are planned as all others and then given up, just before the next sample that stays: so
+a planner that stands before them has not decided about them yet.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -17,6 +22,7 @@ from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.feed import Feed
 from megaresume.stream.kernel import Arrays
+from megaresume.stream.masking import without_documents
 from megaresume.stream.plan import Plan, concatenate
 from megaresume.stream.source import LengthSource
 from megaresume.stream.stages import Course, enter, fresh_bins
@@ -25,6 +31,8 @@ __all__ = ["Planner", "fresh_arrays", "source_key"]
 
 #: Documents looked ahead in all sources together, and at least and at most in each.
 LOOK_AHEAD, LOOK_AHEAD_LOW, LOOK_AHEAD_HIGH = 1 << 16, 32, 4096
+#: Samples to be left out that are planned at a time.
+LEAVE_OUT = 1 << 13
 #: And at most in each by a planner that shares feeds: it goes a few samples, over what they remember.
 LOOK_AGAIN = 256
 
@@ -82,9 +90,12 @@ class Planner:
         self._ahead = np.zeros((len(sources), num, 3), np.int64)
         self._arrays = _copy(arrays or fresh_arrays(first, [feed.num_documents for feed in self.feeds]))
         self._total_weight = 0
+        self._masks = course.masks_at(self.position)
+        #: called with samples that are left out; ``first`` of such a plan is an absolute number.
+        self.on_left_out: Callable[[Plan], object] = lambda plan: None
         self._set_stage()
         # A stage that begins right here may lack a source of the one before: only then is anything looked ahead.
-        if not self._enter_due_stages():
+        if not self._arrive():
             self._refill_all()
 
     def _set_stage(self) -> None:
@@ -100,9 +111,14 @@ class Planner:
                     action="give it weight 0, or check its path and split",
                 )
 
-    def _enter_due_stages(self) -> bool:
-        """Begin the stages that begin here, so that every snapshot is one of the stage that the next sample is of."""
+    def _arrive(self) -> bool:
+        """Begin what begins here, so that every snapshot is one of the stage that the next sample is of."""
         entered = False
+        masks = self.course.masks_at(self.position)
+        if masks is not self._masks:
+            self._masks, entered = masks, True
+        if new := self.course.masks_from(self.position):
+            self._arrays = without_documents(self._arrays, self._constants, new)
         while self.course.is_due(self._stage + 1, self._arrays):
             self._arrays = enter(self._arrays, self._config, self.course.config(self._stage + 1))
             self.course.reached(self._stage + 1, self.position)
@@ -115,6 +131,11 @@ class Planner:
     @property
     def position(self) -> int:
         """Number of the next sample."""
+        return kernel.trained_samples(self._arrays)
+
+    @property
+    def reached(self) -> int:
+        """The same, counted with the samples that were left out."""
         return int(self._arrays.scalars[kernel.SAMPLES])
 
     @property
@@ -138,14 +159,53 @@ class Planner:
         """Plan the next samples: as many as asked for, fewer only where the stream ends."""
         plans: list[Plan] = []
         while True:
-            left = self.course.samples_left(self._stage, self._arrays)
-            num = num_samples if left is None else min(num_samples, left)
+            if num_samples and not self._leave_out():
+                return concatenate([*plans, self._advance(0)])
+            num = min([num_samples, *self._limits()])
             plan = self._advance(num)
             plans.append(plan)
             num_samples -= len(plan)
-            self._enter_due_stages()
+            self._arrive()
             if not num_samples or len(plan) < num:
                 return concatenate(plans)
+
+    def _limits(self) -> list[int]:
+        """Samples until something else begins: a stage, a list of documents to skip, samples to leave out."""
+        left = self.course.samples_left(self._stage, self._arrays)
+        changes, ranges = self.course.changes, self.course.skips.ranges
+        limits = [] if left is None else [left]
+        if (k := bisect_right(changes, self.position)) < len(changes):
+            limits.append(changes[k] - self.position)
+        if (k := bisect_left(ranges, (self.reached,))) < len(ranges):
+            limits.append(ranges[k][0] - self.reached)
+        return limits
+
+    def _leave_out(self) -> bool:
+        """Give up the samples that are left out here; False, with nothing done, where the stream ends in them."""
+        ranges = self.course.skips.ranges
+        k = bisect_right(ranges, self.reached, key=lambda r: r[0]) - 1
+        if k < 0 or self.reached >= ranges[k][1]:
+            return True
+        before, first, stop = self.snapshot(), self.reached, ranges[k][1]
+        while self.reached < stop:
+            num = min(stop - self.reached, LEAVE_OUT)
+            at = self.reached
+            plan = self._advance(num)
+            if len(plan) < num:
+                self._arrays = before
+                self._set_stage()
+                self._refill_all()
+                return False
+            source, length = plan.table[:, kernel.SOURCE], plan.table[:, kernel.LENGTH]
+            np.add.at(self._arrays.sources[kernel.LEFT_OUT_TOKENS], source, length)
+            np.add.at(self._arrays.sources[kernel.LEFT_OUT_DOCUMENTS], source, plan.table[:, kernel.OFFSET] == 0)
+            self.on_left_out(replace(plan, first=at))
+        scalars = self._arrays.scalars
+        scalars[kernel.LEFT_OUT] += stop - first
+        for counter in (kernel.DOCUMENTS, kernel.TOKENS):
+            scalars[counter] = before.scalars[counter]
+        self._arrays.digest[:] = before.digest
+        return True
 
     def _advance(self, num_samples: int) -> Plan:
         """Plan samples of the stage at hand."""
@@ -203,7 +263,9 @@ class Planner:
 
     def _refill(self, i: int) -> None:
         sources = self._arrays.sources
-        num = self.feeds[i].fill(int(sources[kernel.NEXT, i]), self._ahead[i], self._config.sources[i])
+        num = self.feeds[i].fill(
+            int(sources[kernel.NEXT, i]), self._ahead[i], self._config.sources[i], self._masks.get(i, ())
+        )
         sources[kernel.HEAD, i], sources[kernel.NUM_AHEAD, i] = 0, num
         if num:
             self._set_deadline(i)

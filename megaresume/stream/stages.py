@@ -8,7 +8,7 @@ the order in which they were put in, and are the first to be packed anew.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +17,14 @@ import numpy as np
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import StageConfig, StageUnit, StreamConfig
 from megaresume.stream.errors import ConfigError
+from megaresume.stream.skips import NO_SKIPS, DocumentList, Skips, missing_list
 from megaresume.stream.state import StageRecord
 
 if TYPE_CHECKING:
     # Compiled code, half a second to import: `megaresume plan` decides about stages without it.
     from megaresume.stream import kernel
     from megaresume.stream.kernel import Arrays
+    from megaresume.stream.masking import Masks
 
 __all__ = ["FIRST", "Course", "Stage", "declared", "enter", "kernel_config"]
 
@@ -67,7 +69,10 @@ class Course:
     began: list[int]
     #: maps steps to samples, for stages that are declared by step.
     schedule: BatchSchedule | None = None
+    #: what is left out.
+    skips: Skips = NO_SKIPS
     _constants: dict[int, kernel.Config] = field(default_factory=dict)
+    _masks: dict[tuple[int, ...], Mapping[int, Masks]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: StreamConfig) -> Course:
@@ -76,9 +81,9 @@ class Course:
         return cls((first, *declared(first.config, config.stages)), [0])
 
     @classmethod
-    def recorded(cls, records: Sequence[StageRecord]) -> Course:
-        """Stages that were, to be planned again from sample 0."""
-        return cls(tuple(Stage.recorded(record) for record in records), [0])
+    def recorded(cls, records: Sequence[StageRecord], skips: Skips = NO_SKIPS) -> Course:
+        """Stages that were, and what was left out, to be planned again from sample 0."""
+        return cls(tuple(Stage.recorded(record) for record in records), [0], skips=skips)
 
     def config(self, index: int) -> StreamConfig:
         """Of the stage with this number."""
@@ -93,6 +98,25 @@ class Course:
     def index_at(self, sample: int) -> int:
         """Number of the stage that a sample which was planned belongs to."""
         return max(k for k, first in enumerate(self.began) if first <= sample)
+
+    @property
+    def changes(self) -> tuple[int, ...]:
+        """Samples, ascending, at which another list of documents is skipped than before."""
+        return self.skips.changes()
+
+    def masks_at(self, sample: int) -> Mapping[int, Masks]:
+        """The documents that are passed over from a sample on, by source number: one object for each such set."""
+        return self._masks_of(tuple(k for k, d in enumerate(self.skips.documents) if d.holds_at(sample)))
+
+    def masks_from(self, sample: int) -> Mapping[int, Masks]:
+        """Of those, the ones that were declared right there."""
+        return self._masks_of(tuple(k for k, d in enumerate(self.skips.documents) if d.at == sample))
+
+    def _masks_of(self, which: tuple[int, ...]) -> Mapping[int, Masks]:
+        if which not in self._masks:
+            names = [source.name for source in self.config(0).sources]
+            self._masks[which] = masks_of([self.skips.documents[k].documents for k in which], names)
+        return self._masks[which]
 
     def is_due(self, index: int, arrays: Arrays) -> bool:
         """Whether stage ``index`` begins where these arrays are."""
@@ -111,7 +135,7 @@ class Course:
         from megaresume.stream import kernel
 
         stage = self.stages[index + 1]
-        samples, tokens = int(arrays.scalars[kernel.SAMPLES]), int(arrays.scalars[kernel.TOKENS])
+        samples, tokens = kernel.trained_samples(arrays), int(arrays.scalars[kernel.TOKENS])
         if stage.unit == "tokens":
             # A sample holds at most seq_length tokens: so many cannot go too far.
             left = stage.at - tokens
@@ -142,6 +166,25 @@ class Course:
             StageRecord(first=first, name=stage.name, config=stage.config.to_dict())
             for first, stage in zip(self.began, self.stages[: index + 1], strict=False)
         )
+
+
+def masks_of(lists: Sequence[DocumentList], names: Sequence[str]) -> Mapping[int, Masks]:
+    """Lists of documents as the planner needs them, by source number.
+
+    Raises:
+        StateError: a long list is not at hand.
+    """
+    if not lists:
+        return {}
+    from megaresume.stream.masking import Mask
+
+    masks: dict[int, list[Mask]] = {}
+    for documents in lists:
+        if documents.ids is None:
+            raise missing_list(documents)
+        ids = np.array(documents.ids, np.int64)
+        masks.setdefault(names.index(documents.source), []).append(Mask(ids, documents.epochs))
+    return masks
 
 
 def kernel_config(config: StreamConfig) -> kernel.Config:

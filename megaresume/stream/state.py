@@ -8,7 +8,8 @@ every version in tests/stream/states/, and a migration in `_MIGRATIONS`):
 
     1  first version
     2  ``pending`` is a list: documents carried over into a stage wait there. A stage records its config
-    3  ``faults``: documents that a fault policy was applied to
+    3  ``faults``: documents that a fault policy was applied to. ``skips`` says what is left out, a source counts what
+       of it was. A bin's ``opened_at`` counts samples that are left out too. A source lists the names it goes by
 
 Imports neither numpy nor numba, so that ``megaresume inspect`` answers at once.
 """
@@ -24,8 +25,10 @@ from typing import Any
 
 import xxhash
 
-from megaresume.stream.errors import StateError
+from megaresume.stream.errors import ConfigError, StateError
 from megaresume.stream.faults import NO_FAULTS, Faults
+from megaresume.stream.ranges import reached
+from megaresume.stream.skips import NO_SKIPS, Skips
 
 __all__ = [
     "FORMAT",
@@ -67,12 +70,15 @@ class SourceCursor:
     documents: int
     #: tokens drawn, open bins included.
     tokens: int
-    #: empty documents passed over.
+    #: documents passed over: empty ones, and those that are skipped by their number.
     skipped: int
     #: tokens (or documents, by blend.unit) drawn since the deficits last started at zero.
     drawn_in_stage: int
     #: reached max_epochs and was dropped.
     exhausted: bool
+    #: of the documents and tokens drawn, those in samples that were left out, or taken out of open bins.
+    left_out_documents: int = 0
+    left_out_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +99,7 @@ class Segment:
 class Bin:
     """A sample that is being filled."""
 
-    #: samples closed when the bin was opened.
+    #: samples closed when the bin was opened, those that were left out included.
     opened_at: int
     segments: tuple[Segment, ...]
 
@@ -133,14 +139,19 @@ class StreamState:
     stages: tuple[StageRecord, ...]
     #: (first sample, global batch size in samples), ascending: maps steps to samples.
     batches: tuple[tuple[int, int], ...]
-    #: [first, last) samples that are not trained.
-    skipped_ranges: tuple[tuple[int, int], ...]
     #: differences that a user accepted, in words, for ever.
     overrides: tuple[str, ...]
     #: rolling hash of the identities of all samples up to here; 16 hex digits.
     digest: str
     #: documents of those samples that a fault policy was applied to. No part of the order: never compared.
     faults: Faults = NO_FAULTS
+    #: what is left out of the stream.
+    skips: Skips = NO_SKIPS
+
+    @property
+    def reached(self) -> int:
+        """Where the stream stands, counted with the samples that were left out."""
+        return reached(self.skips.ranges, self.samples)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON, with format, version and checksum."""
@@ -193,7 +204,7 @@ class StreamState:
             body = _MIGRATIONS[old](body)
         try:
             return _from_plain(body)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
             raise StateError(
                 "the data state lacks a field or has one of the wrong kind",
                 found=f"{type(error).__name__}: {error}",
@@ -213,7 +224,17 @@ _MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "stages": [[first, name, body["config"]] for first, name in body["stages"]],
         }
     ),
-    2: lambda body: body | {"faults": {"total": 0, "kept": []}},
+    2: lambda body: (
+        {key: value for key, value in body.items() if key != "skipped_ranges"}
+        | {
+            "sources": {
+                name: cursor | {"left_out_documents": 0, "left_out_tokens": 0}
+                for name, cursor in body["sources"].items()
+            },
+            "faults": {"total": 0, "kept": []},
+            "skips": {"ranges": body["skipped_ranges"], "log": [], "documents": []},
+        }
+    ),
 }
 
 
@@ -274,7 +295,7 @@ def _plain(state: StreamState) -> dict[str, Any]:
         "pending": [_short(s) for s in state.pending],
         "stages": [[s.first, s.name, json.loads(_dumps(s.config))] for s in state.stages],
         "batches": [list(batch) for batch in state.batches],
-        "skipped_ranges": [list(r) for r in state.skipped_ranges],
+        "skips": state.skips.to_plain(),
         "overrides": list(state.overrides),
         "digest": state.digest,
         "faults": state.faults.to_plain(),
@@ -306,6 +327,8 @@ def _cursor(fields: Mapping[str, Any]) -> SourceCursor:
     exhausted = fields["exhausted"]
     if not isinstance(exhausted, bool):
         raise ValueError(f"exhausted: {exhausted!r} is not true or false")
+    if set(fields) != set(SourceCursor.__slots__):
+        raise KeyError(f"the fields of a source are {', '.join(fields)}")
     return SourceCursor(exhausted=exhausted, **{k: _count(v) for k, v in fields.items() if k != "exhausted"})
 
 
@@ -354,7 +377,7 @@ def _from_plain(body: Mapping[str, Any]) -> StreamState:
             for first, name, config in body["stages"]
         ),
         batches=tuple((_count(first), _count(size)) for first, size in body["batches"]),
-        skipped_ranges=tuple((_count(first), _count(last)) for first, last in body["skipped_ranges"]),
+        skips=Skips.from_plain(body["skips"]),
         overrides=tuple(_text(o) for o in _list(body["overrides"])),
         digest=_digest(body["digest"]),
         faults=Faults.from_plain(body["faults"]),

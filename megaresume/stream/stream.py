@@ -21,17 +21,20 @@ from typing import Any
 
 from megaresume.stream import cursor
 from megaresume.stream.absent import AbsentSource
+from megaresume.stream.aliases import resolved
 from megaresume.stream.anchors import Anchors
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.changes import Reconciled, extended, reconcile
 from megaresume.stream.config import OnChange, StreamConfig
-from megaresume.stream.errors import ConfigError, StateError, StreamExhausted
+from megaresume.stream.errors import ConfigError, MegaresumeError, StateError, StreamExhausted
 from megaresume.stream.faults import NO_FAULTS, FaultRecord
 from megaresume.stream.fingerprints import fingerprint_of
 from megaresume.stream.kernel import Arrays
 from megaresume.stream.plan import Plan, concatenate
 from megaresume.stream.planner import Planner
 from megaresume.stream.progress import Progress, progress
+from megaresume.stream.ranges import Range
+from megaresume.stream.skips import NO_SKIP, NO_SKIPS, SkipConfig, Skips, decide, no_schedule
 from megaresume.stream.source import LengthSource
 from megaresume.stream.stages import Course
 from megaresume.stream.state import Fingerprint, StageRecord, StreamState
@@ -70,7 +73,8 @@ class Stream:
             `megaresume verify`; never part of a state.
         fingerprints: what `fingerprints` gives, where it is known already.
         on_change: what a restore does where the config is not the one that the state was made with; see `OnChange`.
-        recorded: the stages as they were (`StreamState.stages`), to plan a past again from sample 0.
+        recorded: the stages as they were (`StreamState.stages`), to plan a past again from sample 0; and
+        left_out: what was left out of it (`StreamState.skips`).
 
     Raises:
         ConfigError, CorpusError: the config or a source is unusable.
@@ -87,6 +91,7 @@ class Stream:
         fingerprints: dict[str, Fingerprint] | None = None,
         on_change: OnChange = "refuse",
         recorded: Sequence[StageRecord] = (),
+        left_out: Skips = NO_SKIPS,
     ) -> None:
         if len(sources) != len(config.sources):
             raise ConfigError(
@@ -101,7 +106,11 @@ class Stream:
         self.origin = origin
         self.sources = list(sources)
         self.on_change = on_change
-        self._given = config, tuple(sources), tuple(recorded)
+        self._given = config, tuple(sources), tuple(recorded), left_out
+        self._skip: tuple[SkipConfig, ...] = ()
+        self._end: int | None = None
+        #: samples of steps that are skipped, settled when they are first needed.
+        self._steps: dict[Range, Range] = {}
         self._fingerprints = fingerprints
         self._lock = threading.RLock()
         self._base_state: StreamState | None = None
@@ -111,7 +120,7 @@ class Stream:
     def __reduce__(self) -> tuple[object, ...]:
         """Copied or pickled, for another process: what it is made of, without its lock and what it has planned."""
         # With the fingerprints: a worker must not ask a slow source for all its lengths again.
-        config, sources, recorded = self._given
+        config, sources, recorded, left_out = self._given
         again = partial(
             Stream,
             state=self._base_state,
@@ -119,17 +128,20 @@ class Stream:
             fingerprints=self._fingerprints,
             on_change=self.on_change,
             recorded=recorded,
+            left_out=left_out,
         )
-        return again, (config, sources), {"schedule": self._schedule}
+        return again, (config, sources), {"schedule": self._schedule, "skip": self._skip, "steps": self._steps}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.schedule = state["schedule"]
+        self._schedule, self._skip, self._steps = state["schedule"], state["skip"], state["steps"]
+        if self._schedule is not None or self._skip:
+            self._restore(self._base_state)
 
     @property
     def fingerprints(self) -> dict[str, Fingerprint]:
         """What the sources are, by name. The first use may read an index once from end to end."""
         if self._fingerprints is None:
-            config, sources, _ = self._given
+            config, sources, *_ = self._given
             names = [s.name for s in config.sources]
             self._fingerprints = {name: fingerprint_of(s, name) for name, s in zip(names, sources, strict=True)}
         return self._fingerprints
@@ -143,8 +155,10 @@ class Stream:
     def schedule(self, schedule: BatchSchedule | None) -> None:
         with self._lock:
             self._schedule = schedule
-            if any(stage.unit == "step" for stage in self._course.stages):
-                self.restore(self._base_state)  # what was planned may belong to another stage now
+            if self._planner.position == self.start:
+                self._steps.clear()  # nobody has seen what follows
+            if any(stage.unit == "step" for stage in self._course.stages) or any(s.steps for s in self._skip):
+                self._restore(self._base_state)  # what was planned may belong to another stage now
 
     @property
     def base_state(self) -> StreamState | None:
@@ -161,31 +175,89 @@ class Stream:
 
         Raises:
             StateError: as above; the stream stays as it was.
+            ConfigError: a skip that cannot be; the stream stays as it was.
         """
-        config, sources, recorded = self._given
-        course = Course.recorded(recorded) if recorded else Course.of(config)
+        with self._lock:
+            self._steps.clear()
+            self._restore(state)
+
+    def skip(self, *skip: SkipConfig, end: int | None = None) -> None:
+        """Leave more out than the data config says. Before any sample is planned; a restore keeps to it.
+
+        Args:
+            skip: what.
+            end: samples that the run will train, if that is known: nothing beyond it can be skipped.
+
+        Raises:
+            StateError, ConfigError: as `restore`; the stream stays as it was.
+        """
+        with self._lock:
+            before = self._skip, self._end
+            self._skip, self._end = tuple(dict.fromkeys((*self._skip, *skip))), end
+            try:
+                self._restore(self._base_state)
+            except MegaresumeError:
+                self._skip, self._end = before
+                raise
+
+    def _restore(self, state: StreamState | None) -> None:
+        config, sources, recorded, left_out = self._given
         accepted: tuple[str, ...] = ()
         base: Arrays | None = None
-        if recorded:
-            last = StreamConfig.from_dict(recorded[-1].config)
-            config = extended(config, [s.name for s in last.sources], last)
         if state is not None:
             going_on = self._reconcile(state)
+            given = resolved(config, state.config["sources"])
             config, course, accepted = going_on.config, going_on.course, going_on.accepted
+        elif recorded:
+            course = Course.recorded(recorded, left_out)
+            given = resolved(config, recorded[-1].config["sources"])
+            last = StreamConfig.from_dict(recorded[-1].config)
+            config = extended(given, [s.name for s in last.sources], last)
+        else:
+            given, course = config, Course.of(config)
+            course.skips, accepted = decide(
+                NO_SKIPS,
+                0,
+                then=NO_SKIP,
+                now=config.skip,
+                given=self._skip,
+                steps_to_samples=self._samples_of,
+                end=self._end,
+            )
         course.schedule = self._schedule
-        by_name = {s.name: source for s, source in zip(self._given[0].sources, sources, strict=True)}
+        names = [source.name for source in given.sources]
+        by_name = dict(zip(names, sources, strict=True))
+        _check_documents(course.skips, by_name)
         here = [by_name[s.name] if s.name in by_name else AbsentSource(s.name, state) for s in config.sources]
         if state is not None:
             base = cursor.arrays_of(state, course, [len(source) for source in here])
         with self._lock:
             planner = Planner(course, here, base)
             self.config, self.sources, self._course, self._accepted = config, here, course, accepted
+            #: of the sources that are here: the name that the run knows them by -> that of the config as it was given.
+            self._first_names = dict(zip(names, (s.name for s in self._given[0].sources), strict=True))
             self._base_state, self._planner = state, planner
             self._blocks: deque[_Block] = deque(maxlen=KEPT_BLOCKS)
             self._anchors = Anchors(planner.snapshot())
 
     def _reconcile(self, state: StreamState) -> Reconciled:
-        return reconcile(self._given[0], self.fingerprints, state, self.on_change)
+        return reconcile(
+            self._given[0],
+            self.fingerprints,
+            state,
+            self.on_change,
+            skip=self._skip,
+            steps_to_samples=self._samples_of,
+            end=self._end,
+        )
+
+    def _samples_of(self, steps: Range) -> Range:
+        """The samples of steps (first, last): those of the schedule when they were first asked for."""
+        if steps not in self._steps:
+            if self._schedule is None:
+                raise no_schedule(steps)
+            self._steps[steps] = self._schedule.after(0, steps[0] - 1), self._schedule.after(0, steps[1])
+        return self._steps[steps]
 
     @property
     def _block_samples(self) -> int:
@@ -260,15 +332,16 @@ class Stream:
             # In the order of the sources; a source that is gone keeps the fingerprint that it had.
             fingerprints={s.name: self._fingerprint(s.name) for s in self.config.sources},
             batches=tuple(batches) or (before.batches if before is not None else ()),
-            skipped_ranges=before.skipped_ranges if before is not None else (),
+            skips=self._course.skips,
             overrides=(*(before.overrides if before is not None else ()), *self._accepted, *overrides),
             faults=(before.faults if before is not None else NO_FAULTS).with_new(faults, self.start, sample),
             **fields,
         )
 
     def _fingerprint(self, name: str) -> Fingerprint:
-        before = self._base_state
-        return self.fingerprints.get(name) or before.fingerprints[name]  # type: ignore[union-attr]
+        if name in self._first_names:
+            return self.fingerprints[self._first_names[name]]
+        return self._base_state.fingerprints[name]  # type: ignore[union-attr]
 
     def fields_at(self, sample: int) -> dict[str, Any]:
         """The fields of the state before ``sample`` that say where the stream is (see `cursor.fields_of`)."""
@@ -350,3 +423,17 @@ class Stream:
             cause=f"sources with an end: {', '.join(ended)}",
             action="train fewer samples, raise max_epochs, or set on_exhausted: repeat",
         )
+
+
+def _check_documents(skips: Skips, sources: Mapping[str, LengthSource]) -> None:
+    """Every document that is skipped is one of its source."""
+    for skip in skips.documents:
+        documents = skip.documents
+        num = len(sources[documents.source]) if documents.source in sources else None
+        if num is not None and documents.ids is not None and documents.ids[-1] >= num:
+            raise ConfigError(
+                f"source '{documents.source}' has no document {documents.ids[-1]} that could be skipped",
+                found=f"skip of {documents}",
+                expected=f"documents from 0 to {num - 1}",
+                action="correct the numbers; they count the documents of the part that is trained",
+            )

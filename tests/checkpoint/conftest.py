@@ -40,7 +40,6 @@ def make_state(samples: int, *, salt: int = 0) -> StreamState:
         pending=(),
         stages=(StageRecord(first=0, name="first", config=CONFIG),),
         batches=((0, 8),),
-        skipped_ranges=(),
         overrides=(),
         digest=f"{samples * 1000 + salt:016x}",
     )

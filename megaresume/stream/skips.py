@@ -1,0 +1,463 @@
+"""What a run leaves out: ranges of samples, steps, single documents.
+
+    data.yaml, a flag, attach(skip=)  ->  `SkipConfig`  --decide-->  `Skips`, in the state
+
+Ranges of samples are written in absolute numbers (`megaresume.stream.ranges`), steps as training counts them when they
+are first named: they become samples at that moment, once. What was decided is kept in the state as a log of what was
+asked for, and as what is in force. The past is immutable: what was trained already is not left out any more, what was
+left out does not come back.
+
+Imports neither numpy nor numba, as `megaresume.stream.state`.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import xxhash
+
+from megaresume.stream.errors import ConfigError, StateError
+from megaresume.stream.ranges import Range, Ranges, absolute, common, length, minus, reached, union
+
+__all__ = [
+    "NO_SKIP",
+    "NO_SKIPS",
+    "DocumentList",
+    "DocumentSkip",
+    "SkipConfig",
+    "SkipRecord",
+    "Skips",
+    "decide",
+    "missing_list",
+    "no_schedule",
+    "parse_range",
+]
+
+#: Documents of a list that a state writes out; of a longer one it keeps the number and a hash.
+MOST_WRITTEN = 256
+
+Unit = Literal["samples", "steps"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DocumentList:
+    """Documents of a source."""
+
+    source: str
+    #: how many.
+    count: int
+    #: xxh3_64 of their numbers, ascending, int64 little-endian; 16 hex digits.
+    digest: str
+    #: [first, stop) epochs in which they are left out; None: in all.
+    epochs: Range | None = None
+    #: ascending; None: a long list, of which a state knows no more than the above.
+    ids: Sequence[int] | None = field(default=None, compare=False)
+    #: a file that holds them.
+    file: str | None = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, source: str, ids: Iterable[int], epochs: Range | None = None, file: str | None = None) -> DocumentList:
+        """The list of these documents, in any order."""
+        numbers = array("q", sorted(set(ids)))
+        digest = xxhash.xxh3_64_hexdigest(numbers.tobytes())
+        return cls(source=source, count=len(numbers), digest=digest, epochs=epochs, ids=numbers, file=file)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Plain JSON, without the file."""
+        plain: dict[str, Any] = {"count": self.count, "digest": self.digest}
+        if self.epochs is not None:
+            plain["epochs"] = f"{self.epochs[0]}:{self.epochs[1]}"
+        if self.ids is not None and self.count <= MOST_WRITTEN:
+            plain["ids"] = list(self.ids)
+        return plain
+
+    def __str__(self) -> str:
+        words = f"{self.count:,} document{'s' * (self.count != 1)} of {self.source}"
+        if self.ids is not None and self.count <= 8:
+            words = f"{self.source}:{','.join(map(str, self.ids))}"
+        return words + ("" if self.epochs is None else f" in epochs {self.epochs[0]} to {self.epochs[1] - 1}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SkipConfig:
+    """What is asked for in one place."""
+
+    #: absolute.
+    samples: Ranges = ()
+    #: (first, last), counted from 1, the last included, as training prints them.
+    steps: Ranges = ()
+    documents: tuple[DocumentList, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.samples or self.steps or self.documents)
+
+    @classmethod
+    def from_dict(cls, data: object, names: Sequence[str] | None = None, where: str = "skip") -> SkipConfig:
+        """Read ``{samples: ["1000:1200"], documents: {web: [17, 99], pairs: {file: ids.npy, epochs: "0:1"}}}``.
+
+        Args:
+            data: that.
+            names: of the sources; None: not checked.
+            where: its name, for errors.
+
+        Raises:
+            ConfigError: malformed, backward, a source that there is not, a file that cannot be read.
+        """
+        if isinstance(data, SkipConfig):
+            return data
+        if data is None:
+            return NO_SKIP
+        if not isinstance(data, Mapping) or set(data) - {"samples", "documents"}:
+            raise ConfigError(
+                f"bad value of {where}",
+                found=repr(data)[:80],
+                expected='samples: ["A:B", ...] and documents: {SOURCE: [numbers]}',
+                action=f"correct {where}",
+            )
+        samples = data.get("samples") or []
+        if isinstance(samples, str | int) or not isinstance(samples, Sequence):
+            samples = [samples]
+        ranges = [parse_range(entry, f"{where}.samples") for entry in samples]
+        by_source = data.get("documents") or {}
+        if not isinstance(by_source, Mapping):
+            raise _bad_documents(f"{where}.documents", by_source)
+        documents = []
+        for name, entry in by_source.items():
+            if names is not None and name not in names:
+                raise ConfigError(
+                    f"{where}.documents names a source that there is not",
+                    found=str(name),
+                    expected=f"one of {', '.join(names)}",
+                    action=f"correct {where}.documents",
+                )
+            entries = entry if _is_list_of(entry, Mapping) else [entry]
+            documents += [_document_list(str(name), e, f"{where}.documents.{name}") for e in entries]
+        return cls(samples=union(ranges), documents=tuple(documents))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The normalised form, plain JSON."""
+        plain: dict[str, Any] = {}
+        if self.samples:
+            plain["samples"] = [f"{first}:{stop}" for first, stop in self.samples]
+        documents: dict[str, Any] = {}
+        for entry in self.documents:
+            documents.setdefault(entry.source, []).append(entry.to_plain())
+        return plain | ({"documents": documents} if documents else {})
+
+    def renamed(self, identity: Mapping[str, str]) -> SkipConfig:
+        """With other names of sources."""
+        documents = (replace(d, source=identity.get(d.source, d.source)) for d in self.documents)
+        return replace(self, documents=tuple(documents))
+
+
+NO_SKIP = SkipConfig()
+
+
+def parse_range(text: object, where: str) -> Range:
+    """``A:B`` as [A, B).
+
+    Raises:
+        ConfigError: something else, or backward.
+    """
+    match = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", text) if isinstance(text, str) else None
+    first, stop = map(int, match.groups()) if match else (0, 0)
+    if not first < stop or stop >= 1 << 62:
+        raise ConfigError(
+            f"bad range in {where}",
+            found=repr(text),
+            expected='"A:B" with A < B: from A to B-1, counted from 0 (quoted: YAML reads 1:30 as 90)',
+            cause="it is backward or empty" if match else None,
+            action=f'for example "{stop}:{first}"' if match and stop < first else 'for example "1000:1200"',
+        )
+    return first, stop
+
+
+def _is_list_of(value: object, kind: type) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(item, kind) for item in value)
+
+
+def _document_list(source: str, entry: object, where: str) -> DocumentList:
+    data = {"ids": entry} if isinstance(entry, int | list | tuple) else entry
+    if not isinstance(data, Mapping) or set(data) - {"ids", "file", "epochs", "count", "digest"}:
+        raise _bad_documents(where, entry)
+    epochs = None if data.get("epochs") is None else parse_range(data["epochs"], f"{where}.epochs")
+    file, ids = data.get("file"), data.get("ids")
+    if file is not None:
+        ids = _read(Path(str(file)), where)
+    if ids is None:
+        if not isinstance(data.get("count"), int) or not isinstance(data.get("digest"), str):
+            raise _bad_documents(where, entry)
+        return DocumentList(source=source, count=data["count"], digest=data["digest"], epochs=epochs)
+    ids = [ids] if isinstance(ids, int) else ids
+    if not ids or any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 1 << 62 for i in ids):
+        raise _bad_documents(where, entry)
+    found = DocumentList.of(source, ids, epochs, None if file is None else str(file))
+    if data.get("digest", found.digest) != found.digest:
+        raise ConfigError(
+            f"{file or where} holds other documents than when the run saved",
+            found=f"{found.count:,} documents, digest {found.digest}",
+            expected=f"{data.get('count')} documents, digest {data['digest']}",
+            cause="the file was changed",
+            action="put the list of that time back; give a new list a name of its own",
+        )
+    return found
+
+
+def _bad_documents(where: str, entry: object) -> ConfigError:
+    return ConfigError(
+        f"bad value of {where}",
+        found=repr(entry)[:80],
+        expected='document numbers: [17, 99], or {ids: [17, 99], epochs: "0:1"}, or {file: ids.npy}',
+        action=f"correct {where}",
+    )
+
+
+def _read(path: Path, where: str) -> list[int]:
+    """Numbers in an .npy file, or one a line."""
+    try:
+        if path.suffix == ".npy":
+            import numpy as np
+
+            numbers = np.load(path)
+            if numbers.dtype.kind not in "iu":
+                raise ValueError(f"an array of {numbers.dtype}")
+            return [int(n) for n in numbers.reshape(-1)]
+        return [int(line) for line in path.read_text(encoding="utf-8").split()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the list of documents in {where} cannot be read",
+            found=f"{path}: {error}",
+            expected="an .npy file of integers, or a text file with a number on each line",
+            action="check the path",
+        ) from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SkipRecord:
+    """One thing that was asked for, when it was seen first."""
+
+    #: samples trained then.
+    at: int
+    #: ``skip``; ``keep``: a skip that was taken back before it came.
+    action: Literal["skip", "keep"]
+    unit: Unit
+    #: as it was asked for: [first, stop) samples, or (first, last) steps.
+    asked: Range
+    #: [first, stop) absolute.
+    samples: Range
+    #: samples of them that were trained already.
+    late: int
+
+    def __str__(self) -> str:
+        first, stop = self.asked[0], self.asked[1] - (self.unit == "samples")
+        words = f"{'skip' if self.action == 'skip' else 'do not skip'} {self.unit} {first:,} to {stop:,}"
+        low, high = self.samples[0], self.samples[1] - 1
+        num = self.samples[1] - self.samples[0] - self.late
+        words += f" ({'' if self.unit == 'samples' else f'samples {low:,} to {high:,}; '}{num:,} samples)"
+        late = f"{self.late:,} of them were trained already and stay trained" if num else "all were trained already"
+        return words + (f": TOO LATE, {late}" if self.late else "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DocumentSkip:
+    """Documents that are passed over."""
+
+    documents: DocumentList
+    #: samples trained when it was first declared, and when it was taken back: it holds in between.
+    at: int
+    until: int | None = None
+
+    def holds_at(self, sample: int) -> bool:
+        """Whether it holds where so many samples were trained."""
+        return self.at <= sample and (self.until is None or sample < self.until)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Skips:
+    """What is left out of a stream, as its state knows it."""
+
+    #: absolute; in force, or left out.
+    ranges: Ranges = ()
+    #: in the order in which it was seen.
+    log: tuple[SkipRecord, ...] = ()
+    #: in the order in which they were declared.
+    documents: tuple[DocumentSkip, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.ranges or self.log or self.documents)
+
+    @property
+    def asked(self) -> Ranges:
+        """Samples that were asked for and not taken back, also those that came too late."""
+        asked: Ranges = ()
+        for record in self.log:
+            asked = union(asked, [record.samples]) if record.action == "skip" else minus(asked, [record.samples])
+        return asked
+
+    def changes(self) -> tuple[int, ...]:
+        """Samples, ascending, at which a list of documents begins or ceases to hold."""
+        marks = {d.at for d in self.documents} | {d.until for d in self.documents if d.until is not None}
+        return tuple(sorted(marks))
+
+    def to_plain(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return {
+            "ranges": [list(r) for r in self.ranges],
+            "log": [[r.at, r.action, r.unit, *r.asked, *r.samples, r.late] for r in self.log],
+            "documents": [[d.at, d.until, d.documents.source, d.documents.to_plain()] for d in self.documents],
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Skips:
+        """What `to_plain` gave.
+
+        Raises:
+            ValueError, KeyError, TypeError, ConfigError: it is not.
+        """
+        ranges = tuple((_count(a), _count(b)) for a, b in plain["ranges"])
+        if ranges != union(ranges):
+            raise ValueError(f"ranges {ranges!r:.100}")
+        log = []
+        for at, action, unit, first, last, low, high, late in plain["log"]:
+            if action not in ("skip", "keep") or unit not in ("samples", "steps"):
+                raise ValueError(f"a record of a skip: {action!r} {unit!r}")
+            asked, samples = (_count(first), _count(last)), (_count(low), _count(high))
+            log.append(
+                SkipRecord(at=_count(at), action=action, unit=unit, asked=asked, samples=samples, late=_count(late))
+            )
+        documents = []
+        for at, until, source, entry in plain["documents"]:
+            if not isinstance(source, str):
+                raise ValueError(f"documents of {source!r}")
+            found = _document_list(source, entry, "a state")
+            until = None if until is None else _count(until)
+            documents.append(DocumentSkip(documents=found, at=_count(at), until=until))
+        return cls(ranges=ranges, log=tuple(log), documents=tuple(documents))
+
+
+NO_SKIPS = Skips()
+
+
+def _count(value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63:
+        return value
+    raise ValueError(f"{value!r} is not a count")
+
+
+def decide(
+    before: Skips,
+    samples: int,
+    *,
+    then: SkipConfig,
+    now: SkipConfig,
+    given: Sequence[SkipConfig] = (),
+    steps_to_samples: Callable[[Range], Range] | None = None,
+    end: int | None = None,
+) -> tuple[Skips, tuple[str, ...]]:
+    """What is left out from a state on.
+
+    Args:
+        before: what the state knows.
+        samples: that it has trained.
+        then: what the data config of that time asked for, and
+        now: that of today. What it asks for no more, and is to come, is taken back.
+        given: asked for in other places: flags, ``attach``. They add.
+        steps_to_samples: the trained samples of steps (first, last).
+        end: trained samples at the end of the run, where it is known.
+
+    Returns:
+        what is left out; what changed, in words, to be kept in the state.
+
+    Raises:
+        ConfigError: a range that begins beyond the end of the run.
+        StateError: the documents of a long list are not at hand.
+    """
+    here = reached(before.ranges, samples)
+    future: Ranges = ((here, 1 << 62),)
+    ranges, log, asked = before.ranges, list(before.log), before.asked
+    wanted = union(now.samples, *(g.samples for g in given))
+
+    gone = common(minus(then.samples, wanted), common(future, asked))
+    log += [SkipRecord(at=samples, action="keep", unit="samples", asked=r, samples=r, late=0) for r in gone]
+    ranges, asked = minus(ranges, gone), minus(asked, gone)
+
+    named = {(record.unit, record.asked) for record in before.log}
+    new: list[tuple[Unit, Range, Range]] = [("samples", r, r) for r in minus(wanted, asked)]
+    for steps in dict.fromkeys(s for g in given for s in g.steps):
+        if ("steps", steps) in named:
+            continue
+        if steps_to_samples is None:
+            raise no_schedule(steps)
+        first, stop = steps_to_samples(steps)
+        new.append(("steps", steps, (absolute(before.ranges, first), absolute(before.ranges, stop - 1) + 1)))
+    for unit, named_as, r in new:
+        late = length(minus([(r[0], min(r[1], here))], asked)) if r[0] < here else 0
+        log.append(SkipRecord(at=samples, action="skip", unit=unit, asked=named_as, samples=r, late=late))
+        ranges, asked = union(ranges, common([r], future)), union(asked, [r])
+
+    for unit, named_as, r in new:
+        if end is not None and r[0] >= (last := absolute(minus(ranges, [r]), end)):
+            raise _beyond(unit, named_as, end, last)
+    documents, words = _decide_documents(before.documents, samples, then, now, given)
+    said = [f"at sample {samples}: {record}" for record in log[len(before.log) :]]
+    return Skips(ranges=ranges, log=tuple(log), documents=documents), (*said, *words)
+
+
+def _decide_documents(
+    before: Sequence[DocumentSkip], samples: int, then: SkipConfig, now: SkipConfig, given: Sequence[SkipConfig]
+) -> tuple[tuple[DocumentSkip, ...], list[str]]:
+    wanted = {d: d for c in (now, *given) for d in c.documents}
+    said: list[str] = []
+    result = []
+    for skip in before:
+        known = wanted.get(skip.documents)
+        if known is not None and skip.documents.ids is None:
+            skip = replace(skip, documents=known)
+        if skip.until is None and known is None and skip.documents in then.documents:
+            said.append(f"at sample {samples}: do not skip {skip.documents} any more")
+            skip = replace(skip, until=samples)
+        result.append(skip)
+    for documents in wanted:
+        if not any(skip.until is None and skip.documents == documents for skip in before):
+            said.append(f"at sample {samples}: skip {documents}")
+            result.append(DocumentSkip(documents=documents, at=samples))
+    for skip in result:
+        if skip.until is None and skip.documents.ids is None:
+            raise missing_list(skip.documents)
+    return tuple(result), said
+
+
+def missing_list(documents: DocumentList) -> StateError:
+    """The error where a long list is needed and nobody gave it."""
+    return StateError(
+        f"the list of documents of '{documents.source}' that the run skips is not at hand",
+        found=f"a state that skips {documents}, digest {documents.digest}, and keeps no list as long as that",
+        expected=f"skip: {{documents: {{{documents.source}: {{file: ...}}}}}} with the file of that list",
+        cause="the file was left out of data.yaml, or it holds other documents now",
+        action="put the list back; a list that is in data.yaml can be taken back by removing it there",
+    )
+
+
+def no_schedule(steps: Range) -> ConfigError:
+    return ConfigError(
+        "steps cannot be skipped where the batch sizes are not known",
+        found=f"steps {steps[0]} to {steps[1]}",
+        expected="samples, or a training program that knows which samples a step trains",
+        action="skip samples: A:B",
+    )
+
+
+def _beyond(unit: Unit, asked: Range, end: int, end_absolute: int) -> ConfigError:
+    return ConfigError(
+        "a skip lies beyond the end of the run",
+        found=f"skip of {unit} {asked[0]:,} to {asked[1] - (unit == 'samples'):,}",
+        expected=f"{unit} of the run, which ends with sample {end - 1:,}"
+        + (f" ({end_absolute - 1:,} counted with what is left out)" if end_absolute != end else ""),
+        cause="a typing error, or a run that was made shorter",
+        action="correct the range, or train longer",
+    )
