@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ from megaresume.loading.open import open_stream
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import OnChange
 from megaresume.stream.stream import Stream
+from megaresume.verification.ranks import RankLog
 
 if TYPE_CHECKING:
     from megaresume.integrations.loaders.deepspeed import AttachedLoader
@@ -76,6 +78,7 @@ def attach(
     transform: Callable[[Batch], Any] | None = None,
     schedule: BatchSchedule | None = None,
     save_dir: str | os.PathLike[str] | None = None,
+    log_samples: str | os.PathLike[str] | None = None,
     seq_length: int | None = None,
     seed: int | None = None,
     split: str | None = None,
@@ -103,6 +106,7 @@ def attach(
             engine's own, read anew at every step.
         save_dir: where the run saves its checkpoints: with it the ledger there records every start, also of a
             process that dies before its first save.
+        log_samples: directory: every rank writes there what it was handed in every step, for `megaresume verify`.
         seq_length, seed, split, objects, on_change: see `megaresume.loading.open.open_stream`.
 
     Returns:
@@ -145,10 +149,19 @@ def attach(
         attention_mask=attention_mask,
         pad_id=pad_id,
         transform=transform,
+        log=None if log_samples is None else _open_log(log_samples),
     )
     attached.checkpoints = Checkpoints(attached, save_dir=None if save_dir is None else os.fspath(save_dir))
     hook(engine, attached)
     return attached
+
+
+def _open_log(directory: str | os.PathLike[str]) -> RankLog:
+    import torch.distributed as dist
+
+    launch = on_rank_0(time.time_ns)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return on_all_ranks(lambda: RankLog(directory, rank=rank, launch=launch))
 
 
 @dataclass(slots=True)

@@ -25,6 +25,7 @@ from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 from megaresume.stream.faults import NO_FAULTS, Faults
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
+from megaresume.verification.ranks import RankLog
 
 __all__ = ["TrainingData"]
 
@@ -51,6 +52,7 @@ class TrainingData:
         attention_mask: bool,
         pad_id: int,
         transform: Callable[[Batch], Any] | None,
+        log: RankLog | None = None,
     ) -> None:
         self.engine = engine
         self.stream = stream
@@ -65,6 +67,7 @@ class TrainingData:
             "pad_id": pad_id,
         }
         self._transform = transform
+        self._log = log
         self._is_pipeline = facts.is_pipeline(engine)
         self._reader: Iterator[Batch] | None = None
         self._failure: MegaresumeError | None = None
@@ -87,6 +90,8 @@ class TrainingData:
         # Micro-batches of the last opened step: handed out, in all.
         self._handed = self._per_step = 0
         self._layout: tuple[int, int] | None = None
+        #: whether the log of samples has this beginning.
+        self._log_begun = False
         # Of all ranks up to a sample, and of this rank since then, samples included that are not trained yet.
         self._known_faults, self._known_to = NO_FAULTS if state is None else state.faults, sample
         self._new_faults: list[FaultEntry] = []
@@ -178,8 +183,27 @@ class TrainingData:
             self._close()
             raise
         self._handed += 1
+        if self._log is not None:
+            self._note(self._log, batch)
         self._new_faults += batch.get("faults", ())
         return batch if self._transform is None else self._transform(batch)
+
+    def _note(self, log: RankLog, batch: Batch) -> None:
+        """Write down what is handed out."""
+        if not self._log_begun:
+            self._log_begun = True
+            log.start(
+                step=self._base_step,
+                samples=self._base_sample,
+                dp_rank=facts.data_rank(self.engine),
+                dp=facts.data_size(self.engine),
+                micro_batch_size=int(self.engine.train_micro_batch_size_per_gpu()),
+                pad_id=int(self._loading["pad_id"]),
+                digest=self.stream.digest_at(self._base_sample),
+            )
+        log.add_batch(batch)
+        if self._handed == self._per_step:
+            log.end_step(self._base_step + self._opened)
 
     def _next_batch(self) -> Batch:
         if not self._is_pipeline:

@@ -244,11 +244,12 @@ def read_rank_logs(path: str | Path) -> RankRecords:
         ) from error
     steps: dict[int, list[RankStep]] = {}
     lost: list[tuple[RankStep, int]] = []
-    last_steps = set()
+    last_steps: set[int] = set()
     for key in sorted(launches):
         launch = launches[key]
         for step in sorted(s for s in steps if s > launch.step):
             lost += [(line, launch.samples) for line in steps.pop(step)]
+        last_steps = {step for step in last_steps if step <= launch.step}
         for line in launch.lines:
             steps.setdefault(line.step, []).append(line)
         last_steps.add(max((line.step for line in launch.lines), default=launch.step))
