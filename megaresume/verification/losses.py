@@ -26,7 +26,7 @@ _NUMBER = r"[-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|nan|inf)"
 _MEGATRON = re.compile(rf"(?<!loss at )\biteration\s+(\d+)/\s*(?:\d+|-)\s*\|.*?\blm loss:\s*({_NUMBER})", re.IGNORECASE)
 _DEEPSPEED = re.compile(rf"\bsteps:\s*(\d+)\s+loss:\s*({_NUMBER})", re.IGNORECASE)
 _VALIDATION = re.compile(
-    rf"\bvalidation loss at iteration\s+(\d+)(?: on ([^|]*?))?[^|]*\|\s*lm loss value:\s*({_NUMBER})", re.IGNORECASE
+    rf"\bvalidation loss at iteration\s+(\d+)(?: on ([^|]+?))?\s*\|\s*lm loss value:\s*({_NUMBER})", re.IGNORECASE
 )
 
 
@@ -147,7 +147,8 @@ def _events(lines: Any) -> Iterator[tuple[str, int, str, Loss | None]]:
         if "loss" not in line:
             continue
         if found := _VALIDATION.search(line):
-            yield "validation", int(found[1]), (found[2] or "valid").strip(), _printed(found[3])
+            name = found[2] or "valid"
+            yield "validation", int(found[1]), "valid" if name == "validation set" else name, _printed(found[3])
         elif found := _MEGATRON.search(line) or _DEEPSPEED.search(line):
             yield "step", int(found[1]), "", _printed(found[2])
 
