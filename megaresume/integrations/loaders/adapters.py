@@ -87,10 +87,16 @@ def _library(loader: Any) -> str:
 
 
 class StateDictAdapter:
-    """``state_dict`` and ``load_state_dict``, as torchdata defines them: the state behind the batch handed out last."""
+    """``state_dict`` and ``load_state_dict``, as torchdata defines them: the state behind the batch handed out last.
+
+    Torchdata 0.11 draws a seed from the loader's generator when an epoch begins, and not again when one is gone on
+    with: without workers, the shuffle of the epoch *after* a resume would be another one. So the generator's own state
+    is kept as well.
+    """
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
+        self._generator: Any = None
 
     def facts(self) -> Facts:
         """See `Adapter`."""
@@ -106,17 +112,24 @@ class StateDictAdapter:
 
     def save(self, handed: int, epoch: int) -> Any:
         """See `Adapter`."""
-        return self.loader.state_dict()
+        generator = getattr(self.loader, "generator", None)
+        own = generator is not None and getattr(self.loader, "num_workers", 0) == 0
+        return {"loader": self.loader.state_dict(), "generator": generator.get_state() if own else None}
 
     def restore(self, state: Any, handed: int, epoch: int) -> None:
         """See `Adapter`."""
         self._set_epoch(epoch)
-        self.loader.load_state_dict(state)
+        self.loader.load_state_dict(state["loader"])
+        self._generator = state["generator"]
 
     def batches(self, epoch: int) -> Iterator[Any]:
         """See `Adapter`."""
         self._set_epoch(epoch)
-        return iter(self.loader)
+        batches = iter(self.loader)
+        if self._generator is not None:  # behind the draws of the new iterator
+            self.loader.generator.set_state(self._generator)
+            self._generator = None
+        return batches
 
     def _set_epoch(self, epoch: int) -> None:
         # A distributed sampler shuffles by the epoch that it is told, and its state does not hold it.

@@ -288,7 +288,7 @@ class LoaderCheckpoints(Checkpoints):
         def write() -> tuple[FileEntry, ...]:
             captured.write(root, step, tag)
             if is_rank_0():
-                files.remove_pruned(root)
+                files.remove_pruned(root, keep=files.loader_dir(root, step, tag))
             return files.beside(root, step, tag, captured.record)
 
         return write

@@ -82,15 +82,20 @@ def read_rank(root: Path, iteration: int, tag: str, rank: RankState) -> bytes:
     return data
 
 
-def remove_pruned(root: Path) -> None:
-    """Delete the states of checkpoints whose tag directory is gone: without weights they are of no use."""
+def remove_pruned(root: Path, *, keep: Path) -> None:
+    """Delete the states of checkpoints whose tag directory is gone: without weights they are of no use.
+
+    Args:
+        root: the checkpoint root.
+        keep: the directory of the save that is going on, whose tag directory comes later.
+    """
     try:
         names = os.listdir(records_dir(root))
     except OSError:
         return
     for name in names:
         match = _DIRECTORY.fullmatch(name)
-        if match is None:
+        if match is None or records_dir(root) / name == keep:
             continue
         iteration = int(match[1])
         tags = [match[2]] if match[2] else [deepspeed_tag(iteration), megatron_tag(iteration)]
