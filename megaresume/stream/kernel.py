@@ -29,7 +29,18 @@ import numpy.typing as npt
 from megaresume.stream.knapsack import choose
 from megaresume.stream.mixing import GOLDEN, mix
 
-__all__ = ["BEST_FIT", "KNAPSACK", "NONE", "SPLIT", "Arrays", "Config", "advance", "hash_sample", "set_deadline"]
+__all__ = [
+    "BEST_FIT",
+    "KNAPSACK",
+    "NONE",
+    "SPLIT",
+    "Arrays",
+    "Config",
+    "advance",
+    "hash_sample",
+    "set_deadline",
+    "trained_samples",
+]
 
 Int64Array = npt.NDArray[np.int64]
 UInt64Array = npt.NDArray[np.uint64]
@@ -108,6 +119,11 @@ class Arrays(NamedTuple):
     carried: Int64Array
 
 
+def trained_samples(arrays: Arrays) -> int:
+    """The number of the next sample, counted without those that were left out."""
+    return int(arrays.scalars[SAMPLES] - arrays.scalars[LEFT_OUT])
+
+
 @numba.njit(cache=True, nogil=True, error_model="numpy")  # no check for a weight of 0: such a source is never drawn
 def set_deadline(sources, i, total_weight, ahead, by_tokens):  # type: ignore[no-untyped-def]
     """Compute the deadline of the document at the head of source i: the release of the one after it, rounded up."""
@@ -119,11 +135,6 @@ def set_deadline(sources, i, total_weight, ahead, by_tokens):  # type: ignore[no
     sources[NEXT_RELEASE, i] = sources[RELEASE, i] + quotient
     sources[NEXT_RELEASE_REST, i] = rest
     sources[DEADLINE, i] = sources[NEXT_RELEASE, i] + (1 if rest else 0)
-def trained_samples(arrays: Arrays) -> int:
-    """The number of the next sample, counted without those that were left out."""
-    return int(arrays.scalars[SAMPLES] - arrays.scalars[LEFT_OUT])
-
-
 
 
 @numba.njit(cache=True, nogil=True)
