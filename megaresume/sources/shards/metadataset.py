@@ -101,7 +101,7 @@ def index_files(path: str | os.PathLike[str], directory: Path) -> dict[str, Path
     splits = _splits(path)
     leaves = [leaf for split in splits for leaf in _leaves(path, split, "metadataset")[1]]
     paths = list(dict.fromkeys(leaf.path for leaf in leaves))
-    return {found: directory / (_flat(name) + SUFFIX) for found, name in zip(paths, source_names(paths), strict=True)}
+    return {found: directory / (_flat(name) + SUFFIX) for found, name in zip(paths, _names(paths, path), strict=True)}
 
 
 def _entries(
@@ -116,7 +116,7 @@ def _entries(
         files = index_files(full, Path(os.path.expanduser(os.path.expandvars(str(entry["index"])))))
     sized = kind == "blend_epochized" or part != "train"
     repetitions = {leaf: leaf.weight if kind == "blend_epochized" else Fraction(1) for leaf in leaves}
-    names = source_names([leaf.path for leaf in leaves])
+    names = _names([leaf.path for leaf in leaves], full)
     found: dict[str, tuple[Fraction, dict[str, Any]]] = {}
     for leaf, short in zip(leaves, names, strict=True):
         options = {key: value for key, value in entry.items() if key not in ("path", "index", "weight")}
@@ -295,6 +295,11 @@ def _stage(stage: Any, shares: Mapping[str, Mapping[str, Fraction]]) -> Any:
         else:
             weights[name] = weight
     return {**stage, "weights": weights}
+
+
+def _names(paths: Sequence[str], metadataset: str) -> list[str]:
+    """Names of data sets that do not depend on where the metadataset lies: they key the order of each."""
+    return source_names([os.path.relpath(path, os.path.dirname(metadataset) or ".") for path in paths])
 
 
 def _flat(name: str) -> str:
