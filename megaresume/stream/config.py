@@ -39,6 +39,8 @@ StageUnit = Literal["samples", "tokens", "step"]
 #: Where the config is not the one that a state was made with: an error that names the fields, or a new stage there.
 OnChange = Literal["refuse", "stage"]
 
+#: kinds of sources whose documents hold images.
+IMAGE_KINDS = ("webdataset", "energon")
 MAX_SEQ_LENGTH = 1 << 30
 MAX_OPEN_BINS = 1024
 
@@ -164,7 +166,7 @@ class StreamConfig:
         return cls(
             seed=_integer(data.get("seed", 1234), "seed", low=-(1 << 63), high=(1 << 64) - 1),
             seq_length=_seq_length(data.get("seq_length"), seq_length),
-            packing=_packing({} if data.get("packing") is None else data["packing"], "packing"),
+            packing=_packing(_default_packing(sources) if data.get("packing") is None else data["packing"], "packing"),
             blend=_blend({} if data.get("blend") is None else data["blend"]),
             sources=sources,
             stages=_stages(data.get("stages"), sources),
@@ -226,6 +228,11 @@ def _source_dict(source: SourceConfig) -> dict[str, Any]:
     if source.names:
         data["names"] = list(source.names)
     return data
+
+
+def _default_packing(sources: Iterable[SourceConfig]) -> PackingMode:
+    """Images must never be cut, and leave gaps that only a choice among many documents fills."""
+    return "knapsack" if any(source.options.get("kind") in IMAGE_KINDS for source in sources) else "split"
 
 
 def _packing_dict(packing: PackingConfig) -> dict[str, Any]:

@@ -50,8 +50,8 @@ def _check(name: str, longest: int, config: StreamConfig, where: str) -> None:
         raise ConfigError(
             f"packing 'split' would cut the images of source '{name}'{where}",
             found="packing.mode split, which cuts documents anywhere",
-            expected="best_fit, or none: whole documents",
-            action="set packing: {mode: best_fit} in the data config",
+            expected="knapsack, best_fit or none: whole documents",
+            action="set packing: knapsack in the data config",
         )
     if longest > config.seq_length:
         raise ConfigError(

@@ -173,3 +173,12 @@ def test_it_cannot_be_changed() -> None:
     config = StreamConfig.from_dict(MINIMAL)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.seed = 5  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("webdataset", "knapsack"), ("energon", "knapsack"), ("megatron", "split")])
+def test_the_packing_of_a_blend_that_does_not_say(kind: str, mode: str) -> None:
+    data = {"seq_length": 8, "sources": {"text": {}, "pairs": {"kind": kind, "weight": 0.1}}}
+    config = StreamConfig.from_dict(data)
+    assert config.packing.mode == mode
+    assert StreamConfig.from_dict(config.to_dict()) == config
+    assert StreamConfig.from_dict(data | {"packing": "best_fit"}).packing.mode == "best_fit"

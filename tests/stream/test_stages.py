@@ -50,10 +50,13 @@ def _stages(draw: st.DrawFn, data: dict[str, Any], seq_lengths: bool = True) -> 
         elif kind == "seq_length":
             changes["seq_length"] = 40 * draw(st.sampled_from([1, 2, 3]))
         else:
-            mode = draw(st.sampled_from(["best_fit", "split", "none"]))
+            mode = draw(st.sampled_from(["best_fit", "knapsack", "split", "none"]))
             changes["packing"] = {"mode": mode, "align": draw(st.sampled_from([1, 2, 4]))}
             if mode == "best_fit":
                 changes["packing"]["open_bins"] = draw(st.sampled_from([1, 2, 5]))
+            elif mode == "knapsack":
+                changes["packing"]["lookahead"] = draw(st.sampled_from([1, 2, 5]))
+            if mode in ("best_fit", "knapsack"):
                 changes["packing"]["max_age"] = draw(st.sampled_from([1, 3, 1000]))
     return changes
 
