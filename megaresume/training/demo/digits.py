@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-__all__ = ["ENCODER", "HELD_OUT", "TRAIN", "Pictures", "write_pictures"]
+__all__ = ["ENCODER", "HELD_OUT", "TRAIN", "Pictures", "digits_of", "write_pictures"]
 
 #: For ``megaresume prepare``: bytes as tokens; squares of 16 pixels, 4 patches of 8, become one token.
 ENCODER: dict[str, Any] = {
@@ -41,7 +42,7 @@ ENCODER: dict[str, Any] = {
 #: heights of pictures, pixels, least and most; shares of records with the least, with one digit alone, with two
 #: pictures. What is small and alone is learned first: the demo has minutes.
 _HEIGHTS = (16, 48)
-_SMALL, _ALONE, _TWO_PICTURES = 0.5, 0.5, 0.1
+_SMALL, _ALONE, _TWO_PICTURES = 0.65, 0.4, 0.06
 #: of the 1797 digits.
 _HELD_OUT_DIGITS = 360
 
@@ -66,9 +67,7 @@ def write_pictures(directory: Path, pictures: Pictures) -> list[Path]:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    order = np.random.default_rng(0).permutation(len(digits.images))
-    mine = order[:_HELD_OUT_DIGITS] if pictures.held_out else order[_HELD_OUT_DIGITS:]
-    records = _records(digits.images, digits.target, mine, pictures)
+    records = _records(digits.images, digits.target, digits_of(pictures, len(digits.images)), pictures)
     directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / f"{pictures.name}-{k:06d}.tar" for k in range(pictures.shards)]
     for k, path in enumerate(paths):
@@ -80,6 +79,12 @@ def write_pictures(directory: Path, pictures: Pictures) -> list[Path]:
                     info.size = len(content)
                     tar.addfile(info, io.BytesIO(content))
     return paths
+
+
+def digits_of(pictures: Pictures, total: int) -> npt.NDArray[np.int64]:
+    """Which of the ``total`` digits its pictures may hold."""
+    order = np.random.default_rng(0).permutation(total)
+    return order[:_HELD_OUT_DIGITS] if pictures.held_out else order[_HELD_OUT_DIGITS:]
 
 
 def _records(images: Any, answers: Any, which: Any, pictures: Pictures) -> Iterator[dict[str, bytes]]:
