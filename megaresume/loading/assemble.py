@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from megaresume.loading.documents import DocumentReader, Images
 from megaresume.loading.kernels import copy_segments, finish_rows, lay_out
-from megaresume.sources.base import DocumentSource, Source, TokenSource
+from megaresume.sources.base import Source, TokenSource, is_document_source
 from megaresume.stream.errors import UsageError
 from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET
 from megaresume.stream.plan import Plan
@@ -95,7 +95,7 @@ class Assembler:
         self.align = align
         self.pad_id = pad_id
         self._in_one_array: dict[int, bool] = {}
-        with_images = {i: s for i, s in enumerate(self.sources) if isinstance(s, DocumentSource)}
+        with_images = {i: s for i, s in enumerate(self.sources) if is_document_source(s)}
         #: reads image-text documents; None where the blend has none.
         self.documents: DocumentReader | None = None
         if with_images:

@@ -101,9 +101,9 @@ class DocumentSource(Source, Protocol):
         ...
 
 
-_MEMBERS = ("__len__", "length", "lengths", "get", "read", "fingerprint", "whole", "encoder", "encoded")
+DOCUMENT_MEMBERS = ("__len__", "length", "lengths", "get", "read", "fingerprint", "whole", "encoder", "encoded")
 
 
 def is_document_source(thing: object) -> TypeGuard[DocumentSource]:
     """`isinstance` for `DocumentSource` that does not ask for the encoder, which may have a tokenizer to build."""
-    return all(inspect.getattr_static(thing, member, None) is not None for member in _MEMBERS)
+    return all(inspect.getattr_static(thing, member, None) is not None for member in DOCUMENT_MEMBERS)

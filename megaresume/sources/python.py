@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.sources.base import Source, is_document_source
+from megaresume.sources.base import DOCUMENT_MEMBERS, Source, is_document_source
 from megaresume.sources.indexed import IndexedSource
 from megaresume.sources.scan import scan_fingerprint
 from megaresume.sources.split import RangeSource
@@ -32,7 +32,6 @@ __all__ = ["PythonSource", "as_source"]
 
 Int64Array = npt.NDArray[np.int64]
 REQUIRED = ("__len__", "length", "get")
-ENCODED = (*REQUIRED, "lengths", "read", "fingerprint", "whole", "encoder", "encoded")
 
 
 def as_source(thing: object, name: str = "source") -> Source:
@@ -44,7 +43,7 @@ def as_source(thing: object, name: str = "source") -> Source:
     if isinstance(thing, IndexedSource | RangeSource | PythonSource) or is_document_source(thing):
         return thing
     if hasattr(thing, "encoded"):  # else its images would be dropped without a word
-        missing = [m for m in ENCODED if not hasattr(thing, m)]
+        missing = [m for m in DOCUMENT_MEMBERS if not hasattr(thing, m)]
         raise ConfigError(
             f"source '{name}' has `encoded`, but lacks what a source of images needs",
             found=f"a {type(thing).__name__} without {', '.join(missing)}",

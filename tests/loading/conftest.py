@@ -1,6 +1,7 @@
 """Corpora for the loading tests: a real .bin/.idx written by megatron-core, a plain Python object, and images.
 
-`blend` is every blend that the exactness tests run over: of text alone, and of image-text documents and text.
+`blend` is every blend that the exactness tests run over: of text alone; of text and image-text documents in memory; of
+text and prepared shards, with augmentation and with records that broke after they were indexed.
 """
 
 from __future__ import annotations
@@ -168,6 +169,30 @@ def image_blend(config: dict, notes: Documents) -> Blend:
     return Blend(config | {"sources": sources}, {"notes": notes, "pairs": Pictures(), "figures": Pictures(23)})
 
 
-@pytest.fixture(scope="session", params=["text", "images"])
-def blend(request: pytest.FixtureRequest, text_blend: Blend, image_blend: Blend) -> Blend:
-    return text_blend if request.param == "text" else image_blend
+@pytest.fixture(scope="session")
+def shard_blend(config: dict, notes: Documents, tmp_path_factory: pytest.TempPathFactory) -> Blend:
+    """The real thing: tar shards, images of varied sizes, random augmentation, two images that cannot be decoded."""
+    from megaresume.encoding.multimodal.encoder import ImageTextEncoder
+    from megaresume.encoding.multimodal.prepare import prepare_shards
+    from tests.loading.pages import page
+    from tests.sources.shards.kit import write_shard
+
+    directory = tmp_path_factory.mktemp("shards")
+    processor = {"kind": "native", "patch_size": 4, "merge": 2, "min_pixels": 64, "max_pixels": 1024}
+    encoder = ImageTextEncoder.from_options({"processor": processor, "template": "interleaved"})
+    records = [(page(i).key, page(i).members) for i in range(50)]
+    paths = [write_shard(directory / f"pages-{k}.tar", records[25 * k : 25 * k + 25]) for k in range(2)]
+    prepare_shards(paths, directory / "pages", encoder)
+    for path, i in zip(paths, (7, 33), strict=True):
+        picture, content = records[i][1]["0.png"], path.read_bytes()
+        path.write_bytes(content.replace(picture, picture[:60] + b"\0" * (len(picture) - 60)))
+    augment = [{"flip": 0.5}, {"crop": {"scale": [0.6, 1.0]}}, {"color_jitter": {"brightness": 0.3}}]
+    pages = {"kind": "webdataset", "index": str(directory / "pages.shards.idx"), "weight": 0.5}
+    sources = config["sources"] | {"pages": pages | {"on_fault": "mask", "augment": augment}}
+    return Blend(config | {"sources": sources}, {"notes": notes})
+
+
+@pytest.fixture(scope="session", params=["text", "image", "shard"])
+def blend(request: pytest.FixtureRequest) -> Blend:
+    made: Blend = request.getfixturevalue(f"{request.param}_blend")
+    return made

@@ -95,7 +95,8 @@ def test_any_ranks_and_micro_batches(open_it, expected, dp, micro, prefetch):
 @pytest.mark.parametrize("num_workers, start_method", [(1, "fork"), (3, "fork"), (2, "spawn"), (2, "forkserver")])
 def test_any_workers_however_started(open_it, expected, num_workers, start_method):
     how = {"num_workers": num_workers, "start_method": start_method}
-    assert_same(global_batches(open_it, 12, BatchSchedule.constant(8), micro=4, dp=2, **how), expected)
+    dp = 2 if start_method == "fork" else 1  # the others import everything in every worker
+    assert_same(global_batches(open_it, 12, BatchSchedule.constant(8), micro=4, dp=dp, **how), expected)
 
 
 @pytest.mark.parametrize("how", [{"prefetch": 0}, {"prefetch": 2}, {"num_workers": 2, "start_method": "fork"}])
