@@ -224,6 +224,11 @@ def _state_block(found: Survey) -> str:
         ["batches", ", ".join(f"{size:,} from {first:,}" for first, size in state.batches)],
         ["open bins", f"{len(state.bins)} with {sum(len(b.segments) for b in state.bins)} segments"],
     ]
+    if (loader := config.get("loader")) is not None:  # somebody else's: integrations/loaders/record.py
+        size = sum(row[1] for row in loader["ranks"])
+        rows.append(["loader", f"{loader['library']}, {loader['kind']}: {loader['batches']:,} batches of each rank"])
+        rows.append(["", f"dp {loader['dp']}  workers {loader['workers']}  batch size {loader['batch_size']}"])
+        rows.append(["", f"{len(loader['ranks'])} states beside the checkpoint, {_size(size)}"])
     if state.pending:
         tokens = sum(segment.length for segment in state.pending)
         rows.append(["waiting", f"{tokens:,} tokens of {len(state.pending)} documents, to be placed next"])
