@@ -21,7 +21,7 @@ ATTEMPTS = 6
 FIRST_WAIT = 0.5
 LONGEST_WAIT = 20.0
 #: not worth another attempt: the answer would be the same.
-_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, ImportError, TypeError, MegaresumeError)
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, ImportError, TypeError, ValueError, MegaresumeError)
 
 
 def is_url(path: str) -> bool:
@@ -121,11 +121,15 @@ class RemoteStore:
             ) from error
         except Exception as error:  # whatever the library of the store raises
             final = isinstance(error, _FINAL)
+            cause = "the store or the network is down, or too busy"
+            if final:
+                denied = isinstance(error, PermissionError)
+                cause = "missing or wrong credentials" if denied else "a wrong address, or settings that do not fit"
             raise SetupError(
                 f"{url} cannot be read",
                 found=f"{type(error).__name__}: {error}",
                 expected="an answer of the store",
-                cause="missing or wrong credentials" if final else "the store or the network is down, or too busy",
+                cause=cause,
                 action=(
                     f"{'Once' if final else f'{ATTEMPTS} times'} {what}. Check the store (endpoint, credentials) "
                     "with its own tool, then run the same command again"
