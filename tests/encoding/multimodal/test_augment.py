@@ -6,6 +6,7 @@ import dataclasses
 import random
 
 import numpy as np
+import PIL.Image
 import pytest
 
 from megaresume.encoding.multimodal.augment import STEPS, augmentation_from_options, augmentation_options
@@ -62,6 +63,22 @@ def test_order_is_the_declared_one():
         run(one, image, KEY.generator())
     one[1] = other[0] = {"gaussian_blur": {"radius": [2, 2], "p": 1}}
     assert not np.array_equal(run(one, image, KEY.generator()), run(other, image, KEY.generator()))
+
+
+def test_a_crop_lies_anywhere():
+    """Colour by place: red along x, green along y."""
+    x, y = np.arange(100)[None, :] * 2, np.arange(100)[:, None] * 2
+    image = PIL.Image.fromarray(np.stack([x + 0 * y, y + 0 * x, 0 * (x + y)], -1).astype(np.uint8))
+    corners = []
+    for seed in range(50):
+        cropped = np.asarray(run([{"crop": [0.25, 0.25]}], image, KEY.generator(seed))).astype(int)
+        # Half of each edge is kept.
+        assert abs(cropped[50, -1, 0] - cropped[50, 0, 0] - 100) < 6
+        assert abs(cropped[-1, 50, 1] - cropped[0, 50, 1] - 100) < 6
+        corners.append(cropped[0, 0, :2] / 100)
+    low, high = np.min(corners, axis=0), np.max(corners, axis=0)
+    assert (low < 0.15).all()
+    assert (high > 0.85).all()
 
 
 def test_probabilities_and_ranges():

@@ -139,6 +139,17 @@ def test_text_that_spells_the_image_token_is_refused(tokenizer):
     assert "000123" in str(caught.value)
 
 
+@pytest.mark.parametrize(("style", "learned"), [("chatml", False), ("plain", True)])
+def test_end_of_document_is_trained_on_when_the_text_before_it_is(style, learned):
+    turns = {"messages": [{"role": "user", "content": "<image>q"}, {"role": "assistant", "content": "answer"}]}
+    encoder = build(template={"kind": "chat", "style": style})
+    document = encoder.encode(record(png=file(picture(28, 28)), json=turns), KEY)
+    assert document.tokens[-1] == 256
+    assert bool(document.trained[-1]) == learned
+    text = bytes(document.tokens[document.trained & (document.tokens < 256)].astype(np.uint8)).decode()
+    assert text == {"chatml": "answer<|im_end|>", "plain": "answer\n"}[style]
+
+
 def test_images_of_a_document_draw_from_generators_of_their_own():
     encoder = build(template="interleaved").augmented([{"crop": [0.2, 0.9]}])
     content = file(picture())

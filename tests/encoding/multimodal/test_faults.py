@@ -68,6 +68,8 @@ def test_reason_is_the_same_on_every_machine():
     assert reason == "record 'dir/000123': 1.png is truncated or damaged; found PNG, 60 x 40 pixels by its header"
     assert run(CUT, 15, "mask").fault.reason == reason
     assert run(UNREADABLE, 15, "mask").fault.reason == f"{UNREADABLE.headline}; found 3 bytes of 512"
+    # A library words its cause in each version anew.
+    assert run(CorpusError("too dark", cause="at 0x7f00"), 15, "mask").fault.reason == "too dark"
     assert run(GOOD, 20, "mask").fault.reason.endswith("not as long as its index says; found 15 tokens")
 
 
