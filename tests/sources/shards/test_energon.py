@@ -14,7 +14,7 @@ from megaresume.sources import open_sources, read_data_config
 from megaresume.sources.shards.metadataset import expand_metadatasets
 from megaresume.stream.errors import ConfigError, CorpusError
 from tests.encoding.multimodal.kit import file, picture
-from tests.sources.shards.kit import captions, encoder, write_shard
+from tests.sources.shards.kit import captions, encoder, key, write_shard
 
 CAPTIONING = {
     "sample_type": {"__module__": "megatron.energon", "__class__": "CaptioningSample"},
@@ -70,7 +70,8 @@ def test_its_parts_are_those_of_its_own_split_in_its_order(coco):
 def test_energon_itself_reads_the_same(coco):
     energon = pytest.importorskip("megatron.energon")
     config = energon.WorkerConfig(rank=0, world_size=1, num_workers=0)
-    theirs = energon.get_val_dataset(str(coco), split_part="val", worker_config=config, batch_size=None)
+    dataset = energon.get_val_dataset(str(coco), split_part="val", worker_config=config, batch_size=None)
+    theirs = energon.get_loader(dataset)
     specs = {"pairs": {"kind": "energon", "path": str(coco)}}
     ours = open_sources(specs, part="valid")["pairs"]
     found = [(s.__key__, s.caption, list(s.image.shape)) for s in theirs]
@@ -148,7 +149,7 @@ def test_a_field_map_into_json(tmp_path, name):
         assert "was?" in text and "dog" in text and text.index("was?") < text.index("dog") and "no" not in text
     else:
         assert text == expected[name]
-    document = source.encoded(1, __import__("tests.sources.shards.kit", fromlist=["key"]).key(1))
+    document = source.encoded(1, key(1))
     assert len(document.images) == (0 if name == "TextSample" else 1)
 
 
