@@ -81,6 +81,14 @@ def test_a_crop_lies_anywhere():
     assert (high > 0.85).all()
 
 
+def test_jitter_goes_both_ways_and_not_too_far():
+    grey = PIL.Image.new("RGB", (8, 8), (100, 100, 100))
+    jitter = [{"color_jitter": {"brightness": 0.3}}]
+    values = [run(jitter, grey, KEY.generator(seed)).getpixel((0, 0))[0] for seed in range(60)]
+    assert 70 <= min(values) < 75
+    assert 125 < max(values) <= 130
+
+
 def test_probabilities_and_ranges():
     image = picture()
     flipped = np.asarray(image)[:, ::-1]
