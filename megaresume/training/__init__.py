@@ -1,4 +1,4 @@
-"""The reference pretraining program: a megatron-core GPT under a DeepSpeed engine, with exact data resume.
+"""The reference pretraining program: a megatron-core GPT (it sees, where the data has images) under DeepSpeed.
 
 torchrun --nproc-per-node 2 -m megaresume.training --num-layers 2 ... --save checkpoints --load checkpoints
 deepspeed --module megaresume.training ...
@@ -10,9 +10,13 @@ launch.py       process group, device, parallel groups; the end of a process
 mpu.py          megatron-core's parallel groups as DeepSpeed asks for them
 model.py        GPTModel; attention that never crosses a document
 optimizer.py    apex's, DeepSpeed's or torch's AdamW, and why
+vision.py       vision transformer and projector
+multimodal.py   images before the GPTModel
 schedule.py     learning rate as a function of trained samples
 ds_config.py    the DeepSpeed config that the flags mean
 loss.py         what is minimised and what is reported
+content.py      hashes of what the model gets of a sample, pixels included
+accuracy.py     the share of held-out tokens that the model finds right (held_out.py reads it)
 validation.py   the same samples of the validation stream every time
 logging.py      lines for people, JSON lines for programs
 loop.py         the loop

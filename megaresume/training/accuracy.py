@@ -4,14 +4,13 @@ Every answer is read with the true tokens before it (teacher forcing), and the l
 is kept by token, so that a reader can look at some alone (digits, yes and no), with the first answers in full.
 
     {"event": "held_out", "step": 40, "right": 310, "tokens": 500, "by_token": {"48": [20, 35], ...},
-     "answers": [{"source": "held_out", "document": 7, "expected": [51, 32, 49], "predicted": [51, 32, 55]}, ...]}
+     "answers": [{"sample": 0, "column": 0, "source": "held_out", "document": 7,
+                  "expected": [51, 32, 49], "predicted": [51, 32, 55]}, ...]}
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from megaresume.loading.loader import StreamLoader
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.stream import Stream
 
-__all__ = ["HeldOut", "read_held_out"]
+__all__ = ["HeldOut"]
 
 #: answers that are kept in full; tokens that are counted one by one.
 _ANSWERS, _TOKENS = 24, 512
@@ -115,14 +114,3 @@ class HeldOut:
                         }
                     )
         return found
-
-
-def read_held_out(path: str | Path) -> dict[int, dict[str, Any]]:
-    """By step: the last measurement in a file of ``--megaresume-log-samples``."""
-    found: dict[int, dict[str, Any]] = {}
-    for line in Path(path).read_bytes().split(b"\n")[:-1]:
-        if b'"held_out"' in line:
-            record = json.loads(line)
-            if record["event"] == "held_out":
-                found[record["step"]] = record
-    return found

@@ -12,8 +12,8 @@ import pytest
 
 from megaresume.encoding.multimodal.encoder import ImageTextEncoder
 from megaresume.encoding.multimodal.prepare import prepare_shards
-from megaresume.training.accuracy import read_held_out
 from megaresume.training.demo.digits import ENCODER, HELD_OUT, TRAIN, Pictures, digits_of, write_pictures
+from megaresume.training.held_out import read_held_out
 from megaresume.training.records import compare
 from tests.training.conftest import write_corpus
 

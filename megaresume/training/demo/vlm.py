@@ -9,12 +9,12 @@ from typing import Any
 import yaml
 
 from megaresume.report.page import COLOURS, escape, svg
-from megaresume.training.accuracy import read_held_out
 from megaresume.training.demo.commands import ask
 from megaresume.training.demo.corpus import write_texts
 from megaresume.training.demo.digits import ENCODER, HELD_OUT, TRAIN, write_pictures
 from megaresume.training.demo.plan import Attempt, as_words
 from megaresume.training.demo.scenario import Extra, Say, Scenario
+from megaresume.training.held_out import read_held_out
 
 __all__ = ["VLM"]
 
@@ -22,7 +22,7 @@ SEQ_LENGTH = 256
 GLOBAL_BATCH_SIZE = 16
 PACKING = {"mode": "best_fit", "open_bins": 16}
 #: every epoch shows every picture differently, and the same epoch always in the same way.
-AUGMENT = [{"crop": {"scale": [0.8, 1.0]}}, {"color_jitter": {"brightness": 0.2, "contrast": 0.2}}]
+AUGMENT = [{"crop": {"scale": [0.85, 1.0]}}, {"color_jitter": {"brightness": 0.2, "contrast": 0.2}}]
 TEXT = "docstrings"
 #: share of tokens that are text.
 TEXT_WEIGHT = 0.1
@@ -73,7 +73,7 @@ def _flags(out: Path, steps: int) -> list[str]:
             "max-position-embeddings": SEQ_LENGTH,
             "global-batch-size": GLOBAL_BATCH_SIZE,
             "train-iters": steps,
-            "lr": "3e-3",
+            "lr": "4e-3",
             "min-lr": "1e-4",
             "adam-beta2": 0.98,
             "lr-decay-style": "cosine",
@@ -160,7 +160,7 @@ def _decoded(tokens: list[int]) -> str:
 
 VLM = Scenario(
     title="megaresume demo --vlm",
-    steps=200,
+    steps=240,
     global_batch_size=GLOBAL_BATCH_SIZE,
     twin=Attempt(processes=2, workers=0, micro_batch_size=8),
     attempts=(
