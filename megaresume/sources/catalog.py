@@ -92,8 +92,19 @@ def register_kind(kind: str, opener: Opener) -> None:
         )
 
 
+def read_validation(path: Path) -> Any:
+    """What stands under ``validation`` in a data.yaml (see `megaresume.loading.validation`); None: nothing.
+
+    Raises:
+        ConfigError: as `read_data_config`.
+    """
+    return _read(path)[0].get("validation")
+
+
 def read_data_config(path: str | Path, *, part: Part = "train") -> tuple[dict[str, Any], Path]:
     """The mapping in a data.yaml, and the directory that its paths are relative to.
+
+    Without its validation sets, which are no part of the training.
 
     Args:
         path: of the file.
@@ -104,6 +115,17 @@ def read_data_config(path: str | Path, *, part: Part = "train") -> tuple[dict[st
             metadataset that says what cannot be said here.
     """
     path = Path(path)
+    data, text = _read(path)
+    data.pop("validation", None)
+    if "energon" in text:
+        from megaresume.sources.shards.metadataset import expand_metadatasets
+
+        data = expand_metadatasets(data, path.parent, part)
+    return data, path.parent
+
+
+def _read(path: Path) -> tuple[dict[str, Any], str]:
+    """The mapping in a file, and its text."""
     try:
         text = path.read_text(encoding="utf-8")
         data = yaml.load(text, _UniqueKeys)
@@ -125,11 +147,7 @@ def read_data_config(path: str | Path, *, part: Part = "train") -> tuple[dict[st
             expected="a mapping with seed, seq_length, sources and so on",
             action=f"correct {path}",
         )
-    if "energon" in text:
-        from megaresume.sources.shards.metadataset import expand_metadatasets
-
-        data = expand_metadatasets(data, path.parent, part)
-    return data, path.parent
+    return data, text
 
 
 class _UniqueKeys(yaml.SafeLoader):

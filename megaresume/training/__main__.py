@@ -68,6 +68,7 @@ def _run(args: Arguments) -> None:
     import megaresume.integrations.deepspeed as integration
     from megaresume.integrations.ranks import on_all_ranks
     from megaresume.loading.open import open_stream
+    from megaresume.loading.validation import open_validation
     from megaresume.training.accuracy import HeldOut
     from megaresume.training.ds_config import deepspeed_config
     from megaresume.training.logging import SampleLog
@@ -102,11 +103,15 @@ def _run(args: Arguments) -> None:
         start_method=args.megaresume_start_method,
         save_dir=args.save,
     )
+    _load(args, engine)
     validation = None
     if args.eval_iters:
-        valid = on_all_ranks(lambda: open_stream(**_data(args), part="valid"))
+        # Behind the load: a run that goes on measures what it measured when it began.
+        options = _data(args)
+        del options["on_change"]
+        sets = on_all_ranks(lambda: open_validation(training=stream, **options))
         validation = Validation(
-            {"valid": valid},
+            sets,
             num_batches=args.eval_iters,
             global_batch_size=schedule.segments[-1][1],
             micro_batch_size=args.micro_batch_size,
@@ -121,7 +126,6 @@ def _run(args: Arguments) -> None:
             micro_batch_size=args.micro_batch_size,
             vocab_size=vocab_size,
         )
-    _load(args, engine)
     data.checkpoints.record_start()
     log = on_all_ranks(
         lambda: SampleLog(

@@ -17,11 +17,13 @@ from typing import Any
 
 from megaresume.integrations.megatron.launch import check_stages
 from megaresume.loading.open import open_stream
-from megaresume.sources.catalog import read_data_config
+from megaresume.loading.validation import check_held_out, open_part, open_validation
+from megaresume.sources.catalog import read_data_config, read_validation
 from megaresume.sources.data_path import sources_from_data_path
 from megaresume.sources.split import PARTS, Part, split_ranges
 from megaresume.stream.config import OnChange
 from megaresume.stream.errors import ConfigError, UsageError
+from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 
 __all__ = ["DEFAULT_SPLIT", "PartData", "Streams", "open_streams", "read_data"]
@@ -114,24 +116,74 @@ class Streams:
     test: Stream | None
 
 
-def open_streams(args: Any, data_file: str | None, on_change: OnChange = "refuse") -> Streams:
+def open_streams(
+    args: Any, data_file: str | None, on_change: OnChange = "refuse", state: StreamState | None = None
+) -> Streams:
     """Open what the arguments name. No collective.
 
     Args:
         args: Megatron's arguments.
         data_file: ``--megaresume-data``, if it was given.
         on_change: what becomes of a training config that is not the one of the checkpoint.
+        state: of the run that goes on: validation and test stay what they were when it began.
 
     Raises:
         UsageError: flags that contradict each other, or that a stream cannot give.
+        ConfigError: held-out data that is trained on.
         ConfigError, CorpusError, SetupError: see `megaresume.loading.open_stream`.
     """
     parts = read_data(args, data_file)
-    opened = {part: None if data is None else _open(data, args, on_change) for part, data in parts.items()}
-    train = opened["train"]
-    assert train is not None  # read_data refuses
+    training = parts["train"]
+    assert training is not None  # read_data refuses
+    train = _open(training, args, on_change)
     check_stages(train.config, args.seq_length)
-    return Streams(train=train, valid=opened["valid"], test=opened["test"])
+    declared = None if data_file is None else read_validation(Path(data_file))
+    if declared is not None and bool(getattr(args, "eval_iters", None)):
+        return Streams(train=train, valid=_open_declared(args, str(data_file), declared, train, state), test=None)
+    held_out = {part: _open_held_out(parts, part, args, train, state) for part in PARTS[1:]}
+    return Streams(train=train, valid=held_out["valid"], test=held_out["test"])
+
+
+def _open_declared(args: Any, data_file: str, declared: Any, train: Stream, state: StreamState | None) -> Stream:
+    """The one validation set of a data config."""
+    if isinstance(declared, Mapping) and len(declared) > 1:
+        raise UsageError(
+            "Megatron evaluates one validation set",
+            found=f"{len(declared)} in {data_file}: {', '.join(map(str, declared))}",
+            expected="one",
+            action="keep one of them in the data.yaml of this run; or blend their sources into one set",
+        )
+    sets = open_validation(data_file, train, seq_length=args.seq_length, seed=args.seed, state=state)
+    return next(iter(sets.values()))
+
+
+def _open_held_out(
+    parts: Mapping[Part, PartData | None], name: Part, args: Any, train: Stream, state: StreamState | None
+) -> Stream | None:
+    data, training = parts[name], parts["train"]
+    if data is None or training is None:
+        return None
+    if data.part != name:
+        return _open(data, args, "refuse")  # corpora of its own, named as such
+    of_training, sources = training.mapping["sources"], data.mapping["sources"]
+    if any(_weight(sources[n]) != _weight(of_training[n]) for n in sources):
+        state = None  # corpora without weights are weighed by their documents, which no flag moves
+    stream = open_part(
+        data.mapping,
+        part=name,
+        state=state,
+        seq_length=args.seq_length,
+        seed=args.seed,
+        split=data.split,
+        base_dir=data.base_dir,
+        left_out=[n for n in of_training if n not in sources],
+    )
+    check_held_out(train, stream, name)
+    return stream
+
+
+def _weight(entry: Any) -> Any:
+    return entry.get("weight", 1) if isinstance(entry, Mapping) else 1
 
 
 def read_data(args: Any, data_file: str | None) -> dict[Part, PartData | None]:

@@ -29,6 +29,7 @@ from megaresume.integrations.megatron.session import Session, session
 from megaresume.integrations.ranks import gather, is_rank_0, on_all_ranks, on_rank_0
 from megaresume.integrations.resume import change_lines
 from megaresume.stream.errors import StateError
+from megaresume.stream.state import StreamState
 
 __all__ = ["around_build_data_iterators", "check_replicas"]
 
@@ -122,15 +123,16 @@ def _begin(current: Session) -> StreamOrder:
 
     args = current.args
     opened: list[Streams] = []
+    saved = None if current.loaded is None else current.loaded.stream
+    state = saved if saved is None or isinstance(saved, StreamState) else StreamState.from_json(saved)
 
     def read() -> None:
         if not opened:
-            opened.append(open_streams(args, current.settings.data, current.settings.on_change))
+            opened.append(open_streams(args, current.settings.data, current.settings.on_change, state))
             _ = opened[0].train.fingerprints
 
     on_rank_0(read)
     on_all_ranks(read)
-    saved = None if current.loaded is None else current.loaded.stream
     return on_all_ranks(
         lambda: StreamOrder(
             opened[0],
