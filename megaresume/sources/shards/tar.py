@@ -11,20 +11,18 @@ were put together: both are refused here.
 
 from __future__ import annotations
 
-import io
 import re
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import BinaryIO, cast
 
 from megaresume.encoding.multimodal.types import Record
 from megaresume.sources.shards.blocks import BlockFile
+from megaresume.sources.shards.headers import Header, headers
 from megaresume.stream.errors import CorpusError
 
 __all__ = ["Extent", "RecordError", "parse_record", "walk"]
 
-BLOCK = tarfile.BLOCKSIZE
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)
 #: webdataset and Energon pass over what is called so at the top of an archive.
 _META = re.compile(r"__[^/]*__(?:$|/)")
@@ -62,18 +60,18 @@ def walk(file: BlockFile, shard: str, ignored: Callable[[str], object] = lambda 
     _check_plain(file, shard)
     current: Extent | None = None
     count = 0
-    for member, start, stop in _members(file, shard):
-        found = _NAME.fullmatch(member.name)
-        if found is None or _META.match(member.name):
-            ignored(member.name)
+    for header in _members(file, shard):
+        found = _NAME.fullmatch(header.name)
+        if found is None or _META.match(header.name):
+            ignored(header.name)
             continue
         if current is not None and current.key == found[1]:
-            current.nbytes = stop - current.offset
+            current.nbytes = header.stop - current.offset
             current.members += 1
             continue
         if current is not None:
             yield current
-        current = Extent(found[1], start, stop - start)
+        current = Extent(found[1], header.offset, header.stop - header.offset)
         count += 1
     if current is None:
         raise CorpusError(
@@ -99,31 +97,29 @@ def parse_record(data: bytes, path: str) -> Record:
     shard = path.rpartition("/")[2]
     key: str | None = None
     members: dict[str, bytes] = {}
+    end = 0
     try:
-        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
-            while (member := archive.next()) is not None:
-                if member.isdir():
-                    continue
-                _check_member(member, shard)
-                found = _NAME.fullmatch(member.name)
-                if found is None:
-                    continue
-                extension = found[2].lower()
-                if (key is not None and found[1] != key) or extension in members:
-                    raise RecordError(
-                        f"a record of {shard} does not hold together",
-                        found=f"{member.name} after {key}.{', '.join(members)}",
-                        expected="members of one key with different extensions",
-                        cause="two members of one name, or a shard that was written again after the index was made",
-                        action="correct the shard, then make the index again: megaresume prepare --overwrite",
-                    )
-                key = found[1]
-                start = member.offset_data
-                content = data[start : start + member.size]
-                if len(content) < member.size:
-                    raise _not_there(shard, f"{member.name} cut after {len(content)} of {member.size} bytes")
-                members[extension] = content
-            end = archive.offset
+        for header in headers(BlockFile(lambda offset, nbytes: data[offset : offset + nbytes], len(data), len(data))):
+            if isinstance(header, int):
+                end = header
+                break
+            if header.info is not None and header.info.isdir():
+                continue
+            _check_member(header, shard)
+            found = _NAME.fullmatch(header.name)
+            if found is None:
+                continue
+            extension = found[2].lower()
+            if (key is not None and found[1] != key) or extension in members:
+                raise RecordError(
+                    f"a record of {shard} does not hold together",
+                    found=f"{header.name} after {key}.{', '.join(members)}",
+                    expected="members of one key with different extensions",
+                    cause="two members of one name, or a shard that was written again after the index was made",
+                    action="correct the shard, then make the index again: megaresume prepare --overwrite",
+                )
+            key = found[1]
+            members[extension] = data[header.data : header.data + header.size]
     except tarfile.TarError as error:
         raise _not_there(shard, str(error)) from error
     if key is None or end < len(data):
@@ -131,17 +127,17 @@ def parse_record(data: bytes, path: str) -> Record:
     return Record(key=key, path=path, members=members)
 
 
-def _members(file: BlockFile, shard: str) -> Iterator[tuple[tarfile.TarInfo, int, int]]:
-    """Regular files with where they start and end, in bytes."""
+def _members(file: BlockFile, shard: str) -> Iterator[Header]:
+    """Regular files."""
     try:
-        with tarfile.open(fileobj=cast(BinaryIO, file), mode="r:") as archive:
-            while (member := archive.next()) is not None:
-                archive.members = []  # type: ignore[attr-defined]  # tarfile keeps every header it has seen
-                if member.isdir():
-                    continue
-                _check_member(member, shard)
-                yield member, member.offset, archive.offset
-            _check_end(file, shard, archive.offset)
+        for header in headers(file):
+            if isinstance(header, int):
+                _check_end(file, shard, header)
+                return
+            if header.info is not None and header.info.isdir():
+                continue
+            _check_member(header, shard)
+            yield header
     except tarfile.TarError as error:
         raise _damaged(shard, file.size, str(error)) from error
 
@@ -159,20 +155,21 @@ def _check_plain(file: BlockFile, shard: str) -> None:
         )
 
 
-def _check_member(member: tarfile.TarInfo, shard: str) -> None:
-    if member.name.startswith("/") or ".." in member.name.split("/"):
+def _check_member(header: Header, shard: str) -> None:
+    name, info = header.name, header.info
+    if name.startswith("/") or ".." in name.split("/"):
         raise CorpusError(
             f"{shard} has a member that lies outside of it",
-            found=repr(member.name),
+            found=repr(name),
             expected="relative names without '..'",
             cause="an archive that was not made for training, or that was made to overwrite files",
             action="write the shard again with names of its own, and ask where it came from",
         )
-    if not member.isreg() or member.issparse():
-        kind = "a link" if member.islnk() or member.issym() else "a sparse file" if member.issparse() else "no file"
+    if info is not None and (not info.isreg() or info.issparse()):
+        kind = "a link" if info.islnk() or info.issym() else "a sparse file" if info.issparse() else "no file"
         raise CorpusError(
             f"{shard} has a member that is {kind}",
-            found=f"{member.name!r}, type {member.type!r}" + (f" to {member.linkname!r}" if member.linkname else ""),
+            found=f"{name!r}, type {info.type!r}" + (f" to {info.linkname!r}" if info.linkname else ""),
             expected="ordinary files",
             cause="an archive of a directory that holds links, devices or the like",
             action="write the shard again with the files themselves (tar --dereference --hard-dereference)",
@@ -180,11 +177,8 @@ def _check_member(member: tarfile.TarInfo, shard: str) -> None:
 
 
 def _check_end(file: BlockFile, shard: str, offset: int) -> None:
-    block = file.read_at(offset, min(BLOCK, file.size - offset))
-    if not block:
+    if offset >= file.size:
         raise _damaged(shard, file.size, f"no end marker: the last member ends with the file at byte {offset}")
-    if any(block):
-        raise _damaged(shard, file.size, f"no header of a member at byte {offset}")
     while offset < file.size:
         chunk = file.read_at(offset, min(1 << 20, file.size - offset))
         if any(chunk):
