@@ -28,7 +28,9 @@ def locate(data: str | None, root: Path, state: StreamState) -> tuple[Path, Stre
     """
     from megaresume.checkpoint.data_file import data_path
     from megaresume.sources import read_data_config
+    from megaresume.stream.aliases import resolved
     from megaresume.stream.config import StreamConfig
+    from megaresume.stream.skips import with_skip_files
 
     path = Path(data) if data else data_path(root)
     if not path.is_file():
@@ -40,5 +42,8 @@ def locate(data: str | None, root: Path, state: StreamState) -> tuple[Path, Stre
             action="pass --data DATA.yaml",
         )
     mapping, directory = read_data_config(path)
+    mapping = with_skip_files(mapping, directory)
     config = StreamConfig.from_dict(mapping, seq_length=mapping.get("seq_length", state.config["seq_length"]))
+    # Under the names that the run knows its sources by.
+    config = resolved(config, state.config["sources"])
     return path, config, directory

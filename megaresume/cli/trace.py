@@ -156,12 +156,13 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], object]]:
 def _write(args: argparse.Namespace, trace: Trace, sources: Mapping[str, Source], first: int, stop: int) -> None:
     from megaresume.trace.formats import CSV_COLUMNS, Writer, heading
 
+    numbered = bool(trace.replan.skips.ranges)
     form: Format = "json" if args.json else "csv" if args.csv else "text"
     if form == "csv":
-        columns = [*CSV_COLUMNS, *(["text"] if args.text else [])]
+        columns = [*CSV_COLUMNS, *(["absolute"] if numbered else []), *(["text"] if args.text else [])]
         sys.stdout.write(",".join(columns) + "\n")
     lines = _decoded(args, sources, form) if args.text else None
-    writer = Writer(form, trace.names)
+    writer = Writer(form, trace.names, numbered=numbered)
     shown = ""
     with _progress("tracing", trace.work(first, stop)) as update:
         for piece in trace.pieces(first, stop, progress=update):
@@ -210,6 +211,8 @@ def _decoded(args: argparse.Namespace, sources: Mapping[str, Source], form: Form
 def _text_of(row: Mapping[str, Any]) -> str:
     names = ("step", "sample", "rank", "micro_batch")
     words = [f"{name.replace('_', '-')} {'?' if row[name] is None else row[name]}" for name in names]
+    if "absolute" in row:
+        words[1] += f" (absolute {row['absolute']})"
     lines = ["  ".join([*words, f"{row['tokens']} tokens", row["hash"]])]
     for s in row["segments"]:
         epoch = f" epoch {s['epoch']}" if s["epoch"] else ""

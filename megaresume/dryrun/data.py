@@ -17,6 +17,7 @@ from megaresume.stream.changes import changes_since, reconcile
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import ConfigError, CorpusError, MegaresumeError, SetupError, UsageError
 from megaresume.stream.fingerprints import fingerprint_of
+from megaresume.stream.skips import with_skip_files
 from megaresume.stream.stages import Stage
 from megaresume.stream.state import Fingerprint, StreamState
 
@@ -74,6 +75,7 @@ def _open(data: Data, root: Path, state: StreamState, flags: Flags, is_megatron:
         return
     data.path = path
     mapping, directory = read_data_config(path)
+    mapping = with_skip_files(mapping, directory)
     given = {"seq_length": flags.seq_length, "seed": flags.seed}
     given = {name: value for name, value in given.items() if value is not None}
     if flags.data is None:

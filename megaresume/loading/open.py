@@ -12,6 +12,7 @@ from megaresume.sources.catalog import located
 from megaresume.sources.shards.metadataset import expand_metadatasets
 from megaresume.sources.split import Part
 from megaresume.stream.config import OnChange, StreamConfig
+from megaresume.stream.skips import with_skip_files
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 
@@ -70,6 +71,8 @@ def _origin(config: StreamConfig, directory: Path, split: str | None) -> dict[st
     mapping = config.to_dict()
     for source in config.sources:
         options = located(source.options, directory)
+    if config.skip:
+        mapping["skip"] = config.skip.to_dict(files=True)
         if split is not None and options.get("kind") != "energon":  # which has a split of its own
             options.setdefault("split", split)
         mapping["sources"][source.name] |= options

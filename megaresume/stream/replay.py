@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,7 @@ def replay(
         progress: called with the samples planned since the last call.
     """
     done = stream.start
+    declared = {skip.at for skip in stream.skips.documents}
     for point in sorted(recorded, key=lambda r: r.sample):
         try:
             while done < point.sample:
@@ -74,10 +75,10 @@ def replay(
         except MegaresumeError as error:
             yield Checked(recorded=point, digest=None, error=error)
             return
-        yield Checked(recorded=point, digest=position["digest"], fields=_differ(position, point))
+        yield Checked(recorded=point, digest=position["digest"], fields=_differ(position, point, declared))
 
 
-def _differ(position: dict[str, Any], point: Recorded) -> tuple[str, ...]:
+def _differ(position: dict[str, Any], point: Recorded, declared: Container[int]) -> tuple[str, ...]:
     """Names of the fields of a recorded position that are not those found."""
     if point.position is None:
         return ()
@@ -86,6 +87,10 @@ def _differ(position: dict[str, Any], point: Recorded) -> tuple[str, ...]:
     now["sources"] = {name: cursor for name, cursor in now["sources"].items() if name in then["sources"]}
     then["stages"], now["stages"] = ([(s.first, s.name) for s in p["stages"]] for p in (then, now))
     names = list(now)
+    # A list of documents to skip that is declared there, at a resume, is taken out of the open bins.
+    moved = [name for name in ("sources", "bins", "pending") if now[name] != then.get(name)]
+    if moved and point.sample in declared:
+        names = [name for name in names if name not in moved]
     later = now["stages"][len(then["stages"]) :]
     if later and now["stages"][: len(then["stages"])] == then["stages"] and all(s[0] == point.sample for s in later):
         # It was recorded before a resume began a stage there, which starts the deficits at zero and may empty the bins.

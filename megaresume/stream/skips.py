@@ -33,15 +33,18 @@ __all__ = [
     "SkipRecord",
     "Skips",
     "decide",
-    "missing_list",
     "no_schedule",
     "parse_range",
+    "with_skip_files",
 ]
 
 #: Documents of a list that a state writes out; of a longer one it keeps the number and a hash.
 MOST_WRITTEN = 256
 
 Unit = Literal["samples", "steps"]
+
+#: long lists that this process has read, by their digest: a state names a list, a data config has it.
+_READ: dict[str, Sequence[int]] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +68,20 @@ class DocumentList:
         """The list of these documents, in any order."""
         numbers = array("q", sorted(set(ids)))
         digest = xxhash.xxh3_64_hexdigest(numbers.tobytes())
+        if len(numbers) > MOST_WRITTEN:
+            _READ[digest] = numbers
         return cls(source=source, count=len(numbers), digest=digest, epochs=epochs, ids=numbers, file=file)
+
+    def numbers(self) -> Sequence[int]:
+        """The documents, ascending.
+
+        Raises:
+            StateError: it is a long list, of a state, and nobody has read it.
+        """
+        found = self.ids if self.ids is not None else _READ.get(self.digest)
+        if found is None:
+            raise _missing_list(self)
+        return found
 
     def to_plain(self) -> dict[str, Any]:
         """Plain JSON, without the file."""
@@ -139,14 +155,15 @@ class SkipConfig:
             documents += [_document_list(str(name), e, f"{where}.documents.{name}") for e in entries]
         return cls(samples=union(ranges), documents=tuple(documents))
 
-    def to_dict(self) -> dict[str, Any]:
-        """The normalised form, plain JSON."""
+    def to_dict(self, *, files: bool = False) -> dict[str, Any]:
+        """The normalised form, plain JSON; with the files that hold long lists, or without."""
         plain: dict[str, Any] = {}
         if self.samples:
             plain["samples"] = [f"{first}:{stop}" for first, stop in self.samples]
         documents: dict[str, Any] = {}
         for entry in self.documents:
-            documents.setdefault(entry.source, []).append(entry.to_plain())
+            file = {"file": entry.file} if files and entry.file is not None else {}
+            documents.setdefault(entry.source, []).append(entry.to_plain() | file)
         return plain | ({"documents": documents} if documents else {})
 
     def renamed(self, identity: Mapping[str, str]) -> SkipConfig:
@@ -175,6 +192,23 @@ def parse_range(text: object, where: str) -> Range:
             action=f'for example "{stop}:{first}"' if match and stop < first else 'for example "1000:1200"',
         )
     return first, stop
+
+
+def with_skip_files(mapping: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """The mapping of a data.yaml with the files of ``skip`` under paths that hold from anywhere."""
+    skip = mapping.get("skip")
+    documents = skip.get("documents") if isinstance(skip, Mapping) else None
+    if not isinstance(skip, Mapping) or not isinstance(documents, Mapping):
+        return dict(mapping)
+
+    def absolute_path(entry: Any) -> Any:
+        if isinstance(entry, list | tuple):
+            return [absolute_path(item) for item in entry]
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("file"), str):
+            return entry
+        return {**entry, "file": str((directory / entry["file"]).resolve())}
+
+    return {**mapping, "skip": {**skip, "documents": {name: absolute_path(e) for name, e in documents.items()}}}
 
 
 def _is_list_of(value: object, kind: type) -> bool:
@@ -415,10 +449,9 @@ def _decide_documents(
     said: list[str] = []
     result = []
     for skip in before:
-        known = wanted.get(skip.documents)
-        if known is not None and skip.documents.ids is None:
-            skip = replace(skip, documents=known)
-        if skip.until is None and known is None and skip.documents in then.documents:
+        if skip.documents in wanted and skip.documents.ids is None:
+            skip = replace(skip, documents=wanted[skip.documents])
+        if skip.until is None and skip.documents not in wanted and skip.documents in then.documents:
             said.append(f"at sample {samples}: do not skip {skip.documents} any more")
             skip = replace(skip, until=samples)
         result.append(skip)
@@ -427,12 +460,12 @@ def _decide_documents(
             said.append(f"at sample {samples}: skip {documents}")
             result.append(DocumentSkip(documents=documents, at=samples))
     for skip in result:
-        if skip.until is None and skip.documents.ids is None:
-            raise missing_list(skip.documents)
+        if skip.until is None:
+            skip.documents.numbers()
     return tuple(result), said
 
 
-def missing_list(documents: DocumentList) -> StateError:
+def _missing_list(documents: DocumentList) -> StateError:
     """The error where a long list is needed and nobody gave it."""
     return StateError(
         f"the list of documents of '{documents.source}' that the run skips is not at hand",

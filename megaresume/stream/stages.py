@@ -17,7 +17,7 @@ import numpy as np
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import StageConfig, StageUnit, StreamConfig
 from megaresume.stream.errors import ConfigError
-from megaresume.stream.skips import NO_SKIPS, DocumentList, Skips, missing_list
+from megaresume.stream.skips import NO_SKIPS, DocumentList, Skips
 from megaresume.stream.state import StageRecord
 
 if TYPE_CHECKING:
@@ -180,9 +180,7 @@ def masks_of(lists: Sequence[DocumentList], names: Sequence[str]) -> Mapping[int
 
     masks: dict[int, list[Mask]] = {}
     for documents in lists:
-        if documents.ids is None:
-            raise missing_list(documents)
-        ids = np.array(documents.ids, np.int64)
+        ids = np.array(documents.numbers(), np.int64)
         masks.setdefault(names.index(documents.source), []).append(Mask(ids, documents.epochs))
     return masks
 

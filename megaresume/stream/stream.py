@@ -75,6 +75,7 @@ class Stream:
         on_change: what a restore does where the config is not the one that the state was made with; see `OnChange`.
         recorded: the stages as they were (`StreamState.stages`), to plan a past again from sample 0; and
         left_out: what was left out of it (`StreamState.skips`).
+        copied: what a copy has from the stream that it is one of.
 
     Raises:
         ConfigError, CorpusError: the config or a source is unusable.
@@ -92,6 +93,7 @@ class Stream:
         on_change: OnChange = "refuse",
         recorded: Sequence[StageRecord] = (),
         left_out: Skips = NO_SKIPS,
+        copied: Mapping[str, Any] | None = None,
     ) -> None:
         if len(sources) != len(config.sources):
             raise ConfigError(
@@ -107,15 +109,16 @@ class Stream:
         self.sources = list(sources)
         self.on_change = on_change
         self._given = config, tuple(sources), tuple(recorded), left_out
-        self._skip: tuple[SkipConfig, ...] = ()
-        self._end: int | None = None
+        copied = copied or {}
+        self._skip: tuple[SkipConfig, ...] = copied.get("skip", ())
+        self._end: int | None = copied.get("end")
         #: samples of steps that are skipped, settled when they are first needed.
-        self._steps: dict[Range, Range] = {}
+        self._steps: dict[Range, Range] = dict(copied.get("steps", {}))
         self._fingerprints = fingerprints
         self._lock = threading.RLock()
         self._base_state: StreamState | None = None
-        self._schedule: BatchSchedule | None = None
-        self.restore(state)
+        self._schedule: BatchSchedule | None = copied.get("schedule")
+        self._restore(state)
 
     def __reduce__(self) -> tuple[object, ...]:
         """Copied or pickled, for another process: what it is made of, without its lock and what it has planned."""
@@ -129,13 +132,9 @@ class Stream:
             on_change=self.on_change,
             recorded=recorded,
             left_out=left_out,
+            copied={"schedule": self._schedule, "skip": self._skip, "steps": self._steps, "end": self._end},
         )
-        return again, (config, sources), {"schedule": self._schedule, "skip": self._skip, "steps": self._steps}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._schedule, self._skip, self._steps = state["schedule"], state["skip"], state["steps"]
-        if self._schedule is not None or self._skip:
-            self._restore(self._base_state)
+        return again, (config, sources)
 
     @property
     def fingerprints(self) -> dict[str, Fingerprint]:
@@ -278,6 +277,11 @@ class Stream:
         """(tokens of a sample, tokens that a segment's place is a multiple of)."""
         config = self.config_at(sample)
         return config.seq_length, config.packing.align
+
+    @property
+    def skips(self) -> Skips:
+        """What is left out."""
+        return self._course.skips
 
     @property
     def accepted(self) -> tuple[str, ...]:

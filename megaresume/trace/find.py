@@ -18,13 +18,14 @@ from megaresume.stream.block_shuffle import position_of
 from megaresume.stream.errors import StreamExhausted, UsageError
 from megaresume.stream.kernel import DOCUMENT, LENGTH
 from megaresume.stream.outlook import outlook
+from megaresume.stream.skips import DocumentSkip
 from megaresume.stream.state import StreamState
 from megaresume.trace.history import Record
 from megaresume.trace.trace import Trace, places
 
 __all__ = ["Found", "Occurrence", "Part", "as_json", "find", "parse_documents"]
 
-Status = Literal["trained", "waiting", "to come", "not planned", "never"]
+Status = Literal["trained", "waiting", "left out", "to come", "not planned", "never"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,12 +50,15 @@ class Occurrence:
     #: in the source, epochs included.
     position: int
     #: trained: its first segment was, when the newest state was saved. waiting: drawn then, in an open bin. to come:
-    #: planned ahead. not planned: further ahead than was asked for. never: the stream ends before it.
+    #: planned ahead. left out: it lies in samples that are skipped, or is skipped by its number. not planned: further
+    #: ahead than was asked for. never: the stream ends before it.
     status: Status
     parts: list[Part] = field(default_factory=list)
     #: documents of the source that come before it, and about which sample it comes with (not planned).
     documents_ahead: int | None = None
     about_sample: int | None = None
+    #: tokens of it in samples that are left out.
+    left_out: int = 0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -79,7 +83,8 @@ class _Target:
 
     @property
     def complete(self) -> bool:
-        return sum(part.length for part in self.occurrence.parts) >= self.found.tokens
+        num_tokens = sum(part.length for part in self.occurrence.parts) + self.occurrence.left_out
+        return num_tokens >= self.found.tokens
 
 
 def parse_documents(text: str) -> list[tuple[str, int]]:
@@ -126,6 +131,7 @@ def find(
     state = trace.history.state
     result: list[Found] = []
     past: list[tuple[Record | None, _Target]] = []
+    listed: list[tuple[Record | None, _Target]] = []
     ahead: list[_Target] = []
     for name, document in documents:
         source = _checked(trace, name, document)
@@ -140,13 +146,21 @@ def find(
             occurrence = Occurrence(epoch=epoch, position=position, status=status)
             found.occurrences.append(occurrence)
             target = _Target(found=found, occurrence=occurrence, source=source)
+            skipped = _skipped(trace, name, document, epoch)
             if position < drawn:
-                past.append((trace.history.before_drawing(name, position), target))
+                (listed if skipped else past).append((trace.history.before_drawing(name, position), target))
+            elif any(skip.until is None for skip in skipped):
+                occurrence.status = "left out"
             elif epochs is not None or until_sample is not None:
                 ahead.append(target)
             else:
                 _estimate(trace, target, state, drawn)
     _look_back(trace, past, progress)
+    # Passed over or taken out of a bin, it is found nowhere: then the search ends with the past.
+    _look_back(trace, listed, progress, stop=state.samples)
+    for _, target in listed:
+        if not target.occurrence.parts:
+            target.occurrence.status = "left out"
     if ahead:
         if epochs is not None and until_sample is None:
             _check_ends(trace, ahead)
@@ -193,14 +207,30 @@ def _positions(trace: Trace, source: int, document: int, drawn: int, epochs: int
         epoch += 1
 
 
-def _look_back(trace: Trace, past: list[tuple[Record | None, _Target]], progress: Callable[[int], object]) -> None:
+def _skipped(trace: Trace, name: str, document: int, epoch: int) -> list[DocumentSkip]:
+    """The lists of documents to skip, of now and of earlier, that this one is on."""
+    return [
+        skip
+        for skip in trace.replan.skips.documents
+        if skip.documents.source == name
+        and (skip.documents.epochs is None or skip.documents.epochs[0] <= epoch < skip.documents.epochs[1])
+        and document in skip.documents.numbers()
+    ]
+
+
+def _look_back(
+    trace: Trace,
+    past: list[tuple[Record | None, _Target]],
+    progress: Callable[[int], object],
+    stop: int | None = None,
+) -> None:
     """Occurrences that were drawn: each bracket of two states is planned once for all of them."""
 
     def samples(item: tuple[Record | None, _Target]) -> int:
         return item[0].samples if item[0] is not None else 0
 
     for first, group in groupby(sorted(past, key=samples), key=samples):
-        _scan(trace, [target for _, target in group], first, None, None, progress)
+        _scan(trace, [target for _, target in group], first, stop, None, progress)
 
 
 def _look_ahead(
@@ -234,7 +264,7 @@ def _scan(
     documents = np.array(sorted({document for _, document in by_document}), np.int64)
     missing = {place for place, target in by_place.items() if not target.complete}
     try:
-        for planned in trace.replan.plans(first, stop, start=start, progress=progress):
+        for planned in trace.replan.plans(first, stop, start=start, progress=progress, left_out=True):
             plan = planned.plan
             rows = np.flatnonzero(np.isin(plan.table[:, DOCUMENT], documents))
             at = places(plan.table[:, LENGTH], plan.starts, planned.config.packing.align) if len(rows) else rows
@@ -247,6 +277,11 @@ def _scan(
                 if target is None and later and position > known.occurrence.position:
                     target = by_place[source, position] = _again(trace, known, position)
                 if target is None or target.complete:
+                    continue
+                if planned.left_out:
+                    target.occurrence.left_out += length
+                    if not target.occurrence.parts:
+                        target.occurrence.status = "left out"
                     continue
                 sample = plan.first + int(np.searchsorted(plan.starts, k, side="right")) - 1
                 part = _part(trace, sample, int(at[k]), offset, length)

@@ -6,14 +6,14 @@ import csv
 import io
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from megaresume.trace.kernels import HASH, LITERAL, NAME, SAMPLE, SEGMENT, UNLESS_ZERO, write_rows
-from megaresume.trace.trace import SAMPLE_COLUMNS, SEGMENT_COLUMNS, Piece
+from megaresume.trace.trace import ABSOLUTE, SAMPLE_COLUMNS, SEGMENT_COLUMNS, Piece
 
 __all__ = ["CSV_COLUMNS", "Format", "Writer", "csv_rows", "heading"]
 
@@ -83,16 +83,31 @@ _TEMPLATES: dict[Format, _Template] = {
 }
 
 
+def _numbered(form: Format) -> _Template:
+    """The template of a run that leaves samples out."""
+    template = _TEMPLATES[form]
+    head, row = list(template.head), list(template.row)
+    if form == "json":
+        head[head.index(b', "hash": "') : head.index(b', "hash": "')] = [b', "absolute": ', "absolute"]
+    elif form == "csv":
+        row[-1:] = [b",", "absolute", b"\n"]
+    else:
+        after = head.index("sample") + 1
+        head[after:after] = [b" (absolute ", "absolute", b")"]
+    return replace(template, head=head, row=row)
+
+
 class Writer:
     """Writes pieces in a format.
 
     Args:
         form: which.
         names: of the sources.
+        numbered: with the absolute numbers of samples.
     """
 
-    def __init__(self, form: Format, names: Sequence[str]) -> None:
-        template = _TEMPLATES[form]
+    def __init__(self, form: Format, names: Sequence[str], *, numbered: bool = False) -> None:
+        template = _numbered(form) if numbered else _TEMPLATES[form]
         self._literals = [template.unknown, *(template.name(name).encode() for name in names)]
         self._longest_name = max((len(literal) for literal in self._literals[1:]), default=0)
         sections = (template.head, template.row, template.between, template.tail)
@@ -113,6 +128,8 @@ class Writer:
                 program.append((NAME, 1))
             elif word.startswith("?"):
                 program.append((UNLESS_ZERO, SEGMENT_COLUMNS.index(word[1:])))
+            elif word == "absolute":
+                program.append((SAMPLE, ABSOLUTE))
             elif word in SAMPLE_COLUMNS:
                 program.append((SAMPLE, SAMPLE_COLUMNS.index(word)))
             else:
@@ -149,6 +166,7 @@ def csv_rows(row: dict[str, object]) -> list[list[object]]:
     rows: list[list[object]] = []
     for segment in row["segments"]:  # type: ignore[attr-defined]
         cells = [segment[c] if c in segment else row[c] for c in CSV_COLUMNS]
+        cells += [row["absolute"]] if "absolute" in row else []
         cells += [segment["text"]] if "text" in segment else []
         cells += [" ".join(map(str, segment["token_ids"]))] if "token_ids" in segment else []
         rows.append(cells)
@@ -158,8 +176,13 @@ def csv_rows(row: dict[str, object]) -> list[list[object]]:
 def heading(piece: Piece) -> str:
     """What holds for the samples of a piece, for people."""
     span, config = piece.span, piece.config
-    parts = ["trained" if piece.past else "to come", f"stage {piece.stage}"]
+    when = (
+        ("left out" if piece.past else "to be left out") if piece.left_out else "trained" if piece.past else "to come"
+    )
+    parts = [when, f"stage {piece.stage}"]
     parts.append(f"{config.packing.mode} into {config.seq_length} tokens")
+    if piece.left_out:
+        return "# " + ", ".join(parts)
     parts.append("batch size ?" if span.batch_size is None else f"batch size {span.batch_size}")
     if span.topology is None:
         parts.append("layout ?")

@@ -16,6 +16,7 @@ from megaresume.checkpoint.sealed import NewerFormatError
 from megaresume.checkpoint.state_file import StepFile, read_step_file
 from megaresume.checkpoint.topology import Topology
 from megaresume.stream.errors import CheckpointError, StateError, UsageError
+from megaresume.stream.ranges import Ranges, common
 from megaresume.stream.state import StreamState
 
 __all__ = ["History", "Layout", "Record", "read_history"]
@@ -124,9 +125,22 @@ class History:
 
 def _leads_to(before: StreamState, newest: StreamState) -> bool:
     """Whether the stages up to a state are those of the newest one; one that begins right there may come after it."""
+    if not _same_skips(before, newest):
+        return False
     firsts = [stage.first for stage in before.stages]
     expected = [stage.first for stage in newest.stages if stage.first < before.samples]
     return firsts[: len(expected)] == expected and all(first == before.samples for first in firsts[len(expected) :])
+
+
+def _same_skips(before: StreamState, newest: StreamState) -> bool:
+    """Whether what a state has left out is what the run has left out up to there."""
+    past: Ranges = ((0, before.reached),)
+    if common(before.skips.ranges, past) != common(newest.skips.ranges, past):
+        return False
+    lists = [
+        [(d.at, d.documents) for d in state.skips.documents if d.at < before.samples] for state in (before, newest)
+    ]
+    return lists[0] == lists[1]
 
 
 def read_history(root: Path) -> History:

@@ -11,7 +11,7 @@ import numpy as np
 
 from megaresume.stream.errors import CheckpointError, SetupError
 from megaresume.trace.steps import UNKNOWN
-from megaresume.trace.trace import SAMPLE_COLUMNS, SEGMENT_COLUMNS, Piece
+from megaresume.trace.trace import ABSOLUTE, SAMPLE_COLUMNS, SEGMENT_COLUMNS, Piece
 
 __all__ = ["require_pyarrow", "write_parquet"]
 
@@ -84,6 +84,8 @@ def _table(pyarrow: Any, piece: Piece) -> Any:
         values = np.repeat(piece.samples[:, k], counts)
         columns[name] = pyarrow.array(values, mask=values == UNKNOWN)
     columns["place"] = pyarrow.array(piece.segments[:, SEGMENT_COLUMNS.index("place")])
+    if piece.numbered:
+        columns["absolute"] = pyarrow.array(np.repeat(piece.samples[:, ABSOLUTE], counts))
     # The same dictionary in every row group: Parquet then stores a small number for a name.
     indices = pyarrow.array(piece.segments[:, 0].astype(np.int32))
     columns["source"] = pyarrow.DictionaryArray.from_arrays(indices, pyarrow.array(piece.names))

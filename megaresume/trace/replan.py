@@ -17,6 +17,7 @@ from megaresume.stream.errors import CheckpointError, StreamExhausted
 from megaresume.stream.fingerprints import check_fingerprint, fingerprint_of
 from megaresume.stream.plan import Plan
 from megaresume.stream.planner import Planner
+from megaresume.stream.ranges import trained
 from megaresume.stream.source import LengthSource
 from megaresume.stream.stages import Course
 from megaresume.stream.state import StreamState
@@ -36,6 +37,8 @@ class Planned:
     plan: Plan
     stage: str
     config: StreamConfig
+    #: left out of the stream: the numbers of these samples are absolute ones.
+    left_out: bool = False
 
 
 class Replan:
@@ -60,7 +63,7 @@ class Replan:
                 check_fingerprint(name, state.fingerprints.get(name), fingerprint_of(sources[name], name))
         # The order is that of the records; the data config says where the corpora are.
         going_on = reconcile(StreamConfig.from_dict(state.config), {}, state, "refuse")
-        self._stages = going_on.course.stages
+        self._stages, self.skips = going_on.course.stages, going_on.course.skips
         self._schedule = schedule
         self.names = [source.name for source in going_on.config.sources]
         self.sources = [sources[n] if n in sources else AbsentSource(n, state) for n in self.names]
@@ -89,6 +92,7 @@ class Replan:
         *,
         start: StreamState | None = None,
         progress: Callable[[int], object] = lambda samples: None,
+        left_out: bool = False,
     ) -> Iterator[Planned]:
         """What samples ``first .. stop`` hold, in order, a block of one stage at a time.
 
@@ -97,6 +101,7 @@ class Replan:
             stop: one after the last; None: as long as the caller asks, or the stream goes on.
             start: a state at or before ``first`` to plan from; None: the nearest.
             progress: called with the samples planned since the last call, those before ``first`` included.
+            left_out: also what was left out just before one of them.
 
         Raises:
             StreamExhausted: the stream ends before ``stop``.
@@ -104,8 +109,12 @@ class Replan:
         """
         state = start or self.history.before(first)
         course = Course(self._stages, [r.first for r in state.stages] if state is not None else [0], self._schedule)
+        course.skips = self.skips
         arrays = None if state is None else cursor.arrays_of(state, course, [len(s) for s in self.sources])
         planner = Planner(course, self.sources, arrays)
+        given_up: list[tuple[int, Plan]] = []
+        if left_out:
+            planner.on_left_out = lambda plan: given_up.append((trained(self.skips.ranges, plan.first), plan))
         while stop is None or planner.position < stop:
             at = planner.position
             size = max(min(BLOCK_TOKENS // course.config(course.index_at(at)).seq_length, BLOCK), FEWEST)
@@ -114,7 +123,8 @@ class Replan:
             self._check(plan)
             progress(len(plan))
             if len(plan) and at >= first:
-                yield from _by_stage(plan, course)
+                yield from _by_stage(plan, course, given_up)
+            given_up.clear()
             if len(plan) < size:
                 raise _ended(planner.position, stop, self.history)
 
@@ -135,12 +145,14 @@ class Replan:
                 )
 
 
-def _by_stage(plan: Plan, course: Course) -> Iterator[Planned]:
-    cuts = [plan.first, *(first for first in course.began if plan.first < first < plan.stop), plan.stop]
-    for first, stop in itertools.pairwise(cuts):
-        if first == stop:
-            continue  # a stage that was replaced before it had a sample
+def _by_stage(plan: Plan, course: Course, given_up: list[tuple[int, Plan]]) -> Iterator[Planned]:
+    cuts = {plan.first, plan.stop, *(first for first in course.began if plan.first < first < plan.stop)}
+    # What was left out stands before the sample that came in its place.
+    before = {at: [p for place, p in given_up if place == at] for at, _ in given_up}
+    for first, stop in itertools.pairwise(sorted(cuts | set(before))):
         index = course.index_at(first)
+        for part in before.get(first, ()):
+            yield Planned(plan=part, stage=course.stages[index].name, config=course.config(index), left_out=True)
         yield Planned(plan=plan.slice(first, stop), stage=course.stages[index].name, config=course.config(index))
 
 

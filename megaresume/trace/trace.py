@@ -13,17 +13,20 @@ import numpy.typing as npt
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, POSITION, SOURCE
 from megaresume.stream.plan import Plan
+from megaresume.stream.ranges import trained
 from megaresume.stream.source import LengthSource
 from megaresume.trace.history import History, read_history
-from megaresume.trace.replan import Replan
+from megaresume.trace.replan import Planned, Replan
 from megaresume.trace.steps import UNKNOWN, Span, Steps
 
-__all__ = ["SAMPLE_COLUMNS", "SEGMENT_COLUMNS", "Piece", "Trace", "places"]
+__all__ = ["ABSOLUTE", "SAMPLE_COLUMNS", "SEGMENT_COLUMNS", "Piece", "Trace", "places"]
 
 Int64Array = npt.NDArray[np.int64]
 
 #: columns of `Piece.samples` and of `Piece.segments`.
 SAMPLE_COLUMNS = ("step", "sample", "rank", "micro_batch", "tokens")
+#: column of `Piece.samples`: the number of the sample if nothing were left out.
+ABSOLUTE = 5
 SEGMENT_COLUMNS = ("source", "epoch", "document", "offset", "length", "place", "end")
 
 
@@ -38,7 +41,7 @@ class Piece:
     span: Span
     #: trained when the newest state was saved.
     past: bool
-    #: int64[n, 5]: `SAMPLE_COLUMNS`; `UNKNOWN` where no record tells.
+    #: int64[n, 6]: `SAMPLE_COLUMNS` and `ABSOLUTE`; `UNKNOWN` where no record tells.
     samples: Int64Array
     #: uint64[n]: identities of the samples.
     hashes: npt.NDArray[np.uint64]
@@ -46,13 +49,19 @@ class Piece:
     segments: Int64Array
     #: int64[n + 1]: the segments of sample k are ``starts[k] .. starts[k + 1]``.
     starts: Int64Array
+    #: not trained: these samples have absolute numbers alone.
+    left_out: bool = False
+    #: whether the run leaves anything out, so that absolute numbers say something.
+    numbered: bool = False
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Each sample as plain JSON."""
         table = self.segments.tolist()
         starts = self.starts.tolist()
         for k, (values, identity) in enumerate(zip(self.samples.tolist(), self.hashes.tolist(), strict=True)):
-            row = {n: None if v == UNKNOWN else v for n, v in zip(SAMPLE_COLUMNS, values, strict=True)}
+            row = {n: None if v == UNKNOWN else v for n, v in zip(SAMPLE_COLUMNS, values, strict=False)}
+            if self.numbered:
+                row["absolute"] = values[ABSOLUTE]
             row["hash"] = f"{identity:016x}"
             row["segments"] = [
                 {"source": self.names[segment[0]], **dict(zip(SEGMENT_COLUMNS[1:-1], segment[1:-1], strict=True))}
@@ -97,12 +106,24 @@ class Trace:
         Raises:
             StreamExhausted, CheckpointError, CorpusError: see `Replan.plans`.
         """
-        for planned in self.replan.plans(first, stop, progress=progress):
+        for planned in self.replan.plans(first, stop, progress=progress, left_out=True):
             plan = planned.plan
+            if planned.left_out:
+                nowhere = Span(first=0, stop=0, step_sample=0, step=UNKNOWN, batch_size=None, topology=None)
+                yield self._piece(plan, planned, nowhere)
+                continue
             for span in self.steps.spans(plan.first, plan.stop):
-                yield self._piece(plan.slice(span.first, span.stop), planned.stage, planned.config, span)
+                yield self._piece(plan.slice(span.first, span.stop), planned, span)
 
-    def _piece(self, plan: Plan, stage: str, config: StreamConfig, span: Span) -> Piece:
+    def _piece(self, plan: Plan, planned: Planned, span: Span) -> Piece:
+        skipped = self.replan.skips.ranges
+        samples = _samples(plan, span)
+        if planned.left_out:
+            samples[:, ABSOLUTE], samples[:, 1] = samples[:, 1], UNKNOWN
+        elif skipped:
+            edges = np.array([trained(skipped, a) for a, _ in skipped])
+            before = np.cumsum([0, *(b - a for a, b in skipped)])
+            samples[:, ABSOLUTE] = samples[:, 1] + before[edges.searchsorted(samples[:, 1], side="right")]
         table, starts = plan.table, plan.starts
         segments = np.empty((len(table), len(SEGMENT_COLUMNS)), np.int64)
         segments[:, 0] = table[:, SOURCE]
@@ -110,18 +131,20 @@ class Trace:
         segments[:, 2] = table[:, DOCUMENT]
         segments[:, 3] = table[:, OFFSET]
         segments[:, 4] = table[:, LENGTH]
-        segments[:, 5] = places(table[:, LENGTH], starts, config.packing.align)
+        segments[:, 5] = places(table[:, LENGTH], starts, planned.config.packing.align)
         segments[:, 6] = table[:, OFFSET] + table[:, LENGTH]
         return Piece(
             names=self.names,
-            stage=stage,
-            config=config,
+            stage=planned.stage,
+            config=planned.config,
             span=span,
-            past=plan.first < self.history.state.samples,
-            samples=_samples(plan, span),
+            past=plan.first < (self.history.state.reached if planned.left_out else self.history.state.samples),
+            samples=samples,
             hashes=plan.hashes,
             segments=segments,
             starts=starts,
+            left_out=planned.left_out,
+            numbered=bool(skipped),
         )
 
 
@@ -139,8 +162,8 @@ def places(lengths: Int64Array, starts: Int64Array, align: int) -> Int64Array:
 
 
 def _samples(plan: Plan, span: Span) -> Int64Array:
-    out = np.full((len(plan), len(SAMPLE_COLUMNS)), UNKNOWN, np.int64)
-    out[:, 1] = np.arange(plan.first, plan.stop)
+    out = np.full((len(plan), len(SAMPLE_COLUMNS) + 1), UNKNOWN, np.int64)
+    out[:, 1] = out[:, ABSOLUTE] = np.arange(plan.first, plan.stop)
     out[:, 4] = plan.tokens()
     if span.batch_size is not None:
         num, inside = np.divmod(out[:, 1] - span.step_sample, span.batch_size)

@@ -189,7 +189,8 @@ def replay_all(
 
     state = points.newest
     try:
-        stream = Stream(StreamConfig.from_dict(state.config), list(sources.values()), recorded=state.stages)
+        config = StreamConfig.from_dict(state.config)
+        stream = Stream(config, list(sources.values()), recorded=state.stages, left_out=state.skips)
     except CorpusError:
         return [], []  # already among the problems of the corpora
     checked = list(replay(stream, points.recorded, progress=progress))
