@@ -55,10 +55,12 @@ def open_stream(
         mapping, directory = read_data_config(Path(data), part=part)
     else:
         mapping = {"sources": sources_from_data_path(data, base_dir=directory, split=split, part=part)}
+    mapping.pop("validation", None)  # sets of their own: `megaresume.loading.validation`
+    mapping = with_skip_files(mapping, directory)
     if seed is not None:
         mapping.setdefault("seed", seed)
     if part != "train":
-        mapping["stages"] = None  # validation stays put, whatever training changes
+        mapping["stages"] = mapping["skip"] = None  # validation stays put, whatever training changes
     config = StreamConfig.from_dict(mapping, seq_length=seq_length)
     specs = {source.name: source.options for source in config.sources}
     opened = open_sources(specs, base_dir=directory, split=split, part=part, objects=objects)
@@ -69,10 +71,10 @@ def open_stream(
 def _origin(config: StreamConfig, directory: Path, split: str | None) -> dict[str, Any]:
     """A data config that opens the same train part again, from any directory."""
     mapping = config.to_dict()
-    for source in config.sources:
-        options = located(source.options, directory)
     if config.skip:
         mapping["skip"] = config.skip.to_dict(files=True)
+    for source in config.sources:
+        options = located(source.options, directory)
         if split is not None and options.get("kind") != "energon":  # which has a split of its own
             options.setdefault("split", split)
         mapping["sources"][source.name] |= options
