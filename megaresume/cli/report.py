@@ -1,0 +1,48 @@
+"""``megaresume report DIR``: what became of a run, as one HTML page, from the records beside its checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from megaresume.stream.errors import SetupError
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "one HTML page about a run: sources against their weights, stages, restarts, packing, losses"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the command."""
+    parser.add_argument("dir", metavar="DIR", type=Path, help="the run's --save directory")
+    parser.add_argument(
+        "--log",
+        metavar="FILE",
+        type=Path,
+        help="the run's losses: of --megaresume-log-samples, or what Megatron-LM or DeepSpeed printed",
+    )
+    parser.add_argument("--output", metavar="FILE", type=Path, help="where the page goes (default: report.html in DIR)")
+    parser.add_argument("--json", action="store_true", help="the facts as JSON on standard output, and no page")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the page."""
+    from megaresume.report.facts import collect
+    from megaresume.verification.losses import read_losses
+
+    facts = collect(args.dir, None if args.log is None else read_losses(args.log))
+    if args.json:
+        print(json.dumps(facts))
+        return 0
+    from megaresume.report.run_page import run_page
+
+    output = args.output or args.dir / "report.html"
+    try:
+        output.write_text(run_page(facts), encoding="utf-8")
+    except OSError as error:
+        raise SetupError(
+            f"cannot write {output}", found=error.strerror or str(error), action="--output ANOTHER"
+        ) from error
+    print(f"report: {output}")
+    return 0

@@ -1,0 +1,193 @@
+"""What the records beside the checkpoints of a run tell, as plain JSON: the ledger and the states, no corpus.
+
+    ledger.jsonl, step_*.json  ->  `collect`  ->  a dict  ->  --json, or a page (`megaresume.report.run_page`)
+
+Nothing is planned again: points are states that were saved, some hundred of them, spread over the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from megaresume.checkpoint.layout import ledger_path
+from megaresume.checkpoint.ledger import LedgerEntry, read_ledger
+from megaresume.stream.config import StreamConfig
+from megaresume.stream.outlook import outlook
+from megaresume.stream.state import StreamState
+from megaresume.trace.history import History, read_history
+from megaresume.verification.losses import LossLog
+
+__all__ = ["collect"]
+
+#: States that are read, spread evenly; the newest is always among them.
+MOST_POINTS = 300
+#: Losses that are drawn; of a longer log every n-th.
+MOST_LOSSES = 4000
+
+
+def collect(root: Path, log: LossLog | None = None) -> dict[str, Any]:
+    """The facts of a run.
+
+    Args:
+        root: what ``--save`` named.
+        log: its losses, if there is a log of them.
+
+    Raises:
+        UsageError, CheckpointError, StateError: see `read_history`.
+    """
+    history = read_history(root)
+    state = history.state
+    ledger = read_ledger(ledger_path(root))
+    points = _points(history)
+    return {
+        "dir": str(root),
+        "run": ledger.run,
+        "step": history.newest.iteration,
+        "samples": state.samples,
+        "tokens": state.tokens,
+        "documents": state.documents,
+        "saved": history.newest.saved_at,
+        "fill": _fill(state, 0, state.samples, state.tokens),
+        "stages": [_stage(record.first, record.name, record.config) for record in state.stages],
+        "batches": [list(batch) for batch in state.batches],
+        "sources": _sources(state),
+        "points": points,
+        "intervals": [_interval(state, a, b) for a, b in pairwise(points)],
+        "starts": _starts(ledger.entries, log),
+        "checkpoints": sum(entry.kind == "checkpoint" for entry in ledger.entries),
+        "left_out": _left_out(state),
+        "faults": _faults(state),
+        "overrides": list(state.overrides),
+        "losses": None if log is None else _losses(log),
+        "validations": {} if log is None else _validations(log),
+        "notes": [*history.notes, *(str(p) for p in ledger.problems if p.kind == "damaged")],
+    }
+
+
+def _points(history: History) -> list[dict[str, Any]]:
+    """Where the run stood, from its beginning to its newest state."""
+    records = list(history.records)
+    stride = -(-len(records) // MOST_POINTS) or 1
+    chosen = records[::-1][::stride][::-1]  # counted from the newest
+    nothing: dict[str, Any] = {"step": 0, "samples": 0, "tokens": 0, "sources": {}}
+    points = [nothing]
+    for record in chosen:
+        state = history.state if record.samples == history.state.samples else history.read(record)
+        if state is None or state.samples <= points[-1]["samples"]:
+            continue
+        drawn = {name: source.tokens for name, source in state.sources.items()}
+        points.append({"step": record.iteration, "samples": state.samples, "tokens": state.tokens, "sources": drawn})
+    return points
+
+
+def _interval(state: StreamState, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """What was drawn and how full the samples were between two points."""
+    drawn = {name: tokens - before["sources"].get(name, 0) for name, tokens in after["sources"].items()}
+    total = sum(drawn.values())
+    return {
+        "steps": [before["step"], after["step"]],
+        "share": {name: tokens / total if total else 0.0 for name, tokens in drawn.items()},
+        "fill": _fill(state, before["samples"], after["samples"], after["tokens"] - before["tokens"]),
+    }
+
+
+def _fill(state: StreamState, first: int, stop: int, tokens: int) -> float | None:
+    """Tokens of documents by places in samples ``first .. stop``; None: no sample."""
+    ends = [*(record.first for record in state.stages[1:]), max(stop, state.stages[-1].first)]
+    places = sum(
+        max(min(end, stop) - max(record.first, first), 0) * int(record.config["seq_length"])
+        for record, end in zip(state.stages, ends, strict=True)
+    )
+    return tokens / places if places else None
+
+
+def _stage(first: int, name: str, config: Any) -> dict[str, Any]:
+    weights = {source: entry["weight"] for source, entry in config["sources"].items()}
+    total = sum(weights.values())
+    return {
+        "name": name,
+        "first_sample": first,
+        "seq_length": config["seq_length"],
+        "packing": config["packing"]["mode"],
+        "unit": config["blend"]["unit"],
+        "weights": {source: weight / total for source, weight in weights.items()},
+    }
+
+
+def _sources(state: StreamState) -> list[dict[str, Any]]:
+    ahead = outlook(state, StreamConfig.from_dict(state.stages[-1].config))
+    rows = []
+    for source in ahead:
+        cursor = state.sources[source.name]
+        fingerprint = state.fingerprints[source.name]
+        rows.append(
+            {
+                "name": source.name,
+                "weight": source.share,
+                "documents": source.documents,
+                "tokens": source.tokens,
+                "epoch": source.epoch,
+                "epochs": cursor.position / fingerprint.documents if fingerprint.documents else 0.0,
+                "remaining": source.remaining,
+                "samples_left": source.samples_left,
+                "passed_over": cursor.skipped,
+                "left_out_documents": cursor.left_out_documents,
+                "exhausted": cursor.exhausted,
+            }
+        )
+    return rows
+
+
+def _starts(entries: Sequence[LedgerEntry], log: LossLog | None) -> list[dict[str, Any]]:
+    """Every start of the run, and what it lost: steps that had been done and were not saved."""
+    restarts = list(log.restarts) if log is not None else []
+    starts: list[dict[str, Any]] = []
+    saved = 0
+    for entry in entries:
+        if entry.kind == "checkpoint":
+            saved = entry.iteration
+            continue
+        known = next((k for k, (step, _) in enumerate(restarts) if step == entry.iteration), None)
+        exact = restarts.pop(known)[1] if known is not None and starts else None
+        starts.append(
+            {
+                "time": entry.time,
+                "step": entry.iteration,
+                "samples": entry.samples,
+                "from": entry.tag,
+                "layout": str(entry.topology),
+                "topology": entry.topology.to_dict(),
+                # Without a log, only what was saved and then given up is known.
+                "lost": exact if exact is not None else max(saved - entry.iteration, 0),
+                "lost_is_exact": exact is not None or not starts,
+            }
+        )
+        saved = entry.iteration
+    return starts
+
+
+def _left_out(state: StreamState) -> dict[str, Any]:
+    skips = state.skips
+    return {
+        "samples": sum(stop - first for first, stop in skips.ranges),
+        "ranges": [list(r) for r in skips.ranges],
+        "asked": [str(record) for record in skips.log],
+        "documents": [str(skip.documents) for skip in skips.documents if skip.until is None],
+    }
+
+
+def _faults(state: StreamState) -> dict[str, Any]:
+    return state.faults.to_plain()
+
+
+def _losses(log: LossLog) -> list[list[float]]:
+    steps = sorted(log.steps)
+    stride = -(-len(steps) // MOST_LOSSES)
+    return [[step, log.steps[step].value] for step in steps[::stride]]
+
+
+def _validations(log: LossLog) -> dict[str, list[list[float]]]:
+    return {name: [[step, loss.value] for step, loss in sorted(by.items())] for name, by in log.validations.items()}

@@ -1,0 +1,63 @@
+"""``megaresume report`` from a directory alone: no corpora, no log."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from megaresume.checkpoint import Topology, record_start
+from megaresume.checkpoint.state_file import read_step_file
+from megaresume.cli.main import main
+from megaresume.report import facts as facts_module
+
+
+def report(capsys, *words):
+    assert main(["report", *map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_without_corpora_and_log(run, capsys):
+    shutil.rmtree(run.corpora)
+    facts = report(capsys, run.save)
+    newest = read_step_file(run.save / "megaresume" / "step_0000012.json").state
+    assert (facts["samples"], facts["tokens"]) == (newest.samples, newest.tokens)
+    assert [p["step"] for p in facts["points"]] == [0, 4, 8, 12]
+    assert facts["fill"] == newest.tokens / (newest.samples * 64)
+    # The samples between two states and their fill, against the states themselves.
+    states = [read_step_file(run.save / "megaresume" / f"step_{step:07d}.json").state for step in (4, 8)]
+    second = facts["intervals"][1]
+    assert second["fill"] == (states[1].tokens - states[0].tokens) / ((states[1].samples - states[0].samples) * 64)
+    drawn = {name: states[1].sources[name].tokens - states[0].sources[name].tokens for name in ("web", "code")}
+    assert second["share"] == {name: tokens / sum(drawn.values()) for name, tokens in drawn.items()}
+    assert {row["name"]: row["documents"] for row in facts["sources"]} == {
+        name: cursor.documents for name, cursor in newest.sources.items()
+    }
+    assert main(["report", str(run.save)]) == 0
+    page = (run.save / "report.html").read_text()
+    assert page.count("<svg") == 2 and f"{newest.tokens:,} tokens" in page
+
+
+def test_what_a_restart_lost(run, capsys):
+    """Back to step 4 when 12 was saved: at least eight steps."""
+    state = read_step_file(run.save / "megaresume" / "step_0000004.json").state
+    record_start(run.save, iteration=4, state=state, choice=None, topology=Topology(dp=4, global_batch_size=8))
+    starts = report(capsys, run.save)["starts"]
+    assert [(s["step"], s["lost"], s["lost_is_exact"]) for s in starts] == [(0, 0, True), (4, 8, False)]
+    assert starts[1]["layout"].startswith("dp 4")
+
+
+def test_long_runs_are_sampled(run, capsys, monkeypatch):
+    monkeypatch.setattr(facts_module, "MOST_POINTS", 2)
+    facts = report(capsys, run.save)
+    assert [p["step"] for p in facts["points"]] == [0, 4, 12]
+    assert sum(i["share"]["web"] + i["share"]["code"] for i in facts["intervals"]) == pytest.approx(2)
+
+
+def test_bad_input(run, tmp_path, capsys):
+    assert main(["report", str(tmp_path / "missing")]) == 2
+    assert main(["report", str(run.corpora)]) == 1
+    assert "no data state" in capsys.readouterr().err
+    assert main(["report", str(run.save), "--output", str(tmp_path / "no" / "where")]) == 1
+    assert "cannot write" in capsys.readouterr().err
