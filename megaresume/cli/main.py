@@ -18,7 +18,7 @@ from megaresume.stream.errors import MegaresumeError, UsageError
 __all__ = ["main"]
 
 #: In the order of a newcomer's first day. Each is a module of this package with HELP, add_arguments and run.
-COMMANDS = ("demo", "prepare", "stream", "inspect", "trace", "plan", "verify", "patch", "run")
+COMMANDS = ("demo", "prepare", "stream", "inspect", "trace", "plan", "verify", "report", "import-energon", "patch", "run")
 
 DESCRIPTION = "Exact, elastic, provable data resume for Megatron-LM and DeepSpeed training."
 
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     modules: dict[str, ModuleType] = {}
     for name in names:
-        module = modules[name] = importlib.import_module(f"megaresume.cli.{name}")
+        module = modules[name] = importlib.import_module(f"megaresume.cli.{name.replace('-', '_')}")
         command = commands.add_parser(name, help=module.HELP, description=module.HELP)
         module.add_arguments(command)
     args = parser.parse_args(argv)

@@ -112,7 +112,7 @@ class StateDictAdapter:
 
     def save(self, handed: int, epoch: int) -> Any:
         """See `Adapter`."""
-        generator = getattr(self.loader, "generator", None)
+        generator: Any = getattr(self.loader, "generator", None)
         own = generator is not None and getattr(self.loader, "num_workers", 0) == 0
         return {"loader": self.loader.state_dict(), "generator": generator.get_state() if own else None}
 
@@ -125,7 +125,7 @@ class StateDictAdapter:
     def batches(self, epoch: int) -> Iterator[Any]:
         """See `Adapter`."""
         self._set_epoch(epoch)
-        batches = iter(self.loader)
+        batches: Iterator[Any] = iter(self.loader)
         if self._generator is not None:  # behind the draws of the new iterator
             self.loader.generator.set_state(self._generator)
             self._generator = None
@@ -188,7 +188,8 @@ class EnergonAdapter:
 
     def batches(self, epoch: int) -> Iterator[Any]:
         """See `Adapter`."""
-        return iter(self.loader)
+        batches: Iterator[Any] = iter(self.loader)
+        return batches
 
 
 def _next_index(worker: Any) -> int:

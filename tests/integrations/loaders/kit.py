@@ -53,7 +53,8 @@ def _prepare(directory: Path) -> None:
         EPath(directory), names, split_parts_ratio=[("train", 1.0)], progress_fn=lambda it, _: it, workers=2
     )
     (directory / ".nv-meta" / "dataset.yaml").write_text(
-        "__module__: megatron.energon\n__class__: CaptioningWebdataset\nfield_map:\n  image: png\n  caption: txt\n"
+        "sample_type: {__module__: megatron.energon, __class__: CaptioningSample}\n"
+        "field_map: {image: png, caption: txt}\n"
     )
 
 
@@ -74,6 +75,7 @@ def energon_loader(
     batch_size: int | None = 2,
     packing: int | None = None,
     shuffle: int | None = 10,
+    every: float = 0,
     **options: Any,
 ) -> Any:
     """Energon's own training loader, over its own dataset, with its own shuffling."""
@@ -91,9 +93,9 @@ def energon_loader(
         task_encoder=Encoder(),
         **options,
     )
-    # A state every few samples, so that a small test sees many of them.
+    # A state at every sample unless told otherwise: small tests see many.
     return get_savable_loader(
-        train, checkpoint_every_sec=0, checkpoint_every_min_n_samples=1, watchdog_timeout_seconds=None
+        train, checkpoint_every_sec=every, checkpoint_every_min_n_samples=1, watchdog_timeout_seconds=None
     )
 
 
