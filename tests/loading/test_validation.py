@@ -132,6 +132,7 @@ def test_the_sets_are_no_part_of_the_training(directory: Path) -> None:
     with_sets = open_stream(path, split=SPLIT)
     without = open_stream(config, base_dir=directory, split=SPLIT)
     assert with_sets.state_at(30).to_dict() == without.state_at(30).to_dict()
+    assert open_stream(BEGIN, base_dir=directory, split=SPLIT).digest_at(30) == without.digest_at(30)
 
 
 @pytest.mark.parametrize("link", [False, True])
