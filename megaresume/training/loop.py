@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 import xxhash
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from megaresume.integrations.deepspeed import Attached
 from megaresume.loading.batch import Batch
@@ -179,8 +178,11 @@ class Trainer:
         self._check_tokens(batch)
         tokens, positions = (batch[name].to(self.device) for name in ("tokens", "position_ids"))
         logits = self._forward(batch, tokens, positions, None)
-        gathered: torch.Tensor = gather_from_tensor_model_parallel_region(logits)
-        return gathered
+        group = parallel_state.get_tensor_model_parallel_group()
+        # Not megatron-core's function for it, which needs a GPU.
+        parts = [torch.empty_like(logits) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, logits.contiguous(), group=group)
+        return torch.cat(parts, dim=-1)
 
     def _forward(
         self, batch: Batch, tokens: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor | None
