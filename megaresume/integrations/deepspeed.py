@@ -33,6 +33,7 @@ from megaresume.loading.loader import StartMethod
 from megaresume.loading.open import open_stream
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import OnChange
+from megaresume.stream.skips import SkipConfig
 from megaresume.stream.stream import Stream
 from megaresume.verification.ranks import RankLog
 
@@ -84,6 +85,7 @@ def attach(
     split: str | None = None,
     objects: Mapping[str, object] | None = None,
     on_change: OnChange = "refuse",
+    skip: SkipConfig | Mapping[str, Any] | Sequence[str] | None = None,
 ) -> Attached:
     """Give an engine its data, and its checkpoints the state of that data. Call it on every rank, right after
     ``deepspeed.initialize`` and before ``engine.load_checkpoint``.
@@ -107,6 +109,8 @@ def attach(
         save_dir: where the run saves its checkpoints: with it the ledger there records every start, also of a
             process that dies before its first save.
         log_samples: directory: every rank writes there what it was handed in every step, for `megaresume verify`.
+        skip: what is not to be trained, in addition to what the data config says: ``["1000:1200"]``, or ``{"samples":
+            [...], "documents": {"web": [17]}}``. See docs/skips.md.
         seq_length, seed, split, objects, on_change: see `megaresume.loading.open.open_stream`.
 
     Returns:
@@ -151,6 +155,8 @@ def attach(
         transform=transform,
         log=None if log_samples is None else _open_log(log_samples),
     )
+    if asked := SkipConfig.from_dict(skip, where="skip="):
+        on_all_ranks(lambda: stream.skip(asked))
     attached.checkpoints = Checkpoints(attached, save_dir=None if save_dir is None else os.fspath(save_dir))
     hook(engine, attached)
     return attached

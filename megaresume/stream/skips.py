@@ -35,6 +35,7 @@ __all__ = [
     "decide",
     "no_schedule",
     "parse_range",
+    "parse_steps",
     "with_skip_files",
 ]
 
@@ -128,6 +129,8 @@ class SkipConfig:
             return data
         if data is None:
             return NO_SKIP
+        if _is_list_of(data, str):
+            data = {"samples": data}
         if not isinstance(data, Mapping) or set(data) - {"samples", "documents"}:
             raise ConfigError(
                 f"bad value of {where}",
@@ -209,6 +212,29 @@ def with_skip_files(mapping: Mapping[str, Any], directory: Path) -> dict[str, An
         return {**entry, "file": str((directory / entry["file"]).resolve())}
 
     return {**mapping, "skip": {**skip, "documents": {name: absolute_path(e) for name, e in documents.items()}}}
+
+
+def parse_steps(entry: object, where: str) -> Range:
+    """``101-200``, ``(101, 200)`` or ``101`` as (first, last), counted from 1, the last included.
+
+    Raises:
+        ConfigError: something else, or backward.
+    """
+    numbers = [int(n) for n in re.findall(r"\d+", entry)] if isinstance(entry, str) else entry
+    well_formed = not isinstance(entry, str) or re.fullmatch(r"\s*\d+(\s*-\s*\d+)?\s*", entry)
+    numbers = [numbers] if isinstance(numbers, int) else list(numbers) if isinstance(numbers, Iterable) else []
+    if not well_formed or len(numbers) not in (1, 2) or not all(isinstance(n, int) for n in numbers):
+        numbers = [1, 0]
+    first, last = numbers[0], numbers[-1]
+    if not 1 <= first <= last:
+        raise ConfigError(
+            f"bad range in {where}",
+            found=repr(entry),
+            expected="FIRST-LAST, steps counted from 1, the last one included",
+            cause="it is backward" if first > last >= 1 else None,
+            action="for example 101-200",
+        )
+    return first, last
 
 
 def _is_list_of(value: object, kind: type) -> bool:

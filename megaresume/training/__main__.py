@@ -102,8 +102,11 @@ def _run(args: Arguments) -> None:
         num_workers=args.num_workers,
         prefetch=args.megaresume_prefetch,
         start_method=args.megaresume_start_method,
+        skip=on_all_ranks(lambda: _skip(args)),
         save_dir=args.save,
     )
+    end = args.train_samples or schedule.after(0, args.train_iters or 0)
+    on_all_ranks(lambda: stream.skip(end=end or None))  # nothing beyond it can be skipped
     _load(args, engine)
     validation = None
     if args.eval_iters:
@@ -156,6 +159,16 @@ def _run(args: Arguments) -> None:
         trainer.train()
     data.close()
     shut_down()
+
+
+def _skip(args: Arguments) -> Any:
+    """What flags want left out."""
+    from megaresume.stream.ranges import union
+    from megaresume.stream.skips import SkipConfig, parse_range, parse_steps
+
+    samples = [parse_range(word, "--megaresume-skip-samples") for word in args.megaresume_skip_samples or ()]
+    steps = [parse_steps(word, "--skip-train-iteration-range") for word in args.skip_train_iteration_range or ()]
+    return SkipConfig(samples=union(samples), steps=tuple(steps))
 
 
 def _data(args: Arguments) -> dict[str, Any]:

@@ -94,6 +94,12 @@ class Arguments:
     megaresume_on_change: Literal["refuse", "stage"] = flag(
         "refuse", "data config is not that of the checkpoint: stop, or begin a new stage", choices=["refuse", "stage"]
     )
+    megaresume_skip_samples: tuple[str, ...] | None = flag(
+        None, "samples A:B that are not to be trained; kept in the checkpoint", nargs="+", metavar="A:B"
+    )
+    skip_train_iteration_range: tuple[str, ...] | None = flag(
+        None, "steps whose samples are not to be trained, counted from 1", nargs="+", metavar="FIRST-LAST"
+    )
     split: str | None = flag(None, "weights of train, valid, test; default: 969, 30, 1 with data-path")
     dataloader_type: str = flag("single", "only single: one order for the whole run")
     num_workers: int = flag(0, "worker processes that read; 0: a thread, which is faster for tokens")

@@ -14,8 +14,10 @@ from typing import Any, Literal
 
 from megaresume.stream.config import OnChange
 from megaresume.stream.errors import UsageError
+from megaresume.stream.ranges import union
+from megaresume.stream.skips import SkipConfig, parse_range, parse_steps
 
-__all__ = ["Mode", "Settings", "add_arguments", "around_add_data_args"]
+__all__ = ["Mode", "Settings", "add_arguments", "around_add_data_args", "skip_of"]
 
 #: stream: our samples. guard: Megatron's own datasets, recorded and pinned. off: the hooks do nothing.
 Mode = Literal["stream", "guard", "off"]
@@ -64,6 +66,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "(stream mode)",
     )
     group.add_argument(
+        "--megaresume-skip-samples",
+        "--megaresume_skip_samples",
+        nargs="+",
+        metavar="A:B",
+        default=None,
+        help="samples A to B-1 of the stream, counted from 0 with what is left out, that are not to be trained: the "
+        "data behind them moves up. Kept in the checkpoint; the flag may stay in the launch script",
+    )
+    if "--skip-train-iteration-range" not in parser._option_string_actions:
+        group.add_argument(
+            "--skip-train-iteration-range",
+            "--skip_train_iteration_range",
+            nargs="+",
+            metavar="FIRST-LAST",
+            default=None,
+            help="mode stream: iterations, counted from 1, the last one included, whose samples are not trained",
+        )
+    group.add_argument(
         "--megaresume-accept",
         "--megaresume_accept",
         nargs="+",
@@ -97,6 +117,8 @@ class Settings:
     on_change: OnChange = "refuse"
     #: directory for the logs of samples; None: none are written.
     log_samples: str | None = None
+    #: ranges of samples that are not to be trained.
+    skip_samples: tuple[str, ...] = ()
 
     @classmethod
     def from_args(cls, args: Any, argv: Sequence[str] | None = None) -> Settings:
@@ -109,12 +131,12 @@ class Settings:
         Raises:
             UsageError: an unknown mode, or flags that contradict each other.
         """
-        words = ("data", "mode", "accept", "on_change", "log_samples")
+        words = ("data", "mode", "accept", "on_change", "log_samples", "skip_samples")
         names = [f"megaresume_{word}" for word in words]
         source = args
         if not any(getattr(args, name, None) for name in names):
             source = _from_command_line(sys.argv[1:] if argv is None else argv)
-        data, mode, accept, on_change, log_samples = (getattr(source, name, None) for name in names)
+        data, mode, accept, on_change, log_samples, skip_samples = (getattr(source, name, None) for name in names)
         if mode is not None and mode not in _MODES:
             raise UsageError(
                 "unknown mode",
@@ -150,8 +172,34 @@ class Settings:
             data=None if data is None else str(data),
             accept=tuple(str(name) for name in names_accepted),
             on_change=on_change or "refuse",
+            skip_samples=tuple(_list(skip_samples)),
             log_samples=None if log_samples is None else str(log_samples),
         )
+
+
+def _list(value: object) -> list[str]:
+    words = value.split() if isinstance(value, str) else value or ()
+    return [str(word) for word in words]  # type: ignore[attr-defined]
+
+
+def skip_of(args: Any, settings: Settings, *, from_0: bool) -> SkipConfig:
+    """What the flags want left out of the stream, ours and Megatron's.
+
+    Args:
+        args: Megatron's namespace.
+        settings: our flags.
+        from_0: whether this Megatron counts ``--iterations-to-skip`` from 0 (before core 0.17).
+
+    Raises:
+        ConfigError: a range that is malformed or backward.
+    """
+    ranges = [parse_range(word, "--megaresume-skip-samples") for word in settings.skip_samples]
+    given = getattr(args, "skip_train_iteration_range", None) or ()
+    given = given.split() if isinstance(given, str) else given
+    steps = [parse_steps(entry, "--skip-train-iteration-range") for entry in given]
+    single = getattr(args, "iterations_to_skip", None) or ()
+    steps += [parse_steps(int(entry) + from_0, "--iterations-to-skip") for entry in single]
+    return SkipConfig(samples=union(ranges), steps=tuple(dict.fromkeys(steps)))
 
 
 def _from_command_line(argv: Sequence[str]) -> argparse.Namespace:

@@ -75,6 +75,14 @@ def check_flags(args: Any, settings: Settings, project: Project) -> None:
         )
     if settings.mode == "stream":
         _check_stream_flags(args, project)
+    elif settings.skip_samples or (project.kind == "megatron-lm" and getattr(args, "skip_train_iteration_range", None)):
+        flag = "--megaresume-skip-samples" if settings.skip_samples else "--skip-train-iteration-range"
+        raise UsageError(
+            f"{flag} needs our stream",
+            found=f"{flag}, mode {settings.mode}",
+            expected="mode stream: Megatron's own datasets cannot leave samples out",
+            action="--iterations-to-skip, which Megatron has itself; or --megaresume-mode stream in a new run",
+        )
 
 
 def _check_stream_flags(args: Any, project: Project) -> None:
@@ -105,13 +113,6 @@ def _check_stream_flags(args: Any, project: Project) -> None:
                 "what was trained would be neither the samples of the stream nor in its order",
                 "switch the curriculum off in the DeepSpeed config, or --megaresume-mode guard",
             )
-    if getattr(args, "skip_train_iteration_range", None) and project.kind != "megatron-lm":
-        raise refuse(
-            "--skip-train-iteration-range skips samples without counting them",
-            f"--skip-train-iteration-range {args.skip_train_iteration_range}, mode stream",
-            "it pulls micro-batches and moves no counter, so that the position of the data is not known any more",
-            "skip samples with skipped ranges of the stream, or --megaresume-mode guard",
-        )
 
 
 def before_load(current: Session) -> None:
@@ -212,8 +213,8 @@ def after_restore(current: Session, state: SavedState, checkpoint_args: Any) -> 
     Raises:
         UsageError: ``--iterations-to-skip`` counts from another base now.
     """
-    if current.project.kind != "megatron-lm" or state.project != "megatron-lm":
-        return
+    if current.settings.mode == "stream" or current.project.kind != "megatron-lm" or state.project != "megatron-lm":
+        return  # the stream skips by itself, steps that its state knows by their samples
     skipped = [int(entry) for entry in getattr(current.args, "iterations_to_skip", None) or []]
     same = skipped == [int(entry) for entry in getattr(checkpoint_args, "iterations_to_skip", None) or []]
     was_0_based, is_0_based = parse_version(state.version) < (0, 17), not current.project.at_least(0, 17)

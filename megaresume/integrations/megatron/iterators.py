@@ -49,6 +49,10 @@ def around_build_data_iterators(original: Callable[..., Any]) -> Callable[..., A
         current = session()
         if current.settings.mode == "off":
             return original(provider, *args, **kwargs)
+        if getattr(provider, "megaresume_loaders", False):  # `megaresume.loader_provider`
+            from megaresume.integrations.loaders.megatron import build_with_loaders
+
+            return build_with_loaders(current, original, provider, *args, **kwargs)
         if current.settings.mode == "guard":
             return _guarded(current, original, provider, *args, **kwargs)
         return _streamed(current, original, provider, *args, **kwargs)
@@ -118,6 +122,7 @@ def _guarded(
 
 
 def _begin(current: Session) -> StreamOrder:
+    from megaresume.integrations.megatron.arguments import skip_of
     from megaresume.integrations.megatron.data import Streams, open_streams
     from megaresume.integrations.megatron.schedule import schedule_from_args
 
@@ -133,15 +138,25 @@ def _begin(current: Session) -> StreamOrder:
 
     on_rank_0(read)
     on_all_ranks(read)
-    return on_all_ranks(
-        lambda: StreamOrder(
+
+    def begin() -> StreamOrder:
+        return StreamOrder(
             opened[0],
             saved=saved,
             position=int(args.consumed_train_samples),
             iteration=int(args.iteration),
             schedule=schedule_from_args(args, current.project),
+            skip=skip_of(args, current.settings, from_0=is_megatron_lm and not current.project.at_least(0, 17)),
+            end=lambda schedule: int(getattr(args, "train_samples", None) or schedule.after(0, int(args.train_iters))),
         )
-    )
+
+    is_megatron_lm = current.project.kind == "megatron-lm"
+    order = on_all_ranks(begin)
+    # Ours now: Megatron's own loop would skip the steps that come in their place once more.
+    for name, nothing in (("iterations_to_skip", []), ("skip_train_iteration_range", None)):
+        if getattr(args, name, None):
+            setattr(args, name, nothing)
+    return order
 
 
 def _form(current: Session, order: StreamOrder) -> SampleForm:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from megaresume.integrations.megatron.data import Streams
 from megaresume.integrations.megatron.launch import without_state
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import MegaresumeError, StateError
+from megaresume.stream.skips import NO_SKIP, SkipConfig
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 
@@ -36,6 +37,8 @@ class StreamOrder:
         position: samples trained: ``args.consumed_train_samples``.
         iteration: steps done: ``args.iteration``.
         schedule: planned global batch sizes.
+        skip: what flags want left out.
+        end: samples that the run will train by a schedule, if that is known.
 
     Raises:
         StateError: training goes on somewhere and there is no state to go on from; or one of another config or other
@@ -52,6 +55,8 @@ class StreamOrder:
         position: int,
         iteration: int,
         schedule: BatchSchedule,
+        skip: SkipConfig = NO_SKIP,
+        end: Callable[[BatchSchedule], int] | None = None,
     ) -> None:
         self.streams = streams
         self.position = position
@@ -63,6 +68,8 @@ class StreamOrder:
         self._restore(iteration)
         history = () if self.state is None else self.state.batches
         self.schedule = self.stream.schedule = schedule.resumed(history, position)
+        if skip or self.stream.config.skip:
+            self.stream.skip(skip, end=None if end is None else end(self.schedule))
 
     def _restore(self, iteration: int) -> None:
         stream, state = self.stream, self.state

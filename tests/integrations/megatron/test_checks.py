@@ -44,7 +44,6 @@ def session_of(args: Namespace, *, mode: Any = "guard", version: str = "0.16.1")
         ({"repeated_dataloader": True}, project(kind="megatron-deepspeed"), "leave the flag out"),
         ({"data_efficiency_curriculum_learning": True}, project(kind="megatron-deepspeed"), "--megaresume-mode guard"),
         ({"curriculum_learning": True}, project(kind="bigscience"), "--megaresume-mode guard"),
-        ({"skip_train_iteration_range": ["5-7"]}, project(kind="bigscience"), "--megaresume-mode guard"),
     ],
 )
 def test_flags_that_no_stream_can_have(flags: dict[str, Any], which: Project, words: str) -> None:
