@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +25,19 @@ if TYPE_CHECKING:
 
 __all__ = ["DocumentReader", "FaultEntry", "Images"]
 
-#: sample, source name, document, epoch, policy, reason.
-FaultEntry = tuple[int, str, int, int, str, str]
+
+class FaultEntry(NamedTuple):
+    """A record that was not as its index announced it: the fields of `megaresume.stream.faults.FaultRecord`."""
+
+    #: number in the stream.
+    sample: int
+    #: name of the source.
+    source: str
+    document: int
+    epoch: int
+    #: what was done.
+    policy: str
+    reason: str
 
 
 @dataclass(slots=True)
@@ -39,7 +50,7 @@ class Images:
     grids: list[tuple[int, int, int]] = field(default_factory=list)
     #: (row of the batch, column, tokens) of each.
     positions: list[tuple[int, int, int]] = field(default_factory=list)
-    #: documents that were not as the index announced them; the number in front is the row of the batch.
+    #: documents that were not as the index announced them; `sample` is the row of the batch.
     faults: list[FaultEntry] = field(default_factory=list)
 
 
@@ -95,7 +106,7 @@ class DocumentReader:
                 images.positions.append((row, column + image.offset, image.num_tokens))
             if encoded.fault is not None:
                 fault = encoded.fault
-                images.faults.append((row, key.source, document, epoch, fault.policy, fault.reason))
+                images.faults.append(FaultEntry(row, key.source, document, epoch, fault.policy, fault.reason))
 
     def _check(self, encoded: EncodedDocument, key: Key, length: int) -> None:
         """A shifted image is trained without a word, so nothing that an encoder answers is believed unchecked."""
