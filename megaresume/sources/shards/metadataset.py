@@ -259,7 +259,7 @@ def _size(options: Mapping[str, Any], name: str, base_dir: str, part: str, unit:
     """Documents or tokens of a data set, from its index."""
     from megaresume.sources.catalog import open_sources
 
-    ours = {"weight", "max_epochs", "on_exhausted"}
+    ours = {"weight", "max_epochs", "on_exhausted", "shuffle"}
     specs = {name: {key: value for key, value in options.items() if key not in ours}}
     source = open_sources(specs, base_dir=base_dir, part=part)[name]  # type: ignore[arg-type]
     fingerprint = source.fingerprint()

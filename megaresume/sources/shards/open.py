@@ -19,6 +19,7 @@ __all__ = ["default_index", "open_energon", "open_webdataset"]
 
 COMMON = ("path", "index", "on_fault", "too_long", "max_tokens", "augment", "encoder")
 ENERGON = (*COMMON, "split_part", "split_config", "dataset_config")
+OF_EVERY_KIND = ("kind", "split", "weight", "max_epochs", "on_exhausted", "shuffle")
 POLICIES = ("error", "mask", "truncate")
 
 
@@ -196,7 +197,7 @@ def _known(options: Mapping[str, Any], known: Sequence[str], name: str) -> None:
             raise ConfigError(
                 f"unknown key '{key}' in source '{name}'",
                 found=repr(key),
-                expected=f"one of {', '.join([*known, 'kind', 'split', 'weight', 'max_epochs', 'on_exhausted'])}",
+                expected=f"one of {', '.join([*known, *OF_EVERY_KIND])}",
                 cause=f"did you mean '{close[0]}'?" if close else None,
                 action="correct or remove the key",
             )

@@ -95,12 +95,12 @@ def test_a_part_is_used_again_only_for_the_shard_as_it_is(shards, tmp_path, monk
     before = os.path.getsize(shards[1])
     write_shard(Path(shards[1]), captions(3, 100))
     assert os.path.getsize(shards[1]) == before
-    damaged = next((tmp_path / "out.shards.idx.prepare").glob("shard-*"))
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    which = json.loads(damaged.read_bytes().partition(b"\n")[0])["path"][-6:-4]
+    for part in (tmp_path / "out.shards.idx.prepare").glob("shard-*"):
+        if b"pairs-000003.tar" in part.read_bytes():
+            part.write_bytes(part.read_bytes()[:-1])
     names = measured(monkeypatch)
     prepare_shards(shards, tmp_path / "out", encoder())
-    assert names == sorted({which, "01", "04"})
+    assert names == ["01", "03", "04"]
     assert ShardSource(tmp_path / "out.shards.idx").record(5).key == "data/000100"
 
 

@@ -98,10 +98,22 @@ def test_directories_are_passed_over_and_other_files_are_named(tmp_path):
             lambda p: p.write_bytes(p.read_bytes()[:2048] + b"\xff" * 512 + p.read_bytes()[2560:]),
             "no header of a member",
         ),
+        # one bit of a name
+        (lambda p: p.write_bytes(p.read_bytes()[:2048] + b"e" + p.read_bytes()[2049:]), "no header of a member"),
         (lambda p: p.write_bytes(p.read_bytes() * 2), "goes on behind its end marker"),
         (lambda p: p.write_bytes(b"<html>404</html>" * 100), "is not a whole tar"),
     ],
-    ids=["gzip", "empty", "in the header", "in a member", "between members", "bad header", "two archives", "html"],
+    ids=[
+        "gzip",
+        "empty",
+        "in the header",
+        "in a member",
+        "between members",
+        "bad header",
+        "a bit",
+        "two archives",
+        "html",
+    ],
 )
 def test_a_damaged_archive_is_refused_and_never_read_in_part(tmp_path, damage, match):
     path = write_shard(tmp_path / "a.tar", captions(3))
@@ -160,6 +172,7 @@ def test_bytes_that_are_not_the_record_are_an_error_of_the_record(tmp_path):
         b"\0" * len(whole),
         data[512 : 512 + first.nbytes],  # starts in the middle
         whole[:1024] + b"\xff" * 512 + whole[1536:],  # second header damaged
+        whole[:1024] + b"\0" * 1024,  # an end marker in the middle
         data[: first.nbytes + second.nbytes],  # two records
         b"",
     ):
