@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -180,6 +182,14 @@ def _positions(ids, images):
         positions.append(at)
         at += next(sizes) if token == -200 else 1
     return torch.tensor([positions])
+
+
+def test_the_lines_of_the_guide(model, stream):
+    text = (Path(__file__).parents[2] / "docs" / "batches.md").read_text()
+    [lines] = [code for code in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if "for_mcore_llava" in code]
+    names = {"model": model, "batch": StreamDataset(stream)[0]}
+    exec(lines, names)
+    assert 1 < names["loss"].item() < 7
 
 
 def test_images_of_another_length_than_the_models_are_refused(model, stream):
