@@ -117,6 +117,25 @@ def test_a_tile_is_the_image_of_as_many_patches() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "size", "tokens"),
+    [
+        (NATIVE, (24, 16), 6),
+        (SQUARES, (24, 16), 4),
+        ({"kind": "tiles", "tile_size": 8, "patch_size": 4, "merge": 2, "max_tiles": 4}, (24, 8), 4),
+    ],
+    ids=["native", "patches", "tiles"],
+)
+def test_every_kind_of_processor_has_its_tokens(options: Any, size: tuple[int, int], tokens: int) -> None:
+    """As many features as the batch has places for, each felt behind it."""
+    batch = batch_of(options, [(noise(*size, 1), 1, 8)])
+    assert batch["image_positions"].tolist() == [[1, 8, tokens]]
+    model = model_for(options)
+    plain = losses(model, batch)
+    darker = losses(model, batch | {"pixel_values": batch["pixel_values"] - 1})
+    assert torch.equal(plain[0], darker[0]) and (plain[1, 8:] != darker[1, 8:]).all()
+
+
 def test_places_matter() -> None:
     """Two patches exchanged are another image."""
     model = model_for(NATIVE)
