@@ -54,14 +54,14 @@ def rows(setup: Setup) -> Iterator[Row]:
     )
 
 
-def best_fit_decreasing(lengths: npt.NDArray[np.int64]) -> int:
+def best_fit_decreasing(lengths: npt.NDArray[np.int64], seq_length: int = SEQ_LENGTH) -> int:
     """Samples that the offline algorithm needs: it sees all segments at once, the longest first."""
     bins, room = 0, [0]  # room left in every sample, ascending; a sentinel keeps the list from being empty
     for length in np.sort(lengths)[::-1].tolist():
         at = bisect_left(room, length)
         if at == len(room):
             bins += 1
-            left = SEQ_LENGTH - length
+            left = seq_length - length
         else:
             left = room.pop(at) - length
         insort(room, left)
