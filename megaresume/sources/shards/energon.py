@@ -20,7 +20,7 @@ import xxhash
 import yaml
 
 from megaresume.sources.shards.fields import Fields, fields_of
-from megaresume.sources.shards.paths import META, join
+from megaresume.sources.shards.paths import META, braces, join
 from megaresume.sources.shards.remote import RemoteStore, is_url
 from megaresume.stream.errors import CorpusError
 
@@ -107,9 +107,7 @@ def _excluded_records(excluded: set[str]) -> dict[str, frozenset[int]]:
 
 
 def _braces(patterns: list[str]) -> list[str]:
-    from braceexpand import braceexpand
-
-    return [name for pattern in patterns for name in braceexpand(str(pattern), escape=False)]
+    return [name for pattern in patterns for name in braces(str(pattern))]
 
 
 def _first(path: str, names: tuple[str, ...]) -> tuple[str, dict[str, Any]]:

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from megaresume.sources.shards.remote import RemoteStore, is_url
+from megaresume.sources.shards.remote import RemoteStore, is_url, missing_library
 from megaresume.stream.errors import CorpusError, UsageError
 
-__all__ = ["expand_shards", "is_energon", "is_shards", "join", "portable", "resolved"]
+__all__ = ["braces", "expand_shards", "is_energon", "is_shards", "join", "portable", "resolved"]
 
 META = ".nv-meta"
 _SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
@@ -46,18 +46,10 @@ def expand_shards(patterns: Sequence[str | os.PathLike[str]], base: str | os.Pat
         UsageError: braces that do not close; one shard twice.
         CorpusError: a wildcard that matches nothing.
     """
-    from braceexpand import braceexpand
-
     shards: list[str] = []
     for pattern in patterns:
         text = os.path.expanduser(os.path.expandvars(os.fspath(pattern)))
-        try:
-            expanded = list(braceexpand(text, escape=False))
-        except ValueError as error:
-            raise UsageError(
-                "braces that do not close", found=os.fspath(pattern), expected="for example pairs-{000000..000127}.tar"
-            ) from error
-        for path in expanded:
+        for path in braces(text):
             shards += _matches(join(base, path))
     if len(set(shards)) < len(shards):
         twice = next(path for path, count in Counter(shards).items() if count > 1)
@@ -65,6 +57,27 @@ def expand_shards(patterns: Sequence[str | os.PathLike[str]], base: str | os.Pat
             "one shard was given twice", found=twice, expected="each shard once", action="correct the list of shards"
         )
     return shards
+
+
+def braces(pattern: str) -> list[str]:
+    """What a pattern with braces stands for, as in a shell.
+
+    Raises:
+        UsageError: they do not close.
+        SetupError: the library that expands them is missing.
+    """
+    if "{" not in pattern and "}" not in pattern:
+        return [pattern]
+    try:
+        from braceexpand import braceexpand
+    except ImportError as error:
+        raise missing_library("braceexpand", f"it expands {pattern}") from error
+    try:
+        return list(braceexpand(pattern, escape=False))
+    except ValueError as error:
+        raise UsageError(
+            "braces that do not close", found=pattern, expected="for example pairs-{000000..000127}.tar"
+        ) from error
 
 
 def portable(path: str, index: Path) -> str:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError
 
-__all__ = ["ATTEMPTS", "RemoteStore", "is_url"]
+__all__ = ["ATTEMPTS", "RemoteStore", "is_url", "missing_library"]
 
 T = TypeVar("T")
 
@@ -27,6 +27,16 @@ _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, ImportError, Ty
 def is_url(path: str) -> bool:
     """Whether fsspec must read it. ``file://`` is a local path with a prefix."""
     return "://" in path and not path.startswith("file://")
+
+
+def missing_library(name: str, why: str) -> SetupError:
+    """For a library of the extra ``vlm``."""
+    return SetupError(
+        f"the library {name} is missing",
+        found="it cannot be imported",
+        expected=why,
+        action="pip install 'megaresume[vlm]' (with s3:// 'megaresume[vlm,s3]')",
+    )
 
 
 class RemoteStore:
@@ -91,8 +101,11 @@ class RemoteStore:
         return self._opened[1]
 
     def _tried(self, url: str, what: str, call: Callable[[], T]) -> T:
-        import tenacity
-
+        try:
+            import fsspec  # noqa: F401 - here, so that it is named before it is tried
+            import tenacity
+        except ImportError as error:
+            raise missing_library(error.name or "fsspec", f"it reads {url}") from error
         # No jitter: it would move Python's global random numbers.
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(ATTEMPTS),
@@ -117,7 +130,7 @@ class RemoteStore:
                 f"{url} needs a package that is not installed",
                 found=str(error),
                 expected=f"the package by which fsspec reads {self.protocol}://",
-                action="install it, for example: pip install s3fs (s3://) or gcsfs (gs://)",
+                action="install it, for example: pip install 'megaresume[s3]' (s3://) or gcsfs (gs://)",
             ) from error
         except Exception as error:  # whatever the library of the store raises
             final = isinstance(error, _FINAL)

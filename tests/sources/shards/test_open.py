@@ -11,7 +11,7 @@ from megaresume.encoding.prepare import PrepareOptions, prepare
 from megaresume.loading.open import open_stream
 from megaresume.sources import open_sources
 from megaresume.sources.shards import ShardSource
-from megaresume.stream.errors import ConfigError, CorpusError
+from megaresume.stream.errors import ConfigError, CorpusError, SetupError
 from tests.sources.shards.kit import OPTIONS, captions, encoder, key, same, write_shard, write_shards
 
 
@@ -127,3 +127,15 @@ def test_many_shards_in_one_index(tmp_path):
     prepare_shards([tmp_path / "shards/pairs-0000{00..29}.tar"], tmp_path / "pairs", encoder())
     source = opened(tmp_path / "pairs.shards.idx")
     assert [source.record(i).key for i in range(30)] == [f"data/{i:06d}" for i in range(30)]
+
+
+def test_a_missing_library_is_named(pairs, tmp_path, monkeypatch):
+    import sys
+
+    for name in ("braceexpand", "tenacity"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert opened(pairs, path="shards/*.tar").record(3).key == "data/000003"
+    with pytest.raises(SetupError, match="braceexpand is missing"):
+        opened(pairs, path="shards/pairs-{000000..000002}.tar")
+    with pytest.raises(SetupError, match="tenacity is missing"):
+        opened(pairs, path="s3://bucket/*.tar")
