@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
     parser.add_argument("--out", metavar="DIR", type=Path, help="default: demo-run, or demo-vlm")
     parser.add_argument("--vlm", action="store_true", help="images of digits and text, and a model that reads them")
-    parser.add_argument("--steps", type=int, help="steps of the run (default 100, or 240 with --vlm)")
+    parser.add_argument("--steps", type=int, help="steps of the run (default 100, or 300 with --vlm)")
     parser.add_argument("--overwrite", action="store_true", help="remove what an earlier demo left in DIR")
     parser.add_argument("--json", action="store_true", help="the result as JSON on standard output")
 

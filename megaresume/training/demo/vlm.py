@@ -160,7 +160,7 @@ def _decoded(tokens: list[int]) -> str:
 
 VLM = Scenario(
     title="megaresume demo --vlm",
-    steps=240,
+    steps=300,
     global_batch_size=GLOBAL_BATCH_SIZE,
     twin=Attempt(processes=2, workers=0, micro_batch_size=8),
     attempts=(
