@@ -6,6 +6,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from megaresume.sources import IndexedSource, PythonSource, TokenSource, range_of, split_part, split_ranges
+from megaresume.sources.overlap import extent_of
 from megaresume.stream.errors import ConfigError
 
 SHARES = st.one_of(
@@ -39,6 +40,35 @@ def test_same_ranges_as_megatron(shares, documents):
     assume(any(float(s) > 0 for s in shares))
     split = ",".join(shares)
     assert list(split_ranges(split, documents).values()) == megatron_ranges(split, documents)
+
+
+@settings(max_examples=200, deadline=None)
+@given(shares=st.lists(SHARES, min_size=1, max_size=3), documents=st.integers(1, 400))
+@example(shares=["969", "30", "1"], documents=20)
+def test_no_document_is_in_two_parts(shares, documents):
+    """By what the opened parts say of themselves, and by what they read."""
+    assume(any(float(s) > 0 for s in shares))
+
+    class Numbers:
+        def __len__(self):
+            return documents
+
+        def length(self, i):
+            return 1
+
+        def get(self, i):
+            return np.array([i])
+
+    source = PythonSource(Numbers())
+    seen: list[int] = []
+    extents = []
+    for found in split_ranges(",".join(shares), documents).values():
+        if found is not None and found[0] < found[1]:
+            part = range_of(source, *found)
+            seen += [int(part.get(i)[0]) for i in range(len(part))]
+            extents.append(extent_of(part))
+    assert seen == list(range(documents))
+    assert not any(a.shares(b) for k, a in enumerate(extents) for b in extents[k + 1 :])
 
 
 @pytest.mark.parametrize("split", ["969,30,1", "969, 30, 1", "969/30/1", " 969 30 1 "])
