@@ -67,6 +67,9 @@ def around_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         current = session()
         if current.settings.mode == "off":
             return original(iteration, *args, **kwargs)
+        prepare = getattr(current.order, "prepare", None)  # of a loader: its state is where it is, not computed
+        if prepare is not None:
+            prepare(int(current.args.consumed_train_samples))
         put_state(current, int(iteration))
         write = functools.partial(original, iteration, *args, **kwargs)
         given = _arguments(original, iteration, *args, **kwargs)
@@ -134,7 +137,10 @@ def _with_records(current: Session, iteration: int, write: Callable[[], Any]) ->
         )
     else:
         pending = on_rank_0(lambda: records.begin(current, iteration, state, tracker=not is_async))
-        save = records.Save(pending=pending, origin=order.origin)
+        write_beside = getattr(order, "write_beside", None)
+        root = Path(args.save).absolute()
+        beside = () if write_beside is None else on_all_ranks(lambda: write_beside(root, iteration))
+        save = records.Save(pending=pending, origin=order.origin, beside=beside)
     if not is_async:
         result = write()
         on_rank_0(save.commit)

@@ -49,7 +49,7 @@ def around_build_data_iterators(original: Callable[..., Any]) -> Callable[..., A
         current = session()
         if current.settings.mode == "off":
             return original(provider, *args, **kwargs)
-        if getattr(provider, "megaresume_loaders", False):  # `megaresume.loader_provider`
+        if _gives_loaders(provider):
             from megaresume.integrations.loaders.megatron import build_with_loaders
 
             return build_with_loaders(current, original, provider, *args, **kwargs)
@@ -58,6 +58,13 @@ def around_build_data_iterators(original: Callable[..., Any]) -> Callable[..., A
         return _streamed(current, original, provider, *args, **kwargs)
 
     return build
+
+
+def _gives_loaders(provider: Callable[..., Any]) -> bool:
+    """Whether `megaresume.loader_provider` made it; Megatron binds ``vp_stage`` to it."""
+    while isinstance(provider, functools.partial):
+        provider = provider.func
+    return bool(getattr(provider, "megaresume_loaders", False))
 
 
 def _streamed(

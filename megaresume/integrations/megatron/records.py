@@ -16,11 +16,14 @@ from megaresume.checkpoint.clock import utc
 from megaresume.checkpoint.commit import PendingCheckpoint, begin_save, commit_save, run_of
 from megaresume.checkpoint.data_file import write_data_file
 from megaresume.checkpoint.layout import deepspeed_tag, manifest_path, marker_path, megatron_tag, step_path
+from megaresume.checkpoint.manifest import FileEntry
 from megaresume.checkpoint.marker import Marker, remove_marker, write_marker
 from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.state_file import StepFile, new_id, read_step_file
 from megaresume.checkpoint.superseded import retire_records
 from megaresume.checkpoint.topology import Topology
+from megaresume.integrations.loaders import files
+from megaresume.integrations.loaders.record import LoaderRecord, is_of_loader
 from megaresume.integrations.megatron.schedule import schedule_from_args
 from megaresume.integrations.megatron.session import Session
 from megaresume.integrations.megatron.state import SavedState
@@ -48,10 +51,12 @@ class Save:
     pending: PendingCheckpoint
     #: for data.yaml.
     origin: Mapping[str, Any] | None
+    #: files of this save in ``<save>/megaresume``: the states of a loader.
+    beside: tuple[FileEntry, ...] = ()
 
     def commit(self) -> tuple[str, ...]:
         """Write the records. Returns what somebody should know: sentences."""
-        notes = commit_save(self.pending).notes
+        notes = commit_save(self.pending, beside=self.beside).notes
         if self.origin is not None:
             write_data_file(self.pending.save_dir, self.origin)
         return notes
@@ -246,4 +251,7 @@ def _write_missing(current: Session) -> StepFile | None:
     pending = begin_save(
         root, tag=tag, iteration=iteration, state=state, topology=topology, latest=False, tracker=False
     )
-    return commit_save(pending).step
+    beside: tuple[FileEntry, ...] = ()
+    if is_of_loader(state):  # whose states were written before Megatron's own files
+        beside = files.beside(root, iteration, tag, LoaderRecord.from_state(state))
+    return commit_save(pending, beside=beside).step

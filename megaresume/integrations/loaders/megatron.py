@@ -1,0 +1,213 @@
+"""`loader_provider`: a loader with a state of its own under Megatron's ``--dataloader-type external``.
+
+    def train_valid_test_datasets_provider(train_val_test_num_samples, vp_stage=None):
+        ...
+        return train_loader, valid_loader, test_loader      # Energon's or torchdata's; None on ranks without data
+    pretrain(megaresume.loader_provider(train_valid_test_datasets_provider), ...)
+
+The clock is ``args.consumed_train_samples``: a checkpoint of it holds the states behind exactly those samples, whatever
+was fetched beyond. The states are written beside the checkpoint before its commit, and restored when the data is built.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megaresume.checkpoint.layout import megatron_tag
+from megaresume.checkpoint.manifest import FileEntry
+from megaresume.integrations.loaders import files
+from megaresume.integrations.loaders.adapters import Facts, adapter_of
+from megaresume.integrations.loaders.gathering import Captured, capture, restore_states
+from megaresume.integrations.loaders.reader import LoaderReader
+from megaresume.integrations.loaders.record import LoaderRecord
+from megaresume.integrations.megatron import hooks
+from megaresume.integrations.megatron.session import Session
+from megaresume.integrations.megatron.state import Kind
+from megaresume.integrations.ranks import is_rank_0, on_all_ranks
+from megaresume.integrations.refusals import show_refusals
+from megaresume.stream.errors import StateError, UsageError
+from megaresume.stream.state import StreamState
+
+__all__ = ["LoaderOrder", "build_with_loaders", "loader_provider"]
+
+#: by which `megaresume.integrations.megatron.iterators` knows such a provider.
+_MARK = "megaresume_loaders"
+
+
+def loader_provider(base: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a ``train_valid_test_datasets_provider`` that returns loaders, for ``--dataloader-type external``.
+
+    Args:
+        base: ``(train_val_test_num_samples[, vp_stage]) -> train, valid, test``; the training loader has a state
+            (see `megaresume.attach_loader`), or is None on a rank that reads no data. What it returns for validation
+            and test is handed on as it is.
+
+    Raises:
+        SetupError: this is no Megatron that we know, or a name that we need is not there.
+    """
+    show_refusals()
+    hooks.install()
+
+    @functools.wraps(base)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        hooks.check_installed()
+        return base(*args, **kwargs)
+
+    setattr(wrapped, _MARK, True)
+    return wrapped
+
+
+class MicroBatchesOfLoader:
+    """The training loader as Megatron iterates it: ``iter()`` changes nothing, and it never ends."""
+
+    def __init__(self, reader: LoaderReader) -> None:
+        self.reader = reader
+
+    def __iter__(self) -> MicroBatchesOfLoader:
+        return self
+
+    def __next__(self) -> Any:
+        """The next micro-batch, as the loader made it."""
+        return next(self.reader)
+
+
+class LoaderOrder:
+    """What a checkpoint saves of a run with a loader of its own (`megaresume.integrations.megatron.session.Order`)."""
+
+    kind: Kind = "stream"
+    origin = None
+
+    def __init__(self, current: Session, layout: tuple[int, int]) -> None:
+        self._args = current.args
+        self.dp_rank, self.dp = layout
+        self.reader: LoaderReader | None = None
+        state = None if current.loaded is None else current.loaded.stream
+        self.restored = None if state is None else StreamState.from_json(state)
+        self.record = None if self.restored is None else LoaderRecord.from_state(self.restored)
+        self._base = int(current.args.consumed_train_samples)
+        self._captured: tuple[Captured, StreamState] | None = None
+
+    def trained(self) -> int:
+        """Batches of each data-parallel rank that ``consumed_train_samples`` stands for."""
+        samples = int(self._args.consumed_train_samples) - self._base
+        return (0 if self.record is None else self.record.batches) + samples // (
+            self.dp * int(self._args.micro_batch_size)
+        )
+
+    def attach(self, loader: Any) -> MicroBatchesOfLoader | None:
+        """Take the training loader of this process."""
+        if loader is None:
+            return None
+        if self.reader is not None:
+            raise UsageError(
+                "this process has two training loaders",
+                found="a provider that makes one for every virtual-pipeline chunk",
+                expected="one, on the process that sends its batches to the chunks",
+                action="return None where vp_stage is not 0",
+            )
+        self.reader = LoaderReader(adapter_of(loader), self.trained)
+        return MicroBatchesOfLoader(self.reader)
+
+    def prepare(self, samples: int) -> None:
+        """Take the states of all ranks, before a save. Collective."""
+        captured = capture(self.reader, dp_rank=self.dp_rank, dp_size=self.dp, trained=self.trained())
+        state = captured.record.to_state(samples=samples, batches=((0, int(self._args.global_batch_size)),))
+        self._captured = captured, state
+
+    def write_beside(self, root: Path, iteration: int) -> tuple[FileEntry, ...]:
+        """Write this rank's state; returns those of all ranks."""
+        assert self._captured is not None
+        captured, tag = self._captured[0], megatron_tag(iteration)
+        captured.write(root, iteration, tag)
+        if is_rank_0():
+            files.remove_pruned(root, keep=files.loader_dir(root, iteration, tag))
+        return files.beside(root, iteration, tag, captured.record)
+
+    def stream_state(self, samples: int) -> StreamState:
+        """The state after so many samples: of the save that is going on, or of the start."""
+        for state in (self._captured[1] if self._captured else None, self.restored):
+            if state is not None and state.samples == samples:
+                return state
+        nothing = Facts(kind="none", library="none", workers=0, batch_size=None)
+        return LoaderRecord(facts=nothing, batches=0, ranks=()).to_state(samples=samples, batches=())
+
+    def payload(self, samples: int) -> dict[str, Any]:
+        """The same as plain JSON."""
+        return self.stream_state(samples).to_dict()
+
+
+def build_with_loaders(
+    current: Session, original: Callable[..., Any], provider: Callable[..., Any], *more: Any, **kw: Any
+) -> Any:
+    """Megatron's ``build_train_valid_test_data_iterators`` over loaders, restored where training goes on. Collective.
+
+    Raises, on every rank:
+        StateError: training goes on and there is no state, or it does not fit (`restore_states`).
+        UsageError: not ``--dataloader-type external``, or a loader without a state.
+    """
+    from megaresume.integrations.megatron.checkpointing import after_data_is_built
+    from megaresume.integrations.megatron.provider import data_parallel
+
+    on_all_ranks(lambda: _check(current))
+    is_first = not isinstance(current.order, LoaderOrder)
+    order = on_all_ranks(lambda: LoaderOrder(current, data_parallel(current.project))) if is_first else current.order
+    assert isinstance(order, LoaderOrder)
+    failed: list[Exception] = []
+
+    @functools.wraps(provider)
+    def provide(*args: Any, **kwargs: Any) -> Any:
+        train, *others = provider(*args, **kwargs)
+        try:
+            return (order.attach(train), *others)
+        except Exception as error:  # noqa: BLE001  raised below, on all ranks: this runs on some of them only
+            failed.append(error)
+            return (None, *others)
+
+    result = original(provide, *more, **kw)
+
+    def restore() -> None:
+        for error in failed:
+            raise error
+        source = current.loaded_from
+        if is_first and order.record is not None and source is not None:
+            restore_states(
+                order.reader,
+                order.record,
+                root=Path(os.path.abspath(source.load_dir)),
+                iteration=source.iteration,
+                tag=megatron_tag(source.iteration),
+                dp_rank=order.dp_rank,
+                dp=order.dp,
+            )
+
+    on_all_ranks(restore)
+    if is_first:
+        current.order = order
+        after_data_is_built(current)
+    return result
+
+
+def _check(current: Session) -> None:
+    args, loaded = current.args, current.loaded
+    kind = getattr(args, "dataloader_type", None)
+    if kind != "external" or current.settings.mode == "stream":
+        raise UsageError(
+            "megaresume.loader_provider hands out the batches of a loader, and something else is asked for",
+            found=f"--dataloader-type {kind}, mode {current.settings.mode}",
+            expected="--dataloader-type external, and no --megaresume-data",
+            action="--dataloader-type external; or megaresume.provider in the place of megaresume.loader_provider",
+        )
+    position = int(args.consumed_train_samples)
+    if position and (loaded is None or loaded.stream is None or loaded.samples != position):
+        has = "none" if loaded is None else f"{loaded.kind}, sample {loaded.samples}"
+        raise StateError(
+            "training goes on, but no state of the loader belongs to its position",
+            found=f"iteration {args.iteration}, {position} samples trained; state in the checkpoint: {has}",
+            expected=f"the states of all loaders behind sample {position}",
+            cause="the checkpoint was saved without megaresume.loader_provider, or the counter was overridden",
+            action="begin the data anew: --finetune; or load a checkpoint that has them: megaresume inspect DIR",
+        )
