@@ -179,7 +179,7 @@ def check_fits(record: LoaderRecord, now: Facts, dp: int) -> None:
             expected=f"{record.dp} data-parallel ranks with {then.workers} workers each",
             cause="samples are dealt out to ranks and workers before they are shuffled and packed; loaded into others, "
             "they would be repeated and skipped",
-            action=_way_out(record, now, dp),
+            action=_way_out(record, dp),
         )
     if then.batch_size != now.batch_size:
         raise StateError(
@@ -192,17 +192,11 @@ def check_fits(record: LoaderRecord, now: Facts, dp: int) -> None:
         )
 
 
-def _way_out(record: LoaderRecord, now: Facts, dp: int) -> str:
+def _way_out(record: LoaderRecord, dp: int) -> str:
     workers = record.facts.workers
     same = f"start with {record.dp} data-parallel ranks and {workers} workers"
     if record.dp == dp:
         same = f"num_workers={workers}"
     if record.facts.kind != "energon":
         return f"{same}; or a stream of megaresume's, which may change both: megaresume.attach(engine, 'data.yaml')"
-    total = record.dp * max(workers, 1)
-    fitting = f"{total // dp} workers on each of {dp} ranks" if total % dp == 0 else f"a divisor of {total} ranks"
-    return (
-        f"{same}; or keep ranks x workers at {total} ({fitting}) and let Energon deal its states out anew: "
-        "redistribute=True, and `energon checkpoint redist` for checkpoints of its own; or go over to a stream of "
-        "megaresume's, which may change both: megaresume import-energon"
-    )
+    return f"{same}; or go over to a stream of megaresume's, which may change both: megaresume import-energon."

@@ -113,8 +113,8 @@ def test_refusals(run: Run, launch: Launch, energon_dataset: Path, second_life: 
         ],
         "batch_size": ["StateError", "the batch size of the loader changed, and its state counts in batches"],
         "kind": ["StateError", "the checkpoint was trained with another kind of loader"],
-        "damaged": ["CheckpointError", found["damaged"][1]],
-        "missing": found["missing"][:2],
+        "damaged": ["CheckpointError", f"none of the 3 checkpoints in {run.root / 'damaged'} is complete"],
+        "missing": ["CheckpointError", found["missing"][1]],
         "attached_late": [
             "StateError",
             "the engine is past its first step, but no state of the loader was restored",
@@ -122,6 +122,7 @@ def test_refusals(run: Run, launch: Launch, energon_dataset: Path, second_life: 
         "no_state": ["UsageError", "this loader has no state that could be saved"],
         "no_loader": ["UsageError", "this rank has no loader"],
     }
-    assert "2 data-parallel ranks with 2 workers" in found["dp"][2] or "ranks x workers at 4" in found["dp"][2]
-    assert found["workers"][2].startswith("num_workers=2; or keep ranks x workers at 4")
-    assert "none of the" in found["damaged"][1] and "rank_00000.pkl" in found["damaged"][3]
+    assert found["dp"][2].startswith("start with 2 data-parallel ranks and 2 workers; or go over to a stream")
+    assert found["workers"][2].startswith("num_workers=2; or go over to a stream")
+    assert "megaresume import-energon" in found["workers"][2]
+    assert "rank_00000.pkl" in found["damaged"][3] and "rank_00001.pkl" in found["missing"][3]
