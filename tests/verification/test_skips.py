@@ -1,0 +1,58 @@
+"""A run that leaves samples out and begins a stage: what ranks write down is still what planning gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megaresume.checkpoint import Topology, begin_save, commit_save, record_start
+from megaresume.checkpoint.data_file import write_data_file
+from megaresume.cli.main import main
+from megaresume.loading.loader import StreamLoader
+from megaresume.loading.open import open_stream
+from megaresume.stream.batches import BatchSchedule
+from megaresume.verification.ranks import RankLog
+from tests.training.conftest import write_corpus
+
+
+def test_left_out_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed, name in enumerate(("web", "code")):
+        write_corpus(tmp_path / name, documents=200, seed=seed)
+    config = {
+        "seq_length": 64,
+        "packing": "best_fit",
+        "sources": {"web": "web", "code": "code"},
+        "skip": {"samples": ["10:14", "30:31"], "documents": {"web": [3, 5, 8]}},
+        "stages": [{"from_samples": 24, "weights": {"web": 1, "code": 5}, "packing": "split"}],
+    }
+    data, root = tmp_path / "data.yaml", tmp_path / "save"
+    data.write_text(yaml.safe_dump(config, sort_keys=False))
+    stream = open_stream(data)
+    topology = Topology(dp=1, world_size=1, global_batch_size=8, micro_batch_size=4)
+    record_start(root, iteration=0, state=stream.state_at(0), choice=None, topology=topology)
+    for step in (3, 6):
+        state = stream.state_at(8 * step, batches=[(0, 8)])
+        pending = begin_save(root, tag=f"global_step{step}", iteration=step, state=state, topology=topology)
+        (root / f"global_step{step}").mkdir()
+        (root / f"global_step{step}" / "weights").write_bytes(b"w")
+        commit_save(pending)
+    write_data_file(root, stream.origin)
+    log = RankLog(tmp_path / "samples", rank=0, launch=1)
+    log.start(step=0, samples=0, dp_rank=0, dp=1, micro_batch_size=4, pad_id=0, digest="0" * 16)
+    for number, batch in enumerate(StreamLoader(stream, BatchSchedule.constant(8), micro_batch_size=4, stop=48), 1):
+        log.add_batch(batch)
+        if number % 2 == 0:
+            log.end_step(number // 2)
+    for more in ([], ["--from", "3", "--to", "6"]):
+        capsys.readouterr()
+        words = ["verify", str(root), "--log-samples", str(tmp_path / "samples"), "--content", "--json", *more]
+        assert main(words) == 0, capsys.readouterr()
+        found = json.loads(capsys.readouterr().out)["log"]
+        assert found["steps"] == found["contents"] == (3 if more else 6)
+    assert main(["report", str(root), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["left_out"]["samples"] == 5 and facts["left_out"]["documents"] == ["web:3,5,8"]
+    assert facts["left_out"]["asked"] and 0.9 < facts["fill"] <= 1
