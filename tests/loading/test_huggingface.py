@@ -139,6 +139,23 @@ def test_the_loss_of_a_packed_batch_is_the_mean_over_its_documents(family, atten
     assert loss == pytest.approx(total / count, abs=2e-5)
 
 
+def test_qwen2_5_vl_takes_the_same():
+    torch.manual_seed(0)
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 32}
+    vision |= {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 16}
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+    config = transformers.Qwen2_5_VLConfig(
+        vision_config={**vision, "fullatt_block_indexes": [0]},
+        text_config={**LANGUAGE, "rope_parameters": rope},
+        image_token_id=257,
+    )
+    stream, model = stream_of("qwen2_vl"), transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        loss = model(**for_hf(StreamDataset(stream).__getitems__([0, 1]), family="qwen2_vl")).loss.item()
+        total, count = one_by_one(model, "qwen2_vl", stream, stream.plan(0, 2))
+    assert loss == pytest.approx(total / count, abs=2e-5)
+
+
 def test_a_document_that_is_cut_keeps_the_label_of_its_last_token():
     """In the next sample it has no token before it that could predict it."""
     stream, model = stream_of("causal_lm", packing="split", seq_length=32), model_of("causal_lm")

@@ -1,4 +1,4 @@
-"""Batches for Hugging Face transformers: causal language models, LLaVA, InternVL, Qwen2-VL.
+"""Batches for Hugging Face transformers: causal language models, LLaVA, InternVL, Qwen2-VL and Qwen2.5-VL.
 
     position_ids   0 1 2 3 | 0 1 2 | 0 0 0     begin again in every document: with no attention mask and no cache,
                                                transformers keeps documents apart by that alone, in every attention
