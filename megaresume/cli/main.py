@@ -18,7 +18,19 @@ from megaresume.stream.errors import MegaresumeError, UsageError
 __all__ = ["main"]
 
 #: In the order of a newcomer's first day. Each is a module of this package with HELP, add_arguments and run.
-COMMANDS = ("demo", "prepare", "stream", "inspect", "trace", "plan", "verify", "report", "import-energon", "patch", "run")
+COMMANDS = (
+    "demo",
+    "prepare",
+    "stream",
+    "inspect",
+    "trace",
+    "plan",
+    "verify",
+    "report",
+    "import-energon",
+    "patch",
+    "run",
+)
 
 DESCRIPTION = "Exact, elastic, provable data resume for Megatron-LM and DeepSpeed training."
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megaresume.verification.content import Contents
     from megaresume.verification.losses import LossComparison, LossLog
     from megaresume.verification.points import Points
-    from megaresume.verification.ranks import RankRecords
+    from megaresume.verification.rank_records import RankRecords
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace, points: Points) -> dict[str, Any]:
     from megaresume.stream.progress import progress
     from megaresume.verification.points import between, corpus_problems, replay_all, replay_between
-    from megaresume.verification.ranks import read_rank_logs
+    from megaresume.verification.rank_records import read_rank_logs
 
     state = points.newest
     sources = _sources(args, state)

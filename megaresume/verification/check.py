@@ -19,7 +19,8 @@ from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 from megaresume.trace.steps import Steps
 from megaresume.verification.content import Contents
 from megaresume.verification.past import Part, Past
-from megaresume.verification.ranks import RankRecords, RankStep, hash_samples
+from megaresume.verification.rank_records import RankRecords, RankStep
+from megaresume.verification.ranks import hash_samples
 
 __all__ = ["RankCheck", "RankDifference", "check_ranks", "reach_of"]
 

@@ -1,4 +1,4 @@
-"""What every rank trained, step by step, as it wrote it down itself: the log of ranks, written and read.
+"""What every rank trained, step by step, as it writes it down itself: the log of ranks. `rank_records` reads it.
 
     <DIR>/rank_00003.jsonl
       {"event": "start", "launch": 17636…, "step": 10, "samples": 80, "dp_rank": 3, "dp": 4, "micro_batch_size": 2, ...}
@@ -8,18 +8,13 @@ Every process that is handed data writes a file of its own: no rank waits for an
 step. A line is one append, of some 150 bytes, once the last micro-batch of its step was handed out; SIGKILL loses
 nothing that was appended, and a line that a dying machine cut short is closed off by the next start and passed over.
 Lines are sealed: what was damaged later is known as such.
-
-A run that went back to a checkpoint has lines of what it lost; what the next launch does again counts.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +23,13 @@ import numpy.typing as npt
 import xxhash
 
 from megaresume.checkpoint.clock import utc
-from megaresume.checkpoint.sealed import NewerFormatError, SealError, seal, unseal
-from megaresume.stream.errors import SetupError, UsageError
+from megaresume.checkpoint.sealed import seal
+from megaresume.stream.errors import SetupError
 
-__all__ = ["RankLog", "RankRecords", "RankStep", "hash_rows", "hash_samples", "images_of", "read_rank_logs"]
+__all__ = ["FORMAT", "VERSION", "RankLog", "hash_rows", "hash_samples", "images_of", "ranges_of"]
 
 FORMAT = "megaresume.ranks"
 VERSION = 1
-_NAME = re.compile(r"rank_\d+(_chunk_\d+)?\.jsonl")
 Int64Array = npt.NDArray[np.int64]
 
 
@@ -156,7 +150,7 @@ class RankLog:
         fields = {
             "event": "step",
             "step": step,
-            "samples": _ranges(samples),
+            "samples": ranges_of(samples),
             "order": hash_samples(np.concatenate(self._hashes)),
             "content": hash_samples(np.concatenate(self._contents)),
         }
@@ -171,207 +165,7 @@ class RankLog:
         os.write(self._file, seal(fields | {"launch": self._launch, "time": utc(time.time())}))
 
 
-def _ranges(samples: Int64Array) -> list[list[int]]:
+def ranges_of(samples: Int64Array) -> list[list[int]]:
     """Consecutive numbers as [first, stop)."""
     cuts = np.flatnonzero(np.diff(samples) != 1) + 1
     return [[int(part[0]), int(part[-1]) + 1] for part in np.split(samples, cuts)]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankStep:
-    """What one process wrote down about one step."""
-
-    step: int
-    #: of the process in the job; None: the line is of all ranks together.
-    rank: int | None
-    #: data-parallel rank and size, and samples of a micro-batch; None where the line does not say.
-    dp_rank: int | None
-    dp: int | None
-    micro_batch_size: int | None
-    #: [first, stop) samples, in the order in which they were handed out.
-    samples: tuple[tuple[int, int], ...]
-    #: hash over the samples' identities; over their tokens (None: not recorded). 16 hex digits.
-    order: str
-    content: str | None
-    #: token at places without a document.
-    pad_id: int = 0
-
-    @property
-    def who(self) -> str:
-        """In words."""
-        if self.rank is None:
-            return "all ranks" if self.dp_rank is None else f"data-parallel rank {self.dp_rank}"
-        return f"rank {self.rank}" + ("" if self.rank == self.dp_rank else f" (data-parallel rank {self.dp_rank})")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankRecords:
-    """The log of a run, over all of its launches."""
-
-    #: by step: its lines on the path to the present.
-    steps: dict[int, tuple[RankStep, ...]]
-    #: (lines of a step that was lost, sample at which the launch went on that lost them).
-    lost: tuple[tuple[RankStep, int], ...]
-    #: lines that cannot be used, in words; damaged ones first.
-    problems: tuple[str, ...] = ()
-    #: of them, those that were changed after they were written.
-    damaged: int = 0
-    #: the last step of each launch: where a kill came, not every rank has its line.
-    last_steps: frozenset[int] = frozenset()
-
-
-def read_rank_logs(path: str | Path) -> RankRecords:
-    """Read a directory of ranks' files, or the one file of the reference pretraining program.
-
-    Raises:
-        UsageError: there is no such thing, or it holds no step.
-        NewerFormatError: it was written by a newer megaresume.
-    """
-    path = Path(path)
-    files = sorted(p for p in path.iterdir() if _NAME.fullmatch(p.name)) if path.is_dir() else [path]
-    problems: list[tuple[bool, str]] = []
-    launches: dict[tuple[int, int], _Launch] = {}
-    try:
-        for file in files:
-            read = _read_file if path.is_dir() else _read_gathered
-            read(file, launches, problems)
-    except OSError as error:
-        raise UsageError(
-            f"cannot read {path}",
-            found=error.strerror or str(error),
-            expected="what --megaresume-log-samples (log_samples) named",
-            action="check the path",
-        ) from error
-    steps: dict[int, list[RankStep]] = {}
-    lost: list[tuple[RankStep, int]] = []
-    last_steps: set[int] = set()
-    for key in sorted(launches):
-        launch = launches[key]
-        for step in sorted(s for s in steps if s > launch.step):
-            lost += [(line, launch.samples) for line in steps.pop(step)]
-        last_steps = {step for step in last_steps if step <= launch.step}
-        for line in launch.lines:
-            steps.setdefault(line.step, []).append(line)
-        last_steps.add(max((line.step for line in launch.lines), default=launch.step))
-    if not steps:
-        raise UsageError(
-            f"{path} holds no steps",
-            found=f"{len(files)} files" if path.is_dir() else "no line of a step",
-            expected="rank_00000.jsonl and the like, or a file of JSON lines with a step each",
-            cause="the run ended before its first step, or this is another directory",
-            action="give what --megaresume-log-samples (log_samples) named",
-        )
-    return RankRecords(
-        steps={step: tuple(lines) for step, lines in sorted(steps.items())},
-        lost=tuple(lost),
-        problems=tuple(text for _, text in sorted(problems, key=lambda p: not p[0])),
-        damaged=sum(damaged for damaged, _ in problems),
-        last_steps=frozenset(last_steps),
-    )
-
-
-@dataclass
-class _Launch:
-    """A start, of all ranks together."""
-
-    step: int
-    samples: int
-    lines: list[RankStep]
-
-
-def _read_file(path: Path, launches: dict[tuple[int, int], _Launch], problems: list[tuple[bool, str]]) -> None:
-    start: dict[str, Any] | None = None
-    again = 0
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        if not line:
-            continue
-        try:
-            fields = unseal(line)
-        except SealError as error:
-            problems.append((not error.cut, f"{path.name} line {number} {error}"))
-            continue
-        if fields["event"] == "start":
-            _check_version(path, fields)
-            # A process that loads another checkpoint, without being started anew, begins once more.
-            again = again + 1 if start is not None and start["launch"] == fields["launch"] else 0
-            start = fields
-            key = fields["launch"], again
-            launches.setdefault(key, _Launch(int(fields["step"]), int(fields["samples"]), []))
-        elif start is not None:
-            launches[start["launch"], again].lines.append(
-                RankStep(
-                    step=int(fields["step"]),
-                    rank=int(start["rank"]),
-                    dp_rank=int(start["dp_rank"]),
-                    dp=int(start["dp"]),
-                    micro_batch_size=int(start["micro_batch_size"]),
-                    samples=tuple((int(a), int(b)) for a, b in fields["samples"]),
-                    order=str(fields["order"]),
-                    content=str(fields["content"]),
-                    pad_id=int(start["pad_id"]),
-                )
-            )
-
-
-def _check_version(path: Path, fields: dict[str, Any]) -> None:
-    if fields.get("version", 0) > VERSION:
-        raise NewerFormatError(
-            "the log of samples was written by a newer megaresume",
-            found=f"{path}: version {fields['version']}",
-            expected=f"version {VERSION} or older",
-            action="upgrade megaresume on this machine to the version that wrote it",
-        )
-
-
-def _read_gathered(path: Path, launches: dict[tuple[int, int], _Launch], problems: list[tuple[bool, str]]) -> None:
-    """Rank 0 of the reference program writes for all: a line a step, the hashes of the ranks within."""
-    number = 0
-    lines = path.read_bytes().split(b"\n")
-    for at, line in enumerate(lines, start=1):
-        if not line:
-            continue
-        try:
-            record = json.loads(line)
-            event, step = record["event"], int(record["step"])
-        except (ValueError, KeyError, TypeError):
-            problems.append((at < len(lines), f"{path.name} line {at} is no record"))
-            continue
-        if event == "start":
-            number += 1
-            launches[number, 0] = _Launch(step, int(record["samples"]), [])
-        elif event == "step":
-            launch = launches.setdefault((number, 0), _Launch(step - 1, 0, []))
-            launch.lines += _gathered(record)
-
-
-def _gathered(record: dict[str, Any]) -> Iterable[RankStep]:
-    from megaresume.stream.batches import micro_batches
-
-    first, stop = record["samples"]
-    step, dp, micro = int(record["step"]), int(record.get("dp", 1)), int(record.get("micro_batch_size") or 1)
-    if record["order"] is not None:
-        everything = ((int(first), int(stop)),)
-        yield RankStep(
-            step=step,
-            rank=None,
-            dp_rank=None,
-            dp=None,
-            micro_batch_size=None,
-            samples=everything,
-            order=str(record["order"]),
-            content=None,
-        )
-    ranks: Sequence[Any] = record.get("ranks") or ()
-    for rank, (order, content) in enumerate(ranks):
-        mine = micro_batches(first, stop - first, micro_batch_size=micro, dp_rank=rank, dp_size=dp)
-        samples = _ranges(np.concatenate([np.arange(r.start, r.stop) for r in mine]))
-        yield RankStep(
-            step=step,
-            rank=None,
-            dp_rank=rank,
-            dp=dp,
-            micro_batch_size=micro,
-            samples=tuple((a, b) for a, b in samples),
-            order=str(order),
-            content=str(content),
-        )

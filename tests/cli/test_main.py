@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from megaresume.cli.flags import normalise
@@ -13,7 +15,7 @@ def test_help_names_every_command():
     done = megaresume("--help")
     assert done.returncode == 0
     for name in COMMANDS:
-        assert f"\n    {name} " in done.stdout
+        assert re.search(rf"^    {name}\s", done.stdout, re.MULTILINE), name
 
 
 @pytest.mark.parametrize("command", COMMANDS)
