@@ -199,6 +199,11 @@ class DocumentRangeSource(RangeSource):
         """Makes its documents."""
         return self.source.encoder
 
+    def augmented(self, steps: object) -> DocumentRangeSource:
+        """The same documents with these steps of augmentation, of a source that has any."""
+        augmented = getattr(self.source, "augmented", None)
+        return self if augmented is None else DocumentRangeSource(augmented(steps), self.start, self.stop)
+
     def encoded(self, i: int, key: Key) -> EncodedDocument:
         """Document i of the range; ``key`` has its number in the range."""
         return self.source.encoded(self._inner(i), key)

@@ -44,7 +44,7 @@ def extended(config: StreamConfig, names: Sequence[str], last: StreamConfig | No
     before = {source.name: source for source in last.sources} if last is not None else {}
     order = [*names, *(name for name in known if name not in names)]
     gone = {
-        name: SourceConfig(name=name, weight=0, shuffle=before[name].shuffle, names=before[name].names)
+        name: replace(before[name], weight=0, max_epochs=None, on_exhausted="drop", options={})
         if name in before
         else SourceConfig(name=name, weight=0)
         for name in order

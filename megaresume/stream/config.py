@@ -93,6 +93,8 @@ class SourceConfig:
     on_exhausted: ExhaustedPolicy = "drop"
     #: in two levels; None: any document may follow any other.
     shuffle: ShuffleConfig | None = None
+    #: steps by which its images are changed, every default written out. No part of the order, but of what is trained.
+    augment: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
     #: names that it was given since, the last one is that of today. See `megaresume.stream.aliases`.
     names: tuple[str, ...] = field(default=(), compare=False)
     #: whether it says by ``was`` that it was renamed.
@@ -225,6 +227,8 @@ def _source_dict(source: SourceConfig) -> dict[str, Any]:
         data |= {"max_epochs": source.max_epochs, "on_exhausted": source.on_exhausted}
     if source.shuffle is not None:
         data["shuffle"] = {"block": source.shuffle.block, "window": source.shuffle.window}
+    if source.augment:
+        data["augment"] = [dict(step) for step in source.augment]
     if source.names:
         data["names"] = list(source.names)
     return data
@@ -313,8 +317,18 @@ def _source(name: str, entry: Mapping[str, Any], weight: int) -> SourceConfig:
         max_epochs=max_epochs,
         on_exhausted=policy,
         shuffle=_shuffle(entry.get("shuffle"), f"sources.{name}.shuffle"),
+        augment=_augment(entry, f"sources.{name}.augment"),
         options={key: value for key, value in entry.items() if key not in ours},
     )
+
+
+def _augment(entry: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ...]:
+    # A state does not say of which kind a source is; another kind may mean something else by the word.
+    if entry.get("augment") is None or entry.get("kind", IMAGE_KINDS[0]) not in IMAGE_KINDS:
+        return ()
+    from megaresume.encoding.multimodal.augment import augmentation_from_options, augmentation_options
+
+    return tuple(augmentation_options(augmentation_from_options(entry["augment"], where)))
 
 
 def _was(value: object, name: str) -> list[str]:

@@ -59,7 +59,7 @@ class Contents:
     def __init__(self, names: Sequence[str], sources: Sequence[Any]) -> None:
         self._names = list(names)
         self._sources: list[Source] = list(sources)
-        self._assemblers: dict[tuple[int, int, int], Assembler] = {}
+        self._assemblers: dict[str, Assembler] = {}
         #: by source, what `documents` has read.
         self.digests: dict[str, DocumentDigest] = {}
 
@@ -86,10 +86,16 @@ class Contents:
 
     def _assembler(self, part: Part, pad_id: int) -> Assembler:
         config = part.config
-        key = config.seq_length, config.packing.align, pad_id
+        augment = {source.name: list(source.augment) for source in config.sources}
+        key = repr((config.seq_length, config.packing.align, pad_id, augment))
         if key not in self._assemblers:
             self._assemblers[key] = Assembler(
-                self._sources, seq_length=key[0], align=key[1], pad_id=pad_id, seed=config.seed, names=self._names
+                [_augmented(s, augment.get(name)) for s, name in zip(self._sources, self._names, strict=True)],
+                seq_length=config.seq_length,
+                align=config.packing.align,
+                pad_id=pad_id,
+                seed=config.seed,
+                names=self._names,
             )
         return self._assemblers[key]
 
@@ -105,6 +111,13 @@ class Contents:
                 name, document = self._names[int(row[SOURCE])], int(row[DOCUMENT])
                 source = self._sources[int(row[SOURCE])]
                 self.digests.setdefault(name, DocumentDigest()).add(_hash(source, name, document))
+
+
+def _augmented(source: Source, steps: object) -> Source:
+    """The source with the augmentation of the stage that is read, which may not be that of today."""
+    augmented = getattr(source, "augmented", None)
+    found: Source = source if augmented is None else augmented(steps)
+    return found
 
 
 def _hash(source: Source, name: str, document: int) -> int:

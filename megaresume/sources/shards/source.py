@@ -6,6 +6,7 @@ encoded(i)    index -> one range read of the shard -> record -> encoder -> exact
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -114,6 +115,17 @@ class ShardSource:
         from megaresume.encoding.multimodal.encoder import ImageTextEncoder
 
         return ImageTextEncoder.from_spec(self.index.header["encoder"]["spec"]).augmented(self.augment)
+
+    def augmented(self, steps: object) -> ShardSource:
+        """The same documents with these steps of augmentation (None: without any).
+
+        Raises:
+            ConfigError: an unknown step or option, or a bad value.
+        """
+        other = copy.copy(self)
+        other.augment = steps
+        other.encoder = self.encoder.augmented(steps)
+        return other
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in ("encoder", "_tokens")}
