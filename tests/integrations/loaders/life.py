@@ -32,7 +32,9 @@ toy.start()
 rank = dist.get_rank()
 save = toy.ROOT / name
 engine = toy.engine_of(micro=2, batch=4)
-data = megaresume.attach_loader(engine, kit.energon_loader(toy.DATA, rank=rank, world=2, workers=2), save_dir=save)
+data = megaresume.attach_loader(
+    engine, kit.energon_loader(toy.DATA, rank=rank, world=2, workers=2, every=60), save_dir=save
+)
 if "load" in options:
     engine.load_checkpoint(str(save))
 

@@ -114,7 +114,7 @@ def test_refusals(run: Run, launch: Launch, energon_dataset: Path, second_life: 
         "batch_size": ["StateError", "the batch size of the loader changed, and its state counts in batches"],
         "kind": ["StateError", "the checkpoint was trained with another kind of loader"],
         "damaged": ["CheckpointError", f"none of the 3 checkpoints in {run.root / 'damaged'} is complete"],
-        "missing": ["CheckpointError", found["missing"][1]],
+        "missing": ["CheckpointError", f"none of the 3 checkpoints in {run.root / 'missing'} is complete"],
         "attached_late": [
             "StateError",
             "the engine is past its first step, but no state of the loader was restored",

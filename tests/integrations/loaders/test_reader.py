@@ -34,11 +34,14 @@ def test_torchdata_read_ahead() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"workers": 2}, {"workers": 2, "packing": 9}, {"workers": 0}], ids=["two", "packing", "none"]
+    "options",
+    [{"workers": 2, "every": 60}, {"workers": 2, "packing": 9}, {"workers": 0}],
+    ids=["two", "packing", "none"],
 )
 def test_energon(energon_dataset: Path, options: dict[str, Any]) -> None:
     make = functools.partial(energon_loader, energon_dataset, **options)
-    # 7, 8, 9: fewer batches between two deaths than workers, where Energon alone forgets what to pass over.
+    # 7, 8, 9: fewer batches between two deaths than workers, where Energon alone forgets what to pass over. It keeps a
+    # state a minute (`every`), and an offset since: that is what it forgets.
     stops = [7, 8, 9, 30]
     assert lives(make, stops) == lives(make, stops[-1:])
 
