@@ -28,6 +28,7 @@ from megaresume.integrations.megatron.samples import SampleForm, form_of, warnin
 from megaresume.integrations.megatron.session import Session, session
 from megaresume.integrations.ranks import gather, is_rank_0, on_all_ranks, on_rank_0
 from megaresume.integrations.resume import change_lines
+from megaresume.sources.base import is_document_source
 from megaresume.stream.errors import StateError
 from megaresume.stream.state import StreamState
 
@@ -172,6 +173,7 @@ def _form(current: Session, order: StreamOrder) -> SampleForm:
         order.stream.config.packing,
         text=current.project.kind != "megatron-lm",
         eod=lambda: end_of_document(current.project),
+        images=any(is_document_source(source) for source in order.stream.sources),
         logged=current.settings.log_samples is not None,
     )
 

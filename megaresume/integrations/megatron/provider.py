@@ -20,6 +20,7 @@ import torch.utils.data
 from megaresume.integrations.megatron.order import StreamOrder
 from megaresume.integrations.megatron.project import Project
 from megaresume.integrations.megatron.samples import Item, SampleDataset, SampleForm
+from megaresume.loading.dataset import whole
 from megaresume.sources.split import PARTS, Part
 from megaresume.stream.stream import Stream
 
@@ -126,7 +127,7 @@ class MicroBatches:
         return self
 
     def __next__(self) -> dict[str, torch.Tensor]:
-        """The next micro-batch, as torch's default collation makes it of the items.
+        """The next micro-batch: with images a `Batch`, or else what torch's default collation makes of the items.
 
         Raises:
             StopIteration: the samples of the run are used up.
@@ -140,6 +141,7 @@ class MicroBatches:
             self.dataset,
             batch_sampler=_Slices(self),
             num_workers=self.num_workers,
+            collate_fn=whole if self.dataset.form.images else None,
             pin_memory=torch.cuda.is_available(),
             # It draws the workers' seeds. From the global generator, they would change the dropout of the model.
             generator=torch.Generator(),

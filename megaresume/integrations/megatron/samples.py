@@ -4,6 +4,8 @@
       + attention_mask           unless --no-create-attention-mask-in-dataloader
       + cu_seqlens, max_seqlen   with --dataloader-inter-document-masking (from 0.19) or --sft (from 0.16)
     Megatron-DeepSpeed    text: the tokens of the sample and the one after them
+    a blend with images   a whole `megaresume.loading.batch.Batch`, with --dataloader-type external: no two have the
+                          same number of images, and get_batch of a multimodal script is its own
 
 Two kinds of samples:
 
@@ -53,6 +55,8 @@ Int64Array = npt.NDArray[np.int64]
 class SampleForm:
     """What an item holds."""
 
+    #: whole micro-batches with images instead of items (Megatron-LM with --dataloader-type external).
+    images: bool = False
     #: one ``text`` of S + 1 tokens instead of everything else.
     text: bool = False
     #: labels go on into the next document, as GPTDataset's do; documents are ended by the token ``eod`` alone.
@@ -78,7 +82,13 @@ class SampleForm:
 
 
 def form_of(
-    args: Any, packing: PackingConfig, *, text: bool, eod: Callable[[], int], logged: bool = False
+    args: Any,
+    packing: PackingConfig,
+    *,
+    text: bool,
+    eod: Callable[[], int],
+    images: bool = False,
+    logged: bool = False,
 ) -> SampleForm:
     """What this Megatron's ``get_batch`` takes, from its arguments.
 
@@ -87,6 +97,7 @@ def form_of(
         packing: of the stream.
         text: Megatron-DeepSpeed.
         eod: gives the end-of-document token; called only where something depends on it.
+        images: the blend has sources with images.
         logged: somebody above the loader takes what identifies the samples out of every batch again.
 
     Raises:
@@ -95,6 +106,9 @@ def form_of(
     apart = packing.mode != "split" or packing.align > 1
     flags = {name: bool(getattr(args, name, False)) for name in _RESETS}
     identity = os.environ.get(IDENTITY_VARIABLE, "0") not in ("", "0")
+    if images:
+        _check_images(args, text=text)
+        return SampleForm(images=True, across=False, identity=identity, logged=logged)
     if text:
         if apart:
             _check_text(flags, packing)
@@ -121,6 +135,24 @@ _RESETS = {
     "reset_attention_mask": "--reset-attention-mask",
     "eod_mask_loss": "--eod-mask-loss",
 }
+
+
+def _check_images(args: Any, *, text: bool) -> None:
+    if text:
+        raise UsageError(
+            "Megatron-DeepSpeed's scripts take no images",
+            found="a data config with images",
+            expected="sources of text",
+            action="train with megaresume.attach in a DeepSpeed loop of your own, or with Megatron-LM",
+        )
+    if args.dataloader_type != "external":
+        raise UsageError(
+            "batches with images are of different sizes: Megatron's loader cannot stack them",
+            found=f"--dataloader-type {args.dataloader_type} and a data config with images",
+            expected="--dataloader-type external, and a get_batch that takes whole batches",
+            action="pass --dataloader-type external; in get_batch, megaresume.loading.models.for_mcore_llava(batch) "
+            "makes the arguments of the model",
+        )
 
 
 def _check_text(flags: dict[str, bool], packing: PackingConfig) -> None:
@@ -243,12 +275,16 @@ class SampleDataset(torch.utils.data.Dataset[Item]):
     def __getitems__(self, indices: Sequence[int]) -> list[Item]:
         """A micro-batch, read together: torch asks for whole batches where a dataset has this method.
 
+        With images it is one `Batch`, not a list of items.
+
         Raises:
             StreamExhausted: the stream ends before.
             CorpusError: a document is damaged; or, for ``text``, does not end with the end-of-document token.
         """
-        assembler = self._inner.assembler
         samples = [self._first + int(index) for index in indices]
+        if self.form.images:
+            return self._batch(samples)
+        assembler = self._inner.assembler
         plan = self._plan(samples)
         arrays = Arrays.empty(len(plan), assembler.seq_length)
         layout = assembler.fill(plan, arrays)
@@ -260,6 +296,12 @@ class SampleDataset(torch.utils.data.Dataset[Item]):
             for item, number, identity in zip(items, torch.tensor(samples).unbind(), hashes, strict=True):
                 item[SAMPLE_KEY], item[HASH_KEY] = number, identity
         return items
+
+    def _batch(self, samples: list[int]) -> Any:
+        batch: Any = self._inner.__getitems__(samples)
+        if self.form.identity or self.form.logged:
+            batch[SAMPLE_KEY], batch[HASH_KEY] = batch["samples"], batch["hashes"]
+        return batch
 
     def _plan(self, samples: list[int]) -> Plan:
         first, stop = samples[0], samples[-1] + 1

@@ -18,8 +18,13 @@ def kill_if(where, iteration):
 
 
 def sample_hashes(batch):
-    tokens = batch["tokens"]
-    return [xxhash.xxh3_64_hexdigest(row.contiguous().to(torch.int64).numpy().tobytes()) for row in tokens]
+    """Of the tokens of each sample, and of its pixels."""
+    hashes = [xxhash.xxh3_64(row.contiguous().to(torch.int64).numpy().tobytes()) for row in batch["tokens"]]
+    if "pixel_values" in batch:
+        images = batch["pixel_values"].split(batch["num_tiles"].tolist())
+        for row, pixels in zip(batch["image_positions"][:, 0].tolist(), images, strict=True):
+            hashes[row].update(pixels.contiguous().numpy().tobytes())
+    return [sample.hexdigest() for sample in hashes]
 
 
 def log_step(directory, **fields):
