@@ -232,8 +232,12 @@ def _state_block(found: Survey) -> str:
     if state.pending:
         tokens = sum(segment.length for segment in state.pending)
         rows.append(["waiting", f"{tokens:,} tokens of {len(state.pending)} documents, to be placed next"])
-    if state.skips.ranges:
-        rows.append(["skipped", ", ".join(f"{first:,} to {last:,}" for first, last in state.skips.ranges)])
+    if state.reached != state.samples:
+        rows[1][1] += f" trained, {state.reached:,} with those left out"
+    rows += [["skip", f"at sample {record.at:,}: {record}"] for record in state.skips.log]
+    for skip in state.skips.documents:
+        until = "" if skip.until is None else f" to {skip.until:,}"
+        rows.append(["skip", f"{skip.documents}, from sample {skip.at:,}{until}"])
     if state.faults.total:
         last = state.faults.kept[-1]
         where = f"last {last.source}:{last.document} in sample {last.sample:,}: {last.reason}"
@@ -261,9 +265,10 @@ def _source_table(step: StepFile) -> str:
     rows = [["source", "weight", "epoch", "position", "of", "tokens", "share", "skipped", ""]]
     for name, cursor in state.sources.items():
         documents = state.fingerprints[name].documents if name in state.fingerprints else 0
+        names = weights.get(name, {}).get("names")
         rows.append(
             [
-                name,
+                f"{name} (now {names[-1]})" if names else name,
                 str(weights.get(name, {}).get("weight", "?")),
                 str(cursor.epoch),
                 f"{cursor.position - cursor.epoch * documents:,}",

@@ -16,7 +16,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "stages.md"
 
 
 def test_the_config() -> None:
-    (text,) = re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
+    text, renamed = re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
     config = StreamConfig.from_dict(yaml.safe_load(text))
     sources = [LengthList([20 + (7 * i + k) % 300 for i in range(900)]) for k in range(3)]
     stream = Stream(config, sources)
@@ -27,3 +27,10 @@ def test_the_config() -> None:
     tokens = stream.plan(0, stages[1].first).tokens()
     assert tokens.sum() >= 100_000 > tokens[:-1].sum()
     assert 2 not in stream.plan(0, stages[1].first).table[:, 0] and 2 in stream.plan(400, 1200).table[:, 0]
+    data = yaml.safe_load(text) | yaml.safe_load(renamed)
+    data["sources"] |= {"code": {}, "wiki": {"weight": 0}}
+    again = StreamConfig.from_dict(data | {"stages": None})
+    assert again.sources[0].name == "web" and again.sources[0].label == "crawl"
+    state = stream.state_at(10)
+    stream = Stream(again, sources, state=state, on_change="stage")
+    assert stream.state_at(20).sources["web"].position > state.sources["web"].position
