@@ -12,6 +12,8 @@ import pytest
 
 from megaresume.encoding.multimodal.encoder import ImageTextEncoder
 from megaresume.encoding.multimodal.prepare import prepare_shards
+from megaresume.loading.open import open_stream
+from megaresume.stream.kernel import SOURCE
 from megaresume.training.demo.digits import ENCODER, HELD_OUT, TRAIN, Pictures, digits_of, write_pictures
 from megaresume.training.held_out import read_held_out
 from megaresume.training.records import compare
@@ -36,7 +38,7 @@ def blends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     small = Pictures(name="small", records=90, shards=2, held_out=False)
     prepare_shards(write_pictures(directory, small), directory / "small", ImageTextEncoder.from_options(ENCODER))
     write_corpus(directory / "web", documents=400, seed=1)
-    for name, weight in (("even", 0.5), ("rare", 0.01)):
+    for name, weight in (("even", 0.5), ("rare", 0.02)):
         (directory / f"{name}.yaml").write_text(BLEND % (weight, 1 - weight))
     return {name: f"--megaresume-data {directory / name}.yaml" for name in ("even", "rare")}
 
@@ -68,7 +70,11 @@ def test_killed_and_resumed_on_another_topology(runs: Any, blends: dict[str, str
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_micro_batches_without_a_picture_hang_no_collective(runs: Any, blends: dict[str, str], stage: int) -> None:
-    """One picture in a hundred tokens: most micro-batches have none, and ranks differ in which."""
+    """Two tokens in a hundred are of pictures: most micro-batches have none, and ranks differ in which."""
+    stream = open_stream(blends["rare"].split()[1], split="9,1,0")
+    seen = [bool((stream.plan(k, k + 1).table[:, SOURCE] == 0).any()) for k in range(4 * 8)]
+    # Micro-batches are single samples, in turn of two ranks.
+    assert sum(seen) < 8 and any(one != other for one, other in zip(seen[::2], seen[1::2], strict=True))
     flags = f"{SIZES} --micro-batch-size 1 --zero-stage {stage} --untie-embeddings-and-output-weights"
     flags += f" --train-iters 4 --save {{dir}}/rare{stage} --load {{dir}}/rare{stage}"
     runs(f"rare{stage}", flags, kill_after=3, data=blends["rare"])
