@@ -3,6 +3,7 @@
     megaresume.attach(engine, "data.yaml")     DeepSpeed: micro-batches, saved and restored with the model
     megaresume.attach_loader(engine, loader)   DeepSpeed: Energon's or torchdata's loader in the place of our stream
     megaresume.provider(base_provider)         Megatron: the script's datasets provider, with exact resume
+    megaresume.loader_provider(base_provider)  Megatron: loaders with a state, for --dataloader-type external
     megaresume.extra_args_provider(base)       Megatron: the script's flags, and ours
     megaresume.open_stream("data.yaml")        the stream itself: plan, state and digest of any sample
     megaresume.StreamLoader, StreamDataset     its samples as torch tensors
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megaresume.integrations.deepspeed import attach
     from megaresume.integrations.loaders.deepspeed import attach_loader
+    from megaresume.integrations.loaders.megatron import loader_provider
     from megaresume.integrations.megatron.routes import extra_args_provider, provider
     from megaresume.loading.dataset import StreamDataset
     from megaresume.loading.loader import StreamLoader
@@ -41,6 +43,7 @@ __all__ = [
     "attach",
     "attach_loader",
     "extra_args_provider",
+    "loader_provider",
     "open_stream",
     "provider",
 ]
@@ -56,6 +59,7 @@ _HOMES = {
     "attach": "megaresume.integrations.deepspeed",
     "attach_loader": "megaresume.integrations.loaders.deepspeed",
     "extra_args_provider": "megaresume.integrations.megatron.routes",
+    "loader_provider": "megaresume.integrations.loaders.megatron",
     "open_stream": "megaresume.loading.open",
     "provider": "megaresume.integrations.megatron.routes",
 }

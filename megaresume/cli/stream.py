@@ -99,14 +99,19 @@ def _range(text: str) -> tuple[int, int]:
 
 
 def _sample(stream: Stream, plan: Plan, sample: int) -> dict[str, Any]:
+    from megaresume.stream.ranges import absolute
+
     names = [s.name for s in stream.config.sources]
     segments = [
         {"source": names[s.source], "epoch": s.epoch, "document": s.document, "offset": s.offset, "length": s.length}
         for s in plan.segments(sample)
     ]
     index = sample - plan.first
+    number = absolute(stream.skips.ranges, sample)
     return {
         "sample": sample,
+        # where samples before it are left out
+        **({"absolute": number} if number != sample else {}),
         "tokens": sum(s["length"] for s in segments),
         "hash": f"{int(plan.hashes[index]):016x}",
         "digest": f"{int(plan.digests[index]):016x}",
@@ -152,7 +157,8 @@ def _text(stream: Stream, report: dict[str, Any]) -> str:
             for s in sample["segments"]
         ]
         fill = f"{100 * sample['tokens'] / seq_length:6.2f} %"
-        lines.append(f"sample {sample['sample']:>9}  {fill}  {sample['hash']}  {', '.join(parts)}")
+        number = f"  absolute {sample['absolute']:>9}" if "absolute" in sample else ""
+        lines.append(f"sample {sample['sample']:>9}{number}  {fill}  {sample['hash']}  {', '.join(parts)}")
     if lines:
         lines.append("")
     lines.append(

@@ -13,9 +13,10 @@ from megaresume.dryrun.flags import Flags
 from megaresume.integrations.megatron.launch import check_stages
 from megaresume.sources import open_sources, read_data_config
 from megaresume.sources.base import Source
+from megaresume.stream.aliases import resolved
 from megaresume.stream.changes import changes_since, reconcile
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.errors import ConfigError, CorpusError, MegaresumeError, SetupError, UsageError
+from megaresume.stream.errors import ConfigError, CorpusError, MegaresumeError, SetupError, StateError, UsageError
 from megaresume.stream.fingerprints import fingerprint_of
 from megaresume.stream.skips import with_skip_files
 from megaresume.stream.stages import Stage
@@ -54,7 +55,7 @@ def plan_data(root: Path, state: StreamState, flags: Flags, findings: list[Findi
     data = Data()
     try:
         _open(data, root, state, flags, is_megatron)
-    except (ConfigError, CorpusError, SetupError, UsageError) as error:
+    except (ConfigError, CorpusError, SetupError, StateError, UsageError) as error:
         if flags.data is not None:
             findings.append(Finding.of(error))
             data.outcome = "refused"
@@ -85,7 +86,7 @@ def _open(data: Data, root: Path, state: StreamState, flags: Flags, is_megatron:
     length = flags.seq_length
     if length is None and mapping.get("seq_length") is None:
         length = int(state.config["seq_length"])
-    data.config = StreamConfig.from_dict(mapping, seq_length=length)
+    data.config = resolved(StreamConfig.from_dict(mapping, seq_length=length), state.config["sources"])
     specs = {source.name: source.options for source in data.config.sources}
     data.sources = open_sources(specs, base_dir=directory, split=flags.split or _recorded_split(recorded))
     if is_megatron:
@@ -130,6 +131,14 @@ def _reconcile(data: Data, state: StreamState, flags: Flags, findings: list[Find
     is_new = following is not None and following.unit == "samples" and following.at == state.samples
     data.outcome = "new stage" if is_new else "nothing"
     data.accepted = going_on.accepted
+    new = len(state.skips.log)
+    skips = going_on.course.skips
+    findings += [Finding(kind="warning" if r.late else "note", headline=str(r)) for r in skips.log[new:]]
+    begin = f"from sample {state.samples:,} on"
+    findings += [
+        Finding(kind="note", headline=f"skip {skip.documents} {begin}")
+        for skip in skips.documents[len(state.skips.documents) :]
+    ]
     current = begun + is_new
     data.in_force, data.to_come = stages[current - 1].config, stages[current:]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megaresume.stream.ranges import absolute
 from megaresume.stream.skips import SkipConfig
 from megaresume.stream.state import StreamState
 from megaresume.trace.find import find
@@ -130,3 +131,38 @@ def test_a_long_list_from_its_file(toy: ToyRun, tmp_path: Path, monkeypatch: pyt
     trace = Trace(toy.root, toy.sources)
     rows = [row for p in trace.pieces(0, 36) for row in p.rows()]
     assert [row["segments"] for row in rows] == [toy.trained[k].segments for k in range(36)]
+
+
+def test_three_stages_two_skips_two_batch_sizes_three_topologies_four_kills(toy: ToyRun) -> None:
+    """Byte for byte what was trained, as the last attempt at each sample trained it."""
+    skips = [{"samples": ["50:57"]}, {"samples": ["50:57", "140:150"], "documents": {"code": [3, 7]}}]
+    longer = {"mode": "split", "align": 1}
+    toy.attempt(config(), stop=13, saves=(5, 10, 13))
+    toy.attempt(config(skip=skips[0]), start=10, stop=19, saves=(15,), dp=1, micro=2)  # went back before what 13 saved
+    toy.attempt(config("web 1 code 2 wiki 1", skip=skips[0]), start=15, stop=24, saves=(20, 24), dp=4, batch=8)
+    toy.attempt(config("web 1 code 2 wiki 1", skip=skips[1]), start=20, stop=30, saves=(28,), dp=4, batch=8)
+    data = config("web 1 code 2 wiki 1", skip=skips[1], packing=longer, seq_length=96)
+    toy.attempt(data, start=28, stop=40, saves=(34, 40), dp=2, batch=4)
+    trace = Trace(toy.root, toy.sources)
+    last = max(toy.trained) + 1
+    assert [s.name for s in trace.history.state.stages] == ["start", "stage 2", "stage 3"]
+    assert trace.history.state.reached == last + 7 + 10
+    writer = Writer("json", trace.names, numbered=True)
+    found = b"".join(bytes(writer.write(p)) for p in trace.pieces(0, last) if not p.left_out).splitlines()
+    hashes = iter(json.loads(line)["hash"] for line in found)
+    skipped = trace.history.state.skips.ranges
+    expected = []
+    for sample in range(last):
+        one = toy.trained[sample]
+        row = {
+            "step": one.step,
+            "sample": sample,
+            "rank": one.rank,
+            "micro_batch": one.micro_batch,
+            "tokens": sum(s["length"] for s in one.segments),
+            "absolute": absolute(skipped, sample),
+            "hash": next(hashes),
+            "segments": one.segments,
+        }
+        expected.append(json.dumps(row).encode())
+    assert found == expected

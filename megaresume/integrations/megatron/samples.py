@@ -270,12 +270,14 @@ class SampleDataset(torch.utils.data.Dataset[Item]):
 
     def __getitem__(self, index: int) -> Item:
         """One sample."""
-        return self.__getitems__([index])[0]
+        item: Item = self.__getitems__([index])[0]
+        return item
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Item]:
+    def __getitems__(self, indices: Sequence[int]) -> Any:
         """A micro-batch, read together: torch asks for whole batches where a dataset has this method.
 
-        With images it is one `Batch`, not a list of items.
+        Returns:
+            One item a sample, in the order of ``indices``; with images one `Batch`.
 
         Raises:
             StreamExhausted: the stream ends before.
