@@ -17,7 +17,7 @@ import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -32,6 +32,9 @@ from megaresume.encoding.multimodal.templates import Image, template_from_option
 from megaresume.encoding.multimodal.types import EncodedDocument, EncodedImage, Key, Measure, Record
 from megaresume.encoding.tokenizers import ByteTokenizer, Tokenizer
 from megaresume.stream.errors import ConfigError, CorpusError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as PILImage
 
 __all__ = ["ImageTextEncoder"]
 
@@ -170,6 +173,35 @@ class ImageTextEncoder:
             trained[start:end] = True
         return EncodedDocument(tokens=np.array(tokens, np.int64), trained=trained, images=tuple(images))
 
+    def images(self, record: Record) -> list[tuple[str, int, int, int]]:
+        """(member, width, height, tokens) of the images of a record in the order of the document, from their headers.
+
+        Raises:
+            CorpusError: as `measure`.
+        """
+        found = []
+        for piece in self._template.pieces(record):
+            if isinstance(piece, Image):
+                name = _name(record, piece.member)
+                width, height = size_of(record.members[piece.member], self._images, name)
+                tokens = _named(name, self.processor.num_tokens, width, height)
+                found.append((piece.member, width, height, tokens))
+        return found
+
+    def augmented_image(self, record: Record, member: str, key: Key, number: int) -> PILImage:
+        """An image as the model is shown it, before the processor resizes and normalises it.
+
+        Args:
+            record: its record.
+            member: its name there.
+            key: which document it is.
+            number: of the image in the document, 0-based.
+
+        Raises:
+            CorpusError: it cannot be decoded.
+        """
+        return self._drawn(record, member, key, number)[0]
+
     def _parts(self, record: Record) -> Iterator[Image | tuple[list[int], bool]]:
         """Images, and (tokens, are they trained on), in order."""
         is_trained = False
@@ -199,14 +231,19 @@ class ImageTextEncoder:
 
     def _image(self, record: Record, member: str, key: Key, *, number: int, offset: int) -> EncodedImage:
         name = _name(record, member)
-        image = decode(record.members[member], self._images, name)
+        image, generator = self._drawn(record, member, key, number)
         num_tokens = _named(name, self.processor.num_tokens, *image.size)
-        generator = key.generator(number)
-        for step in self._steps:
-            image = step(image, generator)
         pixels, grid = _named(name, self.processor, image, generator)
         self._agree(name, num_tokens, pixels, grid)
         return EncodedImage(offset=offset, num_tokens=num_tokens, pixels=pixels, grid=grid)
+
+    def _drawn(self, record: Record, member: str, key: Key, number: int) -> tuple[PILImage, np.random.Generator]:
+        """The image as augmentation leaves it, of the size that it was stored with; and the generator as it is then."""
+        image = decode(record.members[member], self._images, _name(record, member))
+        generator = key.generator(number)
+        for step in self._steps:
+            image = step(image, generator)
+        return image, generator
 
     def _agree(self, name: str, num_tokens: int, pixels: Pixels, grid: Grid) -> None:
         made = self.processor.tokens_of(pixels, grid)
