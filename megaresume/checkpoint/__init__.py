@@ -37,8 +37,8 @@ A save, and the next start::
     record_start(save, iteration=choice.iteration, state=choice.state, choice=choice)
 
 One idea a file: `layout` names and paths, `atomic` writing, `sealed` checksummed JSON, `topology`, `state_file`,
-`manifest`, `pointers`, `ledger`, `marker`, `commit`, `candidates` (is this one whole?), `choose`, `confirm`, `start`,
-`survey` (all of a root, for `megaresume inspect`).
+`manifest`, `pointers`, `ledger`, `marker`, `commit`, `retention` (old ones make room), `candidates` (is this one
+whole?), `choose`, `confirm`, `start`, `survey` (all of a root, for `megaresume inspect`).
 Nothing here imports torch or numpy, unpickles anything, or knows about ranks.
 """
 
@@ -50,12 +50,14 @@ from megaresume.checkpoint.layout import check_tag, deepspeed_tag, megatron_tag,
 from megaresume.checkpoint.ledger import LedgerEntry, LedgerProblem, LedgerReading, append_ledger, read_ledger
 from megaresume.checkpoint.manifest import FileEntry, Manifest, Problem, read_manifest
 from megaresume.checkpoint.pointers import Pointer, read_pointers
+from megaresume.checkpoint.retention import KEEP_ALL, Retention
 from megaresume.checkpoint.sealed import NewerFormatError
 from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.state_file import StepFile, read_step_file
 from megaresume.checkpoint.topology import Topology
 
 __all__ = [
+    "KEEP_ALL",
     "Candidate",
     "Choice",
     "Commit",
@@ -70,6 +72,7 @@ __all__ = [
     "Pointer",
     "Problem",
     "Rejected",
+    "Retention",
     "Status",
     "StepFile",
     "Topology",

@@ -10,11 +10,21 @@ import contextlib
 import errno
 import os
 import re
+import shutil
 from pathlib import Path
 
 from megaresume.stream.errors import CheckpointError
 
-__all__ = ["fsync_dir", "fsync_file", "is_leftover", "make_dir", "remove_leftovers", "write_all", "write_atomic"]
+__all__ = [
+    "fsync_dir",
+    "fsync_file",
+    "is_leftover",
+    "leftover_name",
+    "make_dir",
+    "remove_leftovers",
+    "write_all",
+    "write_atomic",
+]
 
 _LEFTOVER = re.compile(r"\..+\.megaresume-[0-9]+-[0-9a-f]{8}\.tmp")
 
@@ -89,7 +99,7 @@ def write_atomic(path: Path, data: bytes, *, sync_dir: bool = True) -> None:
     Raises:
         CheckpointError: disk full, read-only, no permission, ...; the old content is still there.
     """
-    temporary = path.with_name(f".{path.name}.megaresume-{os.getpid()}-{os.urandom(4).hex()}.tmp")
+    temporary = path.with_name(leftover_name(path.name))
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
@@ -106,8 +116,13 @@ def write_atomic(path: Path, data: bytes, *, sync_dir: bool = True) -> None:
         raise write_error(path, error) from error
 
 
+def leftover_name(name: str) -> str:
+    """A temporary name beside ``name``, which no other process takes and which the next start clears away."""
+    return f".{name}.megaresume-{os.getpid()}-{os.urandom(4).hex()}.tmp"
+
+
 def is_leftover(name: str) -> bool:
-    """Whether a file name is one of our temporary files, left behind by a killed writer."""
+    """Whether a name is one of our temporary ones, left behind by a killed writer."""
     return _LEFTOVER.fullmatch(name) is not None
 
 
@@ -115,13 +130,16 @@ def remove_leftovers(directory: Path) -> int:
     """Delete what killed writers left. Only for the start of a run, when nothing is being written.
 
     Returns:
-        how many files were deleted; files that cannot be deleted are left, they harm nobody.
+        how many were deleted; those that cannot be deleted are left, they harm nobody.
     """
     removed = 0
     with contextlib.suppress(OSError):
         for name in os.listdir(directory):
             if is_leftover(name):
                 with contextlib.suppress(OSError):
-                    os.unlink(directory / name)
+                    if (directory / name).is_dir():
+                        shutil.rmtree(directory / name)  # a checkpoint that was being pruned
+                    else:
+                        os.unlink(directory / name)
                     removed += 1
     return removed

@@ -8,6 +8,7 @@
                     latest, tracker
                     ledger line
                     marker removed            <- from here its commit is over
+                    old checkpoints pruned
 
 Each step is atomic and durable before the next begins. A kill between any two leaves either the checkpoint before or
 this one, never a mixture; `record_start` of the next run finishes a commit that was cut off after the manifest.
@@ -36,6 +37,7 @@ from megaresume.checkpoint.ledger import LedgerEntry, append_ledger, read_run
 from megaresume.checkpoint.manifest import FileEntry, Manifest, Progress, checksum_files, list_files
 from megaresume.checkpoint.marker import Marker, read_marker, remove_marker, write_marker
 from megaresume.checkpoint.pointers import write_latest, write_tracker
+from megaresume.checkpoint.retention import KEEP_ALL, Retention, prune
 from megaresume.checkpoint.sealed import NewerFormatError
 from megaresume.checkpoint.state_file import StepFile, new_id, read_step_file, write_step_file
 from megaresume.checkpoint.superseded import keep_superseded
@@ -63,6 +65,8 @@ class PendingCheckpoint:
     expected_files: tuple[str, ...] | None
     #: seconds since 1970, when the save began.
     began: float
+    #: which older checkpoints stay, once this one is committed.
+    retention: Retention = KEEP_ALL
 
     @property
     def tag_dir(self) -> Path:
@@ -80,6 +84,8 @@ class Commit:
     seconds: float
     #: what somebody should know: sentences.
     notes: tuple[str, ...]
+    #: tags of older checkpoints whose weights are gone.
+    pruned: tuple[str, ...] = ()
 
 
 def run_of(root: Path) -> str | None:
@@ -117,6 +123,7 @@ def begin_save(
     expected_files: Iterable[str] | None = None,
     latest: bool = True,
     tracker: bool = True,
+    retention: Retention = KEEP_ALL,
 ) -> PendingCheckpoint:
     """Announce a save and capture its values. On rank 0, before any rank writes a model file.
 
@@ -132,6 +139,7 @@ def begin_save(
         expected_files: what the tag directory must hold in the end; may also be given to `commit_save`.
         latest: whether the commit moves DeepSpeed's ``latest``.
         tracker: whether it moves Megatron's tracker. False where Megatron moves it itself.
+        retention: which older checkpoints stay, once this one is committed.
 
     Raises:
         UsageError: impossible tag or negative iteration.
@@ -170,6 +178,7 @@ def begin_save(
         tracker=tracker,
         expected_files=None if expected_files is None else tuple(expected_files),
         began=began,
+        retention=retention,
     )
 
 
@@ -223,7 +232,9 @@ def commit_save(
     write_atomic(manifest_path(root, step.iteration, step.tag), manifest.to_bytes())
     seconds = time.time() - pending.began
     publish(root, step, manifest, latest=pending.latest, tracker=pending.tracker, seconds=seconds, notes=notes)
-    return Commit(step=step, manifest=manifest, seconds=time.time() - pending.began, notes=notes)
+    total = time.time() - pending.began
+    pruned = prune(root, pending.retention, step)
+    return Commit(step=step, manifest=manifest, seconds=total, notes=notes, pruned=pruned)
 
 
 def publish(

@@ -1,0 +1,133 @@
+"""Old checkpoints make room: which ones may go, and how they go.
+
+    commit_save -> ledger line -> prune     newest K complete ones, every N-th, what a pointer names: kept
+                                            the rest of the complete ones: renamed out of sight, then deleted behind
+                                            the training's back
+
+Only what a commit has made complete is ever deleted. Damaged and half-written checkpoints are kept for whoever has to
+find out what happened, links and directories with names of the user's own because somebody made them on purpose, and
+everything newer than the checkpoint just committed because a run that went back has not reached it again. Data state,
+manifest and ledger line outlive the weights: `trace` and `verify` need no weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaresume.checkpoint.atomic import leftover_name
+from megaresume.checkpoint.candidates import Candidate, examine, list_candidates, resolve_pointer
+from megaresume.checkpoint.layout import is_usual_tag
+from megaresume.checkpoint.pointers import read_pointers
+from megaresume.checkpoint.state_file import StepFile
+from megaresume.stream.errors import MegaresumeError, UsageError
+
+__all__ = ["KEEP_ALL", "Retention", "prune"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retention:
+    """Which checkpoints stay. Those that either rule names; with neither rule, all.
+
+    Args:
+        keep_last: the newest so many complete ones.
+        keep_every: those whose iteration this divides.
+
+    Raises:
+        UsageError: a number below 1.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("keep-last", self.keep_last), ("keep-every", self.keep_every)):
+            if value is not None and value < 1:
+                raise UsageError(
+                    f"--megaresume-{name} must be at least 1",
+                    found=value,
+                    expected="checkpoints" if name == "keep-last" else "iterations",
+                    action=f"leave out --megaresume-{name} to keep all checkpoints",
+                )
+
+    def __bool__(self) -> bool:
+        return self.keep_last is not None or self.keep_every is not None
+
+
+#: delete nothing.
+KEEP_ALL = Retention()
+
+
+def prune(root: Path, retention: Retention, committed: StepFile) -> tuple[str, ...]:
+    """Delete what a policy does not keep. On rank 0, after the checkpoint ``committed`` was committed.
+
+    A directory disappears in one rename and is deleted by a thread, which the interpreter waits for at its end; what a
+    kill leaves of it has the name of a temporary file, and the next start clears it away.
+
+    Args:
+        root: the checkpoint root.
+        retention: the policy. ``keep_every`` alone keeps the newest one besides.
+        committed: the checkpoint that was just committed.
+
+    Returns:
+        the tags that are gone, newest first.
+
+    Never raises: a checkpoint that cannot be deleted is named in the log. The training does not depend on it.
+    """
+    if not retention:
+        return ()
+    gone: list[str] = []
+    doomed: list[Path] = []
+    try:
+        for candidate in _superfluous(root, retention, committed):
+            place = root / candidate.tag
+            away = place.with_name(leftover_name(candidate.tag))
+            try:
+                os.rename(place, away)
+            except OSError as error:
+                log.warning("megaresume: cannot delete the old checkpoint %s: %s", place, error)
+                continue
+            gone.append(candidate.tag)
+            doomed.append(away)
+    except (MegaresumeError, OSError) as error:
+        log.warning("megaresume: old checkpoints are kept: %s", error)
+    if doomed:
+        threading.Thread(target=_delete, args=(doomed,), name="megaresume-prune").start()
+    return tuple(gone)
+
+
+def _superfluous(root: Path, retention: Retention, committed: StepFile) -> Iterator[Candidate]:
+    """What no rule keeps, newest first."""
+    candidates = list_candidates(root)
+    named = {resolve_pointer(pointer, candidates) for pointer in read_pointers(root)}
+    complete = 0
+    for candidate in candidates:
+        iteration, tag = candidate.iteration, candidate.tag
+        if not candidate.has_dir or iteration is None or iteration > committed.iteration:
+            continue
+        # In flight (another save's finalizer), of the user's own making, or never committed.
+        if "saving" in candidate.records or "manifest" not in candidate.records or not is_usual_tag(tag, iteration):
+            continue
+        every = retention.keep_every is not None and iteration % retention.keep_every == 0
+        is_enough = complete >= (retention.keep_last or 1)
+        if (every or candidate in named or os.path.islink(root / tag)) and is_enough:
+            continue
+        if examine(root, candidate, run=committed.run).status != "complete":
+            continue
+        complete += 1
+        if is_enough and not every and candidate not in named:
+            yield candidate
+
+
+def _delete(directories: list[Path]) -> None:
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
+        if directory.exists():
+            log.warning("megaresume: %s, an old checkpoint, could not be deleted completely", directory)
