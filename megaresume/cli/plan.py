@@ -43,6 +43,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="refuse",
         help="what becomes of a changed data config, as --megaresume-on-change in the launch (default: refuse)",
     )
+    data.add_argument(
+        "--skip-samples",
+        "--megaresume-skip-samples",
+        nargs="+",
+        metavar="A:B",
+        default=(),
+        help="samples that are to be left out, as --megaresume-skip-samples in the launch",
+    )
+    data.add_argument(
+        "--skip-train-iteration-range", nargs="+", metavar="FIRST-LAST", default=(), help="steps to be left out, counted from 1"
+    )
     layout = parser.add_argument_group("ranks and batches (default: as the checkpoint was saved)")
     layout.add_argument("--dp", type=_count, metavar="D", help="data-parallel size")
     layout.add_argument("--nodes", type=_count, metavar="N", help="machines, with as many ranks each as before")
@@ -63,10 +74,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan a resume; 1 if the launch would be refused."""
     from megaresume.dryrun import Flags, dry_run
+    from megaresume.stream.errors import ConfigError, UsageError
+    from megaresume.stream.ranges import union
+    from megaresume.stream.skips import SkipConfig, parse_range, parse_steps
 
     given = {name: value for name, value in vars(args).items() if name in Flags.__dataclass_fields__}
     if args.rampup_batch_size is not None:
         given["rampup_batch_size"] = tuple(args.rampup_batch_size)
+    try:
+        given["skip"] = SkipConfig(
+            samples=union(parse_range(word, "--skip-samples") for word in args.skip_samples),
+            steps=tuple(parse_steps(word, "--skip-train-iteration-range") for word in args.skip_train_iteration_range),
+        )
+    except ConfigError as error:
+        raise UsageError(error.headline, found=error.found, expected=error.expected, action=error.action) from error
     result = dry_run(args.dir, Flags(**given))
     print(json.dumps(_report(result)) if args.json else _text(result))
     return 1 if result.refused else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,11 +15,13 @@ from megaresume.integrations.megatron.launch import check_stages
 from megaresume.sources import open_sources, read_data_config
 from megaresume.sources.base import Source
 from megaresume.stream.aliases import resolved
-from megaresume.stream.changes import changes_since, reconcile
-from megaresume.stream.config import StreamConfig
+from megaresume.stream.batches import BatchSchedule
+from megaresume.stream.changes import Reconciled, changes_since, reconcile
+from megaresume.stream.config import OnChange, StreamConfig
 from megaresume.stream.errors import ConfigError, CorpusError, MegaresumeError, SetupError, StateError, UsageError
 from megaresume.stream.fingerprints import fingerprint_of
-from megaresume.stream.skips import with_skip_files
+from megaresume.stream.ranges import Range
+from megaresume.stream.skips import check_documents, no_schedule, with_skip_files
 from megaresume.stream.stages import Stage
 from megaresume.stream.state import Fingerprint, StreamState
 
@@ -50,8 +53,22 @@ class Data:
     to_come: tuple[Stage, ...] = ()
 
 
-def plan_data(root: Path, state: StreamState, flags: Flags, findings: list[Finding], *, is_megatron: bool) -> Data:
-    """Open the data as the launch would, and reconcile it with the state."""
+def plan_data(
+    root: Path,
+    state: StreamState,
+    flags: Flags,
+    findings: list[Finding],
+    *,
+    is_megatron: bool,
+    schedule: BatchSchedule | None,
+    end: int | None,
+) -> Data:
+    """Open the data as the launch would, and reconcile it with the state.
+
+    Args:
+        schedule: global batch sizes of the whole run; None: not known, so that no step can be skipped.
+        end: samples trained at the end of the run; None: not known, so that anything can be skipped.
+    """
     data = Data()
     try:
         _open(data, root, state, flags, is_megatron)
@@ -64,7 +81,7 @@ def plan_data(root: Path, state: StreamState, flags: Flags, findings: list[Findi
         findings.append(Finding.of(error, "note"))
         _from_state(data, state, flags)
     assert data.config is not None
-    _reconcile(data, state, flags, findings)
+    _reconcile(data, state, flags, findings, schedule, end)
     return data
 
 
@@ -113,17 +130,28 @@ def _from_state(data: Data, state: StreamState, flags: Flags) -> None:
     data.config, data.fingerprints = StreamConfig.from_dict(mapping), state.fingerprints
 
 
-def _reconcile(data: Data, state: StreamState, flags: Flags, findings: list[Finding]) -> None:
-    config, fingerprints = data.config, data.fingerprints
-    assert config is not None
-    data.changes = changes_since(config, state)
+def _reconcile(
+    data: Data,
+    state: StreamState,
+    flags: Flags,
+    findings: list[Finding],
+    schedule: BatchSchedule | None,
+    end: int | None,
+) -> None:
+    assert data.config is not None
+    data.changes = changes_since(data.config, state)
     try:
-        going_on = reconcile(config, fingerprints, state, flags.on_change)
+        going_on = _go_on(data, state, flags, flags.on_change, schedule, end)
     except MegaresumeError as error:
         data.outcome = "refused"
         findings.append(Finding.of(error))
         if flags.on_change == "refuse":
-            _try_stage(data, state, findings, error)
+            # Whether the flag alone would do: found out now, and not at the next start.
+            try:
+                data.with_stage = _go_on(data, state, flags, "stage", schedule, end).accepted
+            except MegaresumeError as other:
+                if other.headline != error.headline:
+                    findings.append(Finding.of(other))
         return
     begun, stages = len(state.stages), going_on.course.stages
     following = stages[begun] if begun < len(stages) else None
@@ -135,19 +163,39 @@ def _reconcile(data: Data, state: StreamState, flags: Flags, findings: list[Find
     skips = going_on.course.skips
     findings += [Finding(kind="warning" if r.late else "note", headline=str(r)) for r in skips.log[new:]]
     begin = f"from sample {state.samples:,} on"
-    findings += [
-        Finding(kind="note", headline=f"skip {skip.documents} {begin}")
-        for skip in skips.documents[len(state.skips.documents) :]
-    ]
+    for skip, known in zip_longest(skips.documents, state.skips.documents):
+        if known is None:
+            findings.append(Finding(kind="note", headline=f"skip {skip.documents} {begin}"))
+        elif skip.until != known.until:
+            findings.append(Finding(kind="note", headline=f"do not skip {skip.documents} any more, {begin}"))
     current = begun + is_new
     data.in_force, data.to_come = stages[current - 1].config, stages[current:]
 
 
-def _try_stage(data: Data, state: StreamState, findings: list[Finding], refusal: MegaresumeError) -> None:
-    """Whether the flag alone would do: found out now, and not at the next start."""
+def _go_on(
+    data: Data,
+    state: StreamState,
+    flags: Flags,
+    on_change: OnChange,
+    schedule: BatchSchedule | None,
+    end: int | None,
+) -> Reconciled:
+    """What the stream of the launch would make of the state, or refuse."""
+
+    def samples_of(steps: Range) -> Range:
+        if schedule is None:
+            raise no_schedule(steps)
+        return schedule.after(0, steps[0] - 1), schedule.after(0, steps[1])
+
     assert data.config is not None
-    try:
-        data.with_stage = reconcile(data.config, data.fingerprints, state, "stage").accepted
-    except MegaresumeError as error:
-        if error.headline != refusal.headline:
-            findings.append(Finding.of(error))
+    going_on = reconcile(
+        data.config,
+        data.fingerprints,
+        state,
+        on_change,
+        skip=(flags.skip,),
+        steps_to_samples=samples_of,
+        end=end,
+    )
+    check_documents(going_on.course.skips, {name: f.documents for name, f in data.fingerprints.items()})
+    return going_on

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaresume.stream.config import OnChange
+from megaresume.stream.skips import NO_SKIP, SkipConfig
 
 __all__ = ["Flags"]
 
@@ -20,6 +21,8 @@ class Flags:
     seed: int | None = None
     seq_length: int | None = None
     on_change: OnChange = "refuse"
+    #: what is to be left out, in addition to what the data config says.
+    skip: SkipConfig = NO_SKIP
     #: load this iteration and no other.
     ckpt_step: int | None = None
     universal_checkpoint: bool = False

@@ -130,17 +130,26 @@ def _stream(result: DryRun, before: Topology, state: StreamState) -> None:
                 )
             )
     check_layout(choice, now, result.schedule, state.samples, flags, findings)
-    result.data = data = plan_data(result.root.absolute(), state, flags, findings, is_megatron=found.is_megatron)
     if planned is not None:
         result.ending = ending(
             planned, state.batches, step, state.samples, flags, findings, is_megatron=found.is_megatron
         )
+    end = result.ending
+    result.data = data = plan_data(
+        result.root.absolute(),
+        state,
+        flags,
+        findings,
+        is_megatron=found.is_megatron,
+        schedule=result.schedule,
+        end=None if end is None else end.sample,
+    )
     if data.in_force is None:
         return
-    fingerprints, end = data.fingerprints, result.ending
+    fingerprints = data.fingerprints
     result.sources = sources_ahead(state, fingerprints, data.in_force, result.schedule, step, end)
     if end is None or not end.finished:
-        result.stream_ends = end_of_stream(data, state, result.schedule, step, end, flags.on_change, findings)
+        result.stream_ends = end_of_stream(data, state, result.schedule, step, end, flags, findings)
 
 
 def _guarded_ending(found: Found, flags: Flags, findings: list[Finding]) -> Ending | None:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from megaresume.dryrun.data import Data
 from megaresume.dryrun.ending import Ending, steps_until
 from megaresume.dryrun.findings import Finding
+from megaresume.dryrun.flags import Flags
 from megaresume.stream.batches import BatchSchedule
-from megaresume.stream.config import OnChange, SourceConfig, StreamConfig
+from megaresume.stream.config import SourceConfig, StreamConfig
 from megaresume.stream.errors import StreamExhausted
 from megaresume.stream.outlook import SourceOutlook, outlook
 from megaresume.stream.state import Fingerprint, StreamState
@@ -101,7 +102,7 @@ def end_of_stream(
     schedule: BatchSchedule | None,
     step: int,
     end: Ending | None,
-    on_change: OnChange,
+    flags: Flags,
     findings: list[Finding],
 ) -> int | None:
     """Samples that the stream holds, where that is fewer than the run is to train; None: enough.
@@ -122,9 +123,10 @@ def end_of_stream(
         return None
     from megaresume.stream.stream import Stream  # deferred: the compiled planner takes a second to import
 
-    stream = Stream(data.config, list(data.sources.values()), state=state, on_change=on_change)
+    stream = Stream(data.config, list(data.sources.values()), state=state, on_change=flags.on_change)
     if schedule is not None:
         stream.schedule = schedule
+    stream.skip(flags.skip)
     goal = None if end is None or end.sample <= state.samples else end.sample
     held = _search(stream.plan, state.samples, goal, findings)
     if held is None:

@@ -32,6 +32,7 @@ __all__ = [
     "SkipConfig",
     "SkipRecord",
     "Skips",
+    "check_documents",
     "decide",
     "no_schedule",
     "parse_range",
@@ -489,6 +490,28 @@ def _decide_documents(
         if skip.until is None:
             skip.documents.numbers()
     return tuple(result), said
+
+
+def check_documents(skips: Skips, sizes: Mapping[str, int]) -> None:
+    """Every document that is skipped is one of its source.
+
+    Args:
+        skips: what is left out.
+        sizes: documents of each source that is here.
+
+    Raises:
+        ConfigError: one lies beyond the end of its source.
+    """
+    for skip in skips.documents:
+        documents = skip.documents
+        num = sizes.get(documents.source)
+        if num is not None and documents.ids is not None and documents.ids[-1] >= num:
+            raise ConfigError(
+                f"source '{documents.source}' has no document {documents.ids[-1]} that could be skipped",
+                found=f"skip of {documents}",
+                expected=f"documents from 0 to {num - 1}",
+                action="correct the numbers; they count the documents of the part that is trained",
+            )
 
 
 def _missing_list(documents: DocumentList) -> StateError:

@@ -34,7 +34,7 @@ from megaresume.stream.plan import Plan, concatenate
 from megaresume.stream.planner import Planner
 from megaresume.stream.progress import Progress, progress
 from megaresume.stream.ranges import Range
-from megaresume.stream.skips import NO_SKIP, NO_SKIPS, SkipConfig, Skips, decide, no_schedule
+from megaresume.stream.skips import NO_SKIP, NO_SKIPS, SkipConfig, Skips, check_documents, decide, no_schedule
 from megaresume.stream.source import LengthSource
 from megaresume.stream.stages import Course
 from megaresume.stream.state import Fingerprint, StageRecord, StreamState
@@ -226,7 +226,7 @@ class Stream:
         course.schedule = self._schedule
         names = [source.name for source in given.sources]
         by_name = dict(zip(names, sources, strict=True))
-        _check_documents(course.skips, by_name)
+        check_documents(course.skips, {name: len(source) for name, source in by_name.items()})
         here = [by_name[s.name] if s.name in by_name else AbsentSource(s.name, state) for s in config.sources]
         if state is not None:
             base = cursor.arrays_of(state, course, [len(source) for source in here])
@@ -427,17 +427,3 @@ class Stream:
             cause=f"sources with an end: {', '.join(ended)}",
             action="train fewer samples, raise max_epochs, or set on_exhausted: repeat",
         )
-
-
-def _check_documents(skips: Skips, sources: Mapping[str, LengthSource]) -> None:
-    """Every document that is skipped is one of its source."""
-    for skip in skips.documents:
-        documents = skip.documents
-        num = len(sources[documents.source]) if documents.source in sources else None
-        if num is not None and documents.ids is not None and documents.ids[-1] >= num:
-            raise ConfigError(
-                f"source '{documents.source}' has no document {documents.ids[-1]} that could be skipped",
-                found=f"skip of {documents}",
-                expected=f"documents from 0 to {num - 1}",
-                action="correct the numbers; they count the documents of the part that is trained",
-            )

@@ -34,7 +34,7 @@ def edited(run: Run, **changes: Any) -> Path:
     """A data config with some keys changed."""
     mapping = yaml.safe_load(run.data.read_text())
     for key, value in changes.items():
-        mapping[key] = mapping[key] | value if isinstance(value, dict) else value
+        mapping[key] = mapping.get(key, {}) | value if isinstance(value, dict) else value
         if isinstance(mapping[key], dict):
             mapping[key] = {name: entry for name, entry in mapping[key].items() if entry is not None}
     path = run.data.with_name("new.yaml")
@@ -275,3 +275,28 @@ def test_the_text_begins_with_the_verdict(run: Run) -> None:
     refused = megaresume("plan", run.save, "--seq-length", 128)
     assert refused.returncode == 1 and refused.stdout.startswith("REFUSED: the data config is not the one")
     assert "seq_length  64 -> 128" in refused.stdout
+
+
+def test_skips_are_judged_as_in_the_launch(run: Run) -> None:
+    """Beyond the end of the run, beyond the end of a source: refused; without the end, nobody can know."""
+    late = edited(run, skip={"samples": ["800:900"]})
+    assert "skip lies beyond the end" in plan(run, "--data", late, "--train-iters", 100)["headline"]
+    assert not plan(run, "--data", late, "--train-iters", 101)["refused"]
+    assert not plan(run, "--data", late)["refused"]
+    report = plan(run, "--data", edited(run, skip={"documents": {"web": [300]}}))
+    assert refusal(report)["found"] == "skip of web:300" and report["data"]["with_on_change_stage"] is None
+    inside = edited(run, skip={"documents": {"web": [299]}})
+    assert plan(run, "--data", inside)["findings"][0]["headline"] == "skip web:299 from sample 96 on"
+
+
+def test_flags_that_skip(run: Run) -> None:
+    steps = ("--skip_train_iteration_range", "21-22")
+    report = plan(run, "--megaresume-skip-samples", "120:130", *steps, "--train-iters", 100)
+    assert [f["headline"] for f in report["findings"]] == [
+        "skip samples 120 to 129 (10 samples)",
+        "skip steps 21 to 22 (samples 160 to 175; 16 samples)",
+    ]
+    beyond = plan(run, "--skip-train-iteration-range", "101-102", "--train-iters", 100)
+    assert refusal(beyond)["found"] == "skip of steps 101 to 102"
+    done = megaresume("plan", run.save, "--skip-samples", "9:4")
+    assert done.returncode == 2 and 'for example "4:9"' in done.stderr
