@@ -52,7 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="samples that are to be left out, as --megaresume-skip-samples in the launch",
     )
     data.add_argument(
-        "--skip-train-iteration-range", nargs="+", metavar="FIRST-LAST", default=(), help="steps to be left out, counted from 1"
+        "--skip-train-iteration-range",
+        nargs="+",
+        metavar="FIRST-LAST",
+        default=(),
+        help="steps that are to be left out, counted from 1",
     )
     layout = parser.add_argument_group("ranks and batches (default: as the checkpoint was saved)")
     layout.add_argument("--dp", type=_count, metavar="D", help="data-parallel size")
