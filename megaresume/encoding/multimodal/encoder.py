@@ -113,6 +113,11 @@ class ImageTextEncoder:
         """Shape of one row of an image's pixels."""
         return tuple(self.processor.pixel_shape)
 
+    def most_rows(self, num_tokens: int) -> int:
+        """Rows of pixels that a document of so many tokens has at most; 0 where the processor does not say."""
+        most: Callable[[int], int] | None = getattr(self.processor, "most_rows", None)
+        return 0 if most is None else most(num_tokens)
+
     @property
     def filler(self) -> int:
         """The token that stands where a document is masked."""

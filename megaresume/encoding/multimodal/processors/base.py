@@ -9,6 +9,7 @@ to that when an encoder is built.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,7 +30,7 @@ __all__ = [
     "Pixels",
     "Processor",
     "Statistics",
-    "fill_normalized",
+    "normalized",
     "resampling",
     "resized",
     "statistics",
@@ -94,20 +95,19 @@ def statistics(value: Any, where: str) -> Statistics:
     return read_options(Statistics, mapping(value, where), where)
 
 
-def fill_normalized(out: Pixels, values: npt.NDArray[np.uint8], channel: int, by: Statistics) -> None:
-    """out = (values / 255 - mean) / std of one channel, as one multiplication and one addition in float32.
+@functools.lru_cache(maxsize=16)
+def normalized(by: Statistics) -> Pixels:
+    """(value / 255 - mean) / std of every channel and 8-bit value, as one multiplication and one subtraction: [3, 256].
 
-    Args:
-        out: float32[...], written.
-        values: uint8[...] of the same shape; strides do not matter.
-        channel: 0 red, 1 green, 2 blue.
-        by: of all channels.
+    Rounded once from float64, then computed in float32 by NumPy, which contracts no multiplication and subtraction:
+    the same bits on every machine.
     """
-    # Converted first: NumPy multiplies mixed types through a buffer, at half the speed.
-    out[...] = values
-    # Rounded once from float64, and NumPy contracts no multiplication and addition: the same bits on every machine.
-    out *= np.float32(1 / (255 * by.std[channel]))
-    out -= np.float32(by.mean[channel] / by.std[channel])
+    table = np.empty((3, 256), np.float32)
+    for channel in range(3):
+        table[channel] = np.arange(256)
+        table[channel] *= np.float32(1 / (255 * by.std[channel]))
+        table[channel] -= np.float32(by.mean[channel] / by.std[channel])
+    return table
 
 
 #: reader of ``resample``: the filter that images are resized with.

@@ -22,11 +22,13 @@ from megaresume.encoding.multimodal.processors.base import (
     Grid,
     Pixels,
     Statistics,
-    fill_normalized,
+    normalized,
     resampling,
     resized,
     statistics,
 )
+from megaresume.encoding.multimodal.processors.kernels import fill_patches
+from megaresume.encoding.multimodal.room import new_pixels
 from megaresume.stream.errors import ConfigError, CorpusError
 
 if TYPE_CHECKING:
@@ -85,20 +87,20 @@ class Native:
         """Of the grid of patches."""
         return grid[0] * grid[1] * grid[2] // self.merge**2
 
+    def most_rows(self, num_tokens: int) -> int:
+        """Patches of as many tokens."""
+        return num_tokens * self.merge**2
+
     def __call__(self, image: Image, generator: np.random.Generator) -> tuple[Pixels, Grid]:
         """float32[rows * columns, 3 * T * P * P], and (1, rows, columns) of patches. Draws nothing."""
         width, height = self.target(*image.size)
         merge, size = self.merge, self.patch_size
         rows, columns = height // size, width // size
-        out = np.empty((rows * columns, 3, self.temporal_patch_size, size, size), np.float32)
-        for channel, band in enumerate(resized(image, width, height, self.resample).split()):
-            # (rows of tokens, row in the token, y, columns of tokens, column in the token, x)
-            values = np.asarray(band).reshape(rows // merge, merge, size, columns // merge, merge, size)
-            # patches: (patches in the order of their tokens, y, x); copied while a value is one byte.
-            patches = values.transpose(0, 3, 1, 4, 2, 5).reshape(rows * columns, size, size)
-            fill_normalized(out[:, channel, 0], patches, channel, self.normalize)
-        out[:, :, 1:] = out[:, :, :1]
-        return out.reshape(rows * columns, -1), (1, rows, columns)
+        out = new_pixels((rows * columns, *self.pixel_shape))
+        values = np.asarray(resized(image, width, height, self.resample))
+        shape = (rows, columns, 3, self.temporal_patch_size, size, size)
+        fill_patches(values, 0, 0, normalized(self.normalize), merge, out.reshape(shape))
+        return out, (1, rows, columns)
 
     def target(self, width: int, height: int) -> tuple[int, int]:
         """(width, height) that an image of this size is resized to: `smart_resize` of the original.

@@ -21,11 +21,13 @@ from megaresume.encoding.multimodal.processors.base import (
     Grid,
     Pixels,
     Statistics,
-    fill_normalized,
+    normalized,
     resampling,
     resized,
     statistics,
 )
+from megaresume.encoding.multimodal.processors.kernels import fill_patches
+from megaresume.encoding.multimodal.room import new_pixels
 from megaresume.stream.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -81,12 +83,16 @@ class Patches:
         """Of the grid of patches."""
         return grid[0] * grid[1] * grid[2] // self.merge**2 + self.class_tokens * len(pixels)
 
+    def most_rows(self, num_tokens: int) -> int:
+        """Squares of as many tokens."""
+        return num_tokens // self.num_tokens(1, 1)
+
     def __call__(self, image: Image, generator: np.random.Generator) -> tuple[Pixels, Grid]:
         """float32[1, 3, size, size], and (1, rows, columns) of patches. Draws nothing."""
-        out = np.empty((1, *self.pixel_shape), np.float32)
+        out = new_pixels((1, *self.pixel_shape))
         values = np.asarray(self._square(image))
-        for channel in range(3):
-            fill_normalized(out[0, channel], values[..., channel], channel, self.normalize)
+        shape = (1, 1, 3, 1, self.size, self.size)
+        fill_patches(values, 0, 0, normalized(self.normalize), 1, out.reshape(shape))
         side = self.size // self.patch_size
         return out, (1, side, side)
 

@@ -24,11 +24,13 @@ from megaresume.encoding.multimodal.processors.base import (
     Grid,
     Pixels,
     Statistics,
-    fill_normalized,
+    normalized,
     resampling,
     resized,
     statistics,
 )
+from megaresume.encoding.multimodal.processors.kernels import fill_patches
+from megaresume.encoding.multimodal.room import new_pixels
 from megaresume.stream.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -103,23 +105,27 @@ class Tiles:
         """Of the tiles that there are."""
         return len(pixels) * self.tokens_per_tile
 
+    def most_rows(self, num_tokens: int) -> int:
+        """Tiles of as many tokens."""
+        return num_tokens // self.tokens_per_tile
+
     def __call__(self, image: Image, generator: np.random.Generator) -> tuple[Pixels, Grid]:
         """float32[k, 3, S, S], tiles row by row, thumbnail last; and (1, rows, columns) of tiles. Draws nothing."""
         size = self.tile_size
         columns, rows = self.shape(*image.size)
         tiles = columns * rows
-        out = np.empty((tiles + self._thumbnails(tiles), *self.pixel_shape), np.float32)
+        out = new_pixels((tiles + self._thumbnails(tiles), *self.pixel_shape))
         whole = np.asarray(resized(image, columns * size, rows * size, self.resample))
         for number in range(tiles):
             top, left = number // columns * size, number % columns * size
-            self._fill(out[number], whole[top : top + size, left : left + size])
+            self._fill(out[number], whole, top, left)
         if len(out) > tiles:
-            self._fill(out[tiles], np.asarray(resized(image, size, size, self.resample)))
+            self._fill(out[tiles], np.asarray(resized(image, size, size, self.resample)), 0, 0)
         return out, (1, rows, columns)
 
-    def _fill(self, out: Pixels, values: npt.NDArray[np.uint8]) -> None:
-        for channel in range(3):
-            fill_normalized(out[channel], values[..., channel], channel, self.normalize)
+    def _fill(self, out: Pixels, values: npt.NDArray[np.uint8], top: int, left: int) -> None:
+        shape = (1, 1, 3, 1, self.tile_size, self.tile_size)
+        fill_patches(values, top, left, normalized(self.normalize), 1, out.reshape(shape))
 
     def shape(self, width: int, height: int) -> tuple[int, int]:
         """(columns, rows) of tiles of an image of this size."""
