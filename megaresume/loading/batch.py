@@ -14,8 +14,9 @@ import numpy as np
 import torch
 import torch.utils.data
 
+from megaresume.encoding.multimodal.room import Room
 from megaresume.loading.assemble import Arrays, Assembler
-from megaresume.loading.documents import FaultEntry, Images
+from megaresume.loading.documents import DocumentReader, FaultEntry, Images
 from megaresume.stream.plan import Plan
 
 __all__ = ["Batch", "document_mask", "make_batch"]
@@ -102,7 +103,10 @@ def make_batch(
     arrays = Arrays(
         tokens=tokens.numpy(), labels=labels.numpy(), loss_mask=loss_mask.numpy(), position_ids=position_ids.numpy()
     )
-    images = None if assembler.documents is None else Images()
+    images = values = None
+    if assembler.documents is not None:
+        values = _room(plan, assembler.documents, pin_memory=pin_memory)
+        images = Images(room=None if values is None else Room(values.numpy()))
     layout = assembler.fill(plan, arrays, images)
     batch: Batch = {
         "tokens": tokens,
@@ -114,17 +118,31 @@ def make_batch(
         "hashes": torch.from_numpy(plan.hashes.view(np.int64).copy()),
     }
     if assembler.documents is not None and images is not None:
-        _add_images(batch, images, assembler.documents.pixel_shape, pin_memory=pin_memory)
+        _add_images(batch, images, values, assembler.documents.pixel_shape, pin_memory=pin_memory)
     if attention_mask:
         batch["attention_mask"] = document_mask(batch["cu_seqlens"], assembler.seq_length)
     return batch
 
 
-def _add_images(batch: Batch, images: Images, pixel_shape: tuple[int, ...], *, pin_memory: bool) -> None:
+def _room(plan: Plan, documents: DocumentReader, *, pin_memory: bool) -> torch.Tensor | None:
+    """Rows for the pixels of a plan, where what is never written costs nothing; None: copy them together at the end."""
+    if pin_memory or torch.utils.data.get_worker_info() is not None:
+        return None
+    # NumPy asks for large pages, PyTorch does not: faulting in small ones takes longer than writing the pixels.
+    return torch.from_numpy(np.empty((documents.most_rows(plan), *documents.pixel_shape), np.float32))
+
+
+def _add_images(
+    batch: Batch, images: Images, room: torch.Tensor | None, pixel_shape: tuple[int, ...], *, pin_memory: bool
+) -> None:
     num_tiles = [len(pixels) for pixels in images.pixels]
-    values = _empty((sum(num_tiles), *pixel_shape), pin_memory=pin_memory)
-    if images.pixels:
-        np.concatenate(images.pixels, out=values.numpy())
+    if room is not None and images.room is not None and images.room.holds(images.pixels):
+        # By way of NumPy: the tensor's storage is these rows alone.
+        values = torch.from_numpy(room.numpy()[: sum(num_tiles)])
+    else:
+        values = _empty((sum(num_tiles), *pixel_shape), pin_memory=pin_memory)
+        if images.pixels:
+            np.concatenate(images.pixels, out=values.numpy())
     batch["pixel_values"] = values
     batch["image_grid_thw"] = torch.tensor(images.grids, dtype=torch.int64).reshape(-1, 3)
     batch["image_positions"] = torch.tensor(images.positions, dtype=torch.int64).reshape(-1, 3)

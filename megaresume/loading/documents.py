@@ -9,15 +9,18 @@ The images of a batch are in the order in which their tokens lie in it: by row, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from megaresume.encoding.multimodal.room import Room
 from megaresume.encoding.multimodal.types import EncodedDocument, Key
 from megaresume.sources.base import DocumentSource
 from megaresume.stream.errors import ConfigError, CorpusError
+from megaresume.stream.kernel import LENGTH, SOURCE
 
 if TYPE_CHECKING:
     from megaresume.loading.assemble import Arrays, Layout
@@ -52,6 +55,8 @@ class Images:
     positions: list[tuple[int, int, int]] = field(default_factory=list)
     #: documents that were not as the index announced them; `sample` is the row of the batch.
     faults: list[FaultEntry] = field(default_factory=list)
+    #: where processors write; None: each into memory of its own.
+    room: Room | None = None
 
 
 class DocumentReader:
@@ -83,6 +88,15 @@ class DocumentReader:
                 )
         self.image_token_id, self.pixel_shape = forms[first]
 
+    def most_rows(self, plan: Plan) -> int:
+        """Rows of pixels that the images of a plan have at most; of encoders that do not say, 0."""
+        rows = 0
+        for i, source in self.sources.items():
+            most = getattr(source.encoder, "most_rows", None)
+            if most is not None:
+                rows += most(int(plan.table[plan.table[:, SOURCE] == i, LENGTH].sum()))
+        return rows
+
     def fill(self, plan: Plan, layout: Layout, which: npt.NDArray[np.int64], out: Arrays, images: Images) -> None:
         """Write the segments ``which`` (rows of the plan's table) into their places.
 
@@ -96,7 +110,8 @@ class DocumentReader:
             assert offset == 0 and length == total, f"document {document} of {self.names[source]} was cut"
             epoch = position // int(plan.num_documents[source])
             key = Key(seed=self.seed, source=self.names[source], document=document, epoch=epoch)
-            encoded = self.sources[source].encoded(document, key)
+            with nullcontext() if images.room is None else images.room.given():
+                encoded = self.sources[source].encoded(document, key)
             self._check(encoded, key, length)
             row, column = int(layout.rows[k]), int(layout.columns[k])
             _write(encoded, row, column, out)
