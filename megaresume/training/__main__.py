@@ -13,6 +13,7 @@ from typing import Any
 from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
 from megaresume.training.arguments import Arguments, check_layout, parse_arguments
 from megaresume.training.launch import announce, launch, rank_and_size, shut_down, stop_at_once
+from megaresume.training.length import end_of_run
 
 __all__ = ["main"]
 
@@ -105,9 +106,8 @@ def _run(args: Arguments) -> None:
         skip=on_all_ranks(lambda: _skip(args)),
         save_dir=args.save,
     )
-    end = args.train_samples or schedule.after(0, args.train_iters or 0)
-    on_all_ranks(lambda: stream.skip(end=end or None))  # nothing beyond it can be skipped
     _load(args, engine)
+    on_all_ranks(lambda: stream.skip(end=_last_sample(args, engine, data)))  # nothing beyond it can be skipped
     validation = None
     if args.eval_iters:
         # Behind the load: a run that goes on measures what it measured when it began.
@@ -169,6 +169,14 @@ def _skip(args: Arguments) -> Any:
     samples = [parse_range(word, "--megaresume-skip-samples") for word in args.megaresume_skip_samples or ()]
     steps = [parse_steps(word, "--skip-train-iteration-range") for word in args.skip_train_iteration_range or ()]
     return SkipConfig(samples=union(samples), steps=tuple(steps))
+
+
+def _last_sample(args: Arguments, engine: Any, data: Any) -> int | None:
+    """Samples at the end of the run, by the batch sizes that it had and will have; None: it has no end."""
+    if args.train_iters is None and args.train_samples is None:
+        return None
+    length = {"train_iters": args.train_iters, "train_samples": args.train_samples}
+    return end_of_run(data.schedule, int(engine.global_steps), data.samples_trained, **length)[1]
 
 
 def _data(args: Arguments) -> dict[str, Any]:

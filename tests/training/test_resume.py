@@ -97,6 +97,15 @@ def test_validation_is_the_same_samples_in_any_layout(runs: Any, twins: Any) -> 
     assert alone[6]["loss"] == pytest.approx(twin.validations["valid"][6]["loss"], rel=1e-6)
 
 
+def test_the_end_is_that_of_the_batch_sizes_that_were(runs: Any, twins: Any) -> None:
+    """Sample 50 lies in the run: 6 steps of 8 samples, then 2 of 4, of which it is left out."""
+    assert twins[0].records.steps
+    flags = "--train-iters 8 --global-batch-size 4 --micro-batch-size 2 --load {dir}/twin0"
+    done = runs("end", flags + " --megaresume-skip-samples 50:51", num_processes=1)
+    assert done.status == 0, done.text[-4000:]
+    assert "at sample 48: skip samples 50 to 50 (1 samples)" in done.text
+
+
 def test_tensor_parallel(runs: Any, twins: Any) -> None:
     """Ranks that share a layer get the same samples; weights do not depend on how they are cut."""
     flags = f"{SIZES} --tensor-model-parallel-size 2 --save {{dir}}/tp --load {{dir}}/tp --save-interval 2"
