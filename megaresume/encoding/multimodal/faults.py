@@ -5,6 +5,8 @@
     mask       masked, as long as indexed  masked                  masked
     truncate   masked, as long as indexed  text cut at its end     masked at its end
 
+A record of another content than the indexed one, but of its length, is as one that cannot be encoded.
+
 The document is as long as the index says in any case, so the stream does not move. What was done depends on the record
 and the index alone: a resume, another rank and another worker do the same.
 """
@@ -34,6 +36,7 @@ def encode_as_indexed(
     *,
     tokens: int,
     policy: FaultPolicy,
+    changed: CorpusError | None = None,
 ) -> EncodedDocument:
     """The document, exactly as long as its index says.
 
@@ -43,6 +46,7 @@ def encode_as_indexed(
         key: which document it is.
         tokens: its length in the index.
         policy: of the source.
+        changed: set where the record has another content than when it was measured.
 
     Returns:
         the document; with `fault` where the policy was applied, which is logged once a document and process.
@@ -60,6 +64,8 @@ def encode_as_indexed(
             error = raised
     if document is not None and len(document.tokens) != tokens:
         error = _other_length(record_or_error, len(document.tokens), tokens)
+    if error is None and changed is not None:
+        document, error = None, changed
     if error is None:
         assert document is not None
         return document

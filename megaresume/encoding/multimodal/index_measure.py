@@ -15,13 +15,14 @@ import xxhash
 
 from megaresume.encoding.encode import disk_error
 from megaresume.encoding.multimodal.encoder import ImageTextEncoder
-from megaresume.encoding.multimodal.types import Measure, Record
+from megaresume.encoding.multimodal.types import Measure
 from megaresume.encoding.workdir import WorkDirectory
+from megaresume.sources.shards.blocks import BlockFile
 from megaresume.sources.shards.fields import Fields
 from megaresume.sources.shards.files import ShardFiles
 from megaresume.sources.shards.layout import COLUMNS, MAX_RECORD_BYTES
 from megaresume.sources.shards.source import UNMEASURED
-from megaresume.sources.shards.tar import Extent, parse_record, walk
+from megaresume.sources.shards.tar import Extent, content_hash, parse_record, walk
 from megaresume.stream.errors import CorpusError
 
 __all__ = ["IndexSpec", "Invalid", "ShardTask", "find_part", "measure_in_worker", "measure_shard", "start_worker"]
@@ -104,12 +105,11 @@ def measure_shard(spec: IndexSpec, task: ShardTask) -> dict[str, Any]:
     file = files.scan(task.path, task.size)
     columns = _Columns()
     for number, extent in enumerate(walk(file, task.path, columns.ignore)):
-        measure = None
+        measure, content = Measure(tokens=0, num_images=0, image_tokens=0), 0
         if number not in task.excluded:
-            measure = _measured(spec, task, number, extent, file.read_at(extent.offset, extent.nbytes), columns)
-        if measure is None:
-            measure = Measure(tokens=0, num_images=0, image_tokens=0)
-        columns.rows.append((measure.tokens, measure.image_tokens, measure.num_images, extent.offset, extent.nbytes))
+            measure, content = _measured(spec, task, number, extent, file, columns)
+        lengths = (measure.tokens, measure.image_tokens, measure.num_images)
+        columns.rows.append((*lengths, extent.offset, extent.nbytes, content))
     table = np.array(columns.rows, np.int64).reshape(-1, len(PART_COLUMNS))
     arrays = [table[:, k].astype(COLUMNS[name]) for k, name in enumerate(PART_COLUMNS)]
     head = {
@@ -145,8 +145,9 @@ def _body_bytes(head: Mapping[str, Any]) -> int:
 
 
 def _measured(
-    spec: IndexSpec, task: ShardTask, number: int, extent: Extent, data: bytes, columns: _Columns
-) -> Measure | None:
+    spec: IndexSpec, task: ShardTask, number: int, extent: Extent, file: BlockFile, columns: _Columns
+) -> tuple[Measure, int]:
+    """Lengths of a record, and the hash of its content."""
     try:
         if extent.nbytes > MAX_RECORD_BYTES:
             raise CorpusError(
@@ -154,10 +155,9 @@ def _measured(
                 found=f"{extent.nbytes} bytes",
                 expected=f"at most {MAX_RECORD_BYTES}",
             )
-        record: Record = parse_record(data, task.path)
-        if spec.fields is not None:
-            record = spec.fields.apply(record)
-        return spec.encoder.measure(record)
+        raw = parse_record(file.read_at(extent.offset, extent.nbytes), task.path)
+        record = raw if spec.fields is None else spec.fields.apply(raw)
+        return spec.encoder.measure(record), content_hash(raw)
     except CorpusError as error:
         if spec.invalid == "error":
             raise CorpusError(
@@ -173,7 +173,7 @@ def _measured(
             reason = error.headline if error.found is None else f"{error.headline}; found {error.found}"
             columns.first_invalid.append({"record": number, "key": extent.key, "reason": reason})
         tokens = MASKED_TOKENS if spec.invalid == "mask" else 0
-        return Measure(tokens=tokens, num_images=UNMEASURED, image_tokens=0)
+        return Measure(tokens=tokens, num_images=UNMEASURED, image_tokens=0), 0
 
 
 _spec: IndexSpec | None = None

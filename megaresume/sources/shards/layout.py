@@ -2,7 +2,7 @@
 
     0        preamble, 128 bytes: magic, version, records, where the header is, its hash, a hash of the preamble
     4096     columns, one after the other, each from a multiple of 64 bytes on:
-             tokens, image_tokens, num_images, shard int32[n]; offset int64[n]; nbytes uint32[n]
+             tokens, image_tokens, num_images, shard int32[n]; offset int64[n]; nbytes, content uint32[n]
     ...      header: JSON, up to the end of the file
 
 Opening reads the preamble and the header, whatever n is. The header lies behind the columns because it holds their
@@ -27,7 +27,7 @@ from megaresume.stream.errors import CorpusError
 __all__ = ["COLUMNS", "FORMAT", "MAX_RECORD_BYTES", "SUFFIX", "VERSION", "Preamble", "column_places", "index_path"]
 
 FORMAT = "megaresume.shards"
-VERSION = 1
+VERSION = 2
 SUFFIX = ".shards.idx"
 #: name -> dtype, in the order of the file.
 COLUMNS: Mapping[str, np.dtype[Any]] = {
@@ -40,6 +40,8 @@ COLUMNS: Mapping[str, np.dtype[Any]] = {
     "shard": np.dtype("<i4"),
     "offset": np.dtype("<i8"),
     "nbytes": np.dtype("<u4"),
+    # `tar.content_hash` of the record; 0 where it was not read.
+    "content": np.dtype("<u4"),
 }
 MAX_RECORD_BYTES = (1 << 32) - 1
 PREAMBLE_BYTES = 128
@@ -99,6 +101,13 @@ class Preamble:
                 expected=f"version {VERSION} at most",
                 cause="it was written by a newer megaresume",
                 action="upgrade: pip install --upgrade megaresume",
+            )
+        if version < VERSION:
+            raise CorpusError(
+                f"{path} was written by an older megaresume",
+                found=f"version {version}, which does not know the contents of records",
+                expected=f"version {VERSION}",
+                action="make it again: megaresume prepare --overwrite",
             )
         if xxhash.xxh3_64_digest(data[: PREAMBLE_BYTES - 8]) != data[PREAMBLE_BYTES - 8 : PREAMBLE_BYTES]:
             raise damaged(path, "another hash of its first bytes than when it was written")

@@ -19,7 +19,7 @@ from megaresume.sources.scan import scan_fingerprint
 from megaresume.sources.shards.files import ShardFiles
 from megaresume.sources.shards.index import ShardIndex, ShardInfo
 from megaresume.sources.shards.paths import resolved
-from megaresume.sources.shards.tar import RecordError, parse_record
+from megaresume.sources.shards.tar import RecordError, content_hash, parse_record
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.state import Fingerprint
 
@@ -198,16 +198,20 @@ class ShardSource:
         length = self.length(i)
         policy = self.policy
         record: Record | CorpusError
+        changed: CorpusError | None = None
         if self.index.column("num_images")[i] == UNMEASURED:
             # Declared when the index was made (--invalid): also if the record was mended since, nothing moves.
             policy, record = "mask", self._unmeasured(i)
         else:
             try:
-                record = self.record(i)
+                raw = self._raw(i)
+                if content_hash(raw) != int(self.index.column("content")[i]):
+                    changed = _changed(raw)
+                record = self._with_fields(raw)
             except RecordError as error:
                 record = error
         indexed = int(self._tokens[i])
-        document = encode_as_indexed(self.encoder, record, key, tokens=indexed, policy=policy)
+        document = encode_as_indexed(self.encoder, record, key, tokens=indexed, policy=policy, changed=changed)
         return document if length == indexed else fit_document(document, length, self.encoder.filler)
 
     def record(self, i: int) -> Record:
@@ -219,6 +223,9 @@ class ShardSource:
             CorpusError: its shard is missing, or another one.
             SetupError: the store does not answer.
         """
+        return self._with_fields(self._raw(i))
+
+    def _raw(self, i: int) -> Record:
         shard, path = self._shard(i)
         self.files.check(path, shard.size)
         offset, nbytes = int(self.index.column("offset")[i]), int(self.index.column("nbytes")[i])
@@ -229,8 +236,14 @@ class ShardSource:
                 expected="a place in the shard",
                 action="copy the index again, or make it again: megaresume prepare --overwrite",
             )
-        record = parse_record(self.files.read(path, offset, nbytes), path)
-        return record if self._fields is None else self._fields.apply(record)
+        return parse_record(self.files.read(path, offset, nbytes), path)
+
+    def _with_fields(self, record: Record) -> Record:
+        fields = self._fields
+        if fields is None:
+            return record
+        applied: Record = fields.apply(record)
+        return applied
 
     def describe(self, i: int) -> dict[str, Any]:
         """Where document i comes from, for people: shard, key, members with their bytes, images with their sizes."""
@@ -314,6 +327,16 @@ class ShardSource:
             action=f"for source '{self.name}' say too_long: truncate (cut their text) or drop (leave them out), "
             f"or give max_tokens and seq_length of {self.index.header['longest']}",
         )
+
+
+def _changed(record: Record) -> CorpusError:
+    return CorpusError(
+        f"record '{record.key}' is not the one that was indexed",
+        found="another content, as long as the indexed one",
+        expected="the same bytes",
+        cause="a damaged disk, or shards of the same size that were written again, renamed or mixed up",
+        action="put the shards back, or make the index again: megaresume prepare --overwrite",
+    )
 
 
 def check_choice(value: object, choices: tuple[str, ...], option: str, name: str) -> None:

@@ -16,12 +16,14 @@ import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import xxhash
+
 from megaresume.encoding.multimodal.types import Record
 from megaresume.sources.shards.blocks import BlockFile
 from megaresume.sources.shards.headers import Header, headers
 from megaresume.stream.errors import CorpusError
 
-__all__ = ["Extent", "RecordError", "parse_record", "walk"]
+__all__ = ["Extent", "RecordError", "content_hash", "parse_record", "walk"]
 
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)
 #: webdataset and Energon pass over what is called so at the top of an archive.
@@ -125,6 +127,15 @@ def parse_record(data: bytes, path: str) -> Record:
     if key is None or end < len(data):
         raise _not_there(shard, "no header of a file" if key is None else f"a damaged header behind {key}")
     return Record(key=key, path=path, members=members)
+
+
+def content_hash(record: Record) -> int:
+    """32 bits of key, extensions and contents: the same wherever and in whatever tar the record lies."""
+    hasher = xxhash.xxh3_64(record.key.encode("utf-8", "surrogateescape"))
+    for extension, content in record.members.items():
+        hasher.update(f"|{len(extension)}|{len(content)}|{extension}".encode("utf-8", "surrogateescape"))
+        hasher.update(content)
+    return hasher.intdigest() & 0xFFFFFFFF
 
 
 def _members(file: BlockFile, shard: str) -> Iterator[Header]:

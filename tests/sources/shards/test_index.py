@@ -22,9 +22,8 @@ def with_byte(data: bytes, at: int) -> bytes:
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
-def newer(data: bytes) -> bytes:
-    body = data[:24] + (2).to_bytes(4, "little") + data[28:120]
-    return body + xxhash.xxh3_64_digest(body) + data[128:]
+def of_version(data: bytes, change: int) -> bytes:
+    return data[:24] + bytes([data[24] + change]) + data[25:]
 
 
 @pytest.mark.parametrize(
@@ -38,7 +37,8 @@ def newer(data: bytes) -> bytes:
         (lambda d: b"MMIDIDX\0" + d[8:], "is damaged"),
         (lambda d: with_byte(d, 33), "is damaged"),
         (lambda d: with_byte(d, header_place(d) + 10), "is damaged"),
-        (newer, "has a version that this release cannot read"),
+        (lambda d: of_version(d, 1), "has a version that this release cannot read"),
+        (lambda d: of_version(d, -1), "was written by an older megaresume"),
     ],
     ids=[
         "empty",
@@ -50,6 +50,7 @@ def newer(data: bytes) -> bytes:
         "records",
         "header",
         "newer",
+        "older",
     ],
 )
 def test_an_index_that_is_not_what_was_written_is_refused(pairs, damage, match):

@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import tarfile
 import threading
 
 import numpy as np
@@ -17,7 +18,7 @@ from megaresume.sources.shards.layout import column_places
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.fingerprints import hash_lengths
 from tests.encoding.multimodal.kit import file, picture
-from tests.sources.shards.kit import captions, encoder, key, same, write_shard, write_shards
+from tests.sources.shards.kit import add, captions, encoder, key, same, write_shard, write_shards
 
 
 def expected(i: int, k=None):
@@ -250,3 +251,49 @@ def test_where_a_document_comes_from(pairs, tmp_path):
     assert found["shard"] == str(tmp_path / "shards/pairs-000001.tar")
     assert (found["key"], found["record"], found["images"]) == ("data/000006", 1, {"png": [21, 16]})
     assert found["members"]["txt"] == len(captions(1, 6)[0][1]["txt"])
+
+
+@pytest.mark.parametrize("policy", ["error", "mask", "truncate"])
+def test_another_record_of_the_same_length_is_never_taken_for_the_indexed_one(tmp_path, policy):
+    """Shards of pictures of one size, written again in another order: every offset, size and length is as it was."""
+    records = [(f"{i}", {"png": picture_bytes(i), "txt": b"digit %d" % i}) for i in range(3)]
+    shard = write_shard(tmp_path / "digits.tar", records)
+    prepare_shards([shard], tmp_path / "digits", encoder())
+    source = ShardSource(tmp_path / "digits.shards.idx", policy=policy)
+    whole, before = source.encoded(1, key(1)), source.encoded(0, key(0))
+    assert whole.fault is None and len(whole.images) == 1
+    size = shard.stat().st_size
+    write_shard(shard, [records[0], ("1", records[2][1]), ("2", records[1][1])])
+    assert shard.stat().st_size == size
+    source = ShardSource(tmp_path / "digits.shards.idx", policy=policy)
+    assert same(source.encoded(0, key(0)), before)
+    if policy == "error":
+        with pytest.raises(CorpusError, match=r"record '1' is not the one that was indexed[\s\S]*mixed up"):
+            source.encoded(1, key(1))
+        return
+    changed = source.encoded(1, key(1))
+    assert (
+        changed.fault.reason
+        == "record '1' is not the one that was indexed; found another content, as long as the indexed one"
+    )
+    assert not changed.images and not changed.trained.any() and len(changed.tokens) == len(whole.tokens)
+
+
+def test_a_shard_that_was_only_packed_anew_is_the_same(tmp_path):
+    records = captions(4)
+    shard = write_shard(tmp_path / "pairs.tar", records)
+    prepare_shards([shard], tmp_path / "pairs", encoder())
+    index = (tmp_path / "pairs.shards.idx").read_bytes()
+    with tarfile.open(shard, "w") as archive:
+        for name, members in records:
+            for extension, content in members.items():
+                add(archive, f"{name}.{extension}", content, mtime=7, uname="other")
+    source = ShardSource(tmp_path / "pairs.shards.idx")
+    assert all(same(source.encoded(i, key(i)), expected(i)) for i in range(4))
+    prepare_shards([shard], tmp_path / "pairs", encoder(), overwrite=True)
+    assert (tmp_path / "pairs.shards.idx").read_bytes() == index
+
+
+def picture_bytes(i: int) -> bytes:
+    """Pictures whose files have one size."""
+    return file(picture(16, 16, seed=i), "PNG", compress_level=0)
