@@ -153,6 +153,9 @@ def _open(content: bytes, options: ImageOptions, name: str) -> tuple[Image, int]
 
 
 def _orientation(image: Image) -> int:
+    # Pillow turns a TIFF itself when it loads it, and gives the size that it will have then.
+    if image.format == "TIFF":
+        return 1
     # For a PNG without eXIf before the pixels Pillow would decode the pixels to look behind them.
     if image.format == "PNG" and "exif" not in image.info:
         return 1

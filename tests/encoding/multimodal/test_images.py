@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import warnings
 import zlib
@@ -48,6 +49,16 @@ def test_exif_orientation_turns_size_and_pixels_alike(form, orientation):
         expected = PIL.ImageOps.exif_transpose(raw).convert("RGB")
     assert np.array_equal(both(content), expected)
     assert both(content, ImageOptions(orientation="ignore")).size == (61, 37)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_tiff_which_pillow_turns_itself_is_turned_once(orientation):
+    exif = PIL.Image.Exif()
+    exif[0x0112] = orientation
+    content = file(picture(61, 37), "TIFF", exif=exif)
+    with PIL.Image.open(io.BytesIO(content)) as raw:
+        expected = PIL.ImageOps.exif_transpose(raw).convert("RGB")
+    assert np.array_equal(both(content, ImageOptions(formats=("TIFF",))), expected)
 
 
 @pytest.mark.parametrize("mode", ["L", "1", "P", "CMYK"])

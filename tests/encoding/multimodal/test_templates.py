@@ -122,6 +122,13 @@ def turns(*contents, role="assistant"):
         ("interleaved", {"json": {"texts": [None], "images": ["q.png"]}}, ["no image 'q.png'"]),
         ("interleaved", {"json": {"texts": [None, " "]}}, ["has no text"]),
         ("interleaved", {"json": {"texts": [7]}}, ["a text is not a text", "int"]),
+        ("interleaved", {"_0_png": X, "json": {"texts": ["a"], "pictures": ["0.png"]}}, ["not two lists", "no list"]),
+        (
+            "interleaved",
+            {"_0_png": X, "_1_png": X, "json": {"texts": ["a", None], "images": [None, "1.png"]}},
+            ["images that its page does not show", "0.png; 1 are shown", "unused_images: true"],
+        ),
+        ("interleaved", {"_0_png": X, "json": {"text_list": ["a"]}}, ["does not show", "0.png; 0 are shown"]),
         ("interleaved", {"json": {"text_list": ["a"], "image_info": [{}]}}, ["without the index of its text"]),
     ],
 )

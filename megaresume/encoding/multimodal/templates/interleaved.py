@@ -11,18 +11,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megaresume.encoding.multimodal.options import option, sequence, string
+from megaresume.encoding.multimodal.options import boolean, option, sequence, string
 from megaresume.encoding.multimodal.templates.base import (
     Image,
     Piece,
     Text,
     bad_json,
     checked_text,
+    image_members,
     json_member,
     named_image,
     no_text,
 )
 from megaresume.encoding.multimodal.types import Record
+from megaresume.stream.errors import CorpusError
 
 __all__ = ["Interleaved"]
 
@@ -41,6 +43,8 @@ class Interleaved:
     images: str = option("images", string)
     #: between two texts with no image between them.
     separator: str = option("\n", string)
+    #: images of the record that the lists do not name are left out; otherwise they are errors.
+    unused_images: bool = option(False, boolean)
 
     def pieces(self, record: Record) -> list[Piece]:
         """Raises CorpusError: no JSON, no lists, lists of two lengths, an unknown image, no text."""
@@ -54,13 +58,16 @@ class Interleaved:
             if pieces and isinstance(pieces[-1], Text):
                 text = self.separator + text
             pieces.append(Text(text=text, trained=True))
+        shown = {piece.member for piece in pieces if isinstance(piece, Image)}
+        if not self.unused_images and (unused := [name for name in image_members(record) if name not in shown]):
+            raise _unused(record, unused, len(shown))
         if not any(isinstance(piece, Text) for piece in pieces):
             raise no_text(record, "the texts")
         return pieces
 
     def _listed(self, record: Record, data: dict[str, Any]) -> list[tuple[list[Any], str | None]]:
         texts, images = data.get(self.texts), data.get(self.images)
-        if images is None and isinstance(texts, list):
+        if images is None and isinstance(texts, list) and not image_members(record):
             images = [None] * len(texts)
         if not isinstance(texts, list) or not isinstance(images, list) or len(texts) != len(images):
             lengths = [f"{len(value)}" if isinstance(value, list) else "no list" for value in (texts, images)]
@@ -74,6 +81,16 @@ class Interleaved:
             ([] if image is None else [image], None if text is None else checked_text(record, text, "a text"))
             for text, image in zip(texts, images, strict=True)
         ]
+
+
+def _unused(record: Record, names: list[str], shown: int) -> CorpusError:
+    return CorpusError(
+        f"record '{record.key}' has images that its page does not show",
+        found=f"{', '.join(names[:4])}{' ...' if len(names) > 4 else ''}; {shown} are shown",
+        expected="every image of the record in the page",
+        cause="a list of images under another key than template.images, or images of which the page lost the place",
+        action="correct template.images, or template.unused_images: true leaves them out",
+    )
 
 
 def _matched(record: Record, data: dict[str, Any]) -> list[tuple[list[Any], str | None]]:
