@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from megaresume.stream.plan import Plan
     from megaresume.stream.state import StreamState
     from megaresume.stream.stream import Stream
+    from megaresume.trace.records import Records
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     plan = stream.plan(first, stop)
     report = _summary(stream, plan)
     if not args.summary:
-        report["samples"] = [_sample(stream, plan, sample) for sample in range(first, stop)]
+        report["samples"] = _samples(stream, plan)
     print(json.dumps(report) if args.json else _text(stream, report))
     return 0
 
@@ -98,12 +99,36 @@ def _range(text: str) -> tuple[int, int]:
     return numbers
 
 
-def _sample(stream: Stream, plan: Plan, sample: int) -> dict[str, Any]:
+def _samples(stream: Stream, plan: Plan) -> list[dict[str, Any]]:
+    """Every sample of the plan; those that hold image-text records read them, which takes its time on a store."""
+    from megaresume.stream.progress import progress
+    from megaresume.trace.records import Records
+
+    records = Records(stream.sources)
+    if not records.shards:
+        return [_sample(stream, plan, sample, records) for sample in range(plan.first, plan.stop)]
+    samples = []
+    with progress("reading records", len(plan), "samples") as bar:
+        for sample in range(plan.first, plan.stop):
+            samples.append(_sample(stream, plan, sample, records))
+            bar.update(1)
+    return samples
+
+
+def _sample(stream: Stream, plan: Plan, sample: int, records: Records) -> dict[str, Any]:
     from megaresume.stream.ranges import absolute
 
     names = [s.name for s in stream.config.sources]
     segments = [
-        {"source": names[s.source], "epoch": s.epoch, "document": s.document, "offset": s.offset, "length": s.length}
+        {
+            "source": names[s.source],
+            "epoch": s.epoch,
+            "document": s.document,
+            "offset": s.offset,
+            "length": s.length,
+            **records.place(s.source, s.document),
+            **records.describe(s.source, s.document),
+        }
         for s in plan.segments(sample)
     ]
     index = sample - plan.first
@@ -147,6 +172,8 @@ def _summary(stream: Stream, plan: Plan) -> dict[str, Any]:
 
 
 def _text(stream: Stream, report: dict[str, Any]) -> str:
+    from megaresume.trace.records import record_words
+
     seq_length = report["seq_length"]
     lines = []
     for sample in report.get("samples", ()):
@@ -154,6 +181,7 @@ def _text(stream: Stream, report: dict[str, Any]) -> str:
             f"{s['source']}:{s['document']}"
             + (f"[{s['offset']}:{s['offset'] + s['length']}]" if s["offset"] else f"[:{s['length']}]")
             + (f" epoch {s['epoch']}" if s["epoch"] else "")
+            + record_words(s)
             for s in sample["segments"]
         ]
         fill = f"{100 * sample['tokens'] / seq_length:6.2f} %"

@@ -39,6 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", action="store_true", help="the text of every segment, by the corpus's tokenizer")
     parser.add_argument("--tokenizer", metavar="FILE", help="its tokenizer.json; byte tokens need none")
     parser.add_argument("--eod-token", metavar="TEXT", help="as given to megaresume prepare")
+    parser.add_argument(
+        "--records", action="store_true", help="read every image-text record: its key, its images with sizes and tokens"
+    )
+    parser.add_argument(
+        "--images", metavar="OUT_DIR", type=Path, help="write the pictures of every sample there, with a page of them"
+    )
+    parser.add_argument(
+        "--augmented", action="store_true", help="with --images: also what augmentation made of each picture, as PNG"
+    )
     parser.add_argument("--data", metavar="DATA.yaml", help="where the corpora are now (default: as recorded in DIR)")
     parser.add_argument("--split", help="that of the run, where neither DATA.yaml nor DIR says it: 969,30,1")
     form = parser.add_mutually_exclusive_group()
@@ -58,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
         first, stop = _samples(args, trace)
         if args.parquet is not None:
             _parquet(args.parquet, trace, first, stop)
+        elif args.images is not None:
+            _images(args, trace, sources, first, stop)
         else:
             _write(args, trace, sources, first, stop)
     for note in trace.history.notes:
@@ -82,12 +93,22 @@ def _check_flags(args: argparse.Namespace) -> None:
     if args.find is None:
         wrong, needed = [flag for flag, used in only.items() if used], "--find"
     else:
-        wrong = [f for f, used in (("--text", args.text), ("--csv", args.csv), ("--parquet", args.parquet)) if used]
-        needed = "--steps or --samples"
+        names = ("text", "csv", "parquet", "records", "images")
+        wrong, needed = [f"--{name}" for name in names if getattr(args, name)], "--steps or --samples"
     if wrong:
         raise UsageError(f"{wrong[0]} goes with {needed}", found=f"{wrong[0]} with {given[0]}")
-    if args.parquet is not None and args.text:
-        raise UsageError("--text goes with text, --json or --csv", found="--text with --parquet")
+    for flag, used in (("--text", args.text), ("--records", args.records)):
+        if args.parquet is not None and used:
+            raise UsageError(f"{flag} goes with text, --json or --csv", found=f"{flag} with --parquet")
+    if args.augmented and args.images is None:
+        raise UsageError("--augmented goes with --images", found="--augmented without --images OUT_DIR")
+    others = [f"--{name}" for name in ("text", "records", "csv", "parquet") if getattr(args, name)]
+    if args.images is not None and others:
+        raise UsageError(
+            f"--images goes without {others[0]}",
+            found=f"--images with {', '.join(others)}",
+            expected="one of them: --images writes text and records too, into OUT_DIR/images.jsonl",
+        )
     if (args.tokenizer or args.eod_token) and not args.text:
         raise UsageError("--tokenizer goes with --text", found="--tokenizer or --eod-token without --text")
     for flag, value in (("--epochs", args.epochs), ("--until-step", args.until_step)):
@@ -142,11 +163,11 @@ def _sources(args: argparse.Namespace, root: Path, history: History) -> dict[str
 
 
 @contextlib.contextmanager
-def _progress(what: str, total: int) -> Iterator[Callable[[int], object]]:
+def _progress(what: str, total: int, *, to_file: bool = False) -> Iterator[Callable[[int], object]]:
     """On standard error, unless the output itself shows on the same terminal."""
     from megaresume.stream.progress import progress
 
-    if sys.stdout.isatty():
+    if sys.stdout.isatty() and not to_file:
         yield lambda samples: None
         return
     with progress(what, total, "samples") as bar:
@@ -159,10 +180,10 @@ def _write(args: argparse.Namespace, trace: Trace, sources: Mapping[str, Source]
     numbered = bool(trace.replan.skips.ranges)
     form: Format = "json" if args.json else "csv" if args.csv else "text"
     if form == "csv":
-        columns = [*CSV_COLUMNS, *(["absolute"] if numbered else []), *(["text"] if args.text else [])]
-        sys.stdout.write(",".join(columns) + "\n")
-    lines = _decoded(args, sources, form) if args.text else None
-    writer = Writer(form, trace.names, numbered=numbered)
+        columns = [*CSV_COLUMNS, *(["absolute"] if numbered else []), *_more_columns(args, trace)]
+        sys.stdout.write(",".join([*columns, *(["text"] if args.text else [])]) + "\n")
+    lines = _decoded(args, trace, sources, form) if args.text or args.records else None
+    writer = Writer(form, trace.names, numbered=numbered, shards=trace.records.shards)
     shown = ""
     with _progress("tracing", trace.work(first, stop)) as update:
         for piece in trace.pieces(first, stop, progress=update):
@@ -176,14 +197,43 @@ def _write(args: argparse.Namespace, trace: Trace, sources: Mapping[str, Source]
                 sys.stdout.buffer.write(writer.write(piece))
 
 
-def _decoded(args: argparse.Namespace, sources: Mapping[str, Source], form: Format) -> Callable[[Piece], Iterable[str]]:
-    """Writes pieces with the text of their segments."""
+def _more_columns(args: argparse.Namespace, trace: Trace) -> list[str]:
+    """Columns of the CSV for records of tar shards."""
+    from megaresume.trace.trace import RECORD_COLUMNS
+
+    if not trace.records.shards:
+        return []
+    return [*RECORD_COLUMNS, *(["key", "images", "fault"] if args.records else [])]
+
+
+def _decoded(
+    args: argparse.Namespace, trace: Trace, sources: Mapping[str, Source], form: Format
+) -> Callable[[Piece], Iterable[str]]:
+    """Writes pieces with the text of their segments, or with their records."""
     from megaresume.encoding.tokenizers import load_tokenizer
     from megaresume.trace.decode import Decoder
     from megaresume.trace.formats import csv_rows
+    from megaresume.trace.records import image_words
 
     tokenizer = load_tokenizer(args.tokenizer, eod_token=args.eod_token) if args.tokenizer or args.eod_token else None
-    decoder = Decoder(sources, tokenizer, _note)
+    decoder = Decoder(sources, tokenizer, _note) if args.text else None
+    recorded = {(f.sample, f.source, f.document): f for f in trace.history.state.faults.kept}
+    more = _more_columns(args, trace)
+
+    def rows(piece: Piece) -> Iterator[dict[str, Any]]:
+        for row in piece.rows() if decoder is None else decoder.rows(piece):
+            for segment in row["segments"] if args.records else ():
+                segment.update(trace.records.describe(trace.names.index(segment["source"]), segment["document"]))
+                fault = recorded.get((row["sample"], segment["source"], segment["document"]))
+                if fault is not None:
+                    segment["fault"] = {"policy": fault.policy, "reason": fault.reason}
+            yield row
+
+    def cells(segment: dict[str, Any]) -> dict[str, Any]:
+        """Lists and mappings as words."""
+        images, fault = segment.get("images", ()), segment.get("fault")
+        words = {"images": image_words(images), "fault": fault and f"{fault['policy']}: {fault['reason']}"}
+        return segment | words
 
     class Lines:
         """What `csv.writer` writes to."""
@@ -196,19 +246,22 @@ def _decoded(args: argparse.Namespace, sources: Mapping[str, Source], form: Form
 
     def of_csv(piece: Piece) -> Iterator[str]:
         out = Lines()
-        for row in decoder.rows(piece):
-            csv.writer(out, lineterminator="\n").writerows(csv_rows(row))
+        for row in rows(piece):
+            row["segments"] = [cells(segment) for segment in row["segments"]]
+            csv.writer(out, lineterminator="\n").writerows(csv_rows(row, more))
             yield from out.lines
             out.lines.clear()
 
     if form == "json":
-        return lambda piece: (json.dumps(row, ensure_ascii=False) + "\n" for row in decoder.rows(piece))
+        return lambda piece: (json.dumps(row, ensure_ascii=False) + "\n" for row in rows(piece))
     if form == "csv":
         return of_csv
-    return lambda piece: (_text_of(row) for row in decoder.rows(piece))
+    return lambda piece: (_text_of(row) for row in rows(piece))
 
 
 def _text_of(row: Mapping[str, Any]) -> str:
+    from megaresume.trace.records import record_words
+
     names = ("step", "sample", "rank", "micro_batch")
     words = [f"{name.replace('_', '-')} {'?' if row[name] is None else row[name]}" for name in names]
     if "absolute" in row:
@@ -216,8 +269,11 @@ def _text_of(row: Mapping[str, Any]) -> str:
     lines = ["  ".join([*words, f"{row['tokens']} tokens", row["hash"]])]
     for s in row["segments"]:
         epoch = f" epoch {s['epoch']}" if s["epoch"] else ""
-        lines.append(f"  {s['source']}:{s['document']}[{s['offset']}:{s['offset'] + s['length']}]{epoch}")
-        text = s["text"] if "text" in s else " ".join(map(str, s["token_ids"]))
+        place = f"  {s['source']}:{s['document']}[{s['offset']}:{s['offset'] + s['length']}]{epoch}"
+        lines.append(place + record_words(s))
+        if "fault" in s:
+            lines.append(f"    {s['fault']['policy']}: {s['fault']['reason']}")
+        text = s["text"] if "text" in s else " ".join(map(str, s.get("token_ids", ())))
         lines += [f"    | {line}" for line in text.splitlines()]
     return "\n".join(lines) + "\n"
 
@@ -226,9 +282,28 @@ def _parquet(path: Path, trace: Trace, first: int, stop: int) -> None:
     from megaresume.trace.parquet import require_pyarrow, write_parquet
 
     require_pyarrow()
-    with _progress("tracing", trace.work(first, stop)) as update:
+    with _progress("tracing", trace.work(first, stop), to_file=True) as update:
         rows = write_parquet(path, trace.pieces(first, stop, progress=update))
     print(f"{rows:,} segments of samples {first} to {stop - 1} in {path}")
+
+
+def _images(args: argparse.Namespace, trace: Trace, sources: Mapping[str, Source], first: int, stop: int) -> None:
+    from dataclasses import asdict
+
+    from megaresume.trace.images import write_images
+
+    # Planned first, then written: both take their time.
+    with _progress("writing images", trace.work(first, stop) + stop - first, to_file=True) as update:
+        done = write_images(args.images, trace, sources, first, stop, augmented=args.augmented, progress=update)
+    if args.json:
+        print(json.dumps({"directory": str(args.images), "first": first, "stop": stop, **asdict(done)}))
+        return
+    lines = f"{done.images:,} images of {done.documents:,} documents in samples {first} to {stop - 1}"
+    if done.not_shown:
+        lines += f", {done.not_shown:,} of them not shown to the model"
+    if done.faults:
+        lines += f"; {done.faults:,} documents masked or cut by their policy"
+    print(f"{lines}\n{args.images / 'index.html'}")
 
 
 def _find(args: argparse.Namespace, trace: Trace) -> None:

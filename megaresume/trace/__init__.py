@@ -8,4 +8,7 @@ find.py       when a document was or will be seen
 formats.py    pieces as text, JSON lines and CSV, by a compiled loop (kernels.py)
 decode.py     the text of segments, by the tokenizer of their corpus
 parquet.py    pieces as a Parquet file
+records.py    which record of which tar shard a document is
+pictures.py   an image-text document as the model is shown it
+images.py     the pictures of samples as files
 """

@@ -12,10 +12,10 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.trace.kernels import HASH, LITERAL, NAME, SAMPLE, SEGMENT, UNLESS_ZERO, write_rows
-from megaresume.trace.trace import ABSOLUTE, SAMPLE_COLUMNS, SEGMENT_COLUMNS, Piece
+from megaresume.trace.kernels import HASH, IF_KNOWN, LITERAL, NAME, SAMPLE, SEGMENT, UNLESS_ZERO, write_rows
+from megaresume.trace.trace import ABSOLUTE, RECORD_COLUMNS, SAMPLE_COLUMNS, SEGMENT_COLUMNS, Piece
 
-__all__ = ["CSV_COLUMNS", "Format", "Writer", "csv_rows", "heading"]
+__all__ = ["CSV_COLUMNS", "RECORD_WORDS", "Format", "Writer", "csv_rows", "heading"]
 
 Format = Literal["text", "json", "csv"]
 Word = bytes | str
@@ -83,9 +83,27 @@ _TEMPLATES: dict[Format, _Template] = {
 }
 
 
-def _numbered(form: Format) -> _Template:
+#: what is said of a record of a tar shard, in text.
+RECORD_WORDS: tuple[Word, ...] = (
+    *(b" (", "shard", b" #", "record", b", images: ", "num_images", b" of ", "image_tokens", b" tokens)"),
+)
+
+
+def _with_records(template: _Template, form: Format) -> _Template:
+    """The template of a run that has tar shards: documents of other sources say nothing of records."""
+    row = list(template.row)
+    if form == "json":
+        more: list[Word] = [b', "shard": ', "shard", b", ", *_numbers(RECORD_COLUMNS[1:])]
+        row[-1:] = [f"+{len(more)}", *more, row[-1]]
+    elif form == "csv":
+        row[-1:] = [*(word for column in RECORD_COLUMNS for word in (b",", column)), row[-1]]
+    else:
+        row += [f"+{len(RECORD_WORDS)}", *RECORD_WORDS]
+    return replace(template, row=row)
+
+
+def _numbered(template: _Template, form: Format) -> _Template:
     """The template of a run that leaves samples out."""
-    template = _TEMPLATES[form]
     head, row = list(template.head), list(template.row)
     if form == "json":
         head[head.index(b', "hash": "') : head.index(b', "hash": "')] = [b', "absolute": ', "absolute"]
@@ -104,11 +122,19 @@ class Writer:
         form: which.
         names: of the sources.
         numbered: with the absolute numbers of samples.
+        shards: the tar shards of the run, if it has any.
     """
 
-    def __init__(self, form: Format, names: Sequence[str], *, numbered: bool = False) -> None:
-        template = _numbered(form) if numbered else _TEMPLATES[form]
-        self._literals = [template.unknown, *(template.name(name).encode() for name in names)]
+    def __init__(
+        self, form: Format, names: Sequence[str], *, numbered: bool = False, shards: Sequence[str] = ()
+    ) -> None:
+        template = _TEMPLATES[form]
+        if numbered:
+            template = _numbered(template, form)
+        if shards:
+            template = _with_records(template, form)
+        self._first_shard = 1 + len(names)
+        self._literals = [template.unknown, *(template.name(name).encode() for name in [*names, *shards])]
         self._longest_name = max((len(literal) for literal in self._literals[1:]), default=0)
         sections = (template.head, template.row, template.between, template.tail)
         self._programs = [self._program(words) for words in sections]
@@ -118,26 +144,32 @@ class Writer:
 
     def _program(self, words: Sequence[Word]) -> npt.NDArray[np.int64]:
         program = []
+        columns = (*SEGMENT_COLUMNS, *RECORD_COLUMNS)
         for word in words:
             if isinstance(word, bytes):
-                program.append((LITERAL, len(self._literals)))
+                program.append((LITERAL, len(self._literals), 0))
                 self._literals.append(word)
             elif word == "hash":
-                program.append((HASH, 0))
+                program.append((HASH, 0, 0))
             elif word == "source":
-                program.append((NAME, 1))
+                program.append((NAME, 1, 0))
+            elif word == "shard":
+                program.append((NAME, self._first_shard, columns.index(word)))
             elif word.startswith("?"):
-                program.append((UNLESS_ZERO, SEGMENT_COLUMNS.index(word[1:])))
+                program.append((UNLESS_ZERO, columns.index(word[1:]), 2))
+            elif word.startswith("+"):
+                program.append((IF_KNOWN, columns.index("shard"), int(word)))
             elif word == "absolute":
-                program.append((SAMPLE, ABSOLUTE))
+                program.append((SAMPLE, ABSOLUTE, 0))
             elif word in SAMPLE_COLUMNS:
-                program.append((SAMPLE, SAMPLE_COLUMNS.index(word)))
+                program.append((SAMPLE, SAMPLE_COLUMNS.index(word), 0))
             else:
-                program.append((SEGMENT, SEGMENT_COLUMNS.index(word)))
-        return np.array(program, np.int64).reshape(-1, 2)
+                program.append((SEGMENT, columns.index(word), 0))
+        return np.array(program, np.int64).reshape(-1, 3)
 
     def _most_bytes(self, words: Sequence[Word]) -> int:
-        return sum(len(w) if isinstance(w, bytes) else self._longest_name if w == "source" else 20 for w in words)
+        names = ("source", "shard")
+        return sum(len(w) if isinstance(w, bytes) else self._longest_name if w in names else 20 for w in words)
 
     def write(self, piece: Piece) -> memoryview:
         """The lines of a piece."""
@@ -161,12 +193,18 @@ class Writer:
         return out[:written].data
 
 
-def csv_rows(row: dict[str, object]) -> list[list[object]]:
-    """A sample of `Piece.rows` as rows of the CSV; a column more where segments have their text or tokens."""
+def csv_rows(row: dict[str, object], more: Sequence[str] = ()) -> list[list[object]]:
+    """A sample of `Piece.rows` as rows of the CSV; a column more where segments have their text or tokens.
+
+    Args:
+        row: the sample.
+        more: further columns, of segments that have them.
+    """
     rows: list[list[object]] = []
     for segment in row["segments"]:  # type: ignore[attr-defined]
         cells = [segment[c] if c in segment else row[c] for c in CSV_COLUMNS]
         cells += [row["absolute"]] if "absolute" in row else []
+        cells += [segment.get(c) for c in more]
         cells += [segment["text"]] if "text" in segment else []
         cells += [" ".join(map(str, segment["token_ids"]))] if "token_ids" in segment else []
         rows.append(cells)

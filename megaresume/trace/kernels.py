@@ -1,13 +1,14 @@
 """A compiled loop that writes rows as text from a template: a million samples in a second.
 
-A template is a program, int64[pieces, 2] of (what, which):
+A template is a program, int64[pieces, 3] of (what, which, more):
 
-    LITERAL i        literal i
-    SAMPLE i         number i of the sample
-    SEGMENT i        number i of the segment
-    NAME i           literal i + the segment's source
-    HASH             16 hex digits
-    UNLESS_ZERO i    passes over the next two pieces if number i of the segment is 0
+    LITERAL i          literal i
+    SAMPLE i           number i of the sample
+    SEGMENT i          number i of the segment
+    NAME i c           literal i + number c of the segment
+    HASH               16 hex digits
+    UNLESS_ZERO i n    passes over the next n pieces if number i of the segment is 0
+    IF_KNOWN i n       passes over the next n pieces if number i of the segment is negative
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-__all__ = ["HASH", "LITERAL", "NAME", "SAMPLE", "SEGMENT", "UNLESS_ZERO", "write_rows"]
+__all__ = ["HASH", "IF_KNOWN", "LITERAL", "NAME", "SAMPLE", "SEGMENT", "UNLESS_ZERO", "write_rows"]
 
-LITERAL, SAMPLE, SEGMENT, NAME, HASH, UNLESS_ZERO = 0, 1, 2, 3, 4, 5
+LITERAL, SAMPLE, SEGMENT, NAME, HASH, UNLESS_ZERO, IF_KNOWN = 0, 1, 2, 3, 4, 5, 6
 
 
 @numba.njit(cache=True, nogil=True)
@@ -45,7 +46,7 @@ def _put_number(out, at, value):  # type: ignore[no-untyped-def]
 def _put(out, at, program, literals, bounds, sample, identity, segment):  # type: ignore[no-untyped-def]
     piece = 0
     while piece < program.shape[0]:
-        what, which = program[piece, 0], program[piece, 1]
+        what, which, more = program[piece, 0], program[piece, 1], program[piece, 2]
         piece += 1
         if what == LITERAL:
             at = _put_literal(out, at, literals, bounds, which)
@@ -54,14 +55,15 @@ def _put(out, at, program, literals, bounds, sample, identity, segment):  # type
             # literal 0 stands for what is not known
             at = _put_literal(out, at, literals, bounds, 0) if value < 0 else _put_number(out, at, value)
         elif what == NAME:
-            at = _put_literal(out, at, literals, bounds, which + segment[0])
+            value = segment[more]
+            at = _put_literal(out, at, literals, bounds, 0 if value < 0 else which + value)
         elif what == HASH:
             for i in range(16):
                 digit = np.int64((identity >> np.uint64(60 - 4 * i)) & np.uint64(15))
                 out[at + i] = 48 + digit if digit < 10 else 87 + digit
             at += 16
-        elif segment[which] == 0:
-            piece += 2
+        elif (what == UNLESS_ZERO and segment[which] == 0) or (what == IF_KNOWN and segment[which] < 0):
+            piece += more
     return at
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from megaresume.stream.errors import CheckpointError, SetupError
 from megaresume.trace.steps import UNKNOWN
-from megaresume.trace.trace import ABSOLUTE, SAMPLE_COLUMNS, SEGMENT_COLUMNS, Piece
+from megaresume.trace.trace import ABSOLUTE, RECORD_COLUMNS, SAMPLE_COLUMNS, SEGMENT_COLUMNS, Piece
 
 __all__ = ["require_pyarrow", "write_parquet"]
 
@@ -91,5 +91,17 @@ def _table(pyarrow: Any, piece: Piece) -> Any:
     columns["source"] = pyarrow.DictionaryArray.from_arrays(indices, pyarrow.array(piece.names))
     for name in ("epoch", "document", "offset", "length"):
         columns[name] = pyarrow.array(piece.segments[:, SEGMENT_COLUMNS.index(name)])
+    if piece.shards:
+        columns |= _records(pyarrow, piece)
     columns["hash"] = pyarrow.array(np.repeat(piece.hashes, counts))
     return pyarrow.table(columns)
+
+
+def _records(pyarrow: Any, piece: Piece) -> dict[str, Any]:
+    """Columns of records in tar shards; null for documents of other sources."""
+    numbers = piece.segments[:, len(SEGMENT_COLUMNS) :]
+    none = numbers == UNKNOWN
+    columns = {n: pyarrow.array(numbers[:, k], mask=none[:, k]) for k, n in enumerate(RECORD_COLUMNS)}
+    indices = pyarrow.array(numbers[:, 0].astype(np.int32), mask=none[:, 0])
+    columns["shard"] = pyarrow.DictionaryArray.from_arrays(indices, pyarrow.array(list(piece.shards)))
+    return columns

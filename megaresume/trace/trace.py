@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from megaresume.stream.plan import Plan
 from megaresume.stream.ranges import trained
 from megaresume.stream.source import LengthSource
 from megaresume.trace.history import History, read_history
+from megaresume.trace.records import Records
 from megaresume.trace.replan import Planned, Replan
 from megaresume.trace.steps import UNKNOWN, Span, Steps
 
-__all__ = ["ABSOLUTE", "SAMPLE_COLUMNS", "SEGMENT_COLUMNS", "Piece", "Trace", "places"]
+__all__ = ["ABSOLUTE", "RECORD_COLUMNS", "SAMPLE_COLUMNS", "SEGMENT_COLUMNS", "Piece", "Trace", "places"]
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -28,6 +29,9 @@ SAMPLE_COLUMNS = ("step", "sample", "rank", "micro_batch", "tokens")
 #: column of `Piece.samples`: the number of the sample if nothing were left out.
 ABSOLUTE = 5
 SEGMENT_COLUMNS = ("source", "epoch", "document", "offset", "length", "place", "end")
+#: further columns of `Piece.segments` where the run has tar shards: which shard, the number of the record in it, images
+#: and their tokens; `UNKNOWN` for documents of other sources.
+RECORD_COLUMNS = ("shard", "record", "num_images", "image_tokens")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +50,7 @@ class Piece:
     #: uint64[n]: identities of the samples.
     hashes: npt.NDArray[np.uint64]
     #: int64[s, 7]: `SEGMENT_COLUMNS`: place is that in the sample, end the offset behind the segment; all in tokens.
+    #: int64[s, 11] where there are ``shards``: `RECORD_COLUMNS` too.
     segments: Int64Array
     #: int64[n + 1]: the segments of sample k are ``starts[k] .. starts[k + 1]``.
     starts: Int64Array
@@ -53,6 +58,8 @@ class Piece:
     left_out: bool = False
     #: whether the run leaves anything out, so that absolute numbers say something.
     numbered: bool = False
+    #: names of all tar shards of the run.
+    shards: Sequence[str] = ()
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Each sample as plain JSON."""
@@ -63,11 +70,16 @@ class Piece:
             if self.numbered:
                 row["absolute"] = values[ABSOLUTE]
             row["hash"] = f"{identity:016x}"
-            row["segments"] = [
-                {"source": self.names[segment[0]], **dict(zip(SEGMENT_COLUMNS[1:-1], segment[1:-1], strict=True))}
-                for segment in table[starts[k] : starts[k + 1]]
-            ]
+            row["segments"] = [self._segment(segment) for segment in table[starts[k] : starts[k + 1]]]
             yield row
+
+    def _segment(self, numbers: list[int]) -> dict[str, Any]:
+        last = len(SEGMENT_COLUMNS) - 1
+        segment = {"source": self.names[numbers[0]], **dict(zip(SEGMENT_COLUMNS[1:last], numbers[1:last], strict=True))}
+        if self.shards and numbers[last + 1] != UNKNOWN:
+            record = {n: None if v == UNKNOWN else v for n, v in zip(RECORD_COLUMNS, numbers[last + 1 :], strict=True)}
+            segment |= record | {"shard": self.shards[numbers[last + 1]]}
+        return segment
 
 
 class Trace:
@@ -87,6 +99,7 @@ class Trace:
         self.steps = Steps(self.history)
         opened = sources(self.history) if callable(sources) else sources
         self.replan = Replan(self.history, opened, self.steps.schedule)
+        self.records = Records(self.replan.sources)
 
     @property
     def names(self) -> list[str]:
@@ -125,7 +138,8 @@ class Trace:
             before = np.cumsum([0, *(b - a for a, b in skipped)])
             samples[:, ABSOLUTE] = samples[:, 1] + before[edges.searchsorted(samples[:, 1], side="right")]
         table, starts = plan.table, plan.starts
-        segments = np.empty((len(table), len(SEGMENT_COLUMNS)), np.int64)
+        num_columns = len(SEGMENT_COLUMNS) + (len(RECORD_COLUMNS) if self.records.shards else 0)
+        segments = np.empty((len(table), num_columns), np.int64)
         segments[:, 0] = table[:, SOURCE]
         segments[:, 1] = table[:, POSITION] // plan.num_documents[table[:, SOURCE]]
         segments[:, 2] = table[:, DOCUMENT]
@@ -133,6 +147,8 @@ class Trace:
         segments[:, 4] = table[:, LENGTH]
         segments[:, 5] = places(table[:, LENGTH], starts, planned.config.packing.align)
         segments[:, 6] = table[:, OFFSET] + table[:, LENGTH]
+        if self.records.shards:
+            self.records.fill(table[:, SOURCE], table[:, DOCUMENT], segments[:, len(SEGMENT_COLUMNS) :])
         return Piece(
             names=self.names,
             stage=planned.stage,
@@ -145,6 +161,7 @@ class Trace:
             starts=starts,
             left_out=planned.left_out,
             numbered=bool(skipped),
+            shards=self.records.shards,
         )
 
 

@@ -162,6 +162,7 @@ def test_find(run):
         (("--steps", "x"), 2, "bad range of steps"),
         (("--samples", "-1:4"), 2, "samples"),
         (("--steps", "1", "--epochs", "2"), 2, "--epochs goes with --find"),
+        (("--steps", "1", "--images", "pictures"), 2, "this run has no images"),
         (("--find", "web:1", "--csv"), 2, "--csv goes with --steps"),
         (("--find", "web:1", "--epochs", "0"), 2, "--epochs must be at least 1"),
         (("--steps", "1", "--tokenizer", "t.json"), 2, "--tokenizer goes with --text"),
