@@ -23,6 +23,7 @@ COMMANDS = (
     "prepare",
     "stream",
     "inspect",
+    "latest",
     "trace",
     "plan",
     "verify",

@@ -1,0 +1,288 @@
+"""Choosing the newest complete checkpoint of a directory, whoever wrote it.
+
+    recognise        which layout is it?                  names of directories and pointers
+      |
+    records of ours  `choose`: exactly what a resume under megaresume takes
+      |   none, or nothing complete by them
+    pointer          the one that it names, then older ones; what is newer than a pointer that is moved last was never
+      |              finished; what is newer than DeepSpeed's ``latest`` is taken only where nothing else is complete
+    files            each one held against what its layout demands (`Layout.look`)
+
+Reads only, and never unpickles.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megaresume.checkpoint.candidates import Candidate, Examined, examine, list_candidates
+from megaresume.checkpoint.choose import Rejected, choose
+from megaresume.checkpoint.layout import LATEST, TRACKER, records_dir
+from megaresume.checkpoint.layouts.base import Layout, Look, subdirectories
+from megaresume.checkpoint.layouts.deepspeed import DEEPSPEED
+from megaresume.checkpoint.layouts.hugging_face import HUGGING_FACE
+from megaresume.checkpoint.layouts.megatron import MEGATRON, RELEASE
+from megaresume.checkpoint.layouts.verl import VERL
+from megaresume.checkpoint.pointers import read_pointer
+from megaresume.stream.errors import CheckpointError, UsageError
+
+__all__ = ["LAYOUTS", "Newest", "find_newest", "look_at", "named_by", "recognise"]
+
+LAYOUTS = {layout.name: layout for layout in (MEGATRON, DEEPSPEED, VERL, HUGGING_FACE)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Newest:
+    """What was found."""
+
+    root: Path
+    layout: Layout
+    #: the checkpoint directory; None: there is no checkpoint at all.
+    path: Path | None
+    iteration: int | None = None
+    #: whether a manifest of megaresume's says that it is complete, or its files alone.
+    has_manifest: bool = False
+    #: newer ones that were not taken.
+    passed: tuple[Rejected, ...] = ()
+    #: sentences.
+    notes: tuple[str, ...] = ()
+
+
+def recognise(root: Path) -> Layout | None:
+    """Whose checkpoints these are, by names alone; None: there is nothing.
+
+    Raises:
+        UsageError: checkpoints of several programs, or one checkpoint instead of a directory of them.
+        CheckpointError: the directory cannot be listed.
+    """
+    names = _subdirectories(root)
+    found = [layout for layout in LAYOUTS.values() if any(layout.number(name) is not None for name in names)]
+    if not found and DEEPSPEED.others(root):
+        found = [DEEPSPEED]
+    if not found and RELEASE in names:
+        found = [MEGATRON]
+    if found in ([MEGATRON, DEEPSPEED], [DEEPSPEED]) and (root / "trainer_state.json").exists():
+        _one_checkpoint(root, HUGGING_FACE)
+    if not found:
+        for layout in LAYOUTS.values():
+            if layout.number(root.name) is not None and any(root.iterdir()):
+                _one_checkpoint(root, layout)
+        if (root / LATEST).exists():
+            return DEEPSPEED
+        return MEGATRON if (root / TRACKER).exists() else None
+    if len(found) > 1:
+        raise UsageError(
+            "the directory holds checkpoints of several programs",
+            found=f"{root}: {', '.join(layout.title for layout in found)}",
+            expected="checkpoints of one",
+            action="--layout " + " or --layout ".join(layout.name for layout in found),
+        )
+    return found[0]
+
+
+def _one_checkpoint(root: Path, layout: Layout) -> None:
+    raise UsageError(
+        "this is one checkpoint, not a directory of checkpoints",
+        found=f"{root} ({layout.title})",
+        expected=f"the directory that holds it: {root.parent}",
+        action=f"megaresume latest {root.parent}",
+    )
+
+
+def _subdirectories(root: Path) -> list[str]:
+    try:
+        return subdirectories(root)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot list {root}", found=error.strerror or str(error), expected="a readable directory"
+        ) from error
+
+
+def find_newest(directory: str | os.PathLike[str], layout: Layout | None = None) -> Newest | None:
+    """The newest complete checkpoint of a directory.
+
+    Args:
+        directory: where the checkpoints lie side by side.
+        layout: of `LAYOUTS`; None: recognised.
+
+    Returns:
+        None, or ``path`` None, where there is no checkpoint at all: no such directory, an empty one, or (by the
+        records of megaresume) only a first save that a kill cut short.
+
+    Raises:
+        CheckpointError: there are checkpoints, or a pointer, and none is complete.
+        UsageError: see `recognise`; or a file was given.
+        StateError: a record was written by a newer megaresume.
+    """
+    root = Path(os.path.abspath(directory))
+    if root.exists() and not root.is_dir():
+        raise UsageError("the checkpoint directory is a file", found=str(root), expected="a directory")
+    layout = layout or recognise(root)
+    if layout is None:
+        return None
+    return _Walk(root, layout).find()
+
+
+def look_at(root: Path, layout: Layout, name: str) -> Look:
+    """Hold one checkpoint directory against its layout; a file that cannot be read is a problem like another."""
+    try:
+        return layout.look(root / name, layout.number(name))
+    except OSError as error:
+        return Look(problems=(f"it cannot be read: {error.strerror or error}",))
+
+
+def named_by(root: Path, layout: Layout, names: list[str]) -> tuple[str | None, int | None, str | None]:
+    """What a layout's pointer names: (directory that is there, its iteration, what is wrong with the pointer)."""
+    if layout.pointer is None:
+        return None, None, None
+    pointer = read_pointer(root, LATEST if layout.pointer == LATEST else TRACKER)
+    if pointer.status in ("absent", "empty", "garbled", "unreadable"):
+        return None, None, pointer.problem or f"there is no {pointer.name}"
+    if pointer.text == RELEASE and layout is MEGATRON:
+        return (RELEASE, None, None) if RELEASE in names else (None, None, pointer.problem)
+    for name in names:
+        if name == pointer.tag or (pointer.name == TRACKER and layout.number(name) == pointer.iteration is not None):
+            return name, pointer.iteration if pointer.iteration is not None else layout.number(name), None
+    number = pointer.iteration
+    return None, number, f"{pointer.name} names {pointer.text!r}, which is not there"
+
+
+class _Walk:
+    def __init__(self, root: Path, layout: Layout) -> None:
+        self.root, self.layout = root, layout
+        names = [name for name in _subdirectories(root) if layout.number(name) is not None]
+        try:
+            names += [name for name in layout.others(root) if name not in names]
+        except OSError as error:
+            raise CheckpointError(f"cannot read {root}", found=error.strerror or str(error)) from error
+        pointed = None if layout.pointer != LATEST else read_pointer(root, LATEST)
+        if pointed is not None and pointed.status == "ok" and pointed.tag is not None and pointed.tag not in names:
+            names.append(pointed.tag)
+        self.numbers = {name: self._number(name) for name in names}
+        #: newest first.
+        self.names = sorted(names, key=lambda name: (-self._order(name), name))
+        self.passed: list[Rejected] = []
+        self.notes: list[str] = []
+        self.records = self._candidates()
+
+    def _number(self, name: str) -> int | None:
+        number = self.layout.number(name)
+        if number is not None:
+            return number
+        try:
+            return self.layout.number_inside(self.root / name)
+        except OSError:
+            return None
+
+    def _order(self, name: str) -> int:
+        number = self.numbers[name]
+        return -1 if number is None else number
+
+    def _candidates(self) -> dict[str, Candidate]:
+        if not (self.layout.managed and records_dir(self.root).is_dir()):
+            return {}
+        found = list_candidates(self.root, tags=tuple(self.names))
+        return {c.tag: c for c in found if c.records and c.has_dir}
+
+    def find(self) -> Newest:
+        if self.records:
+            choice = None
+            try:
+                choice = choose(self.root)
+            except CheckpointError:
+                pass  # nothing is complete by the records; the walk says why, and may find one without records
+            else:
+                if choice is None:
+                    return self._newest(None)
+            if choice is not None and choice.manifest is not None:
+                self.passed, self.notes = list(choice.rejected), list(choice.notes)
+                return replace(self._newest(choice.tag), iteration=choice.iteration, has_manifest=True)
+        return self._by_files()
+
+    def _newest(self, name: str | None) -> Newest:
+        return Newest(
+            root=self.root,
+            layout=self.layout,
+            path=None if name is None else self.root / name,
+            iteration=None if name is None else self.numbers.get(name),
+            passed=tuple(self.passed),
+            notes=tuple(self.notes),
+        )
+
+    def _by_files(self) -> Newest:
+        named, number, problem = named_by(self.root, self.layout, self.names)
+        if not self.names:
+            if problem is not None and not problem.startswith("there is no "):
+                raise CheckpointError(
+                    "there is a pointer but no checkpoint",
+                    found=f"{self.root}: {problem}",
+                    expected="the directory that it names",
+                    cause="the checkpoints were deleted or moved, or lie on a filesystem that is not mounted here",
+                    action=f"restore them; or, to begin anew, delete {self.root / (self.layout.pointer or '')}",
+                )
+            return self._newest(None)
+        if problem is not None:
+            self.notes.append(problem)
+        if self._pointers_disagree(named):
+            named, number = None, None
+        limit = number if named is None or number is not None else self.numbers[named]
+        newer = [name for name in self.names if limit is not None and self._order(name) > limit and name != named]
+        rest = [name for name in self.names if name not in newer and name != named]
+        if self.layout.pointer_commits and named == RELEASE:
+            newer, rest = [], self.names[:]
+            rest.remove(RELEASE)
+        if self.layout.pointer_commits:
+            for name in newer:
+                self._pass(name, f"it is newer than {self.layout.pointer} ({limit}), which moves when a save is over")
+            newer = []
+        elif newer and named is not None:
+            self.notes.append(f"{self.layout.pointer} names {named}, although {', '.join(newer[:5])} is newer")
+        for name in ([named] if named is not None else []) + rest + newer:
+            reason = self._reason(name)
+            if reason is None:
+                return self._newest(name)
+            self._pass(name, reason)
+        raise CheckpointError(
+            f"none of the {len(self.names)} checkpoints in {self.root} is complete",
+            found="".join(f"\n    {line}" for line in [*self.notes, *map(str, self.passed)]),
+            expected=f"a complete checkpoint of {self.layout.title}",
+            cause="the first save was killed, or the files were damaged afterwards",
+            action="restore a checkpoint from a copy; to begin anew, move these away or save into an empty directory",
+        )
+
+    def _pointers_disagree(self, named: str | None) -> bool:
+        """DeepSpeed's ``latest`` beside a tracker, as Megatron-DeepSpeed writes them."""
+        if self.layout is not DEEPSPEED or named is None:
+            return False
+        tracker = read_pointer(self.root, TRACKER)
+        if tracker.iteration is None or tracker.iteration == self.numbers[named]:
+            return False
+        self.notes.append(f"the pointers disagree: {LATEST} names {named}, {TRACKER} {tracker.text}; newest first then")
+        return True
+
+    def _pass(self, name: str, reason: str) -> None:
+        self.passed.append(Rejected(tag=name, iteration=self.numbers[name], reason=reason))
+
+    def _reason(self, name: str) -> str | None:
+        """Why not this one; None: it is complete."""
+        candidate = self.records.get(name)
+        if candidate is not None and not self._is_done_by_megatron(candidate):
+            examined = examine(self.root, candidate)
+            return None if examined.status == "complete" else _sentence(examined)
+        look = look_at(self.root, self.layout, name)
+        if look.problems:
+            more = f"; and {len(look.problems) - 5} more" if len(look.problems) > 5 else ""
+            return "; ".join(look.problems[:5]) + more
+        self.notes += [f"{name}: {note}" for note in look.notes]
+        return None
+
+    def _is_done_by_megatron(self, candidate: Candidate) -> bool:
+        """Megatron moved its tracker, its save was over; a kill came before our records beside it were written."""
+        tracker = read_pointer(self.root, TRACKER)
+        return self.layout is MEGATRON and candidate.unfinished and tracker.tag == candidate.tag
+
+
+def _sentence(examined: Examined) -> str:
+    return f"{examined.status}: {examined.reason}"

@@ -1,0 +1,105 @@
+"""``megaresume latest DIR``: the path of the newest complete checkpoint, alone on standard output, for launch scripts.
+
+Why newer ones were not taken goes to standard error. Neither torch nor numpy is imported, nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
+
+if TYPE_CHECKING:
+    from megaresume.checkpoint.layouts import Newest
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "the newest complete checkpoint of Megatron-LM, DeepSpeed, VeRL or Hugging Face, for launch scripts"
+
+_LAYOUTS = ("megatron", "deepspeed", "verl", "hugging-face")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the command."""
+    parser.add_argument("dir", metavar="DIR", type=Path, help="where the checkpoints lie side by side")
+    parser.add_argument("--layout", choices=_LAYOUTS, help="whose checkpoints (default: recognised)")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--tag", action="store_true", help="print the directory's name alone")
+    what.add_argument("--iteration", action="store_true", help="print the iteration alone")
+    what.add_argument("--json", action="store_true", help="JSON on standard output")
+    parser.add_argument(
+        "--allow-none",
+        action="store_true",
+        help="where there is no checkpoint at all, print nothing and exit with 0: for the first start of a run",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print it; 1 if there is none."""
+    from megaresume.checkpoint.layouts import LAYOUTS, find_newest
+
+    try:
+        found = find_newest(args.dir, LAYOUTS[args.layout] if args.layout else None)
+        if found is None or found.path is None:
+            return _none(args, found)
+    except UsageError:
+        raise
+    except MegaresumeError as error:
+        if args.json:
+            print(json.dumps({"path": None, "error": str(error)}))
+        raise
+    for rejected in found.passed:
+        print(f"megaresume: not {rejected}", file=sys.stderr)
+    for note in found.notes:
+        print(f"megaresume: {note}", file=sys.stderr)
+    if args.json:
+        print(json.dumps(_report(found)))
+    elif args.tag:
+        print(found.path.name)
+    elif args.iteration:
+        if found.iteration is None:
+            raise CheckpointError(
+                "the newest complete checkpoint has no iteration",
+                found=str(found.path),
+                expected="a directory whose name or content tells one",
+                action="print its path or its name: --tag",
+            )
+        print(found.iteration)
+    else:
+        print(found.path)
+    return 0
+
+
+def _none(args: argparse.Namespace, found: Newest | None) -> int:
+    if args.json:
+        print(json.dumps({"path": None, "error": None}))
+    if args.allow_none:
+        for note in () if found is None else found.notes:
+            print(f"megaresume: {note}", file=sys.stderr)
+        return 0
+    error = CheckpointError(
+        "there is no checkpoint",
+        found=f"no such directory: {args.dir}" if not args.dir.exists() else f"none in {args.dir}",
+        expected="iter_*, global_step*, global_step_* or checkpoint-* directories",
+        cause="the run has not saved yet, or saves elsewhere",
+        action="check the path; for the first start of a run, --allow-none prints nothing and exits with 0",
+    )
+    print(f"megaresume: error: {error}", file=sys.stderr)
+    return 1
+
+
+def _report(found: Newest) -> dict[str, Any]:
+    return {
+        "path": str(found.path),
+        "tag": None if found.path is None else found.path.name,
+        "iteration": found.iteration,
+        "layout": found.layout.name,
+        "by": "manifest" if found.has_manifest else "files",
+        "passed_over": [{"tag": r.tag, "iteration": r.iteration, "reason": r.reason} for r in found.passed],
+        "notes": list(found.notes),
+        "error": None,
+    }
