@@ -435,7 +435,7 @@ def decide(
         what is left out; what changed, in words, to be kept in the state.
 
     Raises:
-        ConfigError: a range that begins beyond the end of the run.
+        ConfigError: a range that begins beyond the end of the run, or is longer than the run.
         StateError: the documents of a long list are not at hand.
     """
     here = reached(before.ranges, samples)
@@ -443,7 +443,9 @@ def decide(
     ranges, log, asked = before.ranges, list(before.log), before.asked
     wanted = union(now.samples, *(g.samples for g in given))
 
-    gone = common(minus(then.samples, wanted), common(future, asked))
+    # What was named as steps is no business of the data config.
+    by_steps = union(record.samples for record in before.log if record.unit == "steps")
+    gone = common(minus(then.samples, union(wanted, by_steps)), common(future, asked))
     log += [SkipRecord(at=samples, action="keep", unit="samples", asked=r, samples=r, late=0) for r in gone]
     ranges, asked = minus(ranges, gone), minus(asked, gone)
 
@@ -464,6 +466,9 @@ def decide(
     for unit, named_as, r in new:
         if end is not None and r[0] >= (last := absolute(minus(ranges, [r]), end)):
             raise _beyond(unit, named_as, end, last)
+        if end is not None and r[1] - r[0] > end:
+            # A typing error, and planning that far may take hours.
+            raise _too_long(unit, named_as, r, end)
     documents, words = _decide_documents(before.documents, samples, then, now, given)
     said = [f"at sample {samples}: {record}" for record in log[len(before.log) :]]
     return Skips(ranges=ranges, log=tuple(log), documents=documents), (*said, *words)
@@ -531,6 +536,16 @@ def no_schedule(steps: Range) -> ConfigError:
         found=f"steps {steps[0]} to {steps[1]}",
         expected="samples, or a training program that knows which samples a step trains",
         action="skip samples: A:B",
+    )
+
+
+def _too_long(unit: Unit, asked: Range, samples: Range, end: int) -> ConfigError:
+    return ConfigError(
+        "a skip leaves out more than the run trains",
+        found=f"skip of {unit} {asked[0]:,} to {asked[1] - (unit == 'samples'):,}: {samples[1] - samples[0]:,} samples",
+        expected=f"at most {end:,} samples, as many as the run trains",
+        cause="a typing error: the data behind what is left out moves up, and would come from as far away",
+        action="correct the range; a run that is to end earlier has a smaller --train-iters or --train-samples",
     )
 
 

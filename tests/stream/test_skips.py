@@ -145,6 +145,11 @@ def test_taken_back() -> None:
     # What a flag asked for stays, flag or no flag.
     flagged = _stream(DATA, None, SkipConfig(samples=((40, 50),)))
     assert _stream(DATA, _saved(flagged, 20)).state_at(60) == flagged.state_at(60)
+    # So do steps that overlap what the data config takes back.
+    stepped = _stream(data)
+    stepped.schedule = BatchSchedule.constant(2)
+    stepped.skip(SkipConfig(steps=((18, 30),)))  # samples 34 to 59
+    assert _stream(DATA, _saved(stepped, 20)).state_at(60).skips.ranges == ((10, 15), (34, 60))
 
 
 def test_steps_become_samples_once() -> None:
@@ -278,6 +283,8 @@ def test_beyond_the_end_of_the_run() -> None:
         stream.skip(SkipConfig(samples=((115, 140),)), end=100)
     assert "ends with sample 99 (114 counted with what is left out)" in str(raised.value.expected)
     assert stream.state_at(3).skips.ranges == ((10, 20), (105, 110))  # as it was
+    with pytest.raises(ConfigError, match="leaves out more than the run trains"):
+        stream.skip(SkipConfig(samples=((30, 1 << 61),)), end=100)
 
 
 def test_where_the_stream_ends_in_a_skip() -> None:
