@@ -60,8 +60,8 @@ class ShardTask:
     size: int
     #: changes when the shard is written again.
     identity: str
-    #: 0-based records to leave out.
-    excluded: frozenset[int] = frozenset()
+    #: keys of records to leave out.
+    excluded: frozenset[str] = frozenset()
 
     @property
     def part(self) -> str:
@@ -81,6 +81,7 @@ class _Columns:
     invalid: int = 0
     first_invalid: list[dict[str, Any]] = field(default_factory=list)
     ignored: int = 0
+    excluded: list[str] = field(default_factory=list)
 
     def ignore(self, name: str) -> None:
         self.ignored += 1
@@ -106,10 +107,14 @@ def measure_shard(spec: IndexSpec, task: ShardTask) -> dict[str, Any]:
     columns = _Columns()
     for number, extent in enumerate(walk(file, task.path, columns.ignore)):
         measure, content = Measure(tokens=0, num_images=0, image_tokens=0), 0
-        if number not in task.excluded:
+        if extent.key in task.excluded:
+            columns.excluded.append(extent.key)
+        else:
             measure, content = _measured(spec, task, number, extent, file, columns)
         lengths = (measure.tokens, measure.image_tokens, measure.num_images)
         columns.rows.append((*lengths, extent.offset, extent.nbytes, content))
+    if unknown := task.excluded.difference(columns.excluded):
+        raise _not_excluded(task, sorted(unknown))
     table = np.array(columns.rows, np.int64).reshape(-1, len(PART_COLUMNS))
     arrays = [table[:, k].astype(COLUMNS[name]) for k, name in enumerate(PART_COLUMNS)]
     head = {
@@ -118,6 +123,7 @@ def measure_shard(spec: IndexSpec, task: ShardTask) -> dict[str, Any]:
         "invalid": columns.invalid,
         "first_invalid": columns.first_invalid,
         "ignored": columns.ignored,
+        "left_out": len(columns.excluded),
     }
     directory = WorkDirectory(spec.output)
     try:
@@ -174,6 +180,16 @@ def _measured(
             columns.first_invalid.append({"record": number, "key": extent.key, "reason": reason})
         tokens = MASKED_TOKENS if spec.invalid == "mask" else 0
         return Measure(tokens=tokens, num_images=UNMEASURED, image_tokens=0), 0
+
+
+def _not_excluded(task: ShardTask, keys: list[str]) -> CorpusError:
+    return CorpusError(
+        f"{task.path} has no record that split.yaml excludes from it",
+        found=f"exclude: {', '.join(keys[:3])}{' ...' if len(keys) > 3 else ''}, which is the key of no record",
+        expected="SHARD/KEY, as in shard_000.tar/000017",
+        cause="a number where Energon wants the key: Energon itself would leave nothing out, and say nothing",
+        action="correct exclude in .nv-meta/split.yaml",
+    )
 
 
 _spec: IndexSpec | None = None

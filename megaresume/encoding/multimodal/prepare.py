@@ -140,7 +140,7 @@ def prepare_shards(
         invalid_policy=invalid,
         first_invalid=tuple(header["invalid"]["first"]),
         ignored_files=sum(head["ignored"] for head in heads),
-        excluded=sum(len(task.excluded) for task in tasks),
+        excluded=sum(head["left_out"] for head in heads),
         parts={} if energon is None else {part: stop - first for part, (first, stop) in energon["parts"].items()},
         encoder=encoder.fingerprint,
         seconds=time.monotonic() - begin,
@@ -183,7 +183,7 @@ def _tasks(
     return [_task(files, join(dataset.path, name), excluded.get(name, frozenset())) for name in names], names
 
 
-def _task(files: ShardFiles, path: str, excluded: frozenset[int]) -> ShardTask:
+def _task(files: ShardFiles, path: str, excluded: frozenset[str]) -> ShardTask:
     identity = files.identity(path)
     return ShardTask(path=path, size=int(identity.partition(":")[0]), identity=identity, excluded=excluded)
 

@@ -40,8 +40,8 @@ class EnergonDataset:
     parts: Mapping[str, tuple[str, ...]]
     #: shard -> records.
     counts: Mapping[str, int]
-    #: shard -> 0-based records to leave out.
-    excluded: Mapping[str, frozenset[int]]
+    #: shard -> keys of records to leave out.
+    excluded: Mapping[str, frozenset[str]]
     #: None: the members are taken as they are (crude data sets).
     fields: Fields | None
     #: xxh3_128 of what was read: changes when the split or the field map does.
@@ -91,19 +91,21 @@ def read_energon(
         path=path,
         parts=parts,
         counts=counts,
-        excluded=_excluded_records(excluded),
+        excluded=_excluded_records(excluded, counts),
         fields=fields_of(dataset, f"{path}/{META}/{dataset_config}"),
         hash=xxhash.xxh3_128_hexdigest(state.encode()),
     )
 
 
-def _excluded_records(excluded: set[str]) -> dict[str, frozenset[int]]:
-    records: dict[str, set[int]] = {}
+def _excluded_records(excluded: set[str], shards: Mapping[str, Any]) -> dict[str, frozenset[str]]:
+    """Energon's documentation speaks of numbers of records; what it compares is SHARD/KEY (``ITarReader``)."""
+    records: dict[str, set[str]] = {}
     for entry in excluded:
-        shard, slash, index = entry.rpartition("/")
-        if slash and index.isdecimal():
-            records.setdefault(shard, set()).add(int(index))
-    return {shard: frozenset(indices) for shard, indices in records.items()}
+        parts = entry.split("/")
+        for k in range(1, len(parts)):  # shards may lie in directories, and keys have slashes
+            if (shard := "/".join(parts[:k])) in shards:
+                records.setdefault(shard, set()).add("/".join(parts[k:]))
+    return {shard: frozenset(keys) for shard, keys in records.items()}
 
 
 def _braces(patterns: list[str]) -> list[str]:

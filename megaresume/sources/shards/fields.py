@@ -78,7 +78,7 @@ class Fields:
             if isinstance(value, list) and value and isinstance(value[0], str):
                 value = value[0]  # of several answers the first
             if isinstance(value, str):
-                return value
+                return _utf8(record, value, field)
         raise _no_field(record, field, self.places[field])
 
 
@@ -142,6 +142,19 @@ def _find(record: Record, place: Sequence[str]) -> Any:
         else:
             return None
     return value
+
+
+def _utf8(record: Record, text: str, field: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RecordError(
+            f"record '{record.key}': its {field} is not UTF-8",
+            found="half of a surrogate pair",
+            expected="text in UTF-8",
+            action=f"write the record again; it lies in {record.path}",
+        ) from error
+    return text
 
 
 def _no_field(record: Record, field: str, places: Sequence[Sequence[str]]) -> RecordError:

@@ -51,10 +51,15 @@ def expand_shards(patterns: Sequence[str | os.PathLike[str]], base: str | os.Pat
         text = os.path.expanduser(os.path.expandvars(os.fspath(pattern)))
         for path in braces(text):
             shards += _matches(join(base, path))
-    if len(set(shards)) < len(shards):
-        twice = next(path for path, count in Counter(shards).items() if count > 1)
+    # By where they lead: another spelling or a link would train on every record twice.
+    places = [path if is_url(path) else os.path.realpath(path.removeprefix("file://")) for path in shards]
+    if len(set(places)) < len(places):
+        twice = next(place for place, count in Counter(places).items() if count > 1)
         raise UsageError(
-            "one shard was given twice", found=twice, expected="each shard once", action="correct the list of shards"
+            "one shard was given twice",
+            found=", ".join(path for path, place in zip(shards, places, strict=True) if place == twice),
+            expected="each shard once",
+            action="correct the list of shards",
         )
     return shards
 

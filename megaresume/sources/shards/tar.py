@@ -64,6 +64,7 @@ def walk(file: BlockFile, shard: str, ignored: Callable[[str], object] = lambda 
     count = 0
     for header in _members(file, shard):
         found = _NAME.fullmatch(header.name)
+        _check_name(header.name, shard)
         if found is None or _META.match(header.name):
             ignored(header.name)
             continue
@@ -163,6 +164,17 @@ def _check_plain(file: BlockFile, shard: str) -> None:
             expected="a plain .tar: a record is read by where it lies",
             cause="images are compressed already: compressing the shard saves next to nothing",
             action=f"decompress it, for example: {'gunzip' if kind == 'gzip' else kind + ' -d'} FILE",
+        )
+
+
+def _check_name(name: str, shard: str) -> None:
+    if not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name):
+        raise CorpusError(
+            f"{shard} has a member whose name is not UTF-8",
+            found=ascii(name),
+            expected="names in UTF-8",
+            cause="an archive that was written with the names of an old file system (Latin-1 and the like)",
+            action="write the shard again with other names: the key of a record is reported, and may be named in JSON",
         )
 
 

@@ -222,6 +222,7 @@ def test_files_without_a_record_are_counted(tmp_path):
         (["none-*.tar"], CorpusError, "matches no shard"),
         (["shards/pairs-{000000..000001.tar"], UsageError, "braces"),
         (["shards/pairs-000000.tar", "shards/pairs-00000{0..1}.tar"], UsageError, "twice"),
+        (["shards/pairs-000000.tar", "./shards/../shards/pairs-000000.tar"], UsageError, "twice"),
     ],
 )
 def test_inputs_that_are_not_there(shards, tmp_path, monkeypatch, inputs, error, match):

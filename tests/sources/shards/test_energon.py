@@ -9,9 +9,12 @@ import pytest
 import yaml
 
 from megaresume.encoding.multimodal.prepare import prepare_shards
+from megaresume.encoding.multimodal.types import Record
 from megaresume.loading.open import open_stream
 from megaresume.sources import open_sources, read_data_config
+from megaresume.sources.shards.fields import Fields
 from megaresume.sources.shards.metadataset import expand_metadatasets
+from megaresume.sources.shards.tar import RecordError
 from megaresume.stream.errors import ConfigError, CorpusError
 from tests.encoding.multimodal.kit import file, picture
 from tests.sources.shards.kit import captions, encoder, key, write_shard
@@ -67,6 +70,14 @@ def test_its_parts_are_those_of_its_own_split_in_its_order(coco):
     assert keys(coco, "train", split_part="val") == keys(coco, "valid")
 
 
+def energon_keys(directory: Path) -> list[str]:
+    """Keys of the train part, read by Energon."""
+    energon = pytest.importorskip("megatron.energon")
+    config = energon.WorkerConfig(rank=0, world_size=1, num_workers=0)
+    dataset = energon.get_val_dataset(str(directory), split_part="train", worker_config=config, batch_size=None)
+    return [sample.__key__[-len("data/000000") :] for sample in energon.get_loader(dataset)]
+
+
 def test_energon_itself_reads_the_same(coco):
     energon = pytest.importorskip("megatron.energon")
     config = energon.WorkerConfig(rank=0, world_size=1, num_workers=0)
@@ -104,11 +115,16 @@ def test_shards_and_records_that_its_split_excludes_are_left_out(made, tmp_path)
     shutil.copytree(made, tmp_path / "coco")
     path = tmp_path / "coco/.nv-meta/split.yaml"
     split = yaml.safe_load(path.read_text())
-    path.write_text(yaml.safe_dump({**split, "exclude": ["s0.tar", "s3.tar/2"]}))
+    path.write_text(yaml.safe_dump({**split, "exclude": ["s0.tar", "s3.tar/data/000032"]}))
     summary = prepare_shards([tmp_path / "coco"], tmp_path / "coco", encoder())
     assert (summary.excluded, dict(summary.parts)) == (1, {"train": 7, "val": 5, "test": 6})
     source = open_sources({"pairs": {"kind": "energon", "path": str(tmp_path / "coco")}})["pairs"]
     assert [source.length(i) == 0 for i in range(7)] == [False, False, True, False, False, False, False]
+    ours = {source.record(i).key for i in range(7) if source.length(i)}
+    assert ours == set(energon_keys(tmp_path / "coco"))
+    path.write_text(yaml.safe_dump({**split, "exclude": ["s3.tar/2"]}))
+    with pytest.raises(CorpusError, match=r"no record that split\.yaml excludes from it[\s\S]*2, which is the key"):
+        prepare_shards([tmp_path / "coco"], tmp_path / "other", encoder())
 
 
 def test_a_split_or_field_map_that_was_changed_is_noticed(coco):
@@ -127,6 +143,15 @@ def test_a_shard_that_was_written_again_after_energon_prepare_is_noticed(made, t
 
 def records_of(members: dict[str, bytes]) -> dict[str, list]:
     return {"a.tar": [(f"r{i}", members) for i in range(2)]}
+
+
+@pytest.mark.parametrize("kind", ["caption", "vqa"])
+def test_half_a_surrogate_pair_is_a_fault_of_its_record(kind):
+    record = Record(key="7", path="a.tar", members={"jpg": b"", "json": b'{"text": "\\ud800"}'})
+    text = [["json", "text"]]
+    fields = Fields(kind=kind, places={"image": [["jpg"]], "caption": text, "context": text})
+    with pytest.raises(RecordError, match=r"record '7': its (caption|context) is not UTF-8"):
+        fields.apply(record)
 
 
 @pytest.mark.parametrize("name", ["CaptioningSample", "VQASample", "TextSample"])

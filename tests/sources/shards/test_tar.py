@@ -187,3 +187,12 @@ def test_two_members_of_one_name_are_an_error_of_the_record(tmp_path):
         add(archive, "0.JPG", b"b")
     with pytest.raises(RecordError, match="does not hold together"):
         records(path)
+
+
+def test_a_name_that_is_not_utf8_is_refused_by_name(tmp_path):
+    path = write_shard(
+        tmp_path / "a.tar", [("gr\xf6\xdfe", {"txt": b"a"})], format=tarfile.GNU_FORMAT, encoding="latin-1"
+    )
+    with pytest.raises(CorpusError, match=r"whose name is not UTF-8[\s\S]*'gr\\udcf6\\udcdfe.txt'") as caught:
+        records(path)
+    str(caught.value).encode()
