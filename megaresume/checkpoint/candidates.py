@@ -57,8 +57,8 @@ class Candidate:
 
     @property
     def unfinished(self) -> bool:
-        """A save of it has begun, and none has ever been committed."""
-        return self.records == frozenset({"saving"})
+        """A save of it has begun and was never committed; it may have got as far as its data state."""
+        return "saving" in self.records and "manifest" not in self.records
 
     @property
     def order(self) -> int:

@@ -15,9 +15,12 @@ from megaresume.checkpoint import (
     begin_save,
     choose,
     commit_save,
+    confirm_choice,
     record_start,
 )
+from megaresume.checkpoint.layout import step_path
 from megaresume.checkpoint.sealed import seal
+from megaresume.checkpoint.state_file import write_step_file
 from megaresume.stream.errors import CheckpointError, StateError, UsageError
 from megaresume.stream.state import StreamState
 
@@ -184,6 +187,17 @@ def test_a_killed_save_is_passed_over(root: Path, state: MakeState, model: Model
     assert choice.rejected[0].tag == "global_step40"
     assert "its save began" in choice.rejected[0].reason
     assert "did not end" in choice.rejected[0].reason
+
+
+def test_a_first_save_that_is_killed_before_its_manifest_leaves_a_fresh_start(
+    tmp_path: Path, state: MakeState, model: Model
+) -> None:
+    """Also when its data state was written already: nothing was ever committed, so nothing can have been lost."""
+    pending = begin_save(tmp_path, tag="global_step10", iteration=10, state=state(80))
+    model(pending.tag_dir, state(80))
+    write_step_file(step_path(tmp_path, 10, "global_step10"), pending.step)
+    assert choose(tmp_path) is None
+    assert confirm_choice(tmp_path, None, timeout_seconds=0) is None
 
 
 def test_deepspeeds_early_pointer_has_no_vote(root: Path, state: MakeState, model: Model) -> None:
