@@ -202,6 +202,20 @@ def test_stream_names_records(vlm: VlmRun, written: Path, capsys: pytest.Capture
     assert f"({shown[0]['shard']} #{shown[0]['record']} '{shown[0]['key']}'" in capsys.readouterr().out
 
 
+def test_the_document(vlm: VlmRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What docs/trace.md shows of records and pictures."""
+    text = (Path(__file__).parents[2] / "docs" / "trace.md").read_text()
+    quick, read, *files = [
+        line for block in re.findall(r"```text\n(.*?)```", text, re.S) for line in block.splitlines()
+    ]
+    assert quick in traced(vlm, capsys, "--steps", "3").splitlines()
+    assert read in traced(vlm, capsys, "--steps", "3", "--records").splitlines()
+    (command,) = re.findall(r"^megaresume trace checkpoints/ (.* --images .*)$", text, re.MULTILINE)
+    traced(vlm, capsys, *command.replace("pictures", str(tmp_path / "pictures")).split())
+    written = sorted(str(p.relative_to(tmp_path / "pictures")) for p in tmp_path.rglob("*") if p.is_file())
+    assert written[:4] == files
+
+
 def test_only_its_own_directory_is_replaced(vlm: VlmRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     words = ["trace", str(vlm.save), "--images", str(out)]
