@@ -38,7 +38,8 @@ A save, and the next start::
 
 One idea a file: `layout` names and paths, `atomic` writing, `sealed` checksummed JSON, `topology`, `state_file`,
 `manifest`, `pointers`, `ledger`, `marker`, `commit`, `retention` (old ones make room), `candidates` (is this one
-whole?), `choose`, `confirm`, `start`, `survey` (all of a root, for `megaresume inspect`).
+whole?), `choose`, `confirm`, `start`, `progress` (or none of it, start after start), `survey` (all of a root, for
+`megaresume inspect`).
 Nothing here imports torch or numpy, unpickles anything, or knows about ranks.
 """
 
@@ -50,6 +51,7 @@ from megaresume.checkpoint.layout import check_tag, deepspeed_tag, megatron_tag,
 from megaresume.checkpoint.ledger import LedgerEntry, LedgerProblem, LedgerReading, append_ledger, read_ledger
 from megaresume.checkpoint.manifest import FileEntry, Manifest, Problem, read_manifest
 from megaresume.checkpoint.pointers import Pointer, read_pointers
+from megaresume.checkpoint.progress import MAX_STARTS, check_progress
 from megaresume.checkpoint.retention import KEEP_ALL, Retention
 from megaresume.checkpoint.sealed import NewerFormatError
 from megaresume.checkpoint.start import record_start
@@ -58,6 +60,7 @@ from megaresume.checkpoint.topology import Topology
 
 __all__ = [
     "KEEP_ALL",
+    "MAX_STARTS",
     "Candidate",
     "Choice",
     "Commit",
@@ -78,6 +81,7 @@ __all__ = [
     "Topology",
     "append_ledger",
     "begin_save",
+    "check_progress",
     "check_tag",
     "choose",
     "commit_save",

@@ -6,6 +6,7 @@ their files. So it is told not to, and the commit writes it.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,19 +17,22 @@ from megaresume.checkpoint.commit import begin_save, commit_save
 from megaresume.checkpoint.confirm import confirm_choice
 from megaresume.checkpoint.data_file import write_data_file
 from megaresume.checkpoint.manifest import FileEntry
+from megaresume.checkpoint.retention import KEEP_ALL, Retention
 from megaresume.checkpoint.state_file import StepFile
 from megaresume.checkpoint.topology import Topology
 from megaresume.integrations import deepspeed_engine as facts
-from megaresume.integrations.loadable import check_zero, choose_to_load, without_state
+from megaresume.integrations.elastic.load import conversion
+from megaresume.integrations.elastic.restore import check_restorable, restore_rest
+from megaresume.integrations.elastic.universal import remove_converted
+from megaresume.integrations.loadable import choose_to_load, without_state
 from megaresume.integrations.ranks import gather, is_rank_0, on_all_ranks, on_rank_0
 from megaresume.stream.errors import CheckpointError, StateError
 from megaresume.stream.state import StreamState
 
 __all__ = [
     "KEY",
-    "check_loaded",
-    "check_partitions",
     "choose_tag",
+    "read_tag",
     "state_within",
     "without_state",
     "write_tag",
@@ -59,6 +63,7 @@ def write_tag(
     latest: bool,
     origin: Mapping[str, Any] | None,
     write_beside: Callable[[], tuple[FileEntry, ...]] | None = None,
+    retention: Retention = KEEP_ALL,
 ) -> Any:
     """Write a tag directory with ``write`` (DeepSpeed's method, save_dir bound) and commit it. On all ranks.
 
@@ -76,6 +81,7 @@ def write_tag(
             topology=topology(),
             latest=latest,
             tracker=latest,
+            retention=retention,
         )
     )
     beside = () if write_beside is None else on_all_ranks(write_beside)
@@ -86,6 +92,8 @@ def write_tag(
         notes = commit_save(begin, expected_files=files, beside=beside).notes
         if origin is not None:
             write_data_file(Path(save_dir), origin)
+        if latest:
+            remove_converted(Path(save_dir))
         return notes
 
     on_rank_0(commit)
@@ -117,15 +125,51 @@ def choose_tag(load_dir: str, tag: str | None, universal: bool) -> tuple[Choice 
     return choice, step_file
 
 
-def check_partitions(engine: Any, choice: Choice, step_file: StepFile | None, universal: bool) -> None:
-    """Raise a CheckpointError where this engine cannot load the optimizer state: see `check_zero`."""
-    check_zero(
-        choice.tag_dir,
-        None if step_file is None else step_file.topology,
-        partitions=facts.partitions(engine),
-        zero_stage=int(engine.zero_optimization_stage()),
-        universal=universal,
-    )
+def read_tag(
+    engine: Any,
+    read: Callable[..., tuple[Any, Any]],
+    choice: Choice,
+    step_file: StepFile | None,
+    *,
+    elastic: bool,
+    optimizer: bool = True,
+) -> tuple[Choice, Any, Any]:
+    """Read what was chosen with ``read`` (DeepSpeed's method), or its universal form, where another number of ranks
+    saved it. On all ranks.
+
+    Args:
+        engine: the engine.
+        read: takes the directory and the tag.
+        choice, step_file: of `choose_tag`.
+        elastic: convert by itself where that is needed.
+        optimizer: whether the optimizer's state is asked for; weights alone load on any number of ranks.
+
+    Returns:
+        what was read, DeepSpeed's path and client state.
+
+    Raises, on every rank:
+        CheckpointError: see `elastic.load.conversion`; or DeepSpeed did not load it.
+    """
+    tag = None
+    if optimizer and not facts.loads_universal(engine):
+        tag = conversion(
+            choice,
+            step_file,
+            partitions=facts.partitions(engine),
+            zero_stage=facts.zero_stage(engine),
+            elastic=elastic,
+        )
+    if tag is None:
+        path, client_state = read(choice.load_dir, tag=choice.tag)
+        on_all_ranks(lambda: check_loaded(path, choice))
+        return choice, path, client_state
+    on_all_ranks(lambda: check_restorable(engine))
+    choice = dataclasses.replace(choice, tag=tag)
+    with facts.as_universal(engine):
+        path, client_state = read(choice.load_dir, tag=tag)
+    on_all_ranks(lambda: check_loaded(path, choice))
+    on_all_ranks(lambda: restore_rest(engine, choice.tag_dir))
+    return choice, path, client_state
 
 
 def check_loaded(path: object, choice: Choice) -> None:

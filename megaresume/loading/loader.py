@@ -20,6 +20,7 @@ import torch.utils.data
 
 from megaresume.loading.batch import Batch, make_batch
 from megaresume.loading.dataset import StreamDataset, whole
+from megaresume.loading.signals import outlive_signals
 from megaresume.stream.batches import BatchSchedule, micro_batches
 from megaresume.stream.stream import Stream
 
@@ -117,6 +118,7 @@ class StreamLoader:
             batch_sampler=_Indices(self),
             num_workers=self.num_workers,
             collate_fn=whole,
+            worker_init_fn=outlive_signals,
             pin_memory=self.pin_memory,
             prefetch_factor=max(self.prefetch, 1),
             multiprocessing_context=self.start_method,

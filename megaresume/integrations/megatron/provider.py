@@ -21,6 +21,7 @@ from megaresume.integrations.megatron.order import StreamOrder
 from megaresume.integrations.megatron.project import Project
 from megaresume.integrations.megatron.samples import Item, SampleDataset, SampleForm
 from megaresume.loading.dataset import whole
+from megaresume.loading.signals import outlive_signals
 from megaresume.sources.split import PARTS, Part
 from megaresume.stream.stream import Stream
 
@@ -142,6 +143,7 @@ class MicroBatches:
             batch_sampler=_Slices(self),
             num_workers=self.num_workers,
             collate_fn=whole if self.dataset.form.images else None,
+            worker_init_fn=outlive_signals,
             pin_memory=torch.cuda.is_available(),
             # It draws the workers' seeds. From the global generator, they would change the dropout of the model.
             generator=torch.Generator(),

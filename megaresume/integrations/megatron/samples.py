@@ -32,6 +32,7 @@ import torch.utils.data
 from megaresume.integrations.megatron.sample_kernels import count_from, cross_documents
 from megaresume.loading.assemble import Arrays, Layout
 from megaresume.loading.dataset import StreamDataset
+from megaresume.loading.signals import outlive_signals
 from megaresume.stream.config import PackingConfig
 from megaresume.stream.errors import CorpusError, StreamExhausted, UsageError
 from megaresume.stream.kernel import DOCUMENT, LENGTH, SOURCE
@@ -283,6 +284,8 @@ class SampleDataset(torch.utils.data.Dataset[Item]):
             StreamExhausted: the stream ends before.
             CorpusError: a document is damaged; or, for ``text``, does not end with the end-of-document token.
         """
+        if torch.utils.data.get_worker_info() is not None:
+            outlive_signals()  # here, since the loader is Megatron's own
         samples = [self._first + int(index) for index in indices]
         if self.form.images:
             return self._batch(samples)
