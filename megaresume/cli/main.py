@@ -26,6 +26,7 @@ COMMANDS = (
     "latest",
     "trace",
     "plan",
+    "convert",
     "verify",
     "report",
     "import-energon",

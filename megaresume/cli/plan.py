@@ -68,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     layout.add_argument("--num-workers", type=int, metavar="W", help="worker processes a rank")
     layout.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), metavar="Z", help="DeepSpeed's ZeRO")
+    layout.add_argument("--elastic", action="store_true", help="the job converts ZeRO checkpoints of other ranks")
     layout.add_argument("--universal-checkpoint", action="store_true", help="load what ds_to_universal wrote")
     length = parser.add_argument_group("the run (not recorded: give what the launch gives)")
     length.add_argument("--ckpt-step", type=int, metavar="N", help="load this iteration and no other")

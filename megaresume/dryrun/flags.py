@@ -26,6 +26,8 @@ class Flags:
     #: load this iteration and no other.
     ckpt_step: int | None = None
     universal_checkpoint: bool = False
+    #: the job converts a ZeRO checkpoint of another number of ranks.
+    elastic: bool = False
     #: data-parallel size; None: what the nodes make of it, if they are given.
     dp: int | None = None
     nodes: int | None = None

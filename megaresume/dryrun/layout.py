@@ -82,11 +82,12 @@ def check_layout(
     before = None if choice.step is None else choice.step.topology
     attempt(
         lambda: check_zero(
-            choice.tag_dir,
+            choice,
             before,
             partitions=now.dp * now.cp,
             zero_stage=now.zero_stage or 0,
             universal=flags.universal_checkpoint,
+            elastic=flags.elastic,
         ),
         findings,
     )

@@ -5,7 +5,9 @@ Read against DeepSpeed 0.16 to 0.19 (deepspeed/runtime/engine.py, deepspeed/runt
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,18 @@ from megaresume.checkpoint.topology import Topology
 from megaresume.stream.errors import UsageError
 
 __all__ = [
+    "as_universal",
     "check_engine",
     "data_rank",
     "data_size",
     "expected_files",
     "is_pipeline",
     "loads_universal",
+    "model_file",
     "partitions",
     "set_batch_size",
     "topology",
+    "zero_stage",
 ]
 
 
@@ -78,6 +83,28 @@ def loads_universal(engine: Any) -> bool:
     return bool(engine.load_universal_checkpoint())
 
 
+@contextlib.contextmanager
+def as_universal(engine: Any) -> Iterator[None]:
+    """Within it, ``load_checkpoint`` takes a tag for a universal checkpoint; the config stays as it is."""
+    config = engine._config
+    before, config.load_universal_checkpoint = config.load_universal_checkpoint, True
+    try:
+        yield
+    finally:
+        config.load_universal_checkpoint = before
+
+
+def zero_stage(engine: Any) -> int:
+    """0 to 3."""
+    return int(engine.zero_optimization_stage())
+
+
+def model_file(engine: Any, tag_dir: Path) -> Path:
+    """The file of a universal checkpoint that holds this rank's module."""
+    with as_universal(engine):
+        return Path(engine._get_all_ckpt_names(str(tag_dir.parent), tag_dir.name)[0])
+
+
 def set_batch_size(engine: Any, size: int) -> None:
     """Change the global batch size (samples) between two steps, with all that DeepSpeed leaves behind."""
     engine.set_train_batch_size(size)
@@ -108,7 +135,7 @@ def topology(engine: Any, *, num_workers: int) -> Topology:
         num_workers=num_workers,
         micro_batch_size=int(engine.train_micro_batch_size_per_gpu()),
         global_batch_size=int(engine.train_batch_size()),
-        zero_stage=int(engine.zero_optimization_stage()),
+        zero_stage=zero_stage(engine),
         nodes=world // local if local and world % local == 0 else None,
     )
 

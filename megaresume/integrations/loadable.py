@@ -9,9 +9,18 @@ from pathlib import Path
 
 from megaresume.checkpoint.choose import Choice, choose
 from megaresume.checkpoint.topology import Topology
+from megaresume.integrations.elastic.universal import read_universal
 from megaresume.stream.errors import CheckpointError, StateError
 
-__all__ = ["BEGIN_ANEW", "check_zero", "choose_to_load", "without_state"]
+__all__ = [
+    "BEGIN_ANEW",
+    "check_convertible",
+    "check_zero",
+    "choose_to_load",
+    "other_partitions",
+    "refuse_partitions",
+    "without_state",
+]
 
 #: how to load weights without their data.
 BEGIN_ANEW = "load_checkpoint(..., load_module_only=True)"
@@ -53,32 +62,73 @@ def choose_to_load(load_dir: str, tag: str | None, universal: bool) -> Choice | 
     return choice
 
 
-def check_zero(source: Path, before: Topology | None, *, partitions: int, zero_stage: int, universal: bool) -> None:
-    """Raise a CheckpointError where ZeRO's optimizer state was divided over another number of ranks: DeepSpeed would
-    fail on it obscurely, or not notice at all.
+def other_partitions(before: Topology | None, *, partitions: int, zero_stage: int) -> bool:
+    """Whether ZeRO's optimizer state was divided over another number of ranks: DeepSpeed would fail on it obscurely,
+    or not notice at all.
 
     Args:
-        source: the tag directory.
         before: how the run was laid out when it saved; None: not known.
         partitions: ranks over which ZeRO divides the optimizer state now: data-parallel times context-parallel.
         zero_stage: now.
-        universal: a universal checkpoint is loaded.
     """
-    if before is None or before.zero_stage is None or universal:
+    if before is None or before.zero_stage is None:
+        return False
+    return before.dp * before.cp != partitions and max(before.zero_stage, zero_stage) > 0
+
+
+def check_zero(
+    choice: Choice, before: Topology | None, *, partitions: int, zero_stage: int, universal: bool, elastic: bool = False
+) -> None:
+    """Raise a CheckpointError where an engine could not load the optimizer state: it was divided over another number
+    of ranks, there is no conversion beside it, and none will be made.
+
+    Args:
+        choice: what is to be loaded.
+        before, partitions, zero_stage: see `other_partitions`.
+        universal: load_universal is set.
+        elastic: the job will convert it.
+    """
+    if universal or not other_partitions(before, partitions=partitions, zero_stage=zero_stage):
         return
+    assert before is not None
+    if choice.step is not None and read_universal(choice.tag_dir, choice.step.save_id) is not None:
+        return
+    check_convertible(choice.tag_dir, before, partitions=partitions, zero_stage=zero_stage)
+    if not elastic:
+        raise refuse_partitions(choice.tag_dir, before, partitions=partitions, zero_stage=zero_stage)
+
+
+def check_convertible(source: Path, before: Topology, *, partitions: int, zero_stage: int) -> None:
+    """Raise a CheckpointError where a universal checkpoint would not help either.
+
+    Args:
+        source: the tag directory.
+        before, partitions, zero_stage: see `other_partitions`.
+    """
+    stage = before.zero_stage or 0
+    if stage and zero_stage and (stage == 3) == (zero_stage == 3):
+        return
+    error = refuse_partitions(source, before, partitions=partitions, zero_stage=zero_stage)
+    error.expected = f"{before.dp * before.cp} data-parallel ranks, or ZeRO " + (
+        "3" if stage == 3 else "1 or 2" if stage else "0"
+    )
+    error.cause = "both the number of ranks and the kind of ZeRO changed; DeepSpeed can convert for only one of them"
+    error.action = f"start with ZeRO {stage} on any number of ranks, or on {before.dp * before.cp} data-parallel ranks"
+    raise error
+
+
+def refuse_partitions(source: Path, before: Topology, *, partitions: int, zero_stage: int) -> CheckpointError:
+    """The error for a checkpoint that needs a conversion, with the command. Arguments as of `check_convertible`."""
     saved = before.dp * before.cp
-    if saved != partitions and max(before.zero_stage, zero_stage) > 0:
-        raise CheckpointError(
-            "DeepSpeed cannot load ZeRO optimizer state on another number of data-parallel ranks",
-            found=f"{source.name}, saved with ZeRO {before.zero_stage} on {saved} data-parallel ranks; "
-            f"{partitions} now, with ZeRO {zero_stage}",
-            expected=f"{saved} data-parallel ranks, or a universal checkpoint",
-            cause="the job was started on another number of nodes or GPUs",
-            action=f"python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {source} "
-            f'--output_folder {source}_universal, then set "checkpoint": {{"load_universal": true}} in the '
-            "DeepSpeed config (--universal-checkpoint in Megatron-DeepSpeed and in megaresume.training). The data "
-            "needs no conversion",
-        )
+    return CheckpointError(
+        "DeepSpeed cannot load ZeRO optimizer state on another number of data-parallel ranks",
+        found=f"{source.name}, saved with ZeRO {before.zero_stage} on {saved} data-parallel ranks; "
+        f"{partitions} now, with ZeRO {zero_stage}",
+        expected=f"{saved} data-parallel ranks, or a universal checkpoint",
+        cause="the job was started on another number of nodes or GPUs",
+        action=f"megaresume convert {source.parent} --tag {source.name}, and start again as you did; or let the job "
+        "do it: attach(..., elastic=True), --megaresume-elastic. The data needs no conversion",
+    )
 
 
 def without_state(choice: Choice, begin_anew: str) -> StateError:

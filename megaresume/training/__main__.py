@@ -68,6 +68,7 @@ def _run(args: Arguments) -> None:
     import torch.distributed as dist
 
     import megaresume.integrations.deepspeed as integration
+    from megaresume.integrations.elastic.load import prepare_load
     from megaresume.integrations.ranks import on_all_ranks
     from megaresume.loading.open import open_stream
     from megaresume.loading.validation import open_validation
@@ -82,7 +83,16 @@ def _run(args: Arguments) -> None:
     from megaresume.training.schedule import LearningRate
     from megaresume.training.validation import Validation
 
-    _, schedule = check_layout(args, dist.get_world_size())
+    dp, schedule = check_layout(args, dist.get_world_size())
+    if args.load is not None and not (args.finetune or args.universal_checkpoint):
+        # Before anything is on the GPU: it may take long, or be refused.
+        prepare_load(
+            args.load,
+            zero_stage=args.zero_stage,
+            partitions=dp,
+            tag=None if args.ckpt_step is None else f"global_step{args.ckpt_step}",
+            elastic=args.megaresume_elastic,
+        )
     stream = on_all_ranks(lambda: open_stream(**_data(args), part="train"))
     seq_length = stream.config.seq_length
     vocab_size = on_all_ranks(lambda: _vocab_size(args, stream.sources))
@@ -105,6 +115,7 @@ def _run(args: Arguments) -> None:
         start_method=args.megaresume_start_method,
         skip=on_all_ranks(lambda: _skip(args)),
         save_dir=args.save,
+        elastic=args.megaresume_elastic,
     )
     _load(args, engine)
     on_all_ranks(lambda: stream.skip(end=_last_sample(args, engine, data)))  # nothing beyond it can be skipped

@@ -115,6 +115,7 @@ class Arguments:
     ckpt_step: int | None = flag(None, "load this iteration and no other")
     finetune: bool = flag(False, "load weights only: step 0, sample 0")
     exit_on_missing_checkpoint: bool = flag(False, "fail where --load finds none")
+    megaresume_elastic: bool = flag(False, "convert a ZeRO checkpoint that another number of data-parallel ranks saved")
     universal_checkpoint: bool = flag(False, "load what deepspeed.checkpoint.ds_to_universal wrote")
 
     # validation and logs

@@ -84,6 +84,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             help="mode stream: iterations, counted from 1, the last one included, whose samples are not trained",
         )
     group.add_argument(
+        "--megaresume-elastic",
+        "--megaresume_elastic",
+        action="store_true",
+        help="Megatron-DeepSpeed: a ZeRO checkpoint that another number of data-parallel ranks saved is converted when "
+        "it is loaded, and not refused",
+    )
+    group.add_argument(
         "--megaresume-accept",
         "--megaresume_accept",
         nargs="+",
@@ -119,6 +126,8 @@ class Settings:
     log_samples: str | None = None
     #: ranges of samples that are not to be trained.
     skip_samples: tuple[str, ...] = ()
+    #: convert a ZeRO checkpoint of another number of ranks.
+    elastic: bool = False
 
     @classmethod
     def from_args(cls, args: Any, argv: Sequence[str] | None = None) -> Settings:
@@ -131,12 +140,14 @@ class Settings:
         Raises:
             UsageError: an unknown mode, or flags that contradict each other.
         """
-        words = ("data", "mode", "accept", "on_change", "log_samples", "skip_samples")
+        words = ("data", "mode", "accept", "on_change", "log_samples", "skip_samples", "elastic")
         names = [f"megaresume_{word}" for word in words]
         source = args
         if not any(getattr(args, name, None) for name in names):
             source = _from_command_line(sys.argv[1:] if argv is None else argv)
-        data, mode, accept, on_change, log_samples, skip_samples = (getattr(source, name, None) for name in names)
+        data, mode, accept, on_change, log_samples, skip_samples, elastic = (
+            getattr(source, name, None) for name in names
+        )
         if mode is not None and mode not in _MODES:
             raise UsageError(
                 "unknown mode",
@@ -174,6 +185,7 @@ class Settings:
             on_change=on_change or "refuse",
             skip_samples=tuple(_list(skip_samples)),
             log_samples=None if log_samples is None else str(log_samples),
+            elastic=bool(elastic),
         )
 
 

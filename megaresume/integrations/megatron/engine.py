@@ -27,9 +27,8 @@ from megaresume.checkpoint.topology import Topology
 from megaresume.integrations import deepspeed_engine as facts
 from megaresume.integrations.deepspeed_tags import (
     KEY,
-    check_loaded,
-    check_partitions,
     choose_tag,
+    read_tag,
     state_within,
     write_tag,
     written_files,
@@ -175,7 +174,7 @@ def around_engine_load(original: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises, on every rank:
         CheckpointError: what was asked for is not whole, nothing is, or no pointer says which one; or the number of
-            ZeRO partitions changed and the checkpoint is not a universal one.
+            ZeRO partitions changed, and the checkpoint is not converted or cannot be.
         StateError: no data state (stream mode), or another one than that beside the checkpoint.
     """
 
@@ -210,14 +209,15 @@ def around_engine_load(original: Callable[..., Any]) -> Callable[..., Any]:
         if choice is None:
             return None, None  # a directory without any checkpoint: as DeepSpeed, without its warning on every rank
 
-        def check() -> None:
-            _check_pointed(choice, explicit=tag is not None or universal)
-            if not load_module_only and load_optimizer_states:
-                check_partitions(self, choice, step_file, universal)
-
-        on_all_ranks(check)
-        path, client_state = read(load_dir, tag=choice.tag)
-        on_all_ranks(lambda: check_loaded(path, choice))
+        on_all_ranks(lambda: _check_pointed(choice, explicit=tag is not None or universal))
+        _, path, client_state = read_tag(
+            self,
+            read,
+            choice,
+            step_file,
+            elastic=current.settings.elastic,
+            optimizer=not load_module_only and load_optimizer_states,
+        )
         if not anew:
             on_all_ranks(lambda: _check_state(current, choice, step_file, client_state or {}))
             # bigscience does not check the arguments in a universal checkpoint, so nobody else would see them.

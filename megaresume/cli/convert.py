@@ -1,0 +1,49 @@
+"""``megaresume convert DIR``: a ZeRO checkpoint for any number of data-parallel ranks."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megaresume.stream.errors import CheckpointError, UsageError
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "make a ZeRO checkpoint loadable by another number of ranks (DeepSpeed's universal checkpoint)"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the command."""
+    parser.add_argument("dir", metavar="DIR", type=Path, help="the run's --save directory")
+    parser.add_argument("--tag", help="the checkpoint, such as global_step100 (default: what a start would take)")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: by size and cores)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert, or find it converted."""
+    from megaresume.checkpoint.choose import choose
+    from megaresume.integrations.elastic.convert import Reporter, convert
+    from megaresume.integrations.elastic.universal import read_universal
+
+    choice = choose(args.dir, tag=args.tag)
+    if choice is None:
+        raise CheckpointError(f"there is no checkpoint in {args.dir}")
+    if choice.step is None:
+        raise UsageError(
+            "only checkpoints with records of megaresume are converted",
+            found=f"{choice.tag_dir}, written without megaresume",
+            action="python -m deepspeed.checkpoint.ds_to_universal --help, and load_universal",
+        )
+    if not choice.step.topology.zero_stage:
+        raise UsageError(
+            "this checkpoint needs no conversion",
+            found=f"{choice.tag}, saved without ZeRO",
+            expected="ZeRO 1, 2 or 3; without it any number of ranks loads the checkpoint",
+        )
+    save_id = choice.step.save_id
+    done = read_universal(choice.tag_dir, save_id)
+    if done is None:
+        report = Reporter(say=lambda words: print(words, flush=True))
+        done = convert(choice.tag_dir, save_id=save_id, made_by="command", report=report, workers=args.workers)
+    print(f"{done.path} is what any number of data-parallel ranks loads: start the run as ever")
+    return 0

@@ -1,0 +1,222 @@
+"""One conversion: locked, with room for it, in a directory that nobody reads until it is whole.
+
+    lock (or wait for whoever holds it) -> there already? -> room on the disk? -> worker process -> seal -> rename
+
+A kill at any moment leaves a hidden directory at most; the next conversion clears it and begins anew. The lock is the
+kernel's and goes with the process that holds it. Two jobs on a filesystem without locks both convert; the first to
+rename wins, and the other takes what it finds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megaresume.checkpoint.atomic import fsync_dir, make_dir, write_error
+from megaresume.checkpoint.layout import records_dir
+from megaresume.checkpoint.manifest import list_files
+from megaresume.integrations.elastic.universal import (
+    Maker,
+    Universal,
+    read_universal,
+    remove_leftovers,
+    temporary_dir,
+    universal_dir,
+    write_seal,
+)
+from megaresume.stream.errors import CheckpointError
+
+__all__ = ["Reporter", "convert", "default_workers", "room_needed"]
+
+#: seconds between lines of progress, and between looks at the worker.
+_PROGRESS, _POLL = 15.0, 0.2
+#: what launchers tell a rank; the worker is none.
+_LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+#: bytes; below it one process converts faster than several start.
+_SMALL = 1 << 30
+
+
+def default_workers(size: int) -> int:
+    """Processes that convert, for a checkpoint of this many bytes."""
+    return 1 if size < _SMALL else max(1, min(8, (os.cpu_count() or 1) // 2))
+
+
+@dataclass(slots=True)
+class Reporter:
+    """Says what goes on, not too often, and gives signs of life."""
+
+    say: Callable[[str], None]
+    #: called often while there is nothing to say.
+    beat: Callable[[], None] = lambda: None
+    _next: float = field(default_factory=lambda: time.monotonic() + _PROGRESS)
+
+    def wait(self, words: Callable[[], str]) -> None:
+        """Sleep a moment; say the words if the last line is long ago."""
+        self.beat()
+        time.sleep(_POLL)
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + _PROGRESS
+            self.say(words())
+
+
+def room_needed(tag_dir: Path) -> int:
+    """Bytes that a conversion needs at its peak: fragments and merged state side by side, and the model files."""
+    files = list_files(tag_dir)
+    state = sum(entry.size for entry in files if entry.path.endswith("_optim_states.pt"))
+    model = sum(entry.size for entry in files if entry.path.endswith("_model_states.pt"))
+    return int(1.05 * (2 * state + model))
+
+
+def convert(tag_dir: Path, *, save_id: str, made_by: Maker, report: Reporter, workers: int | None = None) -> Universal:
+    """Make the universal form of a ZeRO checkpoint, or take the one that is there. In one process.
+
+    Args:
+        tag_dir: the checkpoint, complete.
+        save_id: of its save.
+        made_by: who asks for it; what a job made is removed behind its next checkpoint.
+        report: told what goes on.
+        workers: processes; None: by the size.
+
+    Raises:
+        CheckpointError: no room, something else has the name, DeepSpeed cannot convert it, or the disk refuses.
+    """
+    with _locked(records_dir(tag_dir.parent), report) as alone:
+        there = read_universal(tag_dir, save_id)
+        if there is not None:
+            return there
+        if alone:
+            remove_leftovers(tag_dir.parent)
+        _check_room(tag_dir)
+        return _convert(tag_dir, save_id, made_by, report, workers)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path, report: Reporter) -> Iterator[bool]:
+    """Hold the lock of a checkpoint root; waits for it. Yields whether there are locks at all."""
+    make_dir(directory)
+    path = directory / "convert.lock"
+    began = time.monotonic()
+    try:
+        lock = open(path, "a+")  # noqa: SIM115  held until the end of the block
+    except OSError as error:
+        raise write_error(path, error) from error
+    with lock:
+        alone = True
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    alone = False  # some network filesystems have no locks
+                    break
+            lock.seek(0)
+            holder = lock.read().strip() or "another process"
+            report.wait(lambda who=holder: f"{who} is converting there; waiting for {time.monotonic() - began:.0f} s")  # type: ignore[misc]
+        if alone:
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+            lock.flush()
+        try:
+            yield alone
+        finally:
+            if alone:
+                # Not left to the close: a process that was forked meanwhile holds the file too.
+                fcntl.flock(lock, fcntl.LOCK_UN)
+
+
+def _check_room(tag_dir: Path) -> None:
+    needed, free = room_needed(tag_dir), shutil.disk_usage(tag_dir).free
+    if free < needed:
+        raise CheckpointError(
+            f"there is no room to convert {tag_dir.name}",
+            found=f"{_gb(free)} free in {tag_dir.parent}",
+            expected=f"{_gb(needed)}: twice the optimizer state, and the model",
+            action="free space, or start on the number of ranks that saved it",
+        )
+
+
+def _convert(tag_dir: Path, save_id: str, made_by: Maker, report: Reporter, workers: int | None) -> Universal:
+    began, needed = time.monotonic(), room_needed(tag_dir)
+    temporary, target = temporary_dir(tag_dir), universal_dir(tag_dir)
+    # DeepSpeed writes a pointer beside its output: so the output lies one level deeper.
+    output = temporary / target.name
+    report.say(f"converting {tag_dir.name} into {target.name}; needs {_gb(needed)} of disk while it works")
+    try:
+        output.mkdir(parents=True)
+        _run_worker(tag_dir, output, temporary / "convert.log", needed, workers or default_workers(needed), report)
+        made = write_seal(output, save_id=save_id, made_by=made_by)
+        try:
+            output.rename(target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            there = read_universal(tag_dir, save_id)  # another job was faster, where there are no locks
+            assert there is not None
+            return there
+        fsync_dir(target.parent)
+    except OSError as error:
+        raise write_error(output, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    report.say(f"converted in {time.monotonic() - began:.0f} s: {target.name}, {_gb(made.size)}")
+    return Universal(path=target, save_id=save_id, made_by=made_by, size=made.size)
+
+
+def _run_worker(tag_dir: Path, output: Path, log: Path, needed: int, workers: int, report: Reporter) -> None:
+    command = [sys.executable, "-m", "megaresume.integrations.elastic.worker"]
+    command += [str(tag_dir), str(output), str(workers), str(os.getpid())]
+    env = {name: value for name, value in os.environ.items() if name not in _LAUNCH}
+    # What this process can import, the checkpoint may name. A GPU has no part in it.
+    env |= {"PYTHONPATH": os.pathsep.join(sys.path), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    began = time.monotonic()
+
+    def progress() -> str:
+        written = _size_below(output)
+        return f"converting {tag_dir.name}: {_gb(written)} of {_gb(needed)} written in {time.monotonic() - began:.0f} s"
+
+    with open(log, "wb") as file:
+        worker = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+    try:
+        while worker.poll() is None:
+            report.wait(progress)
+    finally:
+        if worker.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)
+            worker.wait()
+    if worker.returncode:
+        text = log.read_text(errors="replace").strip()
+        raise CheckpointError(
+            f"DeepSpeed could not convert {tag_dir.name}",
+            found=f"exit status {worker.returncode}: " + "\n    ".join(text.splitlines()[-5:]),
+            expected=f"a universal checkpoint in {universal_dir(tag_dir)}",
+            cause="killed for memory or by a full disk, if no error is named"
+            if worker.returncode < 0
+            else "a layout that DeepSpeed's ds_to_universal does not know",
+            action="start on the number of ranks that saved it, or load an older checkpoint",
+        )
+
+
+def _size_below(directory: Path) -> int:
+    """Bytes so far, while another process creates and removes files."""
+    total = 0
+    for where, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.stat(os.path.join(where, name)).st_size
+    return total
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
