@@ -202,6 +202,20 @@ def test_stream_names_records(vlm: VlmRun, written: Path, capsys: pytest.Capture
     assert f"({shown[0]['shard']} #{shown[0]['record']} '{shown[0]['key']}'" in capsys.readouterr().out
 
 
+def test_samples_that_were_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    vlm = vlm_run(tmp_path, skip={"samples": ["9:11"]})
+    traced(vlm, capsys, "--samples", "8:10", "--images", str(tmp_path / "out"))
+    rows = [json.loads(line) for line in (tmp_path / "out" / "images.jsonl").read_text().splitlines()[1:]]
+    assert [(row["absolute"], row["sample"]) for row in rows] == sorted((r["absolute"], r["sample"]) for r in rows)
+    assert {(row["absolute"], row["sample"]) for row in rows} == {(8, 8), (9, None), (10, None), (11, 9)}
+    for row in rows:
+        folder = f"left_out/absolute_{row['absolute']:08d}-" if row["sample"] is None else "step_0000003/sample_"
+        for image in row["images"]:
+            assert image["file"].startswith(folder)
+            record = vlm.records[row["document"]]
+            assert (tmp_path / "out" / image["file"]).read_bytes() == record.members[image["member"]]
+
+
 def test_the_document(vlm: VlmRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What docs/trace.md shows of records and pictures."""
     text = (Path(__file__).parents[2] / "docs" / "trace.md").read_text()

@@ -43,8 +43,11 @@ class VlmRun:
         return self.streams[sample >= SECOND]
 
 
-def vlm_run(directory: Path) -> VlmRun:
-    """30 pages in two shards, drawn more than once; text; a new augmentation behind step 4; saved at steps 4 and 8."""
+def vlm_run(directory: Path, **more: Any) -> VlmRun:
+    """30 pages in two shards, drawn more than once; text; a new augmentation behind step 4; saved at steps 4 and 8.
+
+    ``more`` goes into the data config.
+    """
     encoder = ImageTextEncoder.from_options({"processor": PROCESSOR, "template": "interleaved"})
     records = [page(i) for i in range(30)]
     pairs = [(record.key, dict(record.members)) for record in records]
@@ -65,7 +68,7 @@ def vlm_run(directory: Path) -> VlmRun:
     def write(augment: Any) -> None:
         pages = {"kind": "webdataset", "index": "pages.shards.idx", "weight": 0.8, "on_fault": "mask"}
         sources = {"web": {"path": "web", "weight": 0.2}, "pages": {**pages, "augment": augment}}
-        config = {"seed": 3, "seq_length": 128, "packing": "best_fit", "sources": sources}
+        config = {"seed": 3, "seq_length": 128, "packing": "best_fit", "sources": sources, **more}
         data.write_text(yaml.safe_dump(config, sort_keys=False))
 
     topology = Topology(dp=2, world_size=2, global_batch_size=BATCH, micro_batch_size=1)
