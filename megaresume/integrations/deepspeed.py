@@ -23,16 +23,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megaresume.checkpoint.progress import MAX_STARTS
+from megaresume.checkpoint.retention import Retention
 from megaresume.integrations import deepspeed_engine as facts
 from megaresume.integrations.deepspeed_checkpoint import Checkpoints
 from megaresume.integrations.deepspeed_data import TrainingData
-from megaresume.integrations.ranks import on_all_ranks, on_rank_0, same_on_all_ranks
+from megaresume.integrations.ranks import is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
 from megaresume.integrations.resume import Resume
+from megaresume.integrations.stopping import StopConditions, Stopped, Stopper
 from megaresume.loading.batch import Batch
 from megaresume.loading.loader import StartMethod
 from megaresume.loading.open import open_stream
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import OnChange
+from megaresume.stream.errors import UsageError
 from megaresume.stream.skips import SkipConfig
 from megaresume.stream.stream import Stream
 from megaresume.verification.ranks import RankLog
@@ -50,6 +54,8 @@ class Attached(TrainingData):
     """The data of an engine, and what became of its last load. Iterate over it; made by `attach`."""
 
     checkpoints: Checkpoints
+    _stopper: Stopper | None = None
+    _save_at_stop: Callable[[], None] | None = None
 
     @property
     def resume(self) -> Resume | None:
@@ -61,9 +67,38 @@ class Attached(TrainingData):
         """Which start of the run this is, from 1; on rank 0, once the first step has begun in a known ``save_dir``."""
         return self.checkpoints.attempt
 
+    def stop_when(self, conditions: StopConditions, save: Callable[[], None] | None) -> None:
+        """Listen from now on; see `attach`."""
+        self._stopper = Stopper(conditions, save_seconds=lambda: self.checkpoints.save_seconds)
+        self._save_at_stop = save
+        self._stopper.install()
+
+    def close(self) -> None:
+        """Stop reading ahead, and listening, at the end of a run; nothing is handed out any more."""
+        if self._stopper is not None:
+            self._stopper.uninstall()
+        super().close()
+
     def _open_step(self) -> None:
+        if self._stopper is not None and (reason := self._stopper.agreed()) is not None:
+            self._stop(self._stopper, reason)
         super()._open_step()
         self.checkpoints.record_start()
+        self.checkpoints.check_progress()
+
+    def _stop(self, stopper: Stopper, reason: str) -> None:
+        step = int(self.engine.global_steps)
+        if step and step != self.checkpoints.settled_step:
+            (self._save_at_stop or self.checkpoints.save_here)()
+        stopper.saved()
+        status = stopper.conditions.status
+        if is_rank_0():
+            print(
+                f"megaresume: {reason}: saved at step {step}; exits with status {status}, to be launched again",
+                flush=True,
+            )
+        self.close()
+        raise Stopped(reason, status)
 
 
 def attach(
@@ -86,6 +121,11 @@ def attach(
     objects: Mapping[str, object] | None = None,
     on_change: OnChange = "refuse",
     skip: SkipConfig | Mapping[str, Any] | Sequence[str] | None = None,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    stop: StopConditions | None = None,
+    on_stop: Callable[[], None] | None = None,
+    max_starts: int = MAX_STARTS,
     elastic: bool = False,
 ) -> Attached:
     """Give an engine its data, and its checkpoints the state of that data. Call it on every rank, right after
@@ -114,16 +154,31 @@ def attach(
             [...], "documents": {"web": [17]}}``. See docs/skips.md.
         elastic: convert a ZeRO checkpoint that another number of ranks saved, when it is loaded. Otherwise that is
             refused, with the command to run. See docs/checkpoints.md.
+        keep_last: after every save, delete the weights of complete checkpoints but the newest so many; None: keep all.
+        keep_every: keep those besides whose step this divides. See docs/checkpoints.md.
+        stop: at the end of the step in which one of these happens, save to ``save_dir`` and raise `Stopped`, which
+            ends the process with exit status 0 (or another of your choice). See docs/checkpoints.md.
+        on_stop: how to save then, on every rank; None: ``engine.save_checkpoint(save_dir)``.
+        max_starts: refuse to start from one place more often than that without a save in between; 0: never refuse.
         seq_length, seed, split, objects, on_change: see `megaresume.loading.open.open_stream`.
 
     Returns:
         the data: iterate over it, or pass it to ``engine.train_batch(data_iter=...)``.
 
     Raises, on every rank:
-        UsageError: no DeepSpeed engine, settings that cannot be committed, or sizes that do not divide.
+        UsageError: no DeepSpeed engine, settings that cannot be committed, sizes that do not divide, or ``stop``
+            without a place to save to.
         ConfigError, CorpusError, SetupError: the data cannot be opened, or differs between ranks.
     """
     facts.check_engine(engine)
+    retention = Retention(keep_last=keep_last, keep_every=keep_every)
+    if stop is not None and save_dir is None and on_stop is None:
+        raise UsageError(
+            "there is nowhere to save to when the run is asked to stop",
+            found="stop= without save_dir=",
+            expected="the directory of the checkpoints",
+            action="megaresume.attach(engine, data, save_dir=..., stop=...)",
+        )
 
     opened: list[Stream] = []
 
@@ -160,8 +215,15 @@ def attach(
     )
     if asked := SkipConfig.from_dict(skip, where="skip="):
         on_all_ranks(lambda: stream.skip(asked))
-    where = None if save_dir is None else os.fspath(save_dir)
-    attached.checkpoints = Checkpoints(attached, save_dir=where, elastic=elastic)
+    attached.checkpoints = Checkpoints(
+        attached,
+        save_dir=None if save_dir is None else os.fspath(save_dir),
+        retention=retention,
+        max_starts=max_starts,
+        elastic=elastic,
+    )
+    if stop is not None:
+        attached.stop_when(stop, on_stop)
     hook(engine, attached)
     return attached
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from megaresume.checkpoint.choose import Choice
 from megaresume.checkpoint.layout import deepspeed_tag, ledger_path
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.manifest import FileEntry
+from megaresume.checkpoint.progress import MAX_STARTS, check_progress
+from megaresume.checkpoint.retention import KEEP_ALL, Retention
 from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.state_file import StepFile
 from megaresume.checkpoint.topology import Topology
@@ -34,7 +37,7 @@ from megaresume.integrations.deepspeed_tags import (
     write_tag,
 )
 from megaresume.integrations.loadable import BEGIN_ANEW, without_state
-from megaresume.integrations.ranks import gather, is_rank_0, on_all_ranks, same_on_all_ranks
+from megaresume.integrations.ranks import gather, is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
 from megaresume.integrations.resume import Resume, change_lines
 from megaresume.stream.errors import StateError
 from megaresume.stream.state import StreamState
@@ -49,16 +52,33 @@ class Checkpoints:
         data: the engine's data.
         save_dir: where the run saves, if known beforehand: then the ledger learns of every start, also of one that
             dies before its first save.
+        retention: which older checkpoints stay.
+        max_starts: starts from one place without a save that are let through; 0: any number.
         elastic: convert a ZeRO checkpoint of another number of ranks by itself.
     """
 
-    def __init__(self, data: TrainingData, *, save_dir: str | None, elastic: bool = False) -> None:
+    def __init__(
+        self,
+        data: TrainingData,
+        *,
+        save_dir: str | None,
+        retention: Retention = KEEP_ALL,
+        max_starts: int = MAX_STARTS,
+        elastic: bool = False,
+    ) -> None:
         self.data = data
         self.elastic = elastic
         self.resume: Resume | None = None
         #: starts recorded in the ledger of the run, this one included; known on rank 0 from the first step on.
         self.attempt: int | None = None
+        #: optimizer steps of the checkpoint that was saved or loaded last; None: neither.
+        self.settled_step: int | None = None
+        #: how long the last save took; None: none was made.
+        self.save_seconds: float | None = None
         self._save_dir = save_dir
+        self._retention = retention
+        self._max_starts = max_starts
+        self._progress_checked = False
         self._choice: Choice | None = None
         self._start_recorded_in: set[Path] = set()
 
@@ -80,6 +100,7 @@ class Checkpoints:
             CheckpointError: files are missing or empty, or the disk refuses. The pointers stay as they were.
         """
         engine = self.data.engine
+        began = time.monotonic()
         step = int(engine.global_steps)
         tag = deepspeed_tag(step) if tag is None else str(tag)
         state = self._take_state()
@@ -90,7 +111,7 @@ class Checkpoints:
             action="compare the corpora on the nodes: megaresume stream DATA.yaml",
         )
         self.record_start(save_dir)
-        return write_tag(
+        result = write_tag(
             engine,
             functools.partial(write, save_dir),
             save_dir,
@@ -102,7 +123,15 @@ class Checkpoints:
             latest=latest,
             origin=self._origin(),
             write_beside=self._write_beside(save_dir, step, tag),
+            retention=self._retention,
         )
+        self.settled_step, self.save_seconds = step, time.monotonic() - began
+        return result
+
+    def save_here(self) -> None:
+        """Save to the directory that was named beforehand."""
+        assert self._save_dir is not None  # `attach` has seen to it
+        self.data.engine.save_checkpoint(self._save_dir)
 
     # What is a stream's own; the states of other people's loaders come and go in their own way.
 
@@ -150,6 +179,15 @@ class Checkpoints:
         )
         self.attempt = sum(entry.kind == "start" for entry in read_ledger(ledger_path(Path(save_dir))).entries)
         self._start_recorded_in.add(Path(save_dir).resolve())
+
+    def check_progress(self) -> None:
+        """Before the first step: raise a CheckpointError, on every rank, where starts lead to no save. Collective."""
+        if self._progress_checked:
+            return
+        self._progress_checked = True
+        save_dir, step = self._save_dir, self.data.base[0]
+        if save_dir is not None:
+            on_rank_0(lambda: check_progress(save_dir, iteration=step, max_starts=self._max_starts))
 
     # Load
 
@@ -207,6 +245,7 @@ class Checkpoints:
             action="mount the same directory on every node",
         )
         self._choice = choice
+        self.settled_step = int(engine.global_steps)
         self._start_recorded_in.clear()
         self.resume = self._resume(choice, step_file, state)
         if is_rank_0():
