@@ -117,3 +117,15 @@ def two_ranks(launch: Launch, data_yaml: Path, checkpoints: Path) -> Results:
 def one_rank(launch: Launch, data_yaml: Path, checkpoints: Path, two_ranks: Results) -> Results:
     """Results of scenarios_one_rank.py, which loads what two ranks have saved."""
     return Results(_results(launch, "scenarios_one_rank.py", 1, data_yaml, checkpoints))
+
+
+@pytest.fixture(scope="session")
+def stop_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where runs that are asked to stop save."""
+    return tmp_path_factory.mktemp("stopped")
+
+
+@pytest.fixture(scope="session")
+def stopped(launch: Launch, data_yaml: Path, stop_root: Path) -> Results:
+    """Results of stopping.py."""
+    return Results(_results(launch, "stopping.py", 2, data_yaml, stop_root))
