@@ -64,6 +64,28 @@ def test_measure_is_what_encode_makes(processor, size):
     assert document.images[0].offset == 3
 
 
+@pytest.mark.parametrize(
+    ("fit", "size", "fits"),
+    [
+        ("crop", (3, 9000), False),
+        ("crop", (3, 4000), True),
+        ("pad", (14000, 1), False),
+        ("pad", (2000, 1), True),
+        ("stretch", (14000, 1), True),
+    ],
+)
+def test_an_image_that_would_fill_the_memory_on_its_way_to_a_square_is_a_fault(fit, size, fits):
+    """A few kilobytes of PNG, allowed by max_pixels: cut after enlarging, it would take gigabytes."""
+    narrow = build(processor={"kind": "patches", "size": 336, "fit": fit})
+    content = record(png=file(picture(*size)), txt="a")
+    if fits:
+        assert len(narrow.encode(content, KEY).tokens) == narrow.measure(content).tokens
+        return
+    for call in (narrow.measure, lambda content: narrow.encode(content, KEY)):
+        with pytest.raises(CorpusError, match=r"png: an image too narrow for its length[\s\S]*fit: stretch"):
+            call(content)
+
+
 def test_measure_decodes_no_pixel(monkeypatch):
     import PIL.ImageFile
 

@@ -28,12 +28,15 @@ from megaresume.encoding.multimodal.processors.base import (
 )
 from megaresume.encoding.multimodal.processors.kernels import fill_patches
 from megaresume.encoding.multimodal.room import new_pixels
-from megaresume.stream.errors import ConfigError
+from megaresume.stream.errors import ConfigError, CorpusError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 __all__ = ["Patches"]
+
+#: of an image on its way to a square: 4 bytes each. Pillow itself opens no more.
+MOST_PIXELS = 178_956_970
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +79,12 @@ class Patches:
         return (3, self.size, self.size)
 
     def num_tokens(self, width: int, height: int) -> int:
-        """The same for every size."""
+        """The same for every size.
+
+        Raises:
+            CorpusError: an image so narrow that the square, before it is cut or made small, would fill the memory.
+        """
+        self._check_room(width, height)
         return (self.size // (self.patch_size * self.merge)) ** 2 + self.class_tokens
 
     def tokens_of(self, pixels: Pixels, grid: Grid) -> int:
@@ -90,11 +98,24 @@ class Patches:
     def __call__(self, image: Image, generator: np.random.Generator) -> tuple[Pixels, Grid]:
         """float32[1, 3, size, size], and (1, rows, columns) of patches. Draws nothing."""
         out = new_pixels((1, *self.pixel_shape))
+        self._check_room(*image.size)
         values = np.asarray(self._square(image))
         shape = (1, 1, 3, 1, self.size, self.size)
         fill_patches(values, 0, 0, normalized(self.normalize), 1, out.reshape(shape))
         side = self.size // self.patch_size
         return out, (1, side, side)
+
+    def _check_room(self, width: int, height: int) -> None:
+        longer, shorter = max(width, height), min(width, height)
+        needed = {"pad": longer**2, "crop": self.size**2 * longer // shorter}.get(self.fit, 0)
+        if needed > MOST_PIXELS:
+            raise CorpusError(
+                "an image too narrow for its length",
+                found=f"{width} x {height} pixels, {needed} on the way to a square",
+                expected=f"at most {MOST_PIXELS}",
+                cause=f"fit: {self.fit} makes the shorter edge as long as the square, or the square as the longer edge",
+                action="fit: stretch needs no room; or see on_fault, or leave the record out",
+            )
 
     def _square(self, image: Image) -> Image:
         width, height = image.size
