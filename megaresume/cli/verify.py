@@ -279,7 +279,8 @@ def _log_text(log: dict[str, Any]) -> list[str]:
         lines.append(f"  given up   {log['given_up']} lines of the log: another branch of the run")
     lines += [f"  NOT READ   {problem}" for problem in log["unreadable"]]
     for entry in log["missing"][:5]:
-        lines.append(f"  MISSING    step {entry['step']}: no line of data-parallel rank {entry['ranks']}")
+        who = f"data-parallel rank {entry['ranks']}" if entry["ranks"] else "any rank"
+        lines.append(f"  MISSING    step {entry['step']}: no line of {who}")
     difference = log["first_difference"]
     if difference:
         lines += ["", f"first difference in the log: step {difference['step']}, {difference['rank']}"]
@@ -294,7 +295,7 @@ def _log_text(log: dict[str, Any]) -> list[str]:
 def _losses(args: argparse.Namespace) -> int:
     from megaresume.verification.losses import compare_losses, read_losses
 
-    extra = [name for name in ("dir", "first", "last", "log_samples") if getattr(args, name) is not None]
+    extra = [name for name in ("dir", "first", "last", "log_samples", "data", "split") if getattr(args, name) is not None]
     if extra or args.content:
         raise UsageError(
             "--loss compares two logs and nothing else",
@@ -302,6 +303,8 @@ def _losses(args: argparse.Namespace) -> int:
             expected="verify --loss RUN_A RUN_B, and verify DIR",
         )
     tolerance = args.tolerance or 0.0
+    if not tolerance >= 0:
+        raise UsageError("bad value of --tolerance", found=str(tolerance), expected="0 or more")
     logs = [read_losses(path) for path in args.loss]
     comparison = compare_losses(*logs)
     holds = comparison.holds(tolerance)

@@ -50,7 +50,7 @@ class RankCheck:
     #: lines of steps that were lost and done again: those that agree, those of another branch of the run.
     lost: int = 0
     given_up: int = 0
-    #: (step, data-parallel ranks without a line).
+    #: (step, data-parallel ranks without a line); no rank is named where none has one.
     missing: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     #: why it could not be checked to its end.
     error: MegaresumeError | None = None
@@ -113,6 +113,8 @@ def check_ranks(
             check.missing.append((group.step, lacking))
         progress(1)
     check.differences.sort(key=lambda d: d.step)
+    check.missing += [(step, ()) for step in records.gaps if first <= step < stop]
+    check.missing.sort()
     return check
 
 

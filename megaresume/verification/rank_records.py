@@ -65,6 +65,8 @@ class RankRecords:
     damaged: int = 0
     #: the last step of each launch: where a kill came, not every rank has its line.
     last_steps: frozenset[int] = frozenset()
+    #: steps of which no rank has a line, though the launch that made them has lines of later ones.
+    gaps: tuple[int, ...] = ()
 
 
 def read_rank_logs(path: str | Path) -> RankRecords:
@@ -92,11 +94,15 @@ def read_rank_logs(path: str | Path) -> RankRecords:
     steps: dict[int, list[RankStep]] = {}
     lost: list[tuple[RankStep, int]] = []
     last_steps: set[int] = set()
+    gaps: set[int] = set()
     for key in sorted(launches):
         launch = launches[key]
         for step in sorted(s for s in steps if s > launch.step):
             lost += [(line, launch.samples) for line in steps.pop(step)]
         last_steps = {step for step in last_steps if step <= launch.step}
+        gaps = {step for step in gaps if step <= launch.step}
+        written = {line.step for line in launch.lines}
+        gaps |= set(range(launch.step + 1, max(written, default=0))) - written
         for line in launch.lines:
             steps.setdefault(line.step, []).append(line)
         last_steps.add(max((line.step for line in launch.lines), default=launch.step))
@@ -114,6 +120,7 @@ def read_rank_logs(path: str | Path) -> RankRecords:
         problems=tuple(text for _, text in sorted(problems, key=lambda p: not p[0])),
         damaged=sum(damaged for damaged, _ in problems),
         last_steps=frozenset(last_steps),
+        gaps=tuple(sorted(gaps)),
     )
 
 

@@ -109,3 +109,6 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(tmp_path), "--loss", str(early), str(late)]) == 2
     assert main(["verify"]) == 2
     assert main(["verify", str(tmp_path), "--tolerance", "1"]) == 2
+    for words in (["--tolerance", "-1"], ["--tolerance", "nan"], ["--data", "data.yaml"]):
+        assert main(["verify", "--loss", "a", "b", *words]) == 2
+        assert "cannot read" not in capsys.readouterr().err

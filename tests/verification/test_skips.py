@@ -56,3 +56,10 @@ def test_left_out_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     facts = json.loads(capsys.readouterr().out)
     assert facts["left_out"]["samples"] == 5 and facts["left_out"]["documents"] == ["web:3,5,8"]
     assert facts["left_out"]["asked"] and 0.9 < facts["fill"] <= 1
+    # A step that no rank has a line of any more, between two that have.
+    (file,) = (tmp_path / "samples").iterdir()
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(lines[:2] + lines[3:]))
+    assert main(["verify", str(root), "--log-samples", str(tmp_path / "samples")]) == 1
+    assert "MISSING    step 2: no line of any rank" in capsys.readouterr().out
+    assert main(["verify", str(root), "--log-samples", str(tmp_path / "samples"), "--from", "3"]) == 0
