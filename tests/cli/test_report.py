@@ -11,6 +11,7 @@ from megaresume.checkpoint import Topology, record_start
 from megaresume.checkpoint.state_file import read_step_file
 from megaresume.cli.main import main
 from megaresume.report import facts as facts_module
+from megaresume.report.page import svg
 
 
 def report(capsys, *words):
@@ -37,6 +38,11 @@ def test_without_corpora_and_log(run, capsys):
     assert main(["report", str(run.save)]) == 0
     page = (run.save / "report.html").read_text()
     assert page.count("<svg") == 2 and f"{newest.tokens:,} tokens" in page
+
+
+def test_names_in_any_script(recwarn):
+    assert "日本" in svg(lambda axes: axes.set_title("日本"), height=1)
+    assert not list(recwarn)
 
 
 def test_what_a_restart_lost(run, capsys):
