@@ -1,10 +1,12 @@
-"""Times in records: UTC, to the millisecond, readable and sortable as text."""
+"""Times in records: UTC, to the millisecond, readable and sortable as text; how long this process has been there."""
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 
-__all__ = ["utc"]
+__all__ = ["process_age", "utc"]
 
 
 def utc(seconds: float) -> str:
@@ -12,3 +14,17 @@ def utc(seconds: float) -> str:
     milliseconds = round(seconds * 1000)
     whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(milliseconds // 1000))
     return f"{whole}.{milliseconds % 1000:03d}Z"
+
+
+def process_age() -> float | None:
+    """Seconds since this process was started; None where the system does not tell (it is no Linux).
+
+    Field 22 of ``/proc/self/stat``, see proc_pid_stat(5): clock ticks from the start of the system to that of the
+    process.
+    """
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return max(time.clock_gettime(time.CLOCK_BOOTTIME) - started, 0.0)
+    except (OSError, ValueError, IndexError, AttributeError):
+        return None

@@ -60,8 +60,8 @@ class LedgerEntry:
     #: UTC. Of a checkpoint: when its save began.
     time: str
     topology: Topology
-    #: whatever else is worth keeping: ``save_id``, ``bytes`` and ``save_seconds`` of a checkpoint, the place that a
-    #: start loaded from, notes. Plain JSON.
+    #: whatever else is worth keeping: ``save_id``, ``bytes`` and ``save_seconds`` of a checkpoint; of a start the place
+    #: that it loaded from, and ``startup_seconds`` since its process began; notes. Plain JSON.
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:

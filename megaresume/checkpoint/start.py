@@ -11,7 +11,7 @@ from typing import Any
 from megaresume.checkpoint.atomic import make_dir, remove_leftovers
 from megaresume.checkpoint.candidates import examine, list_candidates
 from megaresume.checkpoint.choose import Choice
-from megaresume.checkpoint.clock import utc
+from megaresume.checkpoint.clock import process_age, utc
 from megaresume.checkpoint.commit import publish, run_of
 from megaresume.checkpoint.layout import ledger_path, marker_path, records_dir
 from megaresume.checkpoint.ledger import LedgerEntry, append_ledger, read_ledger
@@ -59,6 +59,8 @@ def record_start(
     remove_leftovers(records_dir(root))
     _settle(root, choice)
     kept: dict[str, Any] = dict(details or {})
+    if (seconds := process_age()) is not None:
+        kept["startup_seconds"] = round(seconds, 1)
     if choice is not None and not _same_place(choice.load_dir, root):
         kept["loaded_from"] = {"digest": choice.digest, "run": None if choice.step is None else choice.step.run}
     entry = LedgerEntry(

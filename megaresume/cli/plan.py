@@ -11,6 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megaresume.cli import plan_interval
+
 if TYPE_CHECKING:
     from megaresume.checkpoint.topology import Topology
     from megaresume.dryrun import DryRun
@@ -74,10 +76,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     length.add_argument("--ckpt-step", type=int, metavar="N", help="load this iteration and no other")
     length.add_argument("--train-iters", type=_count, metavar="N", help="steps of the run")
     length.add_argument("--train-samples", type=_count, metavar="N", help="samples of the run")
+    plan_interval.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Plan a resume; 1 if the launch would be refused."""
+    if plan_interval.is_asked(args):
+        return plan_interval.run(args)
     from megaresume.dryrun import Flags, dry_run
     from megaresume.stream.errors import ConfigError, UsageError
     from megaresume.stream.ranges import union

@@ -27,8 +27,8 @@ def directory(run: Run) -> Path:  # noqa: F811
 def test_the_commands(directory: Path) -> None:
     text = DOCUMENT.read_text()
     commands = SHOWN.findall(text)
-    assert len(commands) == text.count("\n    megaresume plan ") == 6
-    assert sum(bool(output.strip()) for _, output in commands) == 5
+    assert len(commands) == text.count("\n    megaresume plan ") == 7
+    assert sum(bool(output.strip()) for _, output in commands) == 6
     program = f"{sys.executable} -m megaresume"
     for command, output in commands:
         done = subprocess.run(
