@@ -141,6 +141,11 @@ class Manifest:
         """Bytes of all files."""
         return sum(entry.size for entry in (*self.files, *self.beside))
 
+    @property
+    def has_checksums(self) -> bool:
+        """Whether every file has one."""
+        return all(entry.checksum is not None for entry in self.files)
+
     def to_bytes(self) -> bytes:
         """The content of the file."""
         fields: dict[str, Any] = {

@@ -94,7 +94,7 @@ def survey(
         shown += [c for c in present[len(shown) :] if c.tag == choice.tag]
     checkpoints = tuple(_examine(search, candidate) for candidate in shown)
     if checksums:
-        unsummed = [e.candidate.tag for e in checkpoints if e.manifest is not None and not _has_checksums(e)]
+        unsummed = [e.candidate.tag for e in checkpoints if e.manifest is not None and not e.manifest.has_checksums]
         if unsummed:
             some = ", ".join(unsummed[:5]) + (f", and {len(unsummed) - 5} more" if len(unsummed) > 5 else "")
             notes.append(f"saved without checksums, so that only sizes could be compared: {some}")
@@ -113,10 +113,6 @@ def survey(
         leftovers=_leftovers(root),
         notes=tuple(notes),
     )
-
-
-def _has_checksums(examined: Examined) -> bool:
-    return examined.manifest is not None and all(f.checksum is not None for f in examined.manifest.files)
 
 
 def _examine(search: Search, candidate: Candidate) -> Examined:

@@ -127,6 +127,7 @@ def attach(
     on_stop: Callable[[], None] | None = None,
     max_starts: int = MAX_STARTS,
     elastic: bool = False,
+    verify_checkpoint: bool = False,
 ) -> Attached:
     """Give an engine its data, and its checkpoints the state of that data. Call it on every rank, right after
     ``deepspeed.initialize`` and before ``engine.load_checkpoint``.
@@ -154,6 +155,8 @@ def attach(
             [...], "documents": {"web": [17]}}``. See docs/skips.md.
         elastic: convert a ZeRO checkpoint that another number of ranks saved, when it is loaded. Otherwise that is
             refused, with the command to run. See docs/checkpoints.md.
+        verify_checkpoint: take checksums of all files at every save, and compare them at every load: a bit that the
+            storage flipped is noticed, and the checkpoint before is loaded. Otherwise sizes are compared.
         keep_last: after every save, delete the weights of complete checkpoints but the newest so many; None: keep all.
         keep_every: keep those besides whose step this divides. See docs/checkpoints.md.
         stop: at the end of the step in which one of these happens, save to ``save_dir`` and raise `Stopped`, which
@@ -221,6 +224,7 @@ def attach(
         retention=retention,
         max_starts=max_starts,
         elastic=elastic,
+        verify=verify_checkpoint,
     )
     if stop is not None:
         attached.stop_when(stop, on_stop)

@@ -55,6 +55,7 @@ class Checkpoints:
         retention: which older checkpoints stay.
         max_starts: starts from one place without a save that are let through; 0: any number.
         elastic: convert a ZeRO checkpoint of another number of ranks by itself.
+        verify: take checksums of all files at a save, and compare them at a load.
     """
 
     def __init__(
@@ -65,8 +66,10 @@ class Checkpoints:
         retention: Retention = KEEP_ALL,
         max_starts: int = MAX_STARTS,
         elastic: bool = False,
+        verify: bool = False,
     ) -> None:
         self.data = data
+        self.verify = verify
         self.elastic = elastic
         self.resume: Resume | None = None
         #: starts recorded in the ledger of the run, this one included; known on rank 0 from the first step on.
@@ -124,6 +127,7 @@ class Checkpoints:
             origin=self._origin(),
             write_beside=self._write_beside(save_dir, step, tag),
             retention=self._retention,
+            checksums=self.verify,
         )
         self.settled_step, self.save_seconds = step, time.monotonic() - began
         return result
@@ -203,7 +207,7 @@ class Checkpoints:
             StateError: no data state, or one that does not fit.
         """
         universal = facts.loads_universal(self.data.engine)
-        choice, step_file = choose_tag(load_dir, tag, universal)
+        choice, step_file = choose_tag(load_dir, tag, universal, checksums=self.verify)
         if choice is None:
             return None, None  # as DeepSpeed, without its warning on every rank
 

@@ -64,10 +64,12 @@ def write_tag(
     origin: Mapping[str, Any] | None,
     write_beside: Callable[[], tuple[FileEntry, ...]] | None = None,
     retention: Retention = KEEP_ALL,
+    checksums: bool = False,
 ) -> Any:
     """Write a tag directory with ``write`` (DeepSpeed's method, save_dir bound) and commit it. On all ranks.
 
     ``write_beside`` writes what this rank has to add in ``<save>/megaresume``, and returns what all ranks add there.
+    ``checksums``: rank 0 reads every file and puts its checksum into the manifest.
 
     Raises, on every rank:
         CheckpointError: files are missing or empty, or the disk refuses. The pointers stay as they were.
@@ -89,7 +91,7 @@ def write_tag(
     files = written_files(engine, save_dir, tag)
 
     def commit() -> tuple[str, ...]:
-        notes = commit_save(begin, expected_files=files, beside=beside).notes
+        notes = commit_save(begin, expected_files=files, beside=beside, checksums=checksums).notes
         if origin is not None:
             write_data_file(Path(save_dir), origin)
         if latest:
@@ -100,7 +102,9 @@ def write_tag(
     return result
 
 
-def choose_tag(load_dir: str, tag: str | None, universal: bool) -> tuple[Choice | None, StepFile | None]:
+def choose_tag(
+    load_dir: str, tag: str | None, universal: bool, *, checksums: bool = False
+) -> tuple[Choice | None, StepFile | None]:
     """Rank 0 decides what to load; all ranks see the same there. Also a barrier: no rank may begin to load what
     another refuses.
 
@@ -108,6 +112,7 @@ def choose_tag(load_dir: str, tag: str | None, universal: bool) -> tuple[Choice 
         load_dir: the checkpoint root.
         tag: exactly this one; None: the newest complete one.
         universal: take what ``latest_universal`` names.
+        checksums: rank 0 reads every file and compares its checksum, where the save took one.
 
     Returns:
         the choice, and the record beside it; None where there is no checkpoint at all.
@@ -115,13 +120,15 @@ def choose_tag(load_dir: str, tag: str | None, universal: bool) -> tuple[Choice 
     Raises, on every rank:
         CheckpointError: what was asked for is not whole, nothing is, or the ranks see different directories.
     """
-    choice = on_rank_0(lambda: choose_to_load(load_dir, tag, universal))
+    choice = on_rank_0(lambda: choose_to_load(load_dir, tag, universal, checksums=checksums))
     step_file = on_all_ranks(lambda: confirm_choice(load_dir, None if choice is None else choice.to_broadcast()))
     if choice is not None and is_rank_0():
         for rejected in choice.rejected:
             log.warning("megaresume: passed over %s", rejected)
         for note in choice.notes:
             log.warning("megaresume: %s", note)
+        if checksums and choice.manifest is not None and not choice.manifest.has_checksums:
+            log.warning("megaresume: %s was saved without checksums: only sizes could be compared", choice.tag)
     return choice, step_file
 
 

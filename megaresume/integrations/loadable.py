@@ -26,19 +26,20 @@ __all__ = [
 BEGIN_ANEW = "load_checkpoint(..., load_module_only=True)"
 
 
-def choose_to_load(load_dir: str, tag: str | None, universal: bool) -> Choice | None:
+def choose_to_load(load_dir: str, tag: str | None, universal: bool, *, checksums: bool = False) -> Choice | None:
     """Decide what to load; on one rank.
 
     Args:
         load_dir: the checkpoint root.
         tag: exactly this one; None: the newest complete one.
         universal: take what ``latest_universal`` names.
+        checksums: read every file, and compare its checksum; a universal checkpoint has none.
 
     Raises:
         CheckpointError: what was asked for is not whole, or nothing is.
     """
     if not universal or tag is not None:
-        return choose(load_dir, tag=tag)
+        return choose(load_dir, tag=tag, checksums=checksums)
     pointer = Path(load_dir, "latest_universal")
     try:
         tag = pointer.read_text().strip()

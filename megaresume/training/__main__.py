@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
-from megaresume.training.arguments import Arguments, check_layout, parse_arguments
+from megaresume.training.arguments import Arguments, check_layout, parse_arguments, retention
 from megaresume.training.launch import announce, launch, rank_and_size, shut_down, stop_at_once
 from megaresume.training.length import end_of_run
 
@@ -106,6 +106,7 @@ def _run(args: Arguments) -> None:
     size = sum(parameter.numel() for parameter in model.parameters())
     config = on_all_ranks(lambda: deepspeed_config(args, global_batch_size=schedule.size_at(0), num_parameters=size))
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=ModelParallelUnit())
+    kept = retention(args)
     data = integration.attach(
         engine,
         stream,
@@ -115,7 +116,11 @@ def _run(args: Arguments) -> None:
         start_method=args.megaresume_start_method,
         skip=on_all_ranks(lambda: _skip(args)),
         save_dir=args.save,
+        keep_last=kept.keep_last,
+        keep_every=kept.keep_every,
+        max_starts=args.megaresume_max_starts,
         elastic=args.megaresume_elastic,
+        verify_checkpoint=args.megaresume_verify_checkpoint,
     )
     _load(args, engine)
     on_all_ranks(lambda: stream.skip(end=_last_sample(args, engine, data)))  # nothing beyond it can be skipped

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from megaresume.checkpoint.progress import MAX_STARTS
+from megaresume.checkpoint.retention import Retention
+from megaresume.integrations.stopping import SIGNALS, StopConditions
 from megaresume.stream.batches import BatchSchedule, micro_batches
 from megaresume.stream.errors import UsageError
 from megaresume.training.flags import flag, parse_flags
 
-__all__ = ["Arguments", "check_layout", "parse_arguments"]
+__all__ = ["Arguments", "check_layout", "parse_arguments", "retention", "stop_conditions"]
 
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root"]
 _DECAY_STYLES = get_args(DecayStyle)
@@ -65,7 +68,17 @@ class Arguments:
     train_samples: int | None = flag(None, "samples of the run, in place of train-iters")
     exit_interval: int | None = flag(None, "exit after a step that this divides")
     exit_duration_in_mins: float | None = flag(None, "save and exit after so many minutes")
-    exit_signal_handler: bool = flag(False, "save and exit on SIGTERM")
+    exit_signal_handler: bool = flag(False, "save and exit on SIGTERM, SIGUSR1 and SIGUSR2")
+    megaresume_stop_file: str | None = flag(None, "save and exit when this file appears; it is removed then")
+    megaresume_stop_before_end: str | None = flag(
+        None,
+        "save and exit so many minutes before the end of the Slurm job; without a number: as long before as a save "
+        "was measured to take",
+        nargs="?",
+        const="auto",
+        metavar="MINUTES",
+    )
+    megaresume_stop_status: int = flag(0, "exit status of a run that was asked to stop and saved")
 
     # optimizer
     lr: float = flag(None, "highest learning rate", required=True)
@@ -112,10 +125,17 @@ class Arguments:
     save: str | None = flag(None, "directory of checkpoints")
     load: str | None = flag(None, "directory to go on from; an empty one is a fresh start")
     save_interval: int | None = flag(None, "steps between checkpoints; one more at the end")
+    save_retain_interval: int | None = flag(
+        None, "keep the newest checkpoint and those whose step this divides; delete the others"
+    )
+    megaresume_keep_last: int | None = flag(None, "keep the newest so many checkpoints; default: all")
+    megaresume_keep_every: int | None = flag(None, "keep those besides whose step this divides")
+    megaresume_max_starts: int = flag(MAX_STARTS, "starts from one place without a save between; 0: any number")
     ckpt_step: int | None = flag(None, "load this iteration and no other")
     finetune: bool = flag(False, "load weights only: step 0, sample 0")
     exit_on_missing_checkpoint: bool = flag(False, "fail where --load finds none")
     megaresume_elastic: bool = flag(False, "convert a ZeRO checkpoint that another number of data-parallel ranks saved")
+    megaresume_verify_checkpoint: bool = flag(False, "checksums of all files at every save and load, not only sizes")
     universal_checkpoint: bool = flag(False, "load what deepspeed.checkpoint.ds_to_universal wrote")
 
     # validation and logs
@@ -160,6 +180,8 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     _check_run(args)
     _check_data(args)
     _check_vision(args)
+    stop_conditions(args)
+    retention(args)
     return args.replace(data_path=_data_path(args))
 
 
@@ -258,6 +280,52 @@ def _data_path(args: Arguments) -> tuple[str, ...] | None:
         return tuple(Path(args.data_args_path).read_text(encoding="utf-8").split())
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read --data-args-path {args.data_args_path}", found=str(error)) from error
+
+
+def retention(args: Arguments) -> Retention:
+    """Which checkpoints stay.
+
+    Raises:
+        UsageError: numbers below 1, or two flags for the same thing.
+    """
+    if args.save_retain_interval is None:
+        return Retention(keep_last=args.megaresume_keep_last, keep_every=args.megaresume_keep_every)
+    if args.megaresume_keep_every is not None:
+        raise UsageError(
+            "two flags say which steps to keep",
+            found=f"--save-retain-interval {args.save_retain_interval}, --megaresume-keep-every "
+            f"{args.megaresume_keep_every}",
+            expected="one of them",
+            action="remove --save-retain-interval",
+        )
+    return Retention(keep_last=args.megaresume_keep_last or 1, keep_every=args.save_retain_interval)
+
+
+def stop_conditions(args: Arguments) -> StopConditions | None:
+    """When to save and exit; None: no flag says it.
+
+    Raises:
+        UsageError: times that are none, or an end of the job that nobody tells.
+    """
+    before: float | Literal["auto"] | None = None
+    if args.megaresume_stop_before_end is not None:
+        try:
+            given = args.megaresume_stop_before_end
+            before = "auto" if given == "auto" else float(given)
+        except ValueError as error:
+            raise UsageError(
+                "--megaresume-stop-before-end takes minutes, or nothing",
+                found=args.megaresume_stop_before_end,
+                expected="a number of minutes",
+            ) from error
+    conditions = StopConditions(
+        signals=SIGNALS if args.exit_signal_handler else (),
+        file=args.megaresume_stop_file,
+        after_minutes=args.exit_duration_in_mins,
+        before_end=before,
+        status=args.megaresume_stop_status,
+    )
+    return conditions if conditions else None
 
 
 def check_layout(args: Arguments, world_size: int) -> tuple[int, BatchSchedule]:
