@@ -1,6 +1,6 @@
 """Image-text records: decode and encode against Energon, reading, the index, the first batch after a resume, packing.
 
-Both sides read the same shards (`benchmarks.pairs`), one epoch of them in a repetition. Processor time.
+Both sides read the same shards (`benchmarks.pairs`), in turn. Processor time.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from megaresume.stream.kernel import DOCUMENT, LENGTH
 from megaresume.stream.state import StreamState
 
 __all__ = ["rows"]
+
+#: records that one side reads before it is the other's turn.
+TURN = 20
 
 
 def rows(setup: Setup) -> Iterator[Row]:
@@ -88,20 +91,29 @@ def _reading(shards: Shards, repetitions: int) -> Iterator[Row]:
 
 
 def _per_record(counts: dict[str, Iterator[int]], records: int, repetitions: int) -> dict[str, list[float]]:
-    """Seconds a record, in every repetition but the first, which warms up and fills buffers."""
-    seconds: dict[str, list[float]] = {name: [] for name in counts}
+    """Seconds a record, of every epoch but the first, which warms up and fills buffers.
+
+    Those compared take turns of a few records: what other programs do to the caches changes in seconds, and an epoch
+    takes longer.
+    """
+    turns: dict[str, list[tuple[float, int]]] = {name: [] for name in counts}
 
     def reader(name: str) -> Callable[[int], None]:
         def read(_: int) -> None:
             begin, done = cpu(), 0
-            while done < records:
+            while done < TURN:
                 done += next(counts[name])
-            seconds[name].append((cpu() - begin) / done)
+            turns[name].append((cpu() - begin, done))
 
         return read
 
-    interleaved({name: reader(name) for name in counts}, repetitions)
-    return {name: values[1:] for name, values in seconds.items()}
+    per_epoch = -(-records // TURN)
+    interleaved({name: reader(name) for name in counts}, per_epoch * (1 + repetitions), warm_up=False)
+    found: dict[str, list[float]] = {}
+    for name, taken in turns.items():
+        epochs = [taken[first : first + per_epoch] for first in range(per_epoch, len(taken), per_epoch)]
+        found[name] = [sum(seconds for seconds, _ in e) / sum(done for _, done in e) for e in epochs]
+    return found
 
 
 def _resume(shards: Shards, repetitions: int) -> Iterator[Row]:

@@ -26,6 +26,10 @@ REQUIRED = (
     "taking the state",
     "size of the state",
     "memory to plan",
+    "image-text records, decoded and encoded, no packing",
+    "image-text records, decoded and encoded, packed",
+    "image-text record, read",
+    "image-text data, resume",
     "megaresume inspect",
 )
 
