@@ -5,7 +5,7 @@
       becomes    sources: {pairs/coco: {kind: energon, path: coco, weight: 1/5},
                            pairs/coyo: {kind: energon, path: coyo, weight: 1/10}}
 
-blend             the weights, times the weight of the source; Energon counts records: ``blend: {unit: documents}``
+blend             the weights, times the weight of the source; what they count must be said (Energon: documents)
 blend_epochized   weights such that each data set is seen as often as its ``repetitions`` say
 val, test         the data sets one after the other in Energon: weights by their sizes
 
@@ -105,7 +105,7 @@ def index_files(path: str | os.PathLike[str], directory: Path) -> dict[str, Path
 
 
 def _entries(
-    name: str, entry: Mapping[str, Any], base_dir: str, part: str, unit: str
+    name: str, entry: Mapping[str, Any], base_dir: str, part: str, unit: str | None
 ) -> dict[str, tuple[Fraction, dict[str, Any]]]:
     """Name -> (share of the weight of the source, options)."""
     path = os.path.expanduser(os.path.expandvars(os.fspath(entry["path"])))
@@ -115,6 +115,8 @@ def _entries(
     if entry.get("index") is not None:
         files = index_files(full, Path(os.path.expanduser(os.path.expandvars(str(entry["index"])))))
     sized = kind == "blend_epochized" or part != "train"
+    if unit is None and not sized and len(leaves) > 1:
+        raise _no_unit(full, name)
     repetitions = {leaf: leaf.weight if kind == "blend_epochized" else Fraction(1) for leaf in leaves}
     names = _names([leaf.path for leaf in leaves], full)
     found: dict[str, tuple[Fraction, dict[str, Any]]] = {}
@@ -130,7 +132,7 @@ def _entries(
         }
         weight = leaf.weight
         if sized:
-            weight = repetitions[leaf] * _size(options, name, base_dir, part, unit)
+            weight = repetitions[leaf] * _size(options, name, base_dir, part, unit or "tokens")
         if kind == "blend_epochized" and options.get("max_epochs") is not None:
             options["max_epochs"] = _epochs(options["max_epochs"], leaf, name)
         label = f"{name}/{short}" + ("" if leaf.part == OUR_PARTS[part] else f":{leaf.part}")
@@ -278,9 +280,21 @@ def _epochs(max_epochs: Any, leaf: _Leaf, name: str) -> int:
     return int(epochs)
 
 
-def _unit(data: Mapping[str, Any]) -> str:
+def _unit(data: Mapping[str, Any]) -> str | None:
+    """None where the config does not say it."""
     blend = data.get("blend")
-    return str(blend.get("unit", "tokens")) if isinstance(blend, Mapping) else "tokens"
+    return str(blend["unit"]) if isinstance(blend, Mapping) and "unit" in blend else None
+
+
+def _no_unit(path: str, name: str) -> ConfigError:
+    return ConfigError(
+        f"{path}, of source '{name}': what its weights count is not said",
+        found="a blend of data sets, and no blend.unit in the data config",
+        expected="blend: {unit: documents}, as Energon counts, or blend: {unit: tokens}",
+        cause="weights count tokens where nothing is said: data sets of long documents would be seen less often than "
+        "under Energon",
+        action="add blend: {unit: documents} to the data config; it holds for all sources, text too",
+    )
 
 
 def _stage(stage: Any, shares: Mapping[str, Mapping[str, Fraction]]) -> Any:

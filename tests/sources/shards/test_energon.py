@@ -207,7 +207,8 @@ def metadataset(path: Path, **splits) -> Path:
 
 def config(**more) -> dict:
     pairs = {"kind": "energon", "path": "meta.yaml", "weight": "3/10"}
-    return {"seed": 1, "seq_length": 64, "packing": "best_fit", "sources": {"pairs": {**pairs, **more}}}
+    blend = {"unit": "tokens"}
+    return {"seed": 1, "seq_length": 64, "packing": "best_fit", "blend": blend, "sources": {"pairs": {**pairs, **more}}}
 
 
 @pytest.fixture
@@ -260,6 +261,16 @@ def test_a_blend_is_several_sources_and_weights_multiply(several):
     assert len(stream.plan(0, 20)) == 20
     again = open_stream(stream.origin, base_dir="/")
     assert again.plan(0, 20).digests.tolist() == stream.plan(0, 20).digests.tolist()
+
+
+def test_what_weights_of_a_blend_count_must_be_said(several):
+    metadataset(several / "meta.yaml", train={"blend": [{"path": "coco"}, {"path": "coyo"}]}, val={"path": "coco"})
+    data = config()
+    del data["blend"]
+    (several / "data.yaml").write_text(yaml.safe_dump(data))
+    with pytest.raises(ConfigError, match=r"what its weights count is not said[\s\S]*add blend: \{unit: documents\}"):
+        open_stream(several / "data.yaml")
+    assert list(expand_metadatasets(data, several, "valid")["sources"]) == ["pairs/coco"]
 
 
 def test_repetitions_are_epochs_of_each_data_set(several):
