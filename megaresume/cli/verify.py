@@ -176,7 +176,8 @@ def _sources(args: argparse.Namespace, state: StreamState) -> dict[str, Source]:
             "the data config lacks sources of the run",
             found=", ".join(opened),
             expected=", ".join(state.fingerprints),
-            action=f"add {', '.join(missing)} to {path}",
+            cause="sources that were removed in the middle of the run" if args.data is None else None,
+            action=f"--data with a copy of {path} that has {', '.join(missing)} too, with the path of that time",
         )
     return {name: opened[name] for name in state.fingerprints}
 
@@ -295,7 +296,8 @@ def _log_text(log: dict[str, Any]) -> list[str]:
 def _losses(args: argparse.Namespace) -> int:
     from megaresume.verification.losses import compare_losses, read_losses
 
-    extra = [name for name in ("dir", "first", "last", "log_samples", "data", "split") if getattr(args, name) is not None]
+    others = ("dir", "first", "last", "log_samples", "data", "split")
+    extra = [name for name in others if getattr(args, name) is not None]
     if extra or args.content:
         raise UsageError(
             "--loss compares two logs and nothing else",

@@ -526,7 +526,8 @@ def _missing_list(documents: DocumentList) -> StateError:
         found=f"a state that skips {documents}, digest {documents.digest}, and keeps no list as long as that",
         expected=f"skip: {{documents: {{{documents.source}: {{file: ...}}}}}} with the file of that list",
         cause="the file was left out of data.yaml, or it holds other documents now",
-        action="put the list back; a list that is in data.yaml can be taken back by removing it there",
+        action="put the list back; to verify or trace what is over: --data with a data.yaml that has that list beside "
+        f"the one of today, {documents.source}: [{{file: then.npy}}, {{file: now.npy}}]",
     )
 
 

@@ -7,6 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
+import yaml
 
 from megaresume.checkpoint import begin_save, commit_save, record_start
 from megaresume.checkpoint.data_file import write_data_file
@@ -158,3 +159,13 @@ def test_a_branch_that_was_given_up_is_not_judged(run):
     # But what was not given up is judged: the same without the ledger, which alone tells.
     (run.save / "megaresume" / "ledger.jsonl").unlink()
     assert megaresume("verify", run.save).returncode == 1
+
+
+def test_a_source_that_was_removed_is_asked_for(run):
+    recorded = run.save / "megaresume" / "data.yaml"
+    mapping = yaml.safe_load(recorded.read_text())
+    del mapping["sources"]["code"]
+    recorded.write_text(yaml.safe_dump(mapping))
+    done = megaresume("verify", run.save)
+    assert done.returncode == 1 and f"--data with a copy of {recorded} that has code too" in done.stderr
+    assert megaresume("verify", run.save, "--data", run.data).returncode == 0

@@ -246,8 +246,18 @@ def test_a_long_list_is_kept_as_a_hash(tmp_path: Path, monkeypatch: pytest.Monke
     assert [(d.at, d.until) for d in changed.state_at(20).skips.documents] == [(0, 12), (12, None)]
     given = _stream(DATA, None, SkipConfig(documents=(DocumentList.of("a", [6, 1, 4]),)))
     monkeypatch.setattr("megaresume.stream.skips._READ", {})  # as in another process
-    with pytest.raises(StateError, match="is not at hand"):
+    with pytest.raises(StateError, match="is not at hand") as raised:
         _stream(DATA, _saved(given, 10))
+    # Which `megaresume verify` and `trace` accept: both lists are known, one is asked for.
+    assert "a: [{file: then.npy}, {file: now.npy}]" in str(raised.value.action)
+    now = tmp_path / "now.npy"
+    np.save(file, np.array([6, 1, 4], np.int32))
+    np.save(now, np.array([6, 1], np.int32))
+    both = StreamConfig.from_dict(DATA | {"skip": {"documents": {"a": [{"file": str(file)}, {"file": str(now)}]}}})
+    state = changed.state_at(20)
+    sources = [LengthList(LENGTHS[s.name]) for s in both.sources]
+    again = Stream(both, sources, recorded=state.stages, left_out=state.skips)
+    assert again.digest_at(20) == state.digest
 
 
 @pytest.mark.parametrize(
