@@ -4,6 +4,7 @@
     deepspeed_data.py         `TrainingData`: the micro-batches of a rank, clocked by the optimizer step
     deepspeed_checkpoint.py   what happens around the engine's save_checkpoint and load_checkpoint
     deepspeed_engine.py       what an engine says of itself: sizes, ranks, the files that it writes
+    stop_conditions.py        when to save and exit; stopping.py: how all ranks come to do it at one step
     megatron/                 the hooks in Megatron-LM and Megatron-DeepSpeed: its own docstring is the map
     ranks.py                  one rank decides, all ranks know; one rank fails, all ranks fail
     resume.py                 what a resume found and did, and the line that says so

@@ -30,7 +30,8 @@ from megaresume.integrations.deepspeed_checkpoint import Checkpoints
 from megaresume.integrations.deepspeed_data import TrainingData
 from megaresume.integrations.ranks import is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
 from megaresume.integrations.resume import Resume
-from megaresume.integrations.stopping import StopConditions, Stopped, Stopper
+from megaresume.integrations.stop_conditions import StopConditions, Stopped
+from megaresume.integrations.stopping import Stopper
 from megaresume.loading.batch import Batch
 from megaresume.loading.loader import StartMethod
 from megaresume.loading.open import open_stream
@@ -93,10 +94,8 @@ class Attached(TrainingData):
         stopper.saved()
         status = stopper.conditions.status
         if is_rank_0():
-            print(
-                f"megaresume: {reason}: saved at step {step}; exits with status {status}, to be launched again",
-                flush=True,
-            )
+            saved = "saved" if step == self.checkpoints.settled_step else "nothing saved"
+            print(f"megaresume: {reason}: {saved} at step {step}; exits with status {status}, not finished", flush=True)
         self.close()
         raise Stopped(reason, status)
 

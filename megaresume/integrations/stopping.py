@@ -17,88 +17,22 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 from megaresume.integrations.ranks import gather, is_rank_0, world_size
+from megaresume.integrations.stop_conditions import StopConditions, job_end
 from megaresume.stream.errors import UsageError
 
-__all__ = ["END_TIME_VARIABLES", "SIGNALS", "StopConditions", "Stopped", "Stopper"]
+__all__ = ["Stopper"]
 
-#: what Slurm and people send before they kill.
-SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
-#: where the end of the job is looked for: seconds since 1970. The first is for schedulers other than Slurm.
-END_TIME_VARIABLES = ("MEGARESUME_JOB_END_TIME", "SLURM_JOB_END_TIME")
 #: seconds kept for a save that was never measured.
 UNKNOWN_SAVE = 300.0
 
 log = logging.getLogger(__name__)
-
-
-class Stopped(SystemExit):
-    """The run was asked to stop, saved, and is not over: ends the process with the status in ``code``."""
-
-    def __init__(self, reason: str, status: int) -> None:
-        super().__init__(status)
-        #: what asked for it, as a sentence without a full stop.
-        self.reason = reason
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StopConditions:
-    """When to save and exit. Any of them is enough.
-
-    Args:
-        signals: names of signals to listen to.
-        file: stop when this file appears; it is removed once the checkpoint is saved.
-        after_minutes: since the process began.
-        before_end: minutes before the end that the scheduler gives the job (Slurm's, or ``$MEGARESUME_JOB_END_TIME``
-            in seconds since 1970); ``auto``: as long before as a save was measured to take, and some more.
-        status: exit status. torchrun and Slurm take anything but 0 for a failure.
-
-    Raises:
-        UsageError: an unknown signal, a time below 0, or an end of the job that nobody tells.
-    """
-
-    signals: tuple[str, ...] = SIGNALS
-    file: str | None = None
-    after_minutes: float | None = None
-    before_end: float | Literal["auto"] | None = None
-    status: int = 0
-
-    def __post_init__(self) -> None:
-        for name in self.signals:
-            if not isinstance(getattr(signal, name, None), signal.Signals) or name in ("SIGKILL", "SIGSTOP"):
-                raise UsageError(
-                    "this is no signal that a process can catch",
-                    found=name,
-                    expected=f"names such as {', '.join(SIGNALS)}",
-                    action="name another one",
-                )
-        for what, minutes in (("after_minutes", self.after_minutes), ("before_end", self.before_end)):
-            if isinstance(minutes, (int, float)) and minutes < 0:
-                raise UsageError("a time cannot be negative", found=f"{what}={minutes}", expected="minutes")
-        if self.before_end is not None and job_end(os.environ) is None:
-            raise UsageError(
-                "the end of the job is not known",
-                found=f"no {' and no '.join(f'${name}' for name in END_TIME_VARIABLES)}",
-                expected="seconds since 1970, as Slurm gives them to a job with a time limit",
-                cause="this is no Slurm job, or one without a time limit",
-                action="--exit-duration-in-mins MINUTES; or set MEGARESUME_JOB_END_TIME in the launch script",
-            )
-
-
-def job_end(environment: Mapping[str, str]) -> float | None:
-    """When the scheduler will end this job, in seconds since 1970; None: nobody says, or something that is no time."""
-    for name in END_TIME_VARIABLES:
-        text = environment.get(name, "")
-        if text.isascii() and text.isdigit():
-            return float(text)
-    return None
 
 
 class Stopper:

@@ -25,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program.
 
     Returns:
-        exit status: 0 when the run is over, or over for now; 1 when it failed; 2 on bad usage.
+        exit status: 0 when the run is over, or over for now (another with --megaresume-stop-status); 1 when it failed;
+        2 on bad usage.
     """
     sys.excepthook = _die
     rank, world_size = rank_and_size()
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megaresume.integrations.ranks import on_rank_0  # deferred: torch
 
     try:
-        _run(args)
+        return _run(args)
     except MegaresumeError as error:
         shared = getattr(error, "known_to_all_ranks", False)
         if rank == 0 or not shared:
@@ -51,7 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             # All ranks are here. None may end before rank 0 has said why: its launcher would end rank 0.
             on_rank_0(lambda: None)
         stop_at_once(2 if isinstance(error, UsageError) else 1)
-    return 0
 
 
 def _die(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -61,7 +61,7 @@ def _die(kind: type[BaseException], error: BaseException, trace: TracebackType |
     stop_at_once(130 if kind is KeyboardInterrupt else 1)
 
 
-def _run(args: Arguments) -> None:
+def _run(args: Arguments) -> int:
     device = launch(args)
     # Deferred: torch, DeepSpeed and megatron-core take seconds to import, and bad flags should not.
     import deepspeed
@@ -70,6 +70,7 @@ def _run(args: Arguments) -> None:
     import megaresume.integrations.deepspeed as integration
     from megaresume.integrations.elastic.load import prepare_load
     from megaresume.integrations.ranks import on_all_ranks
+    from megaresume.integrations.stop_conditions import Stopped
     from megaresume.loading.open import open_stream
     from megaresume.loading.validation import open_validation
     from megaresume.training.accuracy import HeldOut
@@ -167,14 +168,19 @@ def _run(args: Arguments) -> None:
         log=log,
         vocab_size=vocab_size,
     )
+    status = 0
     if args.skip_train:
         trainer.validate()
     elif trainer.finished():
         announce(f"megaresume: the run is over: {engine.global_steps} steps, {data.samples_trained} samples trained")
     else:
-        trainer.train()
+        try:
+            trainer.train()
+        except Stopped as stopped:
+            status = int(stopped.code or 0)
     data.close()
     shut_down()
+    return status
 
 
 def _skip(args: Arguments) -> Any:

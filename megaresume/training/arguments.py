@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from megaresume.checkpoint.progress import MAX_STARTS
 from megaresume.checkpoint.retention import Retention
-from megaresume.integrations.stopping import SIGNALS, StopConditions
+from megaresume.integrations.stop_conditions import SIGNALS, StopConditions
 from megaresume.stream.batches import BatchSchedule, micro_batches
 from megaresume.stream.errors import UsageError
 from megaresume.training.flags import flag, parse_flags

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import warnings
+from typing import NoReturn
 
 import torch
 
@@ -87,7 +88,7 @@ def shut_down() -> None:
     dist.destroy_process_group()
 
 
-def stop_at_once(status: int) -> None:
+def stop_at_once(status: int) -> NoReturn:
     """End the process without waiting for anybody: the launcher then ends the other ranks."""
     sys.stdout.flush()
     sys.stderr.flush()

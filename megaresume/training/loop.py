@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import signal
 import time
-from types import FrameType
 from typing import Any
 
 import torch
@@ -17,7 +14,7 @@ from megaresume.integrations.deepspeed import Attached
 from megaresume.loading.batch import Batch
 from megaresume.stream.errors import CorpusError, StreamExhausted
 from megaresume.training.accuracy import HeldOut
-from megaresume.training.arguments import Arguments
+from megaresume.training.arguments import Arguments, stop_conditions
 from megaresume.training.launch import announce, seed_everything
 from megaresume.training.length import is_over
 from megaresume.training.logging import SampleLog, StepRecord, Trained
@@ -61,14 +58,17 @@ class Trainer:
         self.args, self.engine, self.data, self.device = args, engine, data, device
         self.rate, self.validation, self.held_out, self.log = rate, validation, held_out, log
         self.vocab_size = vocab_size
-        self._began = time.monotonic()
-        self._terminated = False
         self._saved_at = int(engine.global_steps)
 
     def train(self) -> None:
-        """Train, save, validate; returns when the run is over or a flag says to stop."""
-        if self.args.exit_signal_handler:
-            signal.signal(signal.SIGTERM, self._terminate)
+        """Train, save, validate; returns when the run is over or --exit-interval says to stop.
+
+        Raises:
+            Stopped: the run was asked to stop, and saved.
+        """
+        stop = stop_conditions(self.args)
+        if stop is not None:
+            self.data.stop_when(stop, self.save)
         self.engine.train()
         validated_at = None
         if self.held_out is not None and self.engine.global_steps == 0:
@@ -215,24 +215,12 @@ class Trainer:
             key = xxhash.xxh3_64_intdigest(f"dropout {self.args.seed} {sample}".encode())
             seed_everything(key >> 33, self.device)  # 31 bits: megatron-core adds to it
 
-    def _terminate(self, signum: int, frame: FrameType | None) -> None:
-        self._terminated = True
-
     def _stops_here(self, step: int) -> bool:
-        """Whether a flag ends this process after the step; the same on every rank."""
-        if self.args.exit_interval is not None and step % self.args.exit_interval == 0:
-            announce(f"exiting program at iteration {step}")
-            return True
-        if not self.args.exit_signal_handler and self.args.exit_duration_in_mins is None:
+        """Whether --exit-interval ends this process after the step."""
+        if self.args.exit_interval is None or step % self.args.exit_interval:
             return False
-        limit = math.inf if self.args.exit_duration_in_mins is None else self.args.exit_duration_in_mins
-        stops = self._terminated or (time.monotonic() - self._began) / 60 > limit
-        # Ranks learn of a signal or of the time between different steps: any of them stops all.
-        anybody = torch.tensor([stops], dtype=torch.int32, device=self.device)
-        dist.all_reduce(anybody, op=dist.ReduceOp.MAX)
-        if anybody.item():
-            announce(f"exiting program at iteration {step}: signal or time limit")
-        return bool(anybody.item())
+        announce(f"exiting program at iteration {step}")
+        return True
 
 
 def _number(value: Any) -> float | None:

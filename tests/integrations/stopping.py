@@ -13,7 +13,7 @@ import torch.distributed as dist
 import toy
 
 import megaresume
-from megaresume.integrations.stopping import StopConditions, Stopped
+from megaresume.integrations.stop_conditions import StopConditions, Stopped
 
 toy.start()
 rank = dist.get_rank()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megaresume.checkpoint import choose
-from megaresume.integrations.stopping import StopConditions, job_end
+from megaresume.integrations.stop_conditions import StopConditions, job_end
 from megaresume.stream.errors import UsageError
 
 

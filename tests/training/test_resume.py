@@ -141,6 +141,7 @@ def test_ramp_up_by_megatrons_flag(runs: Any, twins: Any) -> None:
 
 def test_terminated_saves_and_ends(runs: Any) -> None:
     flags = "--train-iters 100000 --global-batch-size 4 --micro-batch-size 2 --exit-signal-handler --save {dir}/term"
+    flags += " --save-interval 1 --megaresume-keep-last 2 --megaresume-stop-status 0"
 
     def terminate(job: LocalJob) -> None:
         assert job.wait_until(lambda: " iteration        3/" in job.text(), timeout=300)
@@ -151,3 +152,8 @@ def test_terminated_saves_and_ends(runs: Any) -> None:
     assert done.status == 0, done.text[-4000:]
     last = max(done.records.steps)
     assert (runs.directory / "term" / "latest").read_text() == f"global_step{last}"
+    assert f"SIGTERM received: saved at step {last}; exits with status 0, not finished" in done.text
+    # Behind every save the older ones go: the two newest are left, and the records of all.
+    kept = sorted(path.name for path in (runs.directory / "term").glob("global_step*"))
+    assert kept == sorted(f"global_step{step}" for step in (last - 1, last))
+    assert len(list((runs.directory / "term" / "megaresume").glob("step_*.manifest.json"))) == last
