@@ -107,8 +107,9 @@ def _reconcile(
     history = [replace(r, config=extended(StreamConfig.from_dict(r.config), order).to_dict()) for r in state.stages]
     passed = [_passed(c.stages, state) for c in (then, now)]
     to_come = now.stages[passed[1] :]
-    if then.without_stages() == now.without_stages() and then.stages[: passed[0]] == now.stages[: passed[1]]:
-        changed = "" if then.stages == now.stages else f"at sample {state.samples}: the stages to come were changed"
+    written, today = _plain_stages(then.stages), _plain_stages(now.stages)
+    if then.without_stages() == now.without_stages() and written[: passed[0]] == today[: passed[1]]:
+        changed = "" if written == today else f"at sample {state.samples}: the stages to come were changed"
         return _go_on(now, history, None, to_come, changed)
     current, wanted = StreamConfig.from_dict(history[-1].config), Course.of(now).config(passed[1])
     # Another seed or shuffle is no stage: every epoch that is begun would be ordered anew.
@@ -200,6 +201,11 @@ def _plain(config: StreamConfig) -> dict[str, Any]:
     for source in data["sources"].values():
         source.pop("names", None)
     return data | ({"stages": stages} if stages else {})
+
+
+def _plain_stages(stages: Sequence[StageConfig]) -> list[dict[str, Any]]:
+    """To be compared: the order in which sources are written says nothing."""
+    return [stage.to_dict() for stage in stages]
 
 
 def _check_removed(config: StreamConfig, state: StreamState) -> None:

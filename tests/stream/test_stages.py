@@ -298,6 +298,21 @@ def test_the_future_is_free_and_the_past_is_not(stream_of: StreamOf) -> None:
         stream_of(new, LENGTHS, state)
 
 
+def test_the_order_in_which_sources_are_written_says_nothing() -> None:
+    """Of stages neither: one that has begun is the same stage, one to come has not changed."""
+
+    def opened(data: dict[str, Any], state: StreamState | None = None) -> Stream:
+        config = StreamConfig.from_dict(data)
+        return Stream(config, [LengthList(LENGTHS[s.name]) for s in config.sources], state=state)
+
+    turned = DATA | {"sources": dict(reversed(DATA["sources"].items()))}
+    whole = opened(DATA)
+    for sample in (10, 20, 30):  # before the first of them, where it begins, behind
+        state = StreamState.from_json(whole.state_at(sample).to_json())
+        again = opened(turned, state)
+        assert again.accepted == () and again.digest_at(60) == whole.digest_at(60)
+
+
 def test_the_seed_is_always_refused(stream_of: StreamOf) -> None:
     state = stream_of(DATA, LENGTHS).state_at(40)
     for on_change in ("refuse", "stage"):
