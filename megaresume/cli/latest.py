@@ -16,17 +16,17 @@ from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageErro
 if TYPE_CHECKING:
     from megaresume.checkpoint.layouts import Newest
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["HELP", "LAYOUT_NAMES", "add_arguments", "run"]
 
 HELP = "the newest complete checkpoint of Megatron-LM, DeepSpeed, VeRL or Hugging Face, for launch scripts"
 
-_LAYOUTS = ("megatron", "deepspeed", "verl", "hugging-face")
+LAYOUT_NAMES = ("megatron", "deepspeed", "verl", "hugging-face")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
     parser.add_argument("dir", metavar="DIR", type=Path, help="where the checkpoints lie side by side")
-    parser.add_argument("--layout", choices=_LAYOUTS, help="whose checkpoints (default: recognised)")
+    parser.add_argument("--layout", choices=LAYOUT_NAMES, help="whose checkpoints (default: recognised)")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--tag", action="store_true", help="print the directory's name alone")
     what.add_argument("--iteration", action="store_true", help="print the iteration alone")

@@ -29,6 +29,7 @@ COMMANDS = (
     "convert",
     "verify",
     "report",
+    "doctor",
     "import-energon",
     "patch",
     "run",

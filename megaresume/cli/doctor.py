@@ -1,0 +1,115 @@
+"""``megaresume doctor [DIR] [--log FILE]``: what may be wrong, with what it means and what to do.
+
+Neither torch nor DeepSpeed nor Megatron is imported, and nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megaresume.cli.latest import LAYOUT_NAMES
+from megaresume.stream.errors import UsageError
+
+if TYPE_CHECKING:
+    from megaresume.doctor import Check
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "what is wrong with this machine, a checkpoint directory, or the log of a failed launch, and what to do"
+
+_WORDS = {"problem": "PROBLEM", "warning": "warning", "note": "note", "ok": "ok"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the command."""
+    parser.add_argument(
+        "dir", metavar="DIR", type=Path, nargs="?", help="where checkpoints lie side by side (default: none)"
+    )
+    parser.add_argument(
+        "--log", metavar="FILE", type=Path, action="append", default=[], help="log of a launch; may be given repeatedly"
+    )
+    parser.add_argument("--layout", choices=LAYOUT_NAMES, help="whose checkpoints (default: recognised)")
+    parser.add_argument("--dp", type=int, metavar="N", help="data-parallel size of the next launch: can it load DIR?")
+    parser.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), metavar="Z", help="its ZeRO stage")
+    parser.add_argument(
+        "--last", type=int, default=5, metavar="N", help="checkpoints to look at, from the newest on (default: 5)"
+    )
+    parser.add_argument("--json", action="store_true", help="JSON on standard output")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Look; 1 if there is a problem."""
+    checks = _checks(args)
+    problems = sum(check.status == "problem" for check in checks)
+    if args.json:
+        print(json.dumps({"problems": problems, "checks": [asdict(check) for check in checks]}))
+    else:
+        print(_text(checks))
+    return 1 if problems else 0
+
+
+def _checks(args: argparse.Namespace) -> list[Check]:
+    from megaresume.doctor.environment import environment_checks
+
+    if args.dir is None and (args.dp is not None or args.zero_stage is not None):
+        raise UsageError("--dp and --zero-stage ask about a checkpoint", expected="DIR", action="megaresume doctor DIR")
+    if args.dp is not None and args.dp < 1:
+        raise UsageError("--dp must be at least 1", found=args.dp)
+    if args.last < 0:
+        raise UsageError("--last must be at least 0", found=args.last)
+    if args.dir is not None and not args.dir.is_dir():
+        raise UsageError(
+            "no such directory", found=str(args.dir), expected="where checkpoints lie side by side", action="check it"
+        )
+    checks = environment_checks()
+    if args.dir is not None:
+        from megaresume.checkpoint.layouts import LAYOUTS
+        from megaresume.doctor.directory import directory_checks
+        from megaresume.doctor.filesystem import filesystem_checks
+
+        layout = LAYOUTS[args.layout] if args.layout else None
+        found = directory_checks(args.dir, layout, dp=args.dp, zero_stage=args.zero_stage, last=args.last)
+        checks += filesystem_checks(args.dir, found.size, found.num_files) + found.checks
+    for path in args.log:
+        from megaresume.doctor.log import log_checks
+
+        with _progress(path) as progress:
+            checks += log_checks(path, progress)
+    return checks
+
+
+@contextmanager
+def _progress(path: Path) -> Iterator[Callable[[int], object] | None]:
+    if not sys.stderr.isatty() or not path.is_file():
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(desc=path.name, total=path.stat().st_size, unit="B", unit_scale=True, leave=False) as bar:
+        yield bar.update
+
+
+def _text(checks: list[Check]) -> str:
+    lines: list[str] = []
+    area = None
+    width = max(len(check.name) for check in checks if check.area != "log")
+    for check in checks:
+        if check.area != area:
+            area = check.area
+            lines += ["", area] if lines else [area]
+        name = check.name.ljust(width) if area != "log" else f"{check.name}:"
+        lines.append(f"  {_WORDS[check.status]:<8} {name}  {check.found}".replace("\n", "\n  "))
+        if check.cause is not None:
+            lines.append(f"             meaning:      {check.cause}")
+        if check.action is not None:
+            lines.append(f"             next action:  {check.action}")
+    counts = {status: sum(check.status == status for check in checks) for status in ("problem", "warning")}
+    ends = [f"{count} {word}{'s' * (count != 1)}" for word, count in counts.items() if count]
+    return "\n".join([*lines, "", " and ".join(ends) or "nothing is wrong"])

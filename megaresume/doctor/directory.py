@@ -1,0 +1,246 @@
+"""A directory of checkpoints: what the next start takes, what is wrong with the others, and with the pointers.
+
+Whoever wrote it: `megaresume.checkpoint.layouts`. Reads only, and unpickles nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megaresume.checkpoint.atomic import is_leftover
+from megaresume.checkpoint.layout import RECORDS_DIR, ledger_path, records_dir
+from megaresume.checkpoint.layouts import Layout, Newest, find_newest, look_at, named_by, recognise
+from megaresume.checkpoint.layouts.base import subdirectories
+from megaresume.checkpoint.layouts.deepspeed import DEEPSPEED, ranks_of
+from megaresume.checkpoint.layouts.hugging_face import HUGGING_FACE
+from megaresume.checkpoint.layouts.verl import VERL
+from megaresume.checkpoint.ledger import LedgerEntry, read_ledger
+from megaresume.checkpoint.manifest import list_files
+from megaresume.checkpoint.topology import Topology
+from megaresume.doctor.check import Check, Status
+from megaresume.integrations.loadable import other_partitions
+from megaresume.stream.errors import MegaresumeError, StateError, UsageError
+
+__all__ = ["Found", "directory_checks"]
+
+#: starts from one place without a save in between, from which on something is wrong.
+_STARTS = 3
+#: what saves leave that were killed before their rename: ours, VeRL's tracker, older releases of transformers.
+_TEMPORARY = re.compile(r".+\.tmp|tmp-checkpoint-\d+")
+
+
+@dataclass(kw_only=True)
+class Found:
+    """What was found."""
+
+    checks: list[Check] = field(default_factory=list)
+    #: the newest complete checkpoint: bytes, files; None: there is none.
+    size: int | None = None
+    num_files: int | None = None
+
+    def add(self, name: str, status: Status, found: str, cause: str | None = None, action: str | None = None) -> None:
+        """Note one check."""
+        check = Check(area="checkpoints", name=name, status=status, found=found, cause=cause, action=action)
+        self.checks.append(check)
+
+
+def directory_checks(
+    root: Path, layout: Layout | None, *, dp: int | None = None, zero_stage: int | None = None, last: int = 5
+) -> Found:
+    """Look at a directory.
+
+    Args:
+        root: where checkpoints lie side by side; it must be there.
+        layout: whose; None: recognised.
+        dp: data-parallel size of the next launch; None: not asked.
+        zero_stage: its ZeRO stage; None: as it was.
+        last: how many of the newest checkpoints are looked at, besides the one that would be taken.
+
+    Raises:
+        UsageError: one checkpoint, or those of several programs.
+    """
+    root, found = root.absolute(), Found()
+    layout = layout or recognise(root)
+    if layout is None:
+        found.add("newest", "note", f"no checkpoint in {root}", action="nothing, if the run has not saved yet")
+        return found
+    newest = _newest(root, layout, found)
+    _each(root, layout, newest, last, found)
+    _pointers(root, layout, newest, found)
+    _leftovers(root, found)
+    entries = _ledger(root, found)
+    if newest is not None and newest.path is not None and dp is not None:
+        _ranks(newest.path, layout, entries, dp, zero_stage, found)
+    return found
+
+
+def _newest(root: Path, layout: Layout, found: Found) -> Newest | None:
+    try:
+        newest = find_newest(root, layout)
+    except UsageError:
+        raise
+    except MegaresumeError as error:
+        what = f"{error.headline}{error.found if error.found is not None else ''}"
+        found.add("newest", "problem", what, cause=error.cause, action=error.action)
+        return None
+    if newest is None or newest.path is None:
+        found.add("newest", "note", f"no checkpoint of {layout.title}, or only a first save that was killed")
+        return newest
+    files = list_files(newest.path)
+    found.size, found.num_files = sum(entry.size for entry in files), len(files)
+    age = time.time() - newest.path.stat().st_mtime
+    by = "by its manifest" if newest.has_manifest else f"by its files ({layout.title})"
+    found.add("newest", "ok", f"{newest.path.name} is complete, {by}; saved {_age(age)} ago")
+    for note in newest.notes:
+        found.add("newest", "warning", note)
+    return newest
+
+
+def _each(root: Path, layout: Layout, newest: Newest | None, last: int, found: Found) -> None:
+    """The newest directories, one by one: those that were passed over, and older ones that would be the next."""
+    passed = {} if newest is None else {rejected.tag: rejected.reason for rejected in newest.passed}
+    for tag, reason in passed.items():
+        found.add(
+            tag,
+            "warning",
+            reason,
+            action="nothing: an older one is taken; restore its files from a copy, or delete it",
+        )
+    if newest is None or newest.path is None:
+        return  # the reasons were said with "newest"
+    names = [name for name in subdirectories(root) if layout.number(name) is not None and name not in passed]
+    names.sort(key=lambda name: -(layout.number(name) or 0))
+    managed = records_dir(root).is_dir() and layout.managed
+    for name in names[:last]:
+        if name == newest.path.name or managed:
+            continue
+        look = look_at(root, layout, name)
+        if look.problems:
+            more = f"; and {len(look.problems) - 3} more" if len(look.problems) > 3 else ""
+            text = "; ".join(look.problems[:3]) + more
+            found.add(name, "warning", text, action="nothing, while newer ones are complete; it is no fallback")
+        for note in look.notes:
+            found.add(name, "note", note)
+
+
+def _pointers(root: Path, layout: Layout, newest: Newest | None, found: Found) -> None:
+    if layout.pointer is None:
+        return
+    names = [*subdirectories(root)]
+    named, _, problem = named_by(root, layout, names)
+    taken = None if newest is None or newest.path is None else newest.path
+    if problem is not None:
+        action = None
+        if taken is not None and newest is not None:
+            value = taken.name if layout is DEEPSPEED else newest.iteration
+            action = f"printf %s {value} > {root / layout.pointer}"
+        status: Status = "note" if problem.startswith("there is no ") and taken is None else "problem"
+        cause = f"without megaresume the next start of {layout.title} begins anew, or stops"
+        found.add("pointer", status, problem, cause=cause, action=action)
+    elif named is not None and taken is not None and named != taken.name:
+        found.add(
+            "pointer",
+            "problem",
+            f"{layout.pointer} names {named}, the newest complete checkpoint is {taken.name}",
+            cause=f"without megaresume the next start of {layout.title} takes {named}",
+            action=f"megaresume latest {root} in the launch script: docs/latest.md",
+        )
+    elif named is not None:
+        found.add("pointer", "ok", f"{layout.pointer} names {named}")
+
+
+def _leftovers(root: Path, found: Found) -> None:
+    names = []
+    for directory in (root, root / RECORDS_DIR):
+        if directory.is_dir():
+            inside = sorted(name for name in os.listdir(directory) if _TEMPORARY.fullmatch(name) or is_leftover(name))
+            names += [os.path.relpath(directory / name, root) for name in inside]
+    if names:
+        shown = ", ".join(names[:5]) + (f", and {len(names) - 5} more" if len(names) > 5 else "")
+        action = "delete them while no job saves here; those of megaresume the next start deletes"
+        found.add("temporary files", "note", shown, cause="saves that were killed before their rename", action=action)
+
+
+def _ledger(root: Path, found: Found) -> Sequence[LedgerEntry]:
+    try:
+        reading = read_ledger(ledger_path(root))
+    except StateError as error:
+        found.add("ledger", "problem", f"{error.headline}: {error.found}", action=error.action)
+        return ()
+    for problem in reading.problems:
+        status: Status = "warning" if problem.kind == "damaged" else "note"
+        found.add("ledger", status, str(problem))
+    starts = 0
+    for entry in reversed(reading.entries):
+        if entry.kind != "start" or entry.iteration != reading.entries[-1].iteration:
+            break
+        starts += 1
+    if starts >= _STARTS:
+        found.add(
+            "progress",
+            "problem",
+            f"{starts} starts from iteration {reading.entries[-1].iteration:,}, and no save after any of them",
+            cause="the job dies before its next save, or has less time than it needs to get there",
+            action="look at the end of its log: megaresume doctor --log LOG; or save more often: --save-interval",
+        )
+    return reading.entries
+
+
+def _ranks(
+    path: Path, layout: Layout, entries: Sequence[LedgerEntry], dp: int, zero_stage: int | None, found: Found
+) -> None:
+    """Whether what was saved fits the ranks of the next launch."""
+    if layout is VERL:
+        sizes = {int(m[1]) for p in path.rglob("model_world_size_*.pt") if (m := re.search(r"size_(\d+)_", p.name))}
+        if sizes and sizes != {dp}:
+            saved = " and ".join(map(str, sorted(sizes)))
+            found.add(
+                "ranks",
+                "problem",
+                f"FSDP's files are of {saved} ranks, the launch has {dp}",
+                cause="each rank loads the file of its own rank and of this world size",
+                action=f"start on {saved} ranks, or merge them: python -m verl.model_merger merge --backend fsdp",
+            )
+        return
+    before = next((e.topology for e in reversed(entries) if e.kind == "checkpoint" and e.tag == path.name), None)
+    tag = path
+    if before is None:
+        if layout is HUGGING_FACE:
+            tags = [name for name in subdirectories(path) if DEEPSPEED.number(name) is not None]
+            tag = path / tags[-1] if tags else path
+        elif layout is not DEEPSPEED:
+            return
+        try:
+            saved_dp, stage = ranks_of(tag)
+        except OSError:
+            return
+        if saved_dp is None:
+            return
+        before = Topology(dp=saved_dp, zero_stage=stage)
+    stage = before.zero_stage if zero_stage is None else zero_stage
+    if other_partitions(before, partitions=dp, zero_stage=stage or 0):
+        found.add(
+            "ranks",
+            "problem",
+            f"saved with ZeRO {before.zero_stage} on {before.dp * before.cp} data-parallel ranks, the launch has {dp}",
+            cause="DeepSpeed cannot divide the optimizer state over another number of ranks; the data could go on",
+            action=f"start on {before.dp * before.cp} ranks, or: python -m deepspeed.checkpoint.ds_to_universal "
+            f"--inject_missing_state --input_folder {tag} --output_folder {tag}_universal, then "
+            'set "checkpoint": {"load_universal": true} in the DeepSpeed config',
+        )
+    else:
+        words = f"saved on {before.dp} data-parallel ranks"
+        zero = "" if before.zero_stage is None else f" with ZeRO {before.zero_stage}"
+        found.add("ranks", "ok", f"{words}{zero}; {dp} can load it")
+
+
+def _age(seconds: float) -> str:
+    for size, unit in ((86_400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} seconds"

@@ -1,0 +1,146 @@
+"""`megaresume doctor`: directories in every state, conflicts with the next launch, what is printed."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+
+from megaresume.checkpoint import Topology, choose, record_start
+from megaresume.cli.main import main
+from tests.cli.conftest import Run, megaresume, run  # noqa: F401  a fixture
+from tests.cli.test_latest import WRITERS, archive, write_hugging_face, write_megatron, write_verl, write_zero
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, list[dict[str, str]]]:
+    """(exit status, checks of the directory and the logs)."""
+    status = main(["doctor", *map(str, words), "--json"])
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    return status, [check for check in checks if check["area"] in ("checkpoints", "log")]
+
+
+def of(checks: list[dict[str, str]], name: str) -> dict[str, str]:
+    (check,) = [check for check in checks if check["name"] == name]
+    return check
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_unpickled(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    if "run" in request.fixturenames:
+        request.getfixturevalue("run")  # compiled functions come from a cache of pickles: before, not here
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a file was unpickled")
+
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_sound_directory_and_a_killed_save(tmp_path: Path, write: object, capsys: pytest.CaptureFixture[str]) -> None:
+    assert callable(write)
+    root = tmp_path / "ckpt"
+    path = write(root, 4)
+    status, checks = doctor(capsys, root)
+    assert status == 0 and {check["status"] for check in checks} == {"ok"}
+    assert path.name in of(checks, "newest")["found"]
+    newer = write(root, 10, complete=False).name
+    status, checks = doctor(capsys, root)
+    assert of(checks, newer)["status"] == "warning" and path.name in of(checks, "newest")["found"]
+    # DeepSpeed's pointer has moved to it already: without us the next start takes it, and fails.
+    assert status == (write is write_zero)
+    if write is write_zero:
+        assert "latest names global_step10" in of(checks, "pointer")["found"]
+
+
+def test_pointers_and_leftovers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_megatron(tmp_path, 4)
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.write_text("")
+    (tmp_path / "latest_checkpointed_iteration.txt.tmp").touch()
+    status, checks = doctor(capsys, tmp_path)
+    assert status == 1 and "is empty" in of(checks, "pointer")["found"]
+    assert of(checks, "pointer")["action"] == f"printf %s 4 > {tracker}"
+    assert of(checks, "temporary files")["found"] == "latest_checkpointed_iteration.txt.tmp"
+    tracker.unlink()
+    assert "there is no latest_checkpointed" in of(doctor(capsys, tmp_path)[1], "pointer")["found"]
+    write_zero(tmp_path / "both", 4)
+    write_zero(tmp_path / "both", 6)
+    (tmp_path / "both" / "latest_checkpointed_iteration.txt").write_text("4")
+    _, checks = doctor(capsys, tmp_path / "both")
+    notes = [check["found"] for check in checks if check["name"] == "newest"]
+    assert any("the pointers disagree" in note for note in notes)
+
+
+def test_nothing_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor(capsys, tmp_path)[0] == 0  # nothing saved yet
+    write_hugging_face(tmp_path, 4, complete=False)
+    status, checks = doctor(capsys, tmp_path)
+    assert status == 1 and "trainer_state.json is missing" in of(checks, "newest")["found"]
+    assert main(["doctor", str(tmp_path / "checkpoint-4")]) == 2
+    assert main(["doctor", str(tmp_path / "nowhere")]) == 2
+    assert main(["doctor", "--dp", "4"]) == 2
+    assert main(["doctor", "--log", str(tmp_path / "nowhere")]) == 2
+
+
+def test_older_ones_are_no_fallback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in (2, 4, 6):
+        write_zero(tmp_path, number)
+    (tmp_path / "global_step4" / "mp_rank_00_model_states.pt").write_bytes(b"PK\x03\x04torn")
+    status, checks = doctor(capsys, tmp_path)
+    assert status == 0 and "is cut short" in of(checks, "global_step4")["found"]
+    assert not [check for check in doctor(capsys, tmp_path, "--last", 1)[1] if check["name"] == "global_step4"]
+
+
+def test_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_zero(tmp_path / "zero", 4)
+    status, checks = doctor(capsys, tmp_path / "zero", "--dp", 4)
+    assert status == 1 and of(checks, "ranks")["found"].startswith("saved with ZeRO 2 on 2 data-parallel ranks")
+    assert "ds_to_universal" in of(checks, "ranks")["action"]
+    status, checks = doctor(capsys, tmp_path / "zero", "--dp", 2, "--zero-stage", 1)
+    assert status == 0 and of(checks, "ranks")["status"] == "ok"
+    path = write_hugging_face(tmp_path / "hf", 4)
+    write_zero(path, 4)
+    (path / "rng_state.pth").unlink()
+    for rank in (0, 1):
+        archive(path / f"rng_state_{rank}.pth", {})
+    assert doctor(capsys, tmp_path / "hf", "--dp", 8)[0] == 1
+    assert doctor(capsys, tmp_path / "hf", "--dp", 2)[0] == 0
+    write_verl(tmp_path / "verl", 4)
+    status, checks = doctor(capsys, tmp_path / "verl", "--dp", 2)
+    assert status == 1 and "FSDP's files are of 1 ranks" in of(checks, "ranks")["found"]
+
+
+def test_a_run_under_megaresume(run: Run, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    status, checks = doctor(capsys, run.save)
+    assert status == 0 and "by its manifest" in of(checks, "newest")["found"]
+    weights = run.save / "global_step12" / "mp_rank_00_model_states.pt"
+    weights.write_bytes(b"")
+    with open(run.save / "megaresume" / "ledger.jsonl", "a") as ledger:
+        ledger.write('{"torn')
+    status, checks = doctor(capsys, run.save)
+    assert status == 1 and "has 0 bytes" in of(checks, "global_step12")["found"]
+    assert "latest names global_step12" in of(checks, "pointer")["found"]
+    assert "is torn" in of(checks, "ledger")["found"]
+    for _ in range(3):
+        choice = choose(run.save)
+        assert choice is not None and choice.state is not None
+        record_start(run.save, iteration=8, state=choice.state, choice=choice, topology=Topology(dp=2))
+    status, checks = doctor(capsys, run.save)
+    assert "3 starts from iteration 8, and no save" in of(checks, "progress")["found"]
+
+
+def test_what_is_printed(tmp_path: Path) -> None:
+    write_zero(tmp_path / "ckpt", 4)
+    log = tmp_path / "log.txt"
+    log.write_text("start\nOSError: [Errno 28] No space left on device\n")
+    done = megaresume("doctor", tmp_path / "ckpt", "--log", log, "--log", log)
+    assert done.returncode == 1 and done.stderr == ""
+    for area in ("environment", "filesystem", "checkpoints", "log"):
+        assert f"\n{area}\n" in "\n" + done.stdout
+    assert "  PROBLEM  the disk is full:  log.txt line 2: OSError: [Errno 28] No space left on device" in done.stdout
+    assert done.stdout.endswith("2 problems\n")
+    done = megaresume("doctor")
+    assert done.returncode == 0 and done.stdout.startswith("environment\n")
