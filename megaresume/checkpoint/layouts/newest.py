@@ -59,7 +59,7 @@ def recognise(root: Path) -> Layout | None:
     """
     names = _subdirectories(root)
     found = [layout for layout in LAYOUTS.values() if any(layout.number(name) is not None for name in names)]
-    if not found and DEEPSPEED.others(root):
+    if not found and _others(root, DEEPSPEED):
         found = [DEEPSPEED]
     if not found and RELEASE in names:
         found = [MEGATRON]
@@ -67,7 +67,7 @@ def recognise(root: Path) -> Layout | None:
         _one_checkpoint(root, HUGGING_FACE)
     if not found:
         for layout in LAYOUTS.values():
-            if layout.number(root.name) is not None and any(root.iterdir()):
+            if layout.number(root.name) is not None and root.is_dir() and any(root.iterdir()):
                 _one_checkpoint(root, layout)
         if (root / LATEST).exists():
             return DEEPSPEED
@@ -97,6 +97,18 @@ def _subdirectories(root: Path) -> list[str]:
     except OSError as error:
         raise CheckpointError(
             f"cannot list {root}", found=error.strerror or str(error), expected="a readable directory"
+        ) from error
+
+
+def _others(root: Path, layout: Layout) -> list[str]:
+    try:
+        return layout.others(root)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read {error.filename or root}",
+            found=error.strerror or str(error),
+            expected="readable directories",
+            action=f"check permissions below {root}",
         ) from error
 
 
@@ -153,10 +165,7 @@ class _Walk:
     def __init__(self, root: Path, layout: Layout) -> None:
         self.root, self.layout = root, layout
         names = [name for name in _subdirectories(root) if layout.number(name) is not None]
-        try:
-            names += [name for name in layout.others(root) if name not in names]
-        except OSError as error:
-            raise CheckpointError(f"cannot read {root}", found=error.strerror or str(error)) from error
+        names += [name for name in _others(root, layout) if name not in names]
         pointed = None if layout.pointer != LATEST else read_pointer(root, LATEST)
         if pointed is not None and pointed.status == "ok" and pointed.tag is not None and pointed.tag not in names:
             names.append(pointed.tag)

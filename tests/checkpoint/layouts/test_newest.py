@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -219,8 +220,38 @@ def test_what_it_is(written: Path, copy: Copy, tmp_path: Path) -> None:
         found = find_newest(both, LAYOUTS[name])
         assert found is not None and found.path == both / tag
     assert find_newest(tmp_path / "nowhere") is None
+    assert find_newest(tmp_path / "checkpoint-8") is None
     (tmp_path / "empty").mkdir()
     assert find_newest(tmp_path / "empty") is None
     (tmp_path / "empty" / "latest").write_text("global_step4")
     with pytest.raises(CheckpointError, match="a pointer but no checkpoint"):
         find_newest(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_garbage(copy: Copy, place: str) -> None:
+    """Whatever the bytes: a checkpoint, or an error with words."""
+    root = copy(place)
+    rng = random.Random(place)
+    small = [p for p in root.rglob("*") if p.is_file() and p.stat().st_size < 20_000 and p.suffix != ".py"]
+    for _ in range(120):
+        path = rng.choice(small)
+        content = path.read_bytes()
+        data = bytearray(content)
+        for _ in range(rng.randrange(1, 20)):
+            match rng.randrange(3):
+                case 0 if data:
+                    data[rng.randrange(len(data))] = rng.randrange(256)
+                case 1:
+                    at = rng.randrange(len(data) + 1)
+                    data[at:at] = rng.randbytes(rng.randrange(30))
+                case _:
+                    at = rng.randrange(len(data) + 1)
+                    del data[at : at + rng.randrange(60)]
+        path.write_bytes(data)
+        try:
+            found = find_newest(root)
+            assert found is not None and found.path is not None and found.path.is_dir()
+        except CheckpointError as error:
+            assert error.found and error.action
+        path.write_bytes(content)

@@ -115,29 +115,34 @@ def write_verl() -> None:
 
 def write_hugging_face(root: Path, number: int, one: deepspeed.DeepSpeedEngine | None) -> None:
     """As transformers/trainer.py ``_save_checkpoint`` does, with the library's own writers."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.trainer_callback import TrainerState
-
     path = root / f"checkpoint-{number}"
     rank = dist.get_rank()
-    tiny = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(**tiny, vocab_size=64))
     if rank == 0:
-        model.save_pretrained(path, max_shard_size="10KB")
+        _write_model(path, with_optimizer=one is None)
     dist.barrier()
     if one is not None:
         one.save_checkpoint(str(path))
-    elif rank == 0:
-        optimizer = torch.optim.AdamW(model.parameters())
-        torch.save(optimizer.state_dict(), path / "optimizer.pt")
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-        torch.save(schedule.state_dict(), path / "scheduler.pt")
     torch.save({"cpu": torch.get_rng_state()}, path / f"rng_state_{rank}.pth")
     if rank == 0:
+        from transformers.trainer_callback import TrainerState
+
         state = TrainerState()
         state.global_step = number
         state.save_to_json(str(path / "trainer_state.json"))
     dist.barrier()
+
+
+def _write_model(path: Path, *, with_optimizer: bool) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM  # on rank 0 alone: it takes seconds
+
+    tiny = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**tiny, vocab_size=64))
+    model.save_pretrained(path, max_shard_size="10KB")
+    if with_optimizer:
+        optimizer = torch.optim.AdamW(model.parameters())
+        torch.save(optimizer.state_dict(), path / "optimizer.pt")
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+        torch.save(schedule.state_dict(), path / "scheduler.pt")
 
 
 if __name__ == "__main__":
