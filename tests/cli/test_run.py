@@ -107,7 +107,13 @@ def test_ctrl_c(root, tmp_path):
     for launcher in ((), RUN):
         environment = {**os.environ, "PYTHONPATH": str(root)}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        process = subprocess.Popen([sys.executable, *launcher, str(path)], env=environment, **pipes)
+        # A job in the background of a shell ignores the signal, and would hand that on.
+        process = subprocess.Popen(
+            [sys.executable, *launcher, str(path)],
+            env=environment,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            **pipes,
+        )
         assert process.stdout is not None and process.stdout.readline() == "on\n"
         time.sleep(0.3)  # to be in the next line
         process.send_signal(signal.SIGINT)
