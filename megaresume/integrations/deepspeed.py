@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from megaresume.checkpoint.progress import MAX_STARTS
 from megaresume.checkpoint.retention import Retention
 from megaresume.integrations import deepspeed_engine as facts
+from megaresume.integrations import in_flight
 from megaresume.integrations.deepspeed_checkpoint import Checkpoints
 from megaresume.integrations.deepspeed_data import TrainingData
 from megaresume.integrations.ranks import is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
@@ -255,6 +256,7 @@ def hook(engine: Any, attached: Attached | AttachedLoader) -> None:
         return
     slot = _Slot(attached)
     setattr(engine, _SLOT, slot)
+    in_flight.watch(engine)
     engine.save_checkpoint = _save_hook(engine.save_checkpoint, slot)
     engine.load_checkpoint = _load_hook(engine.load_checkpoint, slot)
     if facts.is_pipeline(engine):
@@ -308,6 +310,7 @@ def _load_hook(load: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
 def _train_batch_hook(train: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
     @functools.wraps(train)
     def train_batch(data_iter: Iterator[Any] | None = None, *args: Any, **more: Any) -> Any:
+        in_flight.settle(slot.data.engine)  # a pipeline changes its weights without waiting for its writer
         slot.data.before_train_batch()
         return train(slot.data if data_iter is None else data_iter, *args, **more)
 

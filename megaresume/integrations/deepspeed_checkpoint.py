@@ -28,6 +28,7 @@ from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.state_file import StepFile
 from megaresume.checkpoint.topology import Topology
 from megaresume.integrations import deepspeed_engine as facts
+from megaresume.integrations import in_flight
 from megaresume.integrations.deepspeed_data import TrainingData
 from megaresume.integrations.deepspeed_tags import (
     KEY,
@@ -206,6 +207,7 @@ class Checkpoints:
                 number of ZeRO partitions changed, and the checkpoint is not converted or cannot be.
             StateError: no data state, or one that does not fit.
         """
+        in_flight.settle(self.data.engine)
         universal = facts.loads_universal(self.data.engine)
         choice, step_file = choose_tag(load_dir, tag, universal, checksums=self.verify)
         if choice is None:

@@ -22,10 +22,13 @@ __all__ = [
     "data_rank",
     "data_size",
     "expected_files",
+    "has_writer",
+    "is_decoupled",
     "is_pipeline",
     "loads_universal",
     "model_file",
     "partitions",
+    "rank",
     "set_batch_size",
     "topology",
     "zero_stage",
@@ -46,14 +49,7 @@ def check_engine(engine: Any) -> None:
             expected="the first value that deepspeed.initialize(...) returned",
             action="call megaresume.attach after deepspeed.initialize",
         )
-    writer = getattr(engine, "checkpoint_engine", None)
-    if writer is not None and getattr(writer, "is_decoupled", lambda: False)():
-        raise UsageError(
-            "DeepSpeed's checkpoint engine writes after save_checkpoint has returned; it cannot be committed",
-            found=type(writer).__name__,
-            expected="a checkpoint engine that has written its files when save_checkpoint returns",
-            action="remove the 'checkpoint.writer' or 'datastates_ckpt' section from the DeepSpeed config",
-        )
+    _check_writer_kind(engine)
     if getattr(engine, "use_node_local_storage", lambda: False)():
         raise UsageError(
             "checkpoints on node-local storage cannot be checked by one rank",
@@ -61,6 +57,45 @@ def check_engine(engine: Any) -> None:
             expected="a directory that every rank sees",
             action="remove use_node_local_storage and save to shared storage",
         )
+
+
+def _check_writer_kind(engine: Any) -> None:
+    """Of ``checkpoint.writer`` and ``datastates_ckpt``: what can be committed, and loaded afterwards."""
+    if is_decoupled(engine) and not hasattr(engine.checkpoint_engine, "ckpt_process"):
+        raise UsageError(
+            "this checkpoint engine of DeepSpeed writes after save_checkpoint has returned, and does not say when it "
+            "is done",
+            found=type(engine.checkpoint_engine).__name__,
+            expected="DeepSpeed's own decoupled writer, or none",
+            action='remove datastates_ckpt from the DeepSpeed config, or use "checkpoint": {"writer": {"type": '
+            '"python", "decoupled": true, "data_parallel": "replica"}} in its place',
+        )
+    config = getattr(getattr(engine, "_config", None), "checkpoint_config", None) or {}
+    kind = (config.get("writer") or {}).get("type")
+    if kind == "MOCK" or (kind == "FAST" and zero_stage(engine) < 3):
+        raise UsageError(
+            "what this checkpoint writer of DeepSpeed writes cannot be loaded",
+            found=f"checkpoint.writer.type: {kind.lower()}, with ZeRO {zero_stage(engine)}",
+            expected="files with the names that load_checkpoint reads; this one adds -0.1 to the name, or writes none",
+            action='"type": "python" in checkpoint.writer, or ZeRO 3',
+        )
+
+
+def is_decoupled(engine: Any) -> bool:
+    """Whether checkpoints are written after ``save_checkpoint`` has returned."""
+    writer = getattr(engine, "checkpoint_engine", None)
+    return writer is not None and bool(getattr(writer, "is_decoupled", lambda: False)())
+
+
+def has_writer(engine: Any) -> bool:
+    """Whether ``checkpoint.writer`` is set: one of DeepSpeed's newer checkpoint engines."""
+    config = getattr(getattr(engine, "_config", None), "checkpoint_config", None) or {}
+    return bool(config.get("writer"))
+
+
+def rank() -> int:
+    """This process among all."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def data_size(engine: Any) -> int:

@@ -21,6 +21,7 @@ from megaresume.checkpoint.retention import KEEP_ALL, Retention
 from megaresume.checkpoint.state_file import StepFile
 from megaresume.checkpoint.topology import Topology
 from megaresume.integrations import deepspeed_engine as facts
+from megaresume.integrations import in_flight
 from megaresume.integrations.elastic.load import conversion
 from megaresume.integrations.elastic.restore import check_restorable, restore_rest
 from megaresume.integrations.elastic.universal import remove_converted
@@ -66,7 +67,8 @@ def write_tag(
     retention: Retention = KEEP_ALL,
     checksums: bool = False,
 ) -> Any:
-    """Write a tag directory with ``write`` (DeepSpeed's method, save_dir bound) and commit it. On all ranks.
+    """Write a tag directory with ``write`` (DeepSpeed's method, save_dir bound) and commit it. On all ranks. Where
+    DeepSpeed writes in the background, the commit follows when it is done: see `in_flight`.
 
     ``write_beside`` writes what this rank has to add in ``<save>/megaresume``, and returns what all ranks add there.
     ``checksums``: rank 0 reads every file and puts its checksum into the manifest.
@@ -74,6 +76,9 @@ def write_tag(
     Raises, on every rank:
         CheckpointError: files are missing or empty, or the disk refuses. The pointers stay as they were.
     """
+    in_flight.watch(engine)
+    in_flight.settle(engine)
+    on_all_ranks(lambda: in_flight.check_writer(engine))
     begin = on_rank_0(
         lambda: begin_save(
             save_dir,
@@ -98,7 +103,10 @@ def write_tag(
             remove_converted(Path(save_dir))
         return notes
 
-    on_rank_0(commit)
+    if facts.is_decoupled(engine):
+        in_flight.defer(engine, begin, commit)
+    else:
+        on_rank_0(commit)
     return result
 
 

@@ -25,6 +25,7 @@ from megaresume.checkpoint.pointers import read_pointers, write_latest
 from megaresume.checkpoint.state_file import StepFile
 from megaresume.checkpoint.topology import Topology
 from megaresume.integrations import deepspeed_engine as facts
+from megaresume.integrations import in_flight
 from megaresume.integrations.deepspeed_tags import (
     KEY,
     choose_tag,
@@ -202,6 +203,8 @@ def around_engine_load(original: Callable[..., Any]) -> Callable[..., Any]:
         )
         if not is_loading() or load_dir is None:
             return read(load_dir, tag=tag)
+        in_flight.watch(self)
+        in_flight.settle(self)
         current, root = session(), os.fspath(load_dir)
         anew = load_module_only or bool(getattr(current.args, "reset_iteration", False))
         universal = facts.loads_universal(self)

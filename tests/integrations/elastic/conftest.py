@@ -11,12 +11,17 @@ import pytest
 HERE = Path(__file__).parent
 
 
-def results(launch: Any, num_processes: int, *arguments: object) -> dict[str, Any]:
-    """What rank 0 of elastic_toy.py found, by case."""
-    status, output = launch(str(HERE / "elastic_toy.py"), *arguments, num_processes=num_processes)
-    lines = [line.removeprefix("RESULT ") for line in output.splitlines() if line.startswith("RESULT ")]
-    found = {name: json.loads(value)[0] for name, value in (line.split(" ", 1) for line in lines)}
-    return found | {"status": status, "output": output}
+@pytest.fixture(scope="session")
+def run(launch: Any) -> Any:
+    """``run(num_processes, *arguments)``: what rank 0 of elastic_toy.py found, by case."""
+
+    def results(num_processes: int, *arguments: object) -> dict[str, Any]:
+        status, output = launch(str(HERE / "elastic_toy.py"), *arguments, num_processes=num_processes)
+        lines = [line.removeprefix("RESULT ") for line in output.splitlines() if line.startswith("RESULT ")]
+        found = {name: json.loads(value)[0] for name, value in (line.split(" ", 1) for line in lines)}
+        return found | {"status": status, "output": output}
+
+    return results
 
 
 @pytest.fixture(scope="session")
@@ -26,9 +31,9 @@ def elastic_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def whole(launch: Any, data_yaml: Path, elastic_root: Path) -> dict[str, Any]:
+def whole(run: Any, data_yaml: Path, elastic_root: Path) -> dict[str, Any]:
     """Two ranks, 14 steps without a break; saved at step 4, then killed."""
-    return results(launch, 2, data_yaml, elastic_root, "first", 14, 4, 0)
+    return run(2, data_yaml, elastic_root, "first", 14, 4, 0)
 
 
 @pytest.fixture(scope="session")
@@ -42,12 +47,12 @@ def kept(whole: dict[str, Any], elastic_root: Path, tmp_path_factory: pytest.Tem
 
 
 @pytest.fixture(scope="session")
-def one(launch: Any, data_yaml: Path, elastic_root: Path, whole: dict[str, Any], kept: Path) -> dict[str, Any]:
+def one(run: Any, data_yaml: Path, elastic_root: Path, whole: dict[str, Any], kept: Path) -> dict[str, Any]:
     """One rank goes on from step 4, and saves at 8."""
-    return results(launch, 1, data_yaml, elastic_root, "second", 14, 4, 8)
+    return run(1, data_yaml, elastic_root, "second", 14, 4, 8)
 
 
 @pytest.fixture(scope="session")
-def two(launch: Any, data_yaml: Path, elastic_root: Path, one: dict[str, Any]) -> dict[str, Any]:
+def two(run: Any, data_yaml: Path, elastic_root: Path, one: dict[str, Any]) -> dict[str, Any]:
     """Two ranks go on from step 8 of the one rank, and save at 11."""
-    return results(launch, 2, data_yaml, elastic_root, "second", 14, 8, 11)
+    return run(2, data_yaml, elastic_root, "second", 14, 8, 11)
