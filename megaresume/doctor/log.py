@@ -9,7 +9,7 @@ import gzip
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from io import BufferedIOBase
 from pathlib import Path
@@ -51,8 +51,6 @@ class Hit:
     text: str
     #: lines that show it.
     count: int = 1
-    #: where the last counted line began: it may hold several of the texts.
-    _last: int = field(default=-1, repr=False)
 
 
 @cache
@@ -87,16 +85,15 @@ def scan(path: Path, progress: Callable[[int], object] | None = None) -> list[Hi
         UsageError: it cannot be read.
     """
     hits: dict[str, Hit] = {}
-    lines = offset = 0
+    lines = 0
     try:
         with open(path, "rb") as raw:
             is_gzip = raw.read(2) == b"\x1f\x8b"
             raw.seek(0)
             read = 0
             for block in _blocks(gzip.GzipFile(fileobj=raw) if is_gzip else raw):
-                _look(block, lines, offset, hits)
+                _look(block, lines, hits)
                 lines += block.count(b"\n")
-                offset += len(block)
                 if progress is not None:
                     progress(raw.tell() - read)
                     read = raw.tell()
@@ -124,7 +121,8 @@ def _blocks(file: BufferedIOBase) -> Iterator[bytes]:
         yield rest
 
 
-def _look(block: bytes, lines: int, offset: int, hits: dict[str, Hit]) -> None:
+def _look(block: bytes, lines: int, hits: dict[str, Hit]) -> None:
+    # By where its line begins: a line may hold several texts of one symptom.
     found: dict[tuple[str, int], Symptom] = {}
     for symptom in symptoms():
         for text in symptom.find:
@@ -143,9 +141,9 @@ def _look(block: bytes, lines: int, offset: int, hits: dict[str, Hit]) -> None:
         if hit is None:
             shown = "".join(c if c.isprintable() else " " for c in line).strip()
             number = lines + block.count(b"\n", 0, begin) + 1
-            hits[name] = Hit(symptom=symptom, line=number, text=shown[:_SHOWN], _last=offset + begin)
-        elif hit._last != offset + begin:
-            hit.count, hit._last = hit.count + 1, offset + begin
+            hits[name] = Hit(symptom=symptom, line=number, text=shown[:_SHOWN])
+        else:
+            hit.count += 1
 
 
 def log_checks(path: Path, progress: Callable[[int], object] | None = None) -> list[Check]:
