@@ -21,8 +21,8 @@ __all__ = ["Word", "archive_words", "value_after", "words"]
 #: ``...`` stands for whatever is no text, number or None: the beginning of a list, a tensor, an object.
 Word = str | int | float | None | EllipsisType
 
-#: bytes; the pickle of a checkpoint holds no tensors, and one of this size is no longer read word by word.
-MAX_PICKLE = 32 << 20
+#: bytes; the pickle of a checkpoint holds no tensors. A larger one is no longer read word by word: seconds.
+MAX_PICKLE = 16 << 20
 
 _SILENT = frozenset({"PROTO", "FRAME", "STOP", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD", "POP", "POP_MARK"})
 _CONSTANTS: dict[str, Word] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
