@@ -25,6 +25,7 @@ from megaresume.integrations import in_flight
 from megaresume.integrations.elastic.load import conversion
 from megaresume.integrations.elastic.restore import check_restorable, restore_rest
 from megaresume.integrations.elastic.universal import remove_converted
+from megaresume.integrations.explained import reading, writing
 from megaresume.integrations.loadable import choose_to_load, without_state
 from megaresume.integrations.ranks import gather, is_rank_0, on_all_ranks, on_rank_0
 from megaresume.stream.errors import CheckpointError, StateError
@@ -92,7 +93,8 @@ def write_tag(
         )
     )
     beside = () if write_beside is None else on_all_ranks(write_beside)
-    result = write(tag=tag, client_state={**client_state, KEY: state.to_dict()}, save_latest=False)
+    with writing(Path(save_dir, tag)):
+        result = write(tag=tag, client_state={**client_state, KEY: state.to_dict()}, save_latest=False)
     files = written_files(engine, save_dir, tag)
 
     def commit() -> tuple[str, ...]:
@@ -175,7 +177,8 @@ def read_tag(
             elastic=elastic,
         )
     if tag is None:
-        path, client_state = read(choice.load_dir, tag=choice.tag)
+        with reading(choice):
+            path, client_state = read(choice.load_dir, tag=choice.tag)
         on_all_ranks(lambda: check_loaded(path, choice))
         return choice, path, client_state
     on_all_ranks(lambda: check_restorable(engine))
