@@ -94,7 +94,7 @@ def _safetensors_problem(path: Path, size: int) -> str | None:
             return f"is cut short in its header: {size:,} bytes, the header alone has {8 + length:,}"
         text = file.read(length)
     try:
-        header = parse_json(text)
+        header = json.loads(text)
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
         expected = 8 + length + max(ends, default=0)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
@@ -119,4 +119,7 @@ def read_json(path: Path) -> object:
         OSError: it cannot be read.
         ValueError: it is no JSON.
     """
-    return parse_json(path.read_bytes())
+    try:
+        return json.loads(path.read_bytes())
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
