@@ -144,3 +144,13 @@ def test_as_a_program(tmp_path: Path) -> None:
         [sys.executable, "-c", code, "latest", tmp_path / "a b"], capture_output=True, text=True, check=True
     )
     assert not {"torch", "numpy", "deepspeed", "transformers"}.intersection(done.stdout.split())
+
+
+def test_a_header_nested_without_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_hugging_face(tmp_path, 4)
+    path = write_hugging_face(tmp_path, 6)
+    deep = b"[" * 200_000
+    (path / "model.safetensors").write_bytes(struct.pack("<Q", len(deep)) + deep)
+    assert main(["latest", str(tmp_path), "--tag"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "checkpoint-4\n" and "has a header that cannot be read" in err

@@ -97,7 +97,7 @@ def _safetensors_problem(path: Path, size: int) -> str | None:
         header = json.loads(text)
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
         expected = 8 + length + max(ends, default=0)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         return "has a header that cannot be read"
     if size != expected:
         return f"has {size:,} bytes, {expected:,} by its header"
