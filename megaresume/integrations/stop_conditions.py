@@ -13,7 +13,7 @@ from typing import Literal
 
 from megaresume.stream.errors import UsageError
 
-__all__ = ["END_TIME_VARIABLES", "SIGNALS", "StopConditions", "Stopped", "job_end"]
+__all__ = ["END_TIME_VARIABLES", "SIGNALS", "StopConditions", "Stopped", "job_end", "minutes_before_end"]
 
 #: what Slurm and people send before they kill.
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
@@ -77,6 +77,20 @@ class StopConditions:
         return bool(self.signals) or any(
             condition is not None for condition in (self.file, self.after_minutes, self.before_end)
         )
+
+
+def minutes_before_end(text: str | float | None) -> float | Literal["auto"] | None:
+    """What follows ``--megaresume-stop-before-end``. Raises UsageError."""
+    if text is None or text == "auto":
+        return None if text is None else "auto"
+    try:
+        return float(text)
+    except ValueError as error:
+        raise UsageError(
+            "--megaresume-stop-before-end takes minutes, or nothing",
+            found=text,
+            expected="a number of minutes",
+        ) from error
 
 
 def job_end(environment: Mapping[str, str]) -> float | None:

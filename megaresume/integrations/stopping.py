@@ -51,6 +51,8 @@ class Stopper:
         self._received: list[str] = []
         self._replaced: dict[signal.Signals, Any] = {}
         self._warned = False
+        #: whether all ranks have agreed to stop.
+        self.stopping = False
         # Seconds between the last boundaries: how late the next one may come.
         self._boundaries: deque[float] = deque(maxlen=16)
 
@@ -101,10 +103,20 @@ class Stopper:
             return f"{max(left, 0):.0f} s are left of the job"
         return None
 
+    def look(self) -> str | None:
+        """At a step boundary: why this rank alone would stop. Somebody has to ask the others; see `agreed`."""
+        self._boundaries.append(time.monotonic())
+        return self.reason()
+
+    def stops(self, answer: bool) -> bool:
+        """Take note of what all ranks have agreed on, and warn where it comes too late."""
+        self.stopping = answer
+        self._warn(answer)
+        return answer
+
     def agreed(self) -> str | None:
         """Why all ranks stop here; None: they go on. A collective, at a step boundary."""
-        self._boundaries.append(time.monotonic())
-        mine = self.reason()
+        mine = self.look()
         stops = mine is not None
         if world_size() > 1:
             import torch
@@ -114,8 +126,7 @@ class Stopper:
             anybody = torch.tensor([stops], dtype=torch.int32, device=device)
             dist.all_reduce(anybody, op=dist.ReduceOp.MAX)
             stops = bool(anybody.item())
-        self._warn(stops)
-        if not stops:
+        if not self.stops(stops):
             return None
         found = [(rank, reason) for rank, reason in enumerate(gather(mine)) if reason is not None]
         rank, reason = found[0]

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from megaresume.checkpoint.progress import MAX_STARTS
 from megaresume.checkpoint.retention import Retention
-from megaresume.integrations.stop_conditions import SIGNALS, StopConditions
+from megaresume.integrations.stop_conditions import SIGNALS, StopConditions, minutes_before_end
 from megaresume.stream.batches import BatchSchedule, micro_batches
 from megaresume.stream.errors import UsageError
 from megaresume.training.flags import flag, parse_flags
@@ -307,22 +307,11 @@ def stop_conditions(args: Arguments) -> StopConditions | None:
     Raises:
         UsageError: times that are none, or an end of the job that nobody tells.
     """
-    before: float | Literal["auto"] | None = None
-    if args.megaresume_stop_before_end is not None:
-        try:
-            given = args.megaresume_stop_before_end
-            before = "auto" if given == "auto" else float(given)
-        except ValueError as error:
-            raise UsageError(
-                "--megaresume-stop-before-end takes minutes, or nothing",
-                found=args.megaresume_stop_before_end,
-                expected="a number of minutes",
-            ) from error
     conditions = StopConditions(
         signals=SIGNALS if args.exit_signal_handler else (),
         file=args.megaresume_stop_file,
         after_minutes=args.exit_duration_in_mins,
-        before_end=before,
+        before_end=minutes_before_end(args.megaresume_stop_before_end),
         status=args.megaresume_stop_status,
     )
     return conditions if conditions else None

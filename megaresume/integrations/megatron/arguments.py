@@ -12,6 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megaresume.checkpoint.progress import MAX_STARTS
+from megaresume.checkpoint.retention import KEEP_ALL, Retention
+from megaresume.integrations.stop_conditions import SIGNALS, StopConditions, minutes_before_end
 from megaresume.stream.config import OnChange
 from megaresume.stream.errors import UsageError
 from megaresume.stream.ranges import union
@@ -25,6 +28,12 @@ Mode = Literal["stream", "guard", "off"]
 _MODES: tuple[Mode, ...] = ("stream", "guard", "off")
 _ON_CHANGE: tuple[OnChange, ...] = ("refuse", "stage")
 _FIRST_FLAG = "--megaresume-data"
+
+#: our flags, without ``--megaresume-``.
+_WORDS = (
+    *("data", "mode", "accept", "on_change", "log_samples", "skip_samples", "elastic", "keep_last", "keep_every"),
+    *("stop_file", "stop_before_end", "max_starts", "verify_checkpoint"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -91,6 +100,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "it is loaded, and not refused",
     )
     group.add_argument(
+        "--megaresume-keep-last",
+        "--megaresume_keep_last",
+        type=int,
+        metavar="K",
+        default=None,
+        help="delete old checkpoints when a newer one is complete: keep the newest K (stream mode)",
+    )
+    group.add_argument(
+        "--megaresume-keep-every",
+        "--megaresume_keep_every",
+        type=int,
+        metavar="N",
+        default=None,
+        help="keep those besides whose iteration N divides; with --megaresume-keep-last, --save-retain-interval is "
+        "the same",
+    )
+    group.add_argument(
+        "--megaresume-stop-file",
+        "--megaresume_stop_file",
+        metavar="FILE",
+        default=None,
+        help="save and exit when this file appears; it is removed then",
+    )
+    group.add_argument(
+        "--megaresume-stop-before-end",
+        "--megaresume_stop_before_end",
+        nargs="?",
+        const="auto",
+        metavar="MINUTES",
+        default=None,
+        help="save and exit so many minutes before the end of the Slurm job; without a number: as long before as a "
+        "save was measured to take",
+    )
+    group.add_argument(
+        "--megaresume-max-starts",
+        "--megaresume_max_starts",
+        type=int,
+        metavar="N",
+        default=None,
+        help=f"refuse to start more often than this from one iteration without a save between (default: {MAX_STARTS}; "
+        "0: any number)",
+    )
+    group.add_argument(
+        "--megaresume-verify-checkpoint",
+        "--megaresume_verify_checkpoint",
+        action="store_true",
+        default=None,
+        help="checksums of all files at every save and load, not only their sizes (stream mode)",
+    )
+    group.add_argument(
         "--megaresume-accept",
         "--megaresume_accept",
         nargs="+",
@@ -128,6 +187,14 @@ class Settings:
     skip_samples: tuple[str, ...] = ()
     #: convert a ZeRO checkpoint of another number of ranks.
     elastic: bool = False
+    #: which old checkpoints stay.
+    retention: Retention = KEEP_ALL
+    #: when to save and exit, besides what Megatron's own flags say; None: never.
+    stop: StopConditions | None = None
+    #: starts from one iteration without a save; 0: any number.
+    max_starts: int = MAX_STARTS
+    #: checksums at every save and load.
+    verify_checkpoint: bool = False
 
     @classmethod
     def from_args(cls, args: Any, argv: Sequence[str] | None = None) -> Settings:
@@ -140,14 +207,12 @@ class Settings:
         Raises:
             UsageError: an unknown mode, or flags that contradict each other.
         """
-        words = ("data", "mode", "accept", "on_change", "log_samples", "skip_samples", "elastic")
-        names = [f"megaresume_{word}" for word in words]
         source = args
-        if not any(getattr(args, name, None) for name in names):
+        if not any(getattr(args, f"megaresume_{word}", None) for word in _WORDS):
             source = _from_command_line(sys.argv[1:] if argv is None else argv)
-        data, mode, accept, on_change, log_samples, skip_samples, elastic = (
-            getattr(source, name, None) for name in names
-        )
+        said = {word: getattr(source, f"megaresume_{word}", None) for word in _WORDS}
+        data, mode, accept, on_change = (said[word] for word in ("data", "mode", "accept", "on_change"))
+        log_samples, skip_samples = said["log_samples"], said["skip_samples"]
         if mode is not None and mode not in _MODES:
             raise UsageError(
                 "unknown mode",
@@ -185,8 +250,29 @@ class Settings:
             on_change=on_change or "refuse",
             skip_samples=tuple(_list(skip_samples)),
             log_samples=None if log_samples is None else str(log_samples),
-            elastic=bool(elastic),
+            elastic=bool(said["elastic"]),
+            retention=_retention(args, said["keep_last"], said["keep_every"]),
+            stop=_stop(args, said["stop_file"], said["stop_before_end"]),
+            max_starts=MAX_STARTS if said["max_starts"] is None else int(said["max_starts"]),
+            verify_checkpoint=bool(said["verify_checkpoint"]),
         )
+
+
+def _retention(args: Any, keep_last: int | None, keep_every: int | None) -> Retention:
+    """What our flags say; Megatron's own retention is one of them as soon as there is another."""
+    if keep_last is not None and keep_every is None:
+        keep_every = getattr(args, "save_retain_interval", None)
+    return Retention(keep_last=keep_last, keep_every=keep_every)
+
+
+def _stop(args: Any, file: str | None, before_end: Any) -> StopConditions | None:
+    """What our flags say, and with Megatron's ``--exit-signal-handler`` the signals that it does not listen to."""
+    handled = getattr(getattr(args, "exit_signal", None), "name", "SIGTERM")
+    listens = bool(getattr(args, "exit_signal_handler", False))
+    signals = tuple(name for name in SIGNALS if name != handled) if listens else ()
+    if not signals and file is None and before_end is None:
+        return None
+    return StopConditions(signals=signals, file=file, before_end=minutes_before_end(before_end))
 
 
 def _list(value: object) -> list[str]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 from megaresume.integrations.megatron import checks, records
 from megaresume.integrations.megatron.session import Loaded, Session, session
 from megaresume.integrations.megatron.state import KEY, SavedState, read_state, state_on, write_state
+from megaresume.integrations.megatron.stopping import listen
 from megaresume.integrations.ranks import is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
 from megaresume.integrations.resume import Resume
 from megaresume.stream.errors import StateError
@@ -71,7 +73,9 @@ def around_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         if prepare is not None:
             prepare(int(current.args.consumed_train_samples))
         put_state(current, int(iteration))
-        write = functools.partial(original, iteration, *args, **kwargs)
+        if current.settings.retention and getattr(current.args, "save_retain_interval", None):
+            current.args.save_retain_interval = None  # it is part of ours, which knows what is complete
+        write = functools.partial(_measured, current, functools.partial(original, iteration, *args, **kwargs))
         given = _arguments(original, iteration, *args, **kwargs)
         plain = not given.get("non_persistent_ckpt") and not given.get("release")
         # Megatron-DeepSpeed saves through its engine, which has records of its own.
@@ -80,6 +84,16 @@ def around_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         return _with_records(current, int(iteration), write)
 
     return save_checkpoint
+
+
+def _measured(current: Session, write: Callable[[], Any]) -> Any:
+    """Megatron's own part of a save: how long it takes is how long before its end a job must stop."""
+    began = time.monotonic()
+    result = write()
+    current.save_seconds = time.monotonic() - began
+    if current.stopper is not None and current.stopper.stopping:
+        current.stopper.saved()
+    return result
 
 
 def put_state(current: Session, iteration: int) -> None:
@@ -140,7 +154,9 @@ def _with_records(current: Session, iteration: int, write: Callable[[], Any]) ->
         write_beside = getattr(order, "write_beside", None)
         root = Path(args.save).absolute()
         beside = () if write_beside is None else on_all_ranks(lambda: write_beside(root, iteration))
-        save = records.Save(pending=pending, origin=order.origin, beside=beside)
+        save = records.Save(
+            pending=pending, origin=order.origin, beside=beside, checksums=current.settings.verify_checkpoint
+        )
     if not is_async:
         result = write()
         on_rank_0(save.commit)
@@ -298,6 +314,7 @@ def after_data_is_built(current: Session) -> None:
     if current.settings.mode == "off" or order is None:
         return
     checks.check_arguments(current)
+    listen(current)
     iteration, position = int(args.iteration), int(args.consumed_train_samples)
     state = on_all_ranks(lambda: order.stream_state(position))
     if iteration and current.loaded is not None:

@@ -19,6 +19,7 @@ from megaresume.integrations.megatron.project import Project, current_project, p
 from megaresume.integrations.megatron.schedule import ignores_rampup
 from megaresume.integrations.megatron.session import Session
 from megaresume.integrations.megatron.state import SavedState
+from megaresume.integrations.megatron.stopping import switch_on
 from megaresume.integrations.megatron.tracker import around_read_metadata, check_tracker
 from megaresume.integrations.ranks import on_all_ranks, on_rank_0
 from megaresume.stream.errors import CheckpointError, UsageError
@@ -45,7 +46,9 @@ def around_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
     def validate_args(args: Any, *more: Any, **kwargs: Any) -> Any:
         result = original(args, *more, **kwargs)
         final = result if result is not None else args
-        check_flags(final, Settings.from_args(final), current_project())
+        settings = Settings.from_args(final)
+        check_flags(final, settings, current_project())
+        switch_on(final, settings, current_project())
         return result
 
     return validate_args
@@ -83,6 +86,26 @@ def check_flags(args: Any, settings: Settings, project: Project) -> None:
             expected="mode stream: Megatron's own datasets cannot leave samples out",
             action="--iterations-to-skip, which Megatron has itself; or --megaresume-mode stream in a new run",
         )
+    if settings.mode == "guard":
+        _check_guard_flags(settings)
+
+
+def _check_guard_flags(settings: Settings) -> None:
+    """Under guard there is no manifest: what is complete is not known, and what is not known is not deleted."""
+    flags = {
+        "--megaresume-keep-last": settings.retention.keep_last,
+        "--megaresume-keep-every": settings.retention.keep_every,
+        "--megaresume-verify-checkpoint": settings.verify_checkpoint or None,
+    }
+    for flag, value in flags.items():
+        if value is not None:
+            raise UsageError(
+                f"{flag} needs our stream",
+                found=f"{flag}, mode guard",
+                expected="mode stream: the guard keeps one record for all checkpoints, without a list of their files",
+                action=f"remove {flag}"
+                + ("; Megatron's own --save-retain-interval works" if flag.startswith("--megaresume-keep") else ""),
+            )
 
 
 def _check_stream_flags(args: Any, project: Project) -> None:
@@ -124,7 +147,7 @@ def before_load(current: Session) -> None:
     """
     check_arguments(current)
     if current.project.kind == "megatron-lm":
-        on_rank_0(lambda: check_tracker(current.args))
+        on_rank_0(lambda: check_tracker(current.args, checksums=current.settings.verify_checkpoint))
 
 
 def after_load(current: Session, iteration: int, checkpoint_args: Any) -> None:

@@ -43,6 +43,7 @@ _LAYOUTS: Mapping[Kind, Mapping[str, tuple[str, ...]]] = {
         "checkpointing": ("training.checkpointing",),
         "training": ("training.training",),
         "global_vars": ("training.global_vars",),
+        "signals": ("training.dist_signal_handler",),
         "initialize": ("training.initialize",),
         "async_utils": ("training.async_utils",),
         "inprocess_restart": ("training.inprocess_restart",),
@@ -56,6 +57,7 @@ _LAYOUTS: Mapping[Kind, Mapping[str, tuple[str, ...]]] = {
         "checkpointing": ("checkpointing",),
         "training": ("training",),
         "global_vars": ("global_vars",),
+        "signals": ("dist_signal_handler",),
         "initialize": ("initialize",),
         "samplers": ("data.data_samplers",),
         "parallel_state": ("core.parallel_state",),
@@ -85,7 +87,7 @@ class Project:
     #: of Megatron-LM and deepspeedai's Megatron-DeepSpeed: megatron-core's; of bigscience's: the package's own.
     version: str
     #: role -> dotted name, of those that exist: arguments, checkpointing, training, global_vars, initialize,
-    #: samplers, parallel_state; builder, async_utils, inprocess_restart; engine (DeepSpeed's).
+    #: samplers, parallel_state; builder, async_utils, inprocess_restart, signals; engine (DeepSpeed's).
     modules: Mapping[str, str]
 
     def at_least(self, major: int, minor: int) -> bool:
@@ -104,7 +106,7 @@ def parse_version(version: str) -> tuple[int, int]:
 
 def modules_to_watch() -> list[str]:
     """Every module below the package that holds a name to wrap in one of the projects, by dotted name."""
-    roles = ("arguments", "checkpointing", "training", "initialize", "builder")
+    roles = ("arguments", "checkpointing", "training", "initialize", "builder", "signals")
     layouts = [layout[role] for layout in _LAYOUTS.values() for role in roles if role in layout]
     return list(dict.fromkeys(f"{package_name()}.{name}" for names in layouts for name in names))
 

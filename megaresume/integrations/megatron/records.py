@@ -18,6 +18,7 @@ from megaresume.checkpoint.data_file import write_data_file
 from megaresume.checkpoint.layout import deepspeed_tag, manifest_path, marker_path, megatron_tag, step_path
 from megaresume.checkpoint.manifest import FileEntry
 from megaresume.checkpoint.marker import Marker, remove_marker, write_marker
+from megaresume.checkpoint.progress import check_progress
 from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.state_file import StepFile, new_id, read_step_file
 from megaresume.checkpoint.superseded import retire_records
@@ -53,10 +54,12 @@ class Save:
     origin: Mapping[str, Any] | None
     #: files of this save in ``<save>/megaresume``: the states of a loader.
     beside: tuple[FileEntry, ...] = ()
+    #: of all files, for the manifest.
+    checksums: bool = False
 
     def commit(self) -> tuple[str, ...]:
         """Write the records. Returns what somebody should know: sentences."""
-        notes = commit_save(self.pending, beside=self.beside).notes
+        notes = commit_save(self.pending, beside=self.beside, checksums=self.checksums).notes
         if self.origin is not None:
             write_data_file(self.pending.save_dir, self.origin)
         return notes
@@ -111,6 +114,7 @@ def begin(current: Session, iteration: int, state: StreamState, *, tracker: bool
         topology=topology_of(current.args, state.samples, current.project),
         latest=False,
         tracker=tracker,
+        retention=current.settings.retention,
     )
 
 
@@ -193,6 +197,9 @@ def settle_start(current: Session, iteration: int, state: StreamState | None) ->
         current: the session.
         iteration: optimizer steps done.
         state: the stream where training begins; None: under guard, which has no ledger.
+
+    Raises:
+        CheckpointError: the directory cannot be written, or start after start leads to no save.
     """
     args, source = current.args, current.loaded_from
     if not can_be_written(args.save):
@@ -214,6 +221,19 @@ def settle_start(current: Session, iteration: int, state: StreamState | None) ->
         choice = Choice(load_dir=source.load_dir, tag=tag, iteration=source.iteration, step=step, manifest=None)
     now = topology_of(args, state.samples, current.project)
     record_start(root, iteration=iteration, state=state, choice=choice, topology=now)
+    if not _is_over(args, iteration, state.samples):
+        check_progress(
+            root,
+            iteration=iteration,
+            save_interval=getattr(args, "save_interval", None),
+            max_starts=current.settings.max_starts,
+        )
+
+
+def _is_over(args: Any, iteration: int, samples: int) -> bool:
+    """Whether nothing is left to train: a finished run may be launched any number of times."""
+    iters, end = getattr(args, "train_iters", None), getattr(args, "train_samples", None)
+    return (iters is not None and iteration >= iters) or (end is not None and samples >= end)
 
 
 def _warn_of_others(root: Path) -> None:

@@ -196,6 +196,14 @@ SEAMS: tuple[Seam, ...] = (
         why="builds the indexes that are the order of Megatron's own datasets: recorded, and pinned on resume",
     ),
     Seam(
+        role="signals",
+        name="DistributedSignalHandler.signals_received",
+        factory=Factory("stopping.around_signals_received"),
+        kinds=_READ_METADATA,
+        required=False,
+        why="asks all ranks at every step whether to save and exit: also for a file, the end of the job, other signals",
+    ),
+    Seam(
         role="engine",
         name="DeepSpeedEngine.save_checkpoint",
         factory=Factory("engine.around_engine_save"),

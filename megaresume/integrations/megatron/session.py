@@ -18,6 +18,7 @@ from megaresume.integrations.megatron.state import Kind, SavedState
 if TYPE_CHECKING:
     from megaresume.integrations.megatron.project import Project
     from megaresume.integrations.resume import Resume
+    from megaresume.integrations.stopping import Stopper
     from megaresume.stream.state import StreamState
 
 __all__ = ["Loaded", "Order", "Session", "session"]
@@ -72,6 +73,10 @@ class Session:
     launch: int = 0
     #: chunks of a virtual pipeline that have their data.
     chunks: int = 0
+    #: listens for reasons to stop; None: none are asked for.
+    stopper: Stopper | None = None
+    #: how long the last save took; None: none was made.
+    save_seconds: float | None = None
     #: checkpoint roots whose ledger knows of this start.
     start_recorded_in: set[Path] = field(default_factory=set)
 

@@ -81,7 +81,7 @@ def _remedy(root: Path) -> str:
     )
 
 
-def check_tracker(args: Any) -> None:
+def check_tracker(args: Any, *, checksums: bool = False) -> None:
     """On rank 0, before Megatron's load: is what it will load whole, and is it all right if there is no tracker?
 
     It is at the first start of a run that loads from where it will save, where nothing was ever finished. And where
@@ -96,7 +96,7 @@ def check_tracker(args: Any) -> None:
         return
     if os.path.isfile(os.path.join(load, TRACKER)):
         _check_step(args, Path(os.path.abspath(load)))
-        _check_whole(args, Path(os.path.abspath(load)))
+        _check_whole(args, Path(os.path.abspath(load)), checksums)
         return
     if getattr(args, "pretrained_checkpoint", None):
         return
@@ -154,7 +154,7 @@ def _nearest(root: Path, there: list[Candidate], step: int) -> str:
     return f"megaresume inspect {root} shows what is there"
 
 
-def _check_whole(args: Any, root: Path) -> None:
+def _check_whole(args: Any, root: Path, checksums: bool) -> None:
     """Compare the checkpoint that Megatron will load with its manifest, if it has one."""
     tracker = read_pointer(root, TRACKER)
     iteration = getattr(args, "ckpt_step", None) or tracker.iteration
@@ -164,13 +164,13 @@ def _check_whole(args: Any, root: Path) -> None:
     candidate = next((c for c in list_candidates(root) if c.tag == tag and c.has_dir), None)
     if candidate is None or "manifest" not in candidate.records:
         return
-    found = examine(root, candidate)
+    found = examine(root, candidate, checksums=checksums)
     if found.status == "complete" or (found.status == "incomplete" and _moved_since(root, candidate)):
         return
     raise CheckpointError(
         f"the checkpoint {tag} is {found.status}",
         found=f"{root / tag}: {found.reason}",
-        expected="every file of its manifest, with its size",
+        expected="every file of its manifest, with its size" + " and its checksum" * checksums,
         cause="a second save of this step was killed, or was made without megaresume; the disk was full; or files "
         "were deleted or copied in part",
         action=_other(root, candidate),

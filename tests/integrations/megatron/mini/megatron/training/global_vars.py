@@ -3,7 +3,15 @@ from megatron.core.num_microbatches_calculator import (
     unset_num_microbatches_calculator,
 )
 
+from .dist_signal_handler import DistributedSignalHandler
+
 _GLOBAL_ARGS = None
+_GLOBAL_SIGNAL_HANDLER = None
+
+
+def get_signal_handler():
+    assert _GLOBAL_SIGNAL_HANDLER is not None, "signal handler is not initialized."
+    return _GLOBAL_SIGNAL_HANDLER
 
 
 def get_args():
@@ -23,7 +31,10 @@ def destroy_global_vars():
 
 
 def set_global_variables(args, build_tokenizer=True):
+    global _GLOBAL_SIGNAL_HANDLER
     set_args(args)
+    if args.exit_signal_handler:
+        _GLOBAL_SIGNAL_HANDLER = DistributedSignalHandler().__enter__()
     init_num_microbatches_calculator(
         args.rank,
         args.rampup_batch_size,

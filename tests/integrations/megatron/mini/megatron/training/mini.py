@@ -10,11 +10,11 @@ import xxhash
 
 
 def kill_if(where, iteration):
-    """``MINI_KILL=where:iteration``."""
+    """``MINI_KILL=where:iteration``; ``MINI_SIGNAL`` names another signal than SIGKILL."""
     if os.environ.get("MINI_KILL") != f"{where}:{iteration}":
         return
     if os.environ.get("MINI_KILL_RANK") in (None, os.environ.get("RANK", "0")):
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.Signals[os.environ.get("MINI_SIGNAL", "SIGKILL")])
 
 
 def sample_hashes(batch):

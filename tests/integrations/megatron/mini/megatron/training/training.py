@@ -1,7 +1,6 @@
 import functools
 import inspect
 import os
-import signal
 import sys
 
 import torch
@@ -12,7 +11,7 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.training.async_utils import maybe_finalize_async_save
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.datasets.data_samplers import build_pretraining_data_loader
-from megatron.training.global_vars import get_args
+from megatron.training.global_vars import get_args, get_signal_handler
 from megatron.training.initialize import initialize_megatron
 from megatron.training.mini import kill_if, log_step
 from megatron.training.utils import print_rank_0
@@ -178,9 +177,6 @@ def train_step(forward_step_func, iterators, model, optimizer, iteration):
 def train(forward_step_func, model, optimizer, train_data_iterator, valid_data_iterator):
     args = get_args()
     iteration = args.iteration
-    received = []
-    if args.exit_signal_handler:
-        signal.signal(signal.SIGTERM, lambda *_: received.append(1))
 
     def save(non_persistent=False):
         save_checkpoint(
@@ -227,15 +223,14 @@ def train(forward_step_func, model, optimizer, train_data_iterator, valid_data_i
                 )
         iteration += 1
         args.consumed_train_samples += size
-        stop = torch.tensor([len(received)])
-        torch.distributed.all_reduce(stop)
+        stop = args.exit_signal_handler and any(get_signal_handler().signals_received())
         saved = False
         if args.save and args.save_interval and iteration % args.save_interval == 0:
             save()
             saved = True
         elif args.save and args.non_persistent_save_interval and iteration % args.non_persistent_save_interval == 0:
             save(non_persistent=True)
-        leave = bool(stop.item()) or (args.exit_interval and iteration % args.exit_interval == 0)
+        leave = stop or (args.exit_interval and iteration % args.exit_interval == 0)
         if leave:
             if args.save and not saved:
                 save()
