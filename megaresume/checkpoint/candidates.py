@@ -253,7 +253,11 @@ def _examine_unmanaged(root: Path, candidate: Candidate) -> Examined:
         return Examined(candidate=candidate, status="damaged", reasons=(reason,))
     if not files:
         return Examined(candidate=candidate, status="incomplete", reasons=("the tag directory is empty",))
-    empty = [f"{e.path} has 0 bytes" for e in files if e.size == 0 and e.path.endswith((".pt", ".distcp"))]
+    # A .distcp of 0 bytes is that of a rank that had nothing to save; not all of them are.
+    weights = [e for e in files if e.path.endswith(".pt")]
+    shards = [e for e in files if e.path.endswith(".distcp")]
+    weights += [] if any(e.size for e in shards) else shards
+    empty = [f"{e.path} has 0 bytes" for e in weights if e.size == 0]
     if empty:
         return Examined(candidate=candidate, status="incomplete", reasons=tuple(empty))
     return Examined(candidate=candidate, status="unmanaged", reasons=(UNMANAGED,))
