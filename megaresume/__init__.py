@@ -2,6 +2,7 @@
 
     megaresume.attach(engine, "data.yaml")     DeepSpeed: micro-batches, saved and restored with the model
     megaresume.attach_loader(engine, loader)   DeepSpeed: Energon's or torchdata's loader in the place of our stream
+    megaresume.StopConditions(...)             when an attached run saves and exits; it raises megaresume.Stopped
     megaresume.provider(base_provider)         Megatron: the script's datasets provider, with exact resume
     megaresume.loader_provider(base_provider)  Megatron: loaders with a state, for --dataloader-type external
     megaresume.extra_args_provider(base)       Megatron: the script's flags, and ours
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from megaresume.integrations.loaders.deepspeed import attach_loader
     from megaresume.integrations.loaders.megatron import loader_provider
     from megaresume.integrations.megatron.routes import extra_args_provider, provider
+    from megaresume.integrations.stop_conditions import StopConditions, Stopped
     from megaresume.loading.dataset import StreamDataset
     from megaresume.loading.loader import StreamLoader
     from megaresume.loading.open import open_stream
@@ -35,6 +37,8 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchSchedule",
     "MegaresumeError",
+    "StopConditions",
+    "Stopped",
     "Stream",
     "StreamConfig",
     "StreamDataset",
@@ -51,6 +55,8 @@ __all__ = [
 _HOMES = {
     "BatchSchedule": "megaresume.stream.batches",
     "MegaresumeError": "megaresume.stream.errors",
+    "StopConditions": "megaresume.integrations.stop_conditions",
+    "Stopped": "megaresume.integrations.stop_conditions",
     "Stream": "megaresume.stream.stream",
     "StreamConfig": "megaresume.stream.config",
     "StreamDataset": "megaresume.loading.dataset",
