@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tests.reliability import document, faults, kills
 from tests.reliability.harness import Harness, Lost
+from tests.reliability.session import session
 
 #: rows of the table; each tells a ZeRO stage and how often, and yields outcomes.
 Part = Callable[[Harness, int], Iterator[str]]
@@ -88,8 +89,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--trials", type=int, default=6, help="of every other fault")
     parser.add_argument("--seed", type=int, default=None, help="default: the time; always printed")
     parser.add_argument("--results", type=Path, help="file in which to go on counting")
-    parser.add_argument("--write", action="store_true", help="write docs/reliability.md")
+    parser.add_argument("--write", action="store_true", help="write the tables of docs/reliability.md")
+    parser.add_argument("--session", action="store_true", help="print the session of docs/reliability.md; no more")
     arguments = parser.parse_args(argv)
+    if arguments.session:
+        text = session()
+        print(text, end="")
+        if arguments.write:
+            document.write_session(text)
+        return 0
     seed = int(time.time()) if arguments.seed is None else arguments.seed
     print(f"seed {seed}", flush=True)
     results = Results(arguments.results)

@@ -7,12 +7,20 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["DOCUMENT", "table", "write"]
+__all__ = ["DOCUMENT", "table", "write", "write_session"]
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reliability.md"
 COLUMNS = ("resumed exactly", "refused correctly", "lost")
 _TABLE = re.compile(r"(<!-- counted -->\n).*?(<!-- end -->)", re.DOTALL)
 _FLIPS = re.compile(r"(<!-- flips -->\n).*?(<!-- end -->)", re.DOTALL)
+
+_SESSION = re.compile(r"(<!-- session -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def write_session(text: str) -> None:
+    """Put the session into the document."""
+    block = "".join(f"    {line}".rstrip() + "\n" for line in text.splitlines())
+    DOCUMENT.write_text(_SESSION.sub(lambda match: f"{match[1]}\n{block}\n{match[2]}", DOCUMENT.read_text()))
 
 
 def table(counts: Mapping[str, Counter[str]]) -> str:

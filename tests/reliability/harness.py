@@ -118,7 +118,7 @@ class Harness:
         """For checkpoints; not there yet."""
         return self.work / f"checkpoints{next(self._numbers)}"
 
-    def run(self, task: Task, *, kill_after: float | None = None, patience: float = 1.0) -> Run:
+    def run(self, task: Task, *, kill_after: float | None = None, output: Path | None = None) -> Run:
         """Run a job to its end.
 
         When one rank ends by a signal or an error, the others are killed a little later, as under torchrun.
@@ -126,13 +126,13 @@ class Harness:
         Args:
             task: what it does.
             kill_after: kill all ranks this many seconds after the first save began.
-            patience: how slow the launcher is to kill the others; 1: up to 20 ms.
+            output: file that gets what rank 0 prints.
         """
         base = self.work / f"job{next(self._numbers)}"
         base.mkdir()
         paths = [base / f"rank{rank}" for rank in range(WORLD_SIZE)]
-        pids = [_fork(task, rank, base) for rank in range(WORLD_SIZE)]
-        ends = _watch(pids, paths, self.random, kill_after, patience)
+        pids = [_fork(task, rank, base, output if rank == 0 else None) for rank in range(WORLD_SIZE)]
+        ends = _watch(pids, paths, self.random, kill_after)
         reports = tuple(_lines(path) for path in paths)
         operations = (base / "operations").read_text().splitlines() if (base / "operations").exists() else []
         _remove(base)
@@ -212,13 +212,13 @@ def warm(data: Path) -> None:
     gc.freeze()  # ZeRO 3 collects garbage when it begins: not that of all modules in every child
 
 
-def _fork(task: Task, rank: int, base: Path) -> int:
+def _fork(task: Task, rank: int, base: Path, output: Path | None) -> int:
     sys.stdout.flush()
     pid = os.fork()
     if pid:
         return pid
     try:
-        quiet = os.open(os.devnull, os.O_WRONLY)
+        quiet = os.open(output or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
         log = -1
@@ -229,9 +229,7 @@ def _fork(task: Task, rank: int, base: Path) -> int:
         os._exit(3)
 
 
-def _watch(
-    pids: list[int], paths: list[Path], rng: random.Random, kill_after: float | None, patience: float
-) -> list[int]:
+def _watch(pids: list[int], paths: list[Path], rng: random.Random, kill_after: float | None) -> list[int]:
     """Wait for the ranks; when one of them ends badly, or the time has come, kill the others. Their exit statuses."""
     ends: dict[int, int] = {}
     watches = {os.pidfd_open(pid): rank for rank, pid in enumerate(pids)}
@@ -245,7 +243,7 @@ def _watch(
                 os.close(descriptor)
                 ends[rank] = os.waitstatus_to_exitcode(os.waitpid(pids[rank], 0)[1])
             if any(end != 0 for end in ends.values()) and watches:
-                time.sleep(rng.choice((0.0, 0.0, 0.005, 0.02)) * patience)  # how long a launcher takes to notice
+                time.sleep(rng.choice((0.0, 0.0, 0.005, 0.02)))  # how long a launcher takes to notice
                 _kill(pids, ends)
             if kill_after is not None and watches:
                 if saving_since is None and any(b'"saves"' in path.read_bytes() for path in paths if path.exists()):
