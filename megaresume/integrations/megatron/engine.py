@@ -103,6 +103,7 @@ def around_engine_save(original: Callable[..., Any]) -> Callable[..., Any]:
             client_state=client_state,
             latest=save_latest,
             origin=current.order.origin,
+            checksums=current.settings.verify_checkpoint,
         )
 
     return save_checkpoint
@@ -208,7 +209,7 @@ def around_engine_load(original: Callable[..., Any]) -> Callable[..., Any]:
         current, root = session(), os.fspath(load_dir)
         anew = load_module_only or bool(getattr(current.args, "reset_iteration", False))
         universal = facts.loads_universal(self)
-        choice, step_file = choose_tag(root, tag, universal)
+        choice, step_file = choose_tag(root, tag, universal, checksums=current.settings.verify_checkpoint)
         if choice is None:
             return None, None  # a directory without any checkpoint: as DeepSpeed, without its warning on every rank
 
