@@ -118,6 +118,10 @@ def test_what_is_refused(train: Train, tmp_path: Path) -> None:
     assert train("x", "--zero-stage", 1).status == 0
     other = train("x", "--zero-stage", 1, dp=1, until=12)
     assert other.status != 0 and "another number of data-parallel ranks" in other.output and not other.steps
+    converted = train("x", "--zero-stage", 1, "--megaresume-elastic", dp=1, until=10)
+    assert converted.status == 0, converted.output[-3000:]
+    assert sorted(converted.steps) == [8 * SIZE, 9 * SIZE] and "converted in" in converted.output
+    assert "dp 2->1" in converted.output and "repeated 0 skipped 0" in converted.output
 
     # Without records, and without the pointer: stock begins at iteration 0, with a warning.
     save = tmp_path / "x"
