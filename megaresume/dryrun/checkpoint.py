@@ -80,14 +80,20 @@ def _megatron(
 
     iteration = flags.ckpt_step
 
+    instead: list[Choice] = []
+
     def check() -> bool:
-        check_tracker(SimpleNamespace(load=str(root), save=str(root), ckpt_step=flags.ckpt_step))
+        other = check_tracker(SimpleNamespace(load=str(root), save=str(root), ckpt_step=flags.ckpt_step))
+        instead.extend([] if other is None else [other])
         if (root / TRACKER).is_file():
             check_content(root / TRACKER)
         return True
 
     if not attempt(check, findings):
         return None, None, None
+    for other in instead:
+        iteration = other.iteration
+        findings += [Finding(kind="warning", headline=f"passed over {rejected}") for rejected in other.rejected]
     if iteration is None:
         iteration = read_pointer(root, TRACKER).iteration
     if iteration is None:

@@ -21,7 +21,7 @@ from megaresume.integrations.megatron.session import Session
 from megaresume.integrations.megatron.state import SavedState
 from megaresume.integrations.megatron.stopping import switch_on
 from megaresume.integrations.megatron.tracker import around_read_metadata, check_tracker
-from megaresume.integrations.ranks import on_all_ranks, on_rank_0
+from megaresume.integrations.ranks import is_rank_0, on_all_ranks, on_rank_0
 from megaresume.stream.errors import CheckpointError, UsageError
 
 __all__ = [
@@ -141,13 +141,24 @@ def _check_stream_flags(args: Any, project: Project) -> None:
 def before_load(current: Session) -> None:
     """Before Megatron loads ``args.load``. Collective.
 
+    Where the checkpoint of the tracker is damaged, ``args.ckpt_step`` is set to the newest complete one.
+
     Raises, on every rank:
         UsageError: see `check_flags`.
-        CheckpointError: there is nothing to load where something must be, or something is there without its tracker.
+        CheckpointError: there is nothing to load where something must be, nothing whole, or something is there without
+            its tracker.
     """
     check_arguments(current)
-    if current.project.kind == "megatron-lm":
-        on_rank_0(lambda: check_tracker(current.args, checksums=current.settings.verify_checkpoint))
+    if current.project.kind != "megatron-lm":
+        return
+    choice = on_rank_0(lambda: check_tracker(current.args, checksums=current.settings.verify_checkpoint))
+    if choice is None:
+        return
+    current.args.ckpt_step = choice.iteration
+    if is_rank_0():
+        for rejected in choice.rejected:
+            print(f"megaresume: WARNING: passed over {rejected}", flush=True)
+        print(f"megaresume: going on from {choice.tag}, the newest complete checkpoint", flush=True)
 
 
 def after_load(current: Session, iteration: int, checkpoint_args: Any) -> None:

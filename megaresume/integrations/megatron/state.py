@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from megaresume.stream.errors import StateError
+from megaresume.stream.json_text import parse_json
 from megaresume.stream.state import checksum
 
 __all__ = ["FORMAT", "KEY", "Kind", "SavedState", "read_state", "state_on", "write_state"]
@@ -124,7 +125,7 @@ def read_state(text: object) -> SavedState:
 
 def _parse(text: object) -> dict[str, Any]:
     try:
-        data = json.loads(text) if isinstance(text, str) else None
+        data = parse_json(text) if isinstance(text, str) else None
     except ValueError as error:
         raise StateError(
             "the data state in the checkpoint is unreadable",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.candidates import Candidate, examine, list_candidates
-from megaresume.checkpoint.choose import choose
+from megaresume.checkpoint.choose import Choice, choose
 from megaresume.checkpoint.layout import TRACKER, ledger_path, marker_path, megatron_tag
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.pointers import read_pointer
@@ -81,30 +81,36 @@ def _remedy(root: Path) -> str:
     )
 
 
-def check_tracker(args: Any, *, checksums: bool = False) -> None:
+def check_tracker(args: Any, *, checksums: bool = False) -> Choice | None:
     """On rank 0, before Megatron's load: is what it will load whole, and is it all right if there is no tracker?
 
     It is at the first start of a run that loads from where it will save, where nothing was ever finished. And where
     Megatron loads something else: ``--ckpt-step`` that is there, ``--pretrained-checkpoint``, a non-persistent one.
 
+    Args:
+        args: Megatron's namespace.
+        checksums: read every file that has a checksum in the manifest.
+
+    Returns:
+        what to load in the place of a checkpoint that is damaged, with the reason; None: what Megatron would load.
+
     Raises:
-        CheckpointError: the iteration of ``--ckpt-step`` is not there; files of the checkpoint are missing or of
-            another size; there are checkpoints without a tracker; or nothing, where something must be.
+        CheckpointError: the iteration of ``--ckpt-step`` is not there, or not whole; no checkpoint is whole; there are
+            checkpoints without a tracker; or nothing, where something must be.
     """
     load = getattr(args, "load", None)
     if not load or "://" in str(load):
-        return
+        return None
     if os.path.isfile(os.path.join(load, TRACKER)):
         _check_step(args, Path(os.path.abspath(load)))
-        _check_whole(args, Path(os.path.abspath(load)), checksums)
-        return
+        return _check_whole(args, Path(os.path.abspath(load)), checksums)
     if getattr(args, "pretrained_checkpoint", None):
-        return
+        return None
     if getattr(args, "ckpt_step", None):
         _check_step(args, Path(os.path.abspath(load)))
-        return
+        return None
     if getattr(args, "non_persistent_ckpt_type", None) == "local" or _has_non_persistent(args, load):
-        return
+        return None
     root = Path(os.path.abspath(load))
     there = [c for c in list_candidates(root) if c.has_dir and not c.unfinished]
     finished = [entry.tag for entry in read_ledger(ledger_path(root)).entries if entry.kind == "checkpoint"]
@@ -121,6 +127,7 @@ def check_tracker(args: Any, *, checksums: bool = False) -> None:
             action="correct --load; for a first start, leave it out or give it the same directory as --save"
             + (", without --exit-on-missing-checkpoint" if same else ""),
         )
+    return None
 
 
 def _check_step(args: Any, root: Path) -> None:
@@ -154,19 +161,25 @@ def _nearest(root: Path, there: list[Candidate], step: int) -> str:
     return f"megaresume inspect {root} shows what is there"
 
 
-def _check_whole(args: Any, root: Path, checksums: bool) -> None:
-    """Compare the checkpoint that Megatron will load with its manifest, if it has one."""
+def _check_whole(args: Any, root: Path, checksums: bool) -> Choice | None:
+    """Compare the checkpoint that Megatron will load with its manifest, if it has one; if it is not whole, and was not
+    asked for by --ckpt-step, the newest one that is takes its place."""
     tracker = read_pointer(root, TRACKER)
     iteration = getattr(args, "ckpt_step", None) or tracker.iteration
     if iteration is None or getattr(args, "non_persistent_ckpt_type", None):
-        return
+        return None
     tag = megatron_tag(int(iteration))
     candidate = next((c for c in list_candidates(root) if c.tag == tag and c.has_dir), None)
     if candidate is None or "manifest" not in candidate.records:
-        return
+        return None
     found = examine(root, candidate, checksums=checksums)
     if found.status == "complete" or (found.status == "incomplete" and _moved_since(root, candidate)):
-        return
+        return None
+    if not getattr(args, "ckpt_step", None):
+        with contextlib.suppress(MegaresumeError):
+            other = choose(root, checksums=checksums)
+            if other is not None and other.state is not None and other.tag == megatron_tag(other.iteration or 0):
+                return other
     raise CheckpointError(
         f"the checkpoint {tag} is {found.status}",
         found=f"{root / tag}: {found.reason}",

@@ -240,19 +240,29 @@ def test_damaged_checkpoint_is_named(tmp_path: Path, data_yaml: Path) -> None:
     for iteration in (10, 20):
         commit_save(begin(iteration))
     args = args_for(tmp_path, tmp_path)
-    check_tracker(args)
+    assert check_tracker(args) is None
     (tmp_path / "iter_0000020" / "common.pt").write_bytes(b"wei")
+    instead = check_tracker(args)
+    assert instead is not None and instead.tag == "iter_0000010"
+    assert [r.tag for r in instead.rejected] == ["iter_0000020"] and "common.pt: has 3 bytes" in str(
+        instead.rejected[0]
+    )
+    args.ckpt_step = 20  # asked for by name
     with pytest.raises(CheckpointError, match="iter_0000020 is damaged") as error:
         check_tracker(args)
     assert "--ckpt-step 10" in str(error.value.action)
     args.ckpt_step = 10
-    check_tracker(args)
+    assert check_tracker(args) is None
     # Being saved once more: mixed files, unless the tracker moved after that save began.
     args.ckpt_step = None
     tracker = tmp_path / TRACKER
     begin(20)
     os.utime(tracker, ns=(1, 1))
-    with pytest.raises(CheckpointError, match="iter_0000020 is incomplete"):
+    instead = check_tracker(args)
+    assert instead is not None and instead.tag == "iter_0000010"
+    assert "did not end" in str(instead.rejected[0])
+    (tmp_path / "iter_0000010" / "common.pt").unlink()
+    with pytest.raises(CheckpointError, match="iter_0000020 is incomplete"):  # nothing is whole
         check_tracker(args)
     tracker.write_text("20")
     check_tracker(args)

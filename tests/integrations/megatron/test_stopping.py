@@ -39,15 +39,16 @@ def test_one_run_through_all_of_it(mini: Any, data_yaml: Path, tmp_path: Path) -
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1
     victim.write_bytes(data)
-    damaged = mini(*flags)
-    assert damaged.status == 1 and damaged.steps() == {}, damaged.output[-3000:]
-    assert "iter_0000005 is damaged" in damaged.output and "checksum" in damaged.output
-    assert "--ckpt-step 4" in damaged.output
+    asked = mini(*flags, "--ckpt-step", 5)
+    assert asked.status == 1 and asked.steps() == {}, asked.output[-3000:]
+    assert "iter_0000005 is damaged" in asked.output and "--ckpt-step 4" in asked.output
 
-    # The file stops it without --exit-signal-handler, and is used up.
+    # The newest complete one is taken. The file stops it without --exit-signal-handler, and is used up.
     trigger.touch()
-    second = mini(*flags, "--ckpt-step", 4, "--megaresume-stop-file", trigger)
+    second = mini(*flags, "--megaresume-stop-file", trigger)
     assert second.status == 0, second.output[-3000:]
+    assert second.output.count("WARNING: passed over iter_0000005") == 1 and "checksum is" in second.output
+    assert "step 4 from iter_0000004" in second.output
     assert list(second.steps()) == [5] and second.steps()[5] == first.steps()[5]
     assert f"megaresume: {trigger} is there: all ranks save and exit" in second.output and not trigger.exists()
 

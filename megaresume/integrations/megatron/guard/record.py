@@ -13,13 +13,15 @@ Format history (raise `FORMAT` when a reader of the old one would misunderstand 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
 from megaresume.stream.errors import StateError
+
+T = TypeVar("T")
 
 __all__ = ["FORMAT", "SPLITS", "BuilderRecord", "ComponentRecord", "OrderRecord", "Part", "SplitRecord"]
 
@@ -125,8 +127,8 @@ class BuilderRecord:
             settings=dict(data["settings"]),
             blend=_blend(data["blend"]),
             blend_per_split=None if per_split is None else tuple(_blend(blend) for blend in per_split),
-            sizes=tuple(None if size is None else int(size) for size in data["sizes"]),
-            splits=tuple(None if split is None else SplitRecord.from_dict(split) for split in data["splits"]),
+            sizes=_of_each_split(None if size is None else int(size) for size in data["sizes"]),
+            splits=_of_each_split(None if split is None else SplitRecord.from_dict(split) for split in data["splits"]),
         )
 
 
@@ -135,6 +137,14 @@ def _blend(data: Sequence[Any] | None) -> Blend | None:
         return None
     paths, weights = data
     return tuple(paths), None if weights is None else tuple(weights)
+
+
+def _of_each_split(values: Iterable[T]) -> tuple[T, ...]:
+    """ValueError unless there is one for train, valid and test."""
+    found = tuple(values)
+    if len(found) != len(SPLITS):
+        raise ValueError(f"{len(found)} entries, not one for each of {', '.join(SPLITS)}")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ from megaresume.checkpoint.atomic import make_dir, write_atomic
 from megaresume.checkpoint.layout import RECORDS_DIR
 from megaresume.integrations.megatron.guard.record import SPLITS, BuilderRecord, OrderRecord
 from megaresume.stream.errors import StateError
+from megaresume.stream.json_text import parse_json
 
 __all__ = ["ORDER", "describe", "read_record", "write_record"]
 
@@ -37,7 +38,7 @@ def read_record(save_dir: str | Path) -> dict[str, Any] | None:
     """The record beside the checkpoints, as JSON; None: there is none. Raises StateError: unreadable."""
     path = Path(save_dir) / RECORDS_DIR / ORDER
     try:
-        payload = json.loads(path.read_bytes())
+        payload = parse_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
