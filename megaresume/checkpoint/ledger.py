@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megaresume.checkpoint.atomic import fsync_dir, fsync_file, make_dir, write_all, write_error
-from megaresume.checkpoint.sealed import NewerFormatError, SealError, seal, unseal
+from megaresume.checkpoint.sealed import NewerFormatError, SealError, count, seal, text, unseal
 from megaresume.checkpoint.topology import Topology
 from megaresume.stream.errors import StateError
 
@@ -170,7 +170,7 @@ def read_run(path: Path) -> str | None:
 
 def _entry(path: Path, fields: Mapping[str, Any]) -> LedgerEntry:
     version = fields["version"]
-    if fields["format"] != FORMAT or type(version) is not int:
+    if fields["format"] != FORMAT or type(version) is not int or version < 1:
         raise ValueError(f"it is a {fields['format']!r}, version {version!r}")
     if version > VERSION:
         raise NewerFormatError(
@@ -182,19 +182,19 @@ def _entry(path: Path, fields: Mapping[str, Any]) -> LedgerEntry:
     kind = fields["kind"]
     if kind not in ("checkpoint", "start"):
         raise ValueError(f"unknown kind {kind!r}")
-    tag, run, digest = fields["tag"], fields["run"], fields["digest"]
-    if not (tag is None or isinstance(tag, str)) or not isinstance(run, str) or not isinstance(digest, str):
-        raise ValueError("tag, run and digest must be text")
+    details = fields.get("details", {})
+    if not isinstance(details, dict):
+        raise ValueError(f"details {details!r:.80} are no object")
     return LedgerEntry(
         kind=kind,
-        iteration=int(fields["iteration"]),
-        tag=tag,
-        samples=int(fields["samples"]),
-        digest=digest,
-        run=run,
-        time=str(fields["time"]),
+        iteration=count(fields["iteration"]),
+        tag=None if fields["tag"] is None else text(fields["tag"]),
+        samples=count(fields["samples"]),
+        digest=text(fields["digest"]),
+        run=text(fields["run"]),
+        time=text(fields["time"]),
         topology=Topology.from_dict(fields["topology"]),
-        details=dict(fields.get("details", {})),
+        details=details,
     )
 
 

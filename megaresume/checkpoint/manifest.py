@@ -21,13 +21,14 @@ from typing import Any, Literal
 import xxhash
 
 from megaresume.checkpoint.layout import records_dir
-from megaresume.checkpoint.sealed import read_sealed, seal
+from megaresume.checkpoint.sealed import count, read_sealed, rows, seal, text
 from megaresume.stream.errors import CheckpointError
 
 __all__ = ["FORMAT", "VERSION", "FileEntry", "Manifest", "Problem", "checksum_files", "list_files", "read_manifest"]
 
 FORMAT = "megaresume.manifest"
 VERSION = 2
+ALGORITHM = "xxh3_128"
 
 #: bytes read at once; large enough that hashing, not the calls, is what costs.
 _CHUNK = 4 << 20
@@ -155,7 +156,7 @@ class Manifest:
             "tag": self.tag,
             "save_id": self.save_id,
             "digest": self.digest,
-            "algorithm": "xxh3_128",
+            "algorithm": ALGORITHM,
             "files": [[entry.path, entry.size, entry.checksum] for entry in self.files],
         }
         if self.beside:
@@ -239,13 +240,15 @@ def read_manifest(path: Path, *, iteration: int | None = None, tag: str | None =
     what = "the manifest"
     fields = read_sealed(path, what=what, format_name=FORMAT, version=VERSION, error=CheckpointError)
     try:
+        if fields["algorithm"] != ALGORITHM:
+            raise ValueError(f"checksums by {fields['algorithm']!r}, not {ALGORITHM}")
         manifest = Manifest(
-            iteration=_size(fields["iteration"]),
-            tag=str(fields["tag"]),
-            save_id=str(fields["save_id"]),
-            digest=str(fields["digest"]),
-            files=tuple(_entry(row) for row in fields["files"]),
-            beside=tuple(_entry(row) for row in fields.get("beside", ())),
+            iteration=count(fields["iteration"]),
+            tag=text(fields["tag"]),
+            save_id=text(fields["save_id"]),
+            digest=text(fields["digest"]),
+            files=tuple(_entry(row) for row in rows(fields["files"])),
+            beside=tuple(_entry(row) for row in rows(fields.get("beside", []))),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
@@ -269,16 +272,12 @@ def read_manifest(path: Path, *, iteration: int | None = None, tag: str | None =
     return manifest
 
 
-def _size(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is not a size or a count")
-    return value
-
-
 def _entry(row: Any) -> FileEntry:
-    path, size, checksum = row
+    path, size, checksum = rows(row)
     if not isinstance(path, str) or not path or PurePosixPath(path).is_absolute() or ".." in path.split("/"):
         raise ValueError(f"{path!r} is not a path below the tag directory")
+    if b"\0" in os.fsencode(path):
+        raise ValueError(f"{path!r} cannot be the path of a file")
     if checksum is not None and not isinstance(checksum, str):
         raise ValueError(f"{checksum!r} is not a checksum")
-    return FileEntry(path=path, size=_size(size), checksum=checksum)
+    return FileEntry(path=path, size=count(size), checksum=checksum)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.atomic import write_atomic, write_error
-from megaresume.checkpoint.sealed import read_sealed, seal
+from megaresume.checkpoint.sealed import count, flag, read_sealed, seal, text
 from megaresume.stream.errors import CheckpointError
 
 __all__ = ["FORMAT", "VERSION", "Marker", "read_marker", "remove_marker", "write_marker"]
@@ -72,13 +72,13 @@ def read_marker(path: Path) -> Marker | None:
     fields = read_sealed(path, what="the save marker", format_name=FORMAT, version=VERSION, error=CheckpointError)
     try:
         return Marker(
-            iteration=int(fields["iteration"]),
-            tag=str(fields["tag"]),
-            save_id=str(fields["save_id"]),
-            run=str(fields["run"]),
-            began_at=str(fields["began_at"]),
-            latest=bool(fields["latest"]),
-            tracker=bool(fields["tracker"]),
+            iteration=count(fields["iteration"]),
+            tag=text(fields["tag"]),
+            save_id=text(fields["save_id"]),
+            run=text(fields["run"]),
+            began_at=text(fields["began_at"]),
+            latest=flag(fields["latest"]),
+            tracker=flag(fields["tracker"]),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(

@@ -13,13 +13,14 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import xxhash
 
 from megaresume.stream.errors import MegaresumeError, StateError
+from megaresume.stream.json_text import parse_json
 
-__all__ = ["NewerFormatError", "SealError", "read_sealed", "seal", "unseal"]
+__all__ = ["NewerFormatError", "SealError", "count", "flag", "read_sealed", "rows", "seal", "text", "unseal"]
 
 #: The tail is matched from its start, so that the search is linear whatever the file holds.
 _SEAL = re.compile(rb',\s*"checksum":\s*"([0-9a-f]{32})"\s*\}\s*')
@@ -74,13 +75,6 @@ def seal(fields: Mapping[str, Any], *, depth: int = 0) -> bytes:
     return body + opening + f'"checksum": "{xxhash.xxh3_128_hexdigest(body)}"'.encode("ascii") + closing
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
-
-
 def unseal(data: bytes) -> dict[str, Any]:
     """Check and parse a sealed object.
 
@@ -104,8 +98,8 @@ def unseal(data: bytes) -> dict[str, Any]:
     if actual != recorded:
         raise SealError(f"is damaged: its content has checksum {actual}, recorded was {recorded}")
     try:
-        fields = _DECODER.decode(data.decode("ascii"))
-    except (ValueError, RecursionError) as error:
+        fields = parse_json(data.decode("ascii"))
+    except ValueError as error:
         raise SealError(f"is not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise SealError("is not a JSON object")
@@ -163,3 +157,34 @@ def read_sealed(
             action="upgrade megaresume on this machine to the version that wrote it",
         )
     return fields
+
+
+# Members are of the kind that was written, or the file was not written by us: nothing is converted.
+
+
+def count(value: object) -> int:
+    """The value, if it is an integer from 0 on; else ValueError."""
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is not a count")
+    return value
+
+
+def text(value: object) -> str:
+    """The value, if it is text; else ValueError."""
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not text")
+    return value
+
+
+def rows(value: object) -> list[Any]:
+    """The value, if it is a list; else ValueError."""
+    if not isinstance(value, list):
+        raise ValueError(f"{value!r:.80} is not a list")
+    return value
+
+
+def flag(value: object) -> bool:
+    """The value, if it is true or false; else ValueError."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{value!r} is neither true nor false")
+    return value

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.atomic import write_atomic
-from megaresume.checkpoint.sealed import NewerFormatError, read_sealed, seal
+from megaresume.checkpoint.sealed import NewerFormatError, count, read_sealed, seal, text
 from megaresume.checkpoint.topology import Topology
 from megaresume.stream.errors import StateError
 from megaresume.stream.state import VERSION as STREAM_STATE_VERSION
@@ -104,11 +104,11 @@ def read_step_file(
     state = StreamState.from_json(inner)
     try:
         step = StepFile(
-            iteration=_integer(fields["iteration"]),
-            tag=_text(fields["tag"]),
-            run=_text(fields["run"]),
-            save_id=_text(fields["save_id"]),
-            saved_at=_text(fields["saved_at"]),
+            iteration=count(fields["iteration"]),
+            tag=text(fields["tag"]),
+            run=text(fields["run"]),
+            save_id=text(fields["save_id"]),
+            saved_at=text(fields["saved_at"]),
             topology=Topology.from_dict(fields["topology"]),
             state=state,
         )
@@ -146,15 +146,3 @@ def _check_owner(path: Path, step: StepFile, *, iteration: int | None, tag: str 
             expected=f"tag {tag}",
             cause="a tag directory was renamed, or two programs save the same step into one root",
         )
-
-
-def _integer(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is not a count")
-    return value
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not text")
-    return value

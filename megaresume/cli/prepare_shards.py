@@ -157,8 +157,10 @@ def _yaml(text: str | None, flag: str) -> Any:
         return None
     import yaml
 
+    from megaresume.sources.yaml_text import parse_yaml
+
     try:
-        return yaml.safe_load(text)
+        return parse_yaml(text)
     except yaml.YAMLError as error:
         raise UsageError(
             f"{flag} is not YAML", found=text, expected="a word, or options: '{kind: patches, size: 336}'"

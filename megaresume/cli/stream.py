@@ -65,10 +65,11 @@ def run(args: argparse.Namespace) -> int:
 def _state(path: Path) -> StreamState:
     """The state in a record beside a checkpoint, or what `StreamState.to_json` wrote."""
     from megaresume.checkpoint.state_file import read_step_file
+    from megaresume.stream.json_text import parse_json
     from megaresume.stream.state import FORMAT, StreamState
 
     try:
-        data = json.loads(path.read_bytes())
+        data = parse_json(path.read_bytes())
     except (OSError, ValueError):
         data = None  # the reader of records says what is wrong
     if isinstance(data, dict) and data.get("format") == FORMAT:

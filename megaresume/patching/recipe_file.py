@@ -13,6 +13,7 @@ import yaml
 
 from megaresume.patching.recipe import Accepts, AddImport, Called, Matches, Recipe, WrapArgument
 from megaresume.patching.versions import parse_range
+from megaresume.sources.yaml_text import load_yaml
 from megaresume.stream.errors import ConfigError, UsageError
 
 __all__ = ["parse_recipe", "read_recipe"]
@@ -99,7 +100,7 @@ class _Place:
     def number(self, lowest: int) -> int:
         """A whole number."""
         text = self.text(expected=f"a whole number from {lowest}")
-        if not text.isdecimal() or int(text) < lowest:
+        if not text.isdecimal() or len(text) > 9 or int(text) < lowest:
             raise self.error("not valid", expected=f"a whole number from {lowest}")
         return int(text)
 
@@ -108,7 +109,7 @@ class _Place:
         text = self.text(expected="a regular expression")
         try:
             re.compile(text)
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise self.error(f"not a regular expression: {error}", expected="a regular expression") from error
         return text
 
@@ -143,7 +144,7 @@ def read_recipe(path: Path) -> Recipe:
 def parse_recipe(text: str, file: str) -> Recipe:
     """Read a recipe from its text; ``file`` is named in errors. Raises ConfigError."""
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        node = load_yaml(lambda: yaml.compose(text, Loader=yaml.SafeLoader))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         raise ConfigError(

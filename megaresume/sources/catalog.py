@@ -25,6 +25,7 @@ from megaresume.sources.base import Source
 from megaresume.sources.indexed import IndexedSource
 from megaresume.sources.python import as_source
 from megaresume.sources.split import PARTS, Part, range_of, split_part
+from megaresume.sources.yaml_text import parse_yaml
 from megaresume.stream.errors import ConfigError
 
 __all__ = ["open_sources", "read_data_config", "register_kind"]
@@ -128,7 +129,7 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
     """The mapping in a file, and its text."""
     try:
         text = path.read_text(encoding="utf-8")
-        data = yaml.load(text, _UniqueKeys)
+        data = parse_yaml(text, _UniqueKeys)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read",

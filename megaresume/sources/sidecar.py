@@ -29,6 +29,7 @@ from typing import Any
 import xxhash
 
 from megaresume.stream.errors import CorpusError
+from megaresume.stream.json_text import parse_json
 from megaresume.stream.state import Fingerprint
 
 __all__ = [
@@ -202,7 +203,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     except OSError as error:
         raise _damaged(path, f"it cannot be read ({error.strerror})") from error
     try:
-        data = json.loads(text)
+        data = parse_json(text)
     except ValueError as error:
         raise _damaged(path, f"{len(text)} bytes that are no JSON ({error})") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("fingerprints", []), list):

@@ -69,7 +69,12 @@ class Faults:
         """
         kept = tuple(_record(fields) for fields in plain["kept"])
         total = _count(plain["total"])
-        if total < len(kept) or len(kept) > MAX_FAULTS or list(kept) != sorted(set(kept)):
+        if (
+            not isinstance(plain["kept"], list)
+            or total < len(kept)
+            or len(kept) > MAX_FAULTS
+            or list(kept) != sorted(set(kept))
+        ):
             raise ValueError(f"{len(kept)} faults kept of {total}, or out of order")
         return cls(total, kept)
 

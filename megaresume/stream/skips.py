@@ -380,6 +380,8 @@ class Skips:
         Raises:
             ValueError, KeyError, TypeError, ConfigError: it is not.
         """
+        if not all(isinstance(plain[name], list) for name in ("ranges", "log", "documents")):
+            raise ValueError(f"no lists: {plain!r:.100}")
         ranges = tuple((_count(a), _count(b)) for a, b in plain["ranges"])
         if ranges != union(ranges):
             raise ValueError(f"ranges {ranges!r:.100}")

@@ -27,6 +27,7 @@ import xxhash
 
 from megaresume.stream.errors import ConfigError, StateError
 from megaresume.stream.faults import NO_FAULTS, Faults
+from megaresume.stream.json_text import parse_json
 from megaresume.stream.ranges import reached
 from megaresume.stream.skips import NO_SKIPS, Skips
 
@@ -200,9 +201,9 @@ class StreamState:
                 cause="a bit changed on disk or in transit, or the state was edited by hand",
                 action="load an older checkpoint: megaresume inspect DIR lists those that are whole",
             )
-        for old in range(version, VERSION):
-            body = _MIGRATIONS[old](body)
         try:
+            for old in range(version, VERSION):
+                body = _MIGRATIONS[old](body)
             return _from_plain(body)
         except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
             raise StateError(
@@ -260,9 +261,13 @@ def _parse(state: str | bytes | Mapping[str, Any] | None) -> Mapping[str, Any]:
         )
     if isinstance(state, Mapping):
         return state
+    if not isinstance(state, str | bytes):
+        raise StateError(
+            "the data state is unreadable", found=f"{state!r:.80}", expected="a JSON object, or the text of one"
+        )
     try:
-        data = json.loads(state)
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+        data = parse_json(state)
+    except ValueError as error:
         raise StateError(
             "the data state is unreadable",
             found=f"{len(state)} bytes that are no JSON ({error})",
@@ -311,8 +316,8 @@ def _short(segment: Segment) -> list[int]:
     return [segment.source, segment.position, segment.offset, segment.length]
 
 
-def _segment(short: list[int]) -> Segment:
-    source, position, offset, length = (_count(n) for n in short)
+def _segment(short: object) -> Segment:
+    source, position, offset, length = (_count(n) for n in _list(short))
     return Segment(source=source, position=position, offset=offset, length=length)
 
 
@@ -332,13 +337,24 @@ def _cursor(fields: Mapping[str, Any]) -> SourceCursor:
     return SourceCursor(exhausted=exhausted, **{k: _count(v) for k, v in fields.items() if k != "exhausted"})
 
 
+def _fingerprint(fields: Mapping[str, Any]) -> Fingerprint:
+    if set(fields) != set(Fingerprint.__slots__):
+        raise KeyError(f"the fields of a fingerprint are {', '.join(fields)}")
+    return Fingerprint(
+        documents=_count(fields["documents"]),
+        tokens=_count(fields["tokens"]),
+        lengths=_text(fields["lengths"]),
+        tokenizer=None if fields["tokenizer"] is None else _text(fields["tokenizer"]),
+    )
+
+
 def _text(value: object) -> str:
     if isinstance(value, str):
         return value
     raise ValueError(f"{value!r} is not a text")
 
 
-def _list(value: object) -> list[object]:
+def _list(value: object) -> list[Any]:
     if isinstance(value, list):
         return value
     raise ValueError(f"{value!r} is not a list")
@@ -360,23 +376,23 @@ def _from_plain(body: Mapping[str, Any]) -> StreamState:
     order = [_text(name) for name in _list(body["order"])]
     return StreamState(
         config={**body["config"], "sources": _ordered(body["config"]["sources"], order)},
-        fingerprints={name: Fingerprint(**f) for name, f in _ordered(body["fingerprints"], order).items()},
+        fingerprints={name: _fingerprint(f) for name, f in _ordered(body["fingerprints"], order).items()},
         samples=_count(body["samples"]),
         documents=_count(body["documents"]),
         tokens=_count(body["tokens"]),
         sources={name: _cursor(s) for name, s in _ordered(body["sources"], order).items()},
         bins=tuple(
-            Bin(opened_at=_count(opened_at), segments=tuple(_segment(s) for s in segments))
-            for opened_at, segments in body["bins"]
+            Bin(opened_at=_count(opened_at), segments=tuple(_segment(s) for s in _list(segments)))
+            for opened_at, segments in map(_list, _list(body["bins"]))
         ),
-        pending=tuple(_segment(s) for s in body["pending"]),
+        pending=tuple(_segment(s) for s in _list(body["pending"])),
         stages=tuple(
             StageRecord(
                 first=_count(first), name=_text(name), config={**config, "sources": _ordered(config["sources"], order)}
             )
-            for first, name, config in body["stages"]
+            for first, name, config in map(_list, _list(body["stages"]))
         ),
-        batches=tuple((_count(first), _count(size)) for first, size in body["batches"]),
+        batches=tuple((_count(first), _count(size)) for first, size in map(_list, _list(body["batches"]))),
         skips=Skips.from_plain(body["skips"]),
         overrides=tuple(_text(o) for o in _list(body["overrides"])),
         digest=_digest(body["digest"]),

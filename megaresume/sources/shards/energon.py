@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ import yaml
 from megaresume.sources.shards.fields import Fields, fields_of
 from megaresume.sources.shards.paths import META, braces, join
 from megaresume.sources.shards.remote import RemoteStore, is_url
+from megaresume.sources.yaml_text import parse_yaml
 from megaresume.stream.errors import CorpusError
+from megaresume.stream.json_text import parse_json
 
 __all__ = ["OUR_PARTS", "EnergonDataset", "read_energon"]
 
@@ -118,9 +120,8 @@ def _first(path: str, names: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
         content = _content(join(path, file))
         if content is None:
             continue
-        load: Callable[[bytes], Any] = json.loads if name.endswith(".json") else yaml.safe_load
         try:
-            data = load(content)
+            data = parse_json(content) if name.endswith(".json") else parse_yaml(content.decode())
         except (ValueError, yaml.YAMLError) as error:
             raise _bad(path, file, str(error), "JSON" if name.endswith(".json") else "YAML") from error
         return file, _checked(data, file, path, dict, "a mapping")

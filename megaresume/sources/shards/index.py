@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ import xxhash
 
 from megaresume.sources.shards.layout import COLUMNS, FORMAT, PREAMBLE_BYTES, Preamble, column_places, damaged
 from megaresume.stream.errors import CorpusError, SetupError
+from megaresume.stream.json_text import parse_json
 
 __all__ = ["ShardIndex", "ShardInfo"]
 
@@ -57,11 +57,9 @@ class ShardIndex:
         if xxhash.xxh3_128_digest(header) != preamble.header_hash:
             raise damaged(self.path, "another hash of its header than when it was written")
         self._hash = preamble.header_hash
-        #: everything that is not a column, plain JSON: see `megaresume.encoding.multimodal.index_merge`.
-        self.header: Mapping[str, Any] = json.loads(header)
-        if self.header["format"] != FORMAT:
-            raise damaged(self.path, f"format {self.header['format']!r}")
         self._records = preamble.records
+        #: everything that is not a column, plain JSON: see `megaresume.encoding.multimodal.index_merge`.
+        self.header: Mapping[str, Any] = _header(self.path, header, self._records)
         places = column_places(self._records)
         self._columns: dict[str, npt.NDArray[Any]] = {
             name: np.frombuffer(data, dtype, self._records, places[name]) for name, dtype in COLUMNS.items()
@@ -92,6 +90,30 @@ class ShardIndex:
             found = xxhash.xxh3_128_hexdigest(column.data) if len(column) else xxhash.xxh3_128_hexdigest(b"")
             if found != self.header["columns"][name]:
                 raise damaged(self.path, f"another hash of column {name} than when it was written")
+
+
+def _header(path: Path, content: bytes, records: int) -> Mapping[str, Any]:
+    """Its hash fits; a faulty program may have written it all the same."""
+    try:
+        header: Mapping[str, Any] = parse_json(content)
+        if header["format"] != FORMAT:
+            raise ValueError(f"format {header['format']!r}")
+        counted = 0
+        for shard in header["shards"]:
+            if not isinstance(shard["path"], str) or any(
+                type(shard[name]) is not int or shard[name] < 0 for name in ("size", "records")
+            ):
+                raise ValueError(f"shard {shard!r:.200}")
+            counted += shard["records"]
+        if counted != records:
+            raise ValueError(f"{counted} records in its shards, {records} in its columns")
+        if not all(isinstance(header["columns"][name], str) for name in COLUMNS):
+            raise ValueError("no hashes of its columns")
+    except KeyError as error:
+        raise damaged(path, f"a header without {error}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise damaged(path, f"a header that is none: {error}") from error
+    return header
 
 
 def _shards(entries: Sequence[Mapping[str, Any]]) -> list[ShardInfo]:

@@ -30,6 +30,7 @@ from megaresume.sources.data_path import source_names
 from megaresume.sources.shards.energon import OUR_PARTS
 from megaresume.sources.shards.layout import SUFFIX
 from megaresume.sources.shards.paths import is_energon, join
+from megaresume.sources.yaml_text import parse_yaml
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.weights import parse_weight
 
@@ -222,7 +223,7 @@ def _reference(
 
 def _splits(path: str) -> Mapping[str, Any]:
     try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        data = parse_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read",

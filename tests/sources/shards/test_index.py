@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -120,7 +121,9 @@ def test_opening_takes_the_same_time_at_any_size(pairs, tmp_path):
     seconds = {}
     for records in (10**3, 10**8):
         path = tmp_path / f"{records}.shards.idx"
-        sparse_index(path, records, header)
+        fields = json.loads(header)
+        fields["shards"][0]["records"] += records - sum(shard["records"] for shard in fields["shards"])
+        sparse_index(path, records, json.dumps(fields).encode())
         best = 9.0
         for _ in range(5):
             begin = time.perf_counter()

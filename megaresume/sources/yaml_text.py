@@ -1,0 +1,77 @@
+"""YAML that people wrote or disks damaged: one kind of error for whatever is wrong with it.
+
+PyYAML raises what int(), dates and dictionaries raise for ``0x_``, ``2001-13-45`` or ``!!bool maybe``, and follows
+aliases for ever: nine lines in which each names the line before nine times stand for a billion values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import yaml
+
+__all__ = ["load_yaml", "parse_yaml"]
+
+#: values that the aliases of a file may stand for, beyond which it is no configuration.
+MAX_VALUES = 1_000_000
+
+
+def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:
+    """The value of a YAML text, in plain Python. Nothing else is ever constructed.
+
+    Args:
+        text: of the file.
+        loader: PyYAML's `SafeLoader`, or a class of it.
+
+    Raises:
+        yaml.YAMLError: it is no YAML, nested too deeply, within itself, or stands for too much.
+    """
+
+    def load() -> Any:
+        reader = loader(text)
+        try:
+            node = reader.get_single_node()
+            if node is None:
+                return None
+            _check_size(node)
+            return reader.construct_document(node)
+        finally:
+            reader.dispose()
+
+    return load_yaml(load)
+
+
+def load_yaml(load: Callable[[], Any]) -> Any:
+    """Call one of PyYAML's functions; whatever it raises becomes a `yaml.YAMLError`."""
+    try:
+        return load()
+    except RecursionError as error:
+        raise yaml.YAMLError("nested too deeply") from error
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
+        raise yaml.YAMLError(f"a value that its kind does not allow: {error}") from error
+
+
+def _check_size(node: yaml.Node) -> None:
+    """Raise a `yaml.YAMLError` where aliases lead in a circle, or multiply."""
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node) -> int:
+        known = sizes.get(id(node))
+        if known == 0:
+            raise yaml.YAMLError(f"it stands within itself, by an alias in line {node.start_mark.line + 1}")
+        if known is not None:
+            return known
+        sizes[id(node)] = 0
+        inner: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            inner = [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            inner = node.value
+        total = 1 + sum(size(part) for part in inner)
+        if total > MAX_VALUES:
+            raise yaml.YAMLError(f"its aliases stand for more than {MAX_VALUES:,} values")
+        sizes[id(node)] = total
+        return total
+
+    size(node)
