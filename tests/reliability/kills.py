@@ -73,12 +73,12 @@ class Chain:
             self.finish()
         save = self.at + self.harness.random.choice((1, 1, 1, 2, 3))
         run = self.harness.run(self._task(save, save + 1, fault), kill_after=kill_after)
-        in_start = fault is not None and fault.while_it == "starts" and run.restored is None
+        in_start = fault is not None and fault.while_it == "starts"
         try:
             if run.errors and not any(end < 0 for end in run.ends) and fault is None:
                 raise Lost(str([error["text"] for error in run.errors]))
-            if not in_start:
-                self.harness.check_resumed(run, self.twin, self.at)
+            if not in_start or run.restored is not None:
+                self.harness.check_resumed(run, self.twin, self.at, killed_early=in_start)
         except Lost as error:
             raise Lost(f"{self.name} after {self.last}: {error}") from None
         now = newest_complete(self.directory)
