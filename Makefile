@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
+# Test files at the same time; most start two processes.
+WORKERS ?= 2
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
@@ -19,7 +21,7 @@ demo: $(STAMP)
 	$(BIN)/megaresume demo --overwrite
 
 test: $(STAMP) lint types
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
