@@ -1,0 +1,362 @@
+"""Files beside a run: the data config, recipes of patches, indexes of corpora, the guard's record."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import struct
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from megaresume.integrations.megatron.guard.show import describe, read_record
+from megaresume.integrations.megatron.state import read_state, write_state
+from megaresume.patching.recipe_file import read_recipe
+from megaresume.sources import read_data_config
+from megaresume.sources.catalog import read_validation
+from megaresume.sources.indexed import IndexedSource
+from megaresume.sources.shards.index import ShardIndex
+from megaresume.sources.shards.layout import COLUMNS, COLUMNS_AT, FORMAT, PREAMBLE_BYTES, Preamble, column_places
+from megaresume.sources.sidecar import FileIdentity, read_fingerprint, read_tokenizer, sidecar_path
+from megaresume.stream.config import StreamConfig
+from megaresume.stream.errors import ConfigError, MegaresumeError, StateError
+from megaresume.stream.skips import with_skip_files
+from megaresume.stream.state import checksum
+from tests.fuzz.mutate import json_file, yaml_file
+from tests.fuzz.target import Target, scratch
+
+__all__ = ["TARGETS"]
+
+REPOSITORY = Path(__file__).parents[2]
+
+# data.yaml
+
+_DATA = b"""\
+seed: 1
+seq_length: 4096
+packing: {mode: best_fit, open_bins: 16}
+blend: {by: tokens}
+sources:
+  web: {path: corpora/web, weight: 0.7, max_epochs: 2, on_exhausted: drop}
+  code: {path: corpora/code, weight: 3, shuffle: {block: 1024}}
+stages:
+  - {name: first, weights: {web: 1, code: 1}}
+  - {name: second, at: 1000, weights: {web: 1}}
+skip: {samples: ["100:200"], documents: {web: [1, "5:9", {file: bad.txt}]}}
+validation:
+  all: {sources: {web: {path: corpora/valid}}, samples: 100}
+"""
+_ODD = (
+    b"a: 2001-13-45",
+    b"a: 0x_",
+    b"? [a]\n: b",
+    b"&a [*a]",
+    b"a: &a {b: *a}",
+    b"seed: 1\nsources: &a {web: *a}",
+    b"{" * 1000,
+    b"!!python/object/apply:os.system ['true']",
+    b"a: &a [x, x]\n"
+    + b"".join(b"%c: &%c [%s]\n" % (k + 1, k + 1, b", ".join([b"*%c" % k] * 8)) for k in range(97, 112)),
+)
+
+
+def check_data(data: bytes) -> None:
+    path = scratch() / "data.yaml"
+    path.write_bytes(data)
+    with contextlib.suppress(ConfigError):
+        read_validation(path)
+    try:
+        mapping, directory = read_data_config(path)
+        config = StreamConfig.from_dict(with_skip_files(mapping, directory))
+    except MegaresumeError:
+        return
+    if StreamConfig.from_dict(config.to_dict()) != config:
+        raise AssertionError("the normal form of a data config is read as another one")
+
+
+# Recipes
+
+
+def check_recipe(data: bytes) -> None:
+    path = scratch() / "recipe.yaml"
+    path.write_bytes(data)
+    with contextlib.suppress(MegaresumeError):
+        read_recipe(path)
+
+
+def _recipes() -> list[bytes]:
+    odd = b"name: x\nversion: 1\nupstream: u\ncalls: {f: {from: [a], parameters: [p]}}\nmatches: {}\nedits:\n"
+    odd += b"- add_import: m\n- {wrap_argument: p, of: f, with: m.g, accepts: {name: 'a{99999999999999999999}'}}\n"
+    return [odd, *_ODD, *(path.read_bytes() for path in sorted((REPOSITORY / "patches").glob("*.yaml")))]
+
+
+# .idx
+
+_TOKENS = 24
+
+
+@functools.cache
+def _bin() -> Path:
+    prefix = scratch() / "corpus"
+    Path(f"{prefix}.bin").write_bytes(np.arange(_TOKENS, dtype="<i4").tobytes())
+    return prefix
+
+
+def _idx(lengths: list[int], boundaries: list[int], *, modes: bool = False, code: int = 4) -> bytes:
+    pointers = [4 * sum(lengths[:k]) for k in range(len(lengths))]
+    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, len(lengths), len(boundaries))
+    body = np.array(lengths, "<i4").tobytes() + np.array(pointers, "<i8").tobytes()
+    return header + body + np.array(boundaries, "<i8").tobytes() + (bytes(len(lengths)) if modes else b"")
+
+
+def _indexes() -> list[bytes]:
+    return [
+        _idx([5, 0, 9, 10], [0, 1, 3, 4]),
+        _idx([24], [0, 1], modes=True),
+        _idx([5, 19], [0, 1, 2], code=7),
+        _idx([], [0]),
+        b"MMIDIDX\0\0",
+    ]
+
+
+@functools.cache
+def _known() -> dict[str, list[int]]:
+    """Fingerprint of the lengths -> the tokens of the documents, for the intact ones."""
+    return {}
+
+
+def check_idx(data: bytes) -> None:
+    """What an index says is within the .bin, and one with the same fingerprint gives the same documents."""
+    prefix = _bin()
+    Path(f"{prefix}.idx").write_bytes(data)
+    sidecar_path(prefix).unlink(missing_ok=True)
+    try:
+        source = IndexedSource(prefix)
+    except MegaresumeError:
+        return
+    documents: list[list[Any]] = []
+    for i in range(min(len(source), 64)):
+        try:
+            tokens = source.get(i)
+            modes, lengths = source.sequence_modes(i), source.sequence_lengths(i)
+        except MegaresumeError:
+            continue
+        if (
+            len(tokens) != source.length(i)
+            or int(lengths.sum()) != len(tokens)
+            or (modes is not None and len(modes) != len(lengths))
+        ):
+            raise AssertionError(f"document {i}: {len(tokens)} tokens of {source.length(i)}, sequences {lengths}")
+        documents.append(tokens.tolist())
+    try:
+        fingerprint = source.fingerprint(recompute=True)
+    except MegaresumeError:
+        return
+    if len(source) <= 64 and sum(map(len, documents)) != fingerprint.tokens:
+        raise AssertionError(f"{sum(map(len, documents))} tokens, {fingerprint.tokens} by the fingerprint")
+    for seed in _indexes()[:1]:
+        if fingerprint.lengths == _lengths_of(seed) and documents != [
+            list(range(5)), list(range(5, 14)), list(range(14, 24))
+        ]:  # fmt: skip
+            raise AssertionError(f"the same fingerprint and other documents: {documents}")
+
+
+@functools.cache
+def _lengths_of(seed: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(np.array([5, 9, 10], "<i8").tobytes())
+
+
+def _mutate_idx(data: bytes, rng: Random) -> bytes:
+    lengths = [rng.choice((0, 1, 2, 5, 9, 10, 24, -1)) for _ in range(rng.randrange(6))]
+    boundaries = sorted(rng.randrange(len(lengths) + 1) for _ in range(rng.randrange(4)))
+    boundaries = [0, *boundaries, len(lengths)]
+    if rng.randrange(2):
+        rng.shuffle(boundaries)
+    return _idx(lengths, boundaries, modes=bool(rng.randrange(2)), code=rng.randrange(10))
+
+
+# .shards.idx
+
+
+@functools.cache
+def _shards() -> bytes:
+    records = 5
+    places = column_places(records)
+    columns = {name: np.arange(1, records + 1).astype(dtype) for name, dtype in COLUMNS.items()}
+    header = {
+        "format": FORMAT,
+        "version": 2,
+        "records": records,
+        "tokens": 15,
+        "longest": 5,
+        "invalid": {"policy": "error", "count": 0, "first": []},
+        "encoder": {"fingerprint": "0" * 32, "spec": {"tokenizer": {}}},
+        "shards": [{"path": "a.tar", "size": 10240, "records": 2}, {"path": "b.tar", "size": 10240, "records": 3}],
+        "fingerprints": [{"range": [0, records], "tokens": 15, "hash": "0" * 32}],
+        "columns": {name: xxhash.xxh3_128_hexdigest(column.data) for name, column in columns.items()},
+    }
+    body = bytearray(places["end"])
+    for name, column in columns.items():
+        body[places[name] : places[name] + column.nbytes] = column.tobytes()
+    return _with_header(bytes(body), records, json.dumps(header).encode())
+
+
+def _with_header(body: bytes, records: int, header: bytes) -> bytes:
+    preamble = Preamble(
+        records=records,
+        header_at=len(body),
+        header_bytes=len(header),
+        header_hash=xxhash.xxh3_128_digest(header),
+    )
+    return preamble.pack().ljust(COLUMNS_AT, b"\0") + body[COLUMNS_AT:] + header
+
+
+def check_shards(data: bytes) -> None:
+    path = scratch() / "pairs.shards.idx"
+    path.write_bytes(data)
+    try:
+        index = ShardIndex(path)
+        index.verify()
+    except MegaresumeError:
+        return
+    if sum(shard.records for shard in index.shards) != len(index) or any(s.records < 0 for s in index.shards):
+        raise AssertionError(f"{len(index)} records in shards {index.shards}")
+    if any(len(index.column(name)) != len(index) for name in COLUMNS):
+        raise AssertionError("columns of different lengths")
+
+
+def _mutate_shards(data: bytes, rng: Random) -> bytes | None:
+    body, header = _shards()[: column_places(5)["end"]], _shards()[column_places(5)["end"] :]
+    if rng.randrange(2):
+        with contextlib.suppress(MegaresumeError):
+            at = Preamble.unpack(data[:PREAMBLE_BYTES], Path("x"), len(data)).header_at
+            header = data[at:]
+    changed = json_file(header, rng)
+    return None if changed is None else _with_header(body, rng.choice((5, 5, 5, 4)), changed)
+
+
+# Beside a corpus
+
+
+@functools.cache
+def _beside() -> Path:
+    prefix = scratch() / "beside"
+    Path(f"{prefix}.bin").write_bytes(bytes(4 * _TOKENS))
+    Path(f"{prefix}.idx").write_bytes(_indexes()[0])
+    os.utime(f"{prefix}.idx", ns=(0, 0))
+    return prefix
+
+
+def check_sidecar(data: bytes) -> None:
+    prefix = _beside()
+    sidecar_path(prefix).write_bytes(data)
+    identity = FileIdentity.of(Path(f"{prefix}.idx").stat())
+    with contextlib.suppress(MegaresumeError):
+        read_fingerprint(prefix, identity, 0, 3)
+    with contextlib.suppress(MegaresumeError):
+        read_tokenizer(prefix, idx_bytes=1, bin_bytes=1)
+    with contextlib.suppress(MegaresumeError):
+        IndexedSource(prefix).fingerprint()
+
+
+def _sidecars() -> list[bytes]:
+    from megaresume.sources import sidecar
+
+    identity = FileIdentity.of(Path(f"{_beside()}.idx").stat())
+    entry = {"idx": identity.to_dict(), "range": [0, 3], "documents": 3, "tokens": 24, "lengths": "0" * 32}
+    content = {"format": sidecar.FORMAT, "version": sidecar.VERSION, "fingerprints": [entry]}
+    tokenizer = {"fingerprint": "x", "idx_bytes": 1, "bin_bytes": 1}
+    return [json.dumps(c).encode() for c in (content, content | {"tokenizer": tokenizer})] + [b"[" * 100_000]
+
+
+# Megatron's guard, and the state in ``args``
+
+
+@functools.cache
+def _orders() -> list[bytes]:
+    from megaresume.integrations.megatron.guard.record import (
+        BuilderRecord,
+        ComponentRecord,
+        OrderRecord,
+        Part,
+        SplitRecord,
+    )
+
+    part = Part(samples=7, arrays={"shuffle_index": "0" * 16})
+    component = ComponentRecord(
+        path="web", documents=(0, 5), total=9, requested=None, built=part, lengths="0", tokens=None, epochs=(part,)
+    )
+    split = SplitRecord(components=(component,), blend=(part,))
+    settings = {"random_seed": 1, "sequence_length": 16, "split": "9,1,0"}
+    builder = BuilderRecord(
+        dataset="GPTDataset",
+        settings=settings,
+        blend=(("web",), ("0x1p+0",)),
+        blend_per_split=None,
+        sizes=(7, None, None),
+        splits=(split, None, None),
+    )
+    record = OrderRecord(megatron="0.16.1", since=0, builders=(builder,), accepted=("a word",))
+    return [json.dumps(record.to_dict()).encode(), b"{}", b"[]", b"[" * 100_000]
+
+
+def check_order(data: bytes) -> None:
+    directory = scratch() / "guarded"
+    (directory / "megaresume").mkdir(parents=True, exist_ok=True)
+    (directory / "megaresume/order.json").write_bytes(data)
+    try:
+        payload = read_record(directory)
+        if payload is not None:
+            "\n".join(describe(payload)).encode("utf-8", "replace")
+    except StateError:
+        return
+
+
+def _strings() -> list[bytes]:
+    args: dict[str, Any] = {"project": "megatron-core", "version": "0.16.1", "iteration": 10, "samples": 80}
+    return [write_state(**args, kind=kind, payload={"a": 1}).encode() for kind in ("stream", "guard")] + [
+        b'{"format": 1, "a": NaN}',
+        b"[" * 100_000,
+    ]
+
+
+def check_string(data: bytes) -> None:
+    with contextlib.suppress(StateError):
+        state = read_state(data.decode("utf-8", "replace"))
+        fields = json.loads(data)
+        found = (state.iteration, state.samples, state.project, state.version)
+        if found != tuple(fields[name] for name in ("iteration", "samples", "project", "version")):
+            raise AssertionError(f"{found} is not what was written")
+
+
+def _with_checksum(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    body = {k: v for k, v in value.items() if k != "checksum"}
+    return body | {"checksum": checksum(body)}
+
+
+def _mutate_yaml(data: bytes, rng: Random) -> bytes | None:
+    if rng.randrange(4):
+        return yaml_file(data, rng)
+    lines = data.split(b"\n")
+    lines.insert(rng.randrange(len(lines) + 1), rng.choice(_ODD))
+    return b"\n".join(lines)
+
+
+TARGETS: dict[str, Target] = {
+    "data-yaml": Target(seeds=lambda: [_DATA, *_ODD], check=check_data, mutate=_mutate_yaml),
+    "recipe": Target(seeds=_recipes, check=check_recipe, mutate=_mutate_yaml),
+    "idx": Target(seeds=_indexes, check=check_idx, mutate=_mutate_idx),
+    "shards-idx": Target(seeds=lambda: [_shards()], check=check_shards, mutate=_mutate_shards),
+    "sidecar": Target(seeds=_sidecars, check=check_sidecar, mutate=json_file),
+    "order": Target(seeds=_orders, check=check_order, mutate=json_file),
+    "args": Target(
+        seeds=_strings, check=check_string, mutate=lambda data, rng: json_file(data, rng, finish=_with_checksum)
+    ),
+}
