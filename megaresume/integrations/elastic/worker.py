@@ -9,11 +9,14 @@ not.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 __all__ = ["main"]
 
@@ -22,8 +25,10 @@ def main(argv: list[str]) -> None:
     """Convert, as the command line says."""
     source, output, workers, parent = argv
     threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
-    from deepspeed.checkpoint import ds_to_universal  # deferred: seconds, in which the parent may go
+    import torch  # deferred: seconds, in which the parent may go
+    from deepspeed.checkpoint import ds_to_universal
 
+    torch.load = _tensors_only(torch.load)
     ds_to_universal.main(
         argparse.Namespace(
             input_folder=source,
@@ -36,6 +41,20 @@ def main(argv: list[str]) -> None:
             inject_missing_state=True,
         )
     )
+
+
+def _tensors_only(load: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.load``, of a module's state without what is no tensor: megatron-core's layers put None there as their
+    extra state, and ds_to_universal (0.19) takes all of it for tensors. The files themselves are copied as they are."""
+
+    @functools.wraps(load)
+    def load_tensors(*args: Any, **kwargs: Any) -> Any:
+        state = load(*args, **kwargs)
+        if isinstance(state, dict) and isinstance(state.get("module"), dict):
+            state["module"] = {name: x for name, x in state["module"].items() if hasattr(x, "float")}
+        return state
+
+    return load_tensors
 
 
 def _end_with(parent: int) -> None:
