@@ -73,7 +73,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     record_start(save, iteration=0, state=stream.state_at(0))
     for iteration in (1, 2):
         pending = begin_save(
-            save, tag=f"global_step{iteration}", iteration=iteration, state=stream.state_at(8 * iteration)
+            save,
+            tag=f"global_step{iteration}",
+            iteration=iteration,
+            state=stream.state_at(8 * iteration, batches=((0, 8),)),
         )
         pending.tag_dir.mkdir()
         for name in (
