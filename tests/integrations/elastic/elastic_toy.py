@@ -35,6 +35,12 @@ class Model(torch.nn.Module):
         if frozen:
             self.scale = torch.nn.Parameter(torch.full((toy.WIDTH,), value), requires_grad=False)
 
+    def get_extra_state(self) -> None:
+        """As megatron-core's layers: in the state dict, and no tensor."""
+
+    def set_extra_state(self, state: None) -> None:
+        pass
+
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         hidden = self.layers[0](tokens)
