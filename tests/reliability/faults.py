@@ -356,10 +356,10 @@ def silent_flip(harness: Harness, zero: int) -> str:
     flip(scene.some_file(NEWEST), scene.random)
     run = harness.run(Task(zero=zero, data=harness.data(), directory=scene.directory, stop=NEWEST + 2))
     shutil.rmtree(scene.directory)
-    if run.restored is None:
-        check_words(run)
-        return "refused"
     try:
+        if run.restored is None:
+            check_words(run)
+            return "refused"
         harness.check_resumed(run, harness.twin(zero, NEWEST + 2), NEWEST, complete=True)
     except Lost:
         return "unnoticed"

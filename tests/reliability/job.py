@@ -108,7 +108,7 @@ def content(engine: Any) -> str:
         for parameter in group["params"]:
             tensors.append(parameter)
             state = optimizer.state.get(parameter, {})
-            tensors += [state[name] for name in sorted(state) if torch.is_tensor(state[name])]
+            tensors += [state[name] for name in sorted(state, key=repr) if torch.is_tensor(state[name])]
     for tensor in tensors:
         digest.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
         digest.update(tensor.detach().contiguous().view(-1).numpy().tobytes())
