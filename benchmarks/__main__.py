@@ -12,7 +12,20 @@ from dataclasses import asdict
 from pathlib import Path
 
 #: In the order of the table.
-NAMES = ("planning", "packing", "assembly", "loader", "megatron", "guard", "resume", "state", "memory", "vlm", "cli")
+NAMES = (
+    "planning",
+    "packing",
+    "assembly",
+    "loader",
+    "megatron",
+    "guard",
+    "resume",
+    "state",
+    "memory",
+    "saving",
+    "vlm",
+    "cli",
+)
 
 
 def main(argv: list[str] | None = None) -> int:

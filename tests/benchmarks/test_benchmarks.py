@@ -25,6 +25,8 @@ REQUIRED = (
     "resume deep in the eighth epoch",
     "taking the state",
     "size of the state",
+    "DeepSpeed save of",
+    "checksums of a checkpoint",
     "memory to plan",
     "image-text records, decoded and encoded, no packing",
     "image-text records, decoded and encoded, packed",
