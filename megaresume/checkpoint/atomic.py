@@ -50,7 +50,7 @@ def write_error(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"cannot write {path}", found=f"{error.strerror or error}", cause=cause, action=action)
 
 
-def write_all(descriptor: int, data: bytes) -> None:
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
     """Write all of it: a single write may stop short on a full disk, a signal or a network filesystem."""
     view = memoryview(data)
     while view:

@@ -14,7 +14,7 @@ Version history:
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +32,7 @@ __all__ = [
     "LedgerReading",
     "abandoned_checkpoints",
     "append_ledger",
+    "append_lines",
     "read_ledger",
     "read_run",
 ]
@@ -204,6 +205,13 @@ def append_ledger(path: Path, entry: LedgerEntry) -> None:
     Raises:
         CheckpointError: the disk refuses.
     """
+    append_lines(path, [entry.to_bytes()])
+
+
+def append_lines(path: Path, lines: Sequence[bytes]) -> None:
+    """Append lines of another ledger, as `append_ledger` does."""
+    if not lines:
+        return
     make_dir(path.parent)
     try:
         new = not path.exists()
@@ -211,7 +219,7 @@ def append_ledger(path: Path, entry: LedgerEntry) -> None:
         try:
             size = os.fstat(descriptor).st_size
             torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-            write_all(descriptor, (b"\n" if torn else b"") + entry.to_bytes())
+            write_all(descriptor, (b"\n" if torn else b"") + b"".join(lines))
             fsync_file(descriptor)
         finally:
             os.close(descriptor)

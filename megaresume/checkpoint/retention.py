@@ -65,7 +65,7 @@ class Retention:
 KEEP_ALL = Retention()
 
 
-def prune(root: Path, retention: Retention, committed: StepFile) -> tuple[str, ...]:
+def prune(root: Path, retention: Retention, committed: StepFile, *, copied_to: Path | None = None) -> tuple[str, ...]:
     """Delete what a policy does not keep. On rank 0, after the checkpoint ``committed`` was committed.
 
     A directory disappears in one rename and is deleted by a thread, which the interpreter waits for at its end; what a
@@ -75,6 +75,7 @@ def prune(root: Path, retention: Retention, committed: StepFile) -> tuple[str, .
         root: the checkpoint root.
         retention: the policy. ``keep_every`` alone keeps the newest one besides.
         committed: the checkpoint that was just committed.
+        copied_to: only what has a complete copy there may go; None: no matter.
 
     Returns:
         the tags that are gone, newest first.
@@ -87,6 +88,8 @@ def prune(root: Path, retention: Retention, committed: StepFile) -> tuple[str, .
     doomed: list[Path] = []
     try:
         for candidate in _superfluous(root, retention, committed):
+            if copied_to is not None and not _has_copy(root, copied_to, candidate):
+                continue
             place = root / candidate.tag
             away = place.with_name(leftover_name(candidate.tag))
             try:
@@ -124,6 +127,12 @@ def _superfluous(root: Path, retention: Retention, committed: StepFile) -> Itera
         complete += 1
         if is_enough and not every and candidate not in named:
             yield candidate
+
+
+def _has_copy(root: Path, shared: Path, candidate: Candidate) -> bool:
+    from megaresume.checkpoint.staging import is_copied  # which prunes, too
+
+    return candidate.iteration is not None and is_copied(root, shared, candidate.iteration, candidate.tag)
 
 
 def _delete(directories: list[Path]) -> None:

@@ -1,0 +1,243 @@
+"""Two storages: copies that are proven, kills and errors in the middle of them, and what a start takes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megaresume.checkpoint import KEEP_ALL, Retention, choose, read_ledger, record_start
+from megaresume.checkpoint.staging import Stager, is_copied, read_staging, stage
+from megaresume.checkpoint.two_roots import adopt, choose_of_two
+from megaresume.stream.errors import CheckpointError
+from tests.checkpoint.conftest import MODEL, save_checkpoint
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def roots(tmp_path: Path) -> tuple[Path, Path]:
+    """Three local checkpoints without checksums, and where they are to go."""
+    local, shared = tmp_path / "local", tmp_path / "shared"
+    for iteration in (10, 20, 30):
+        save_checkpoint(local, iteration)
+    return local, shared
+
+
+def _wait_for(stager: Stager) -> None:
+    deadline = time.monotonic() + 20
+    while stager.waiting():
+        assert time.monotonic() < deadline, stager.waiting()
+        time.sleep(0.01)
+
+
+def test_a_copy_is_a_checkpoint(roots: tuple[Path, Path]) -> None:
+    """What is copied stands alone: state, checksums, pointers, ledger; and the note tells of it."""
+    local, shared = roots
+    stager = Stager(local, shared)
+    stager.start()
+    assert stager.close(20) == ()
+    here, there = choose(local), choose(shared, checksums=True)
+    assert here is not None and there is not None and there.step == here.step and there.tag == "global_step30"
+    assert there.manifest is not None and there.manifest.has_checksums and not there.rejected and not there.notes
+    assert (shared / "megaresume/ledger.jsonl").read_bytes() == (local / "megaresume/ledger.jsonl").read_bytes()
+    assert not list(shared.glob("megaresume/step*saving*"))
+    note = read_staging(local)
+    assert note is not None and note.to == shared and note.waiting == ()
+    assert note.copied == ("global_step30", "global_step20", "global_step10")
+
+
+def test_saves_are_copied_as_they_come(roots: tuple[Path, Path]) -> None:
+    """`submit` returns at once; local ones stay until their copy is there, and go by the same rule then."""
+    local, shared = roots
+    stager = Stager(local, shared, Retention(keep_last=2))
+    stager.start()
+    save_checkpoint(local, 40)
+    stager.submit(40, "global_step40")
+    _wait_for(stager)
+    assert stager.close(5) == ()
+    for root in (local, shared):
+        assert sorted(p.name for p in root.glob("global_step*")) == ["global_step30", "global_step40"]
+    assert len(read_ledger(shared / "megaresume/ledger.jsonl").entries) == 4
+
+
+def test_what_is_not_copied_stays(roots: tuple[Path, Path]) -> None:
+    """The shared storage is gone: loud, tried again, nothing local is deleted, and the training goes on."""
+    local, shared = roots
+    shared.write_text("a file where the mount should be")
+    stager = Stager(local, shared, Retention(keep_last=1))
+    stager.start()
+    save_checkpoint(local, 40)
+    stager.submit(40, "global_step40")
+    time.sleep(0.2)
+    assert len(list(local.glob("global_step*"))) == 4 and "global_step40" in stager.waiting()
+    shared.unlink()  # the mount is back
+    _wait_for(stager)
+    assert stager.close(5) == ()
+    assert [p.name for p in local.glob("global_step*")] == ["global_step40"]
+
+
+def test_errors_are_loud(roots: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
+    """What could not be copied is said with the reason, and again at the end, which comes in time."""
+    local, shared = roots
+    shared.write_text("")
+    stager = Stager(local, shared)
+    stager.start()
+    began = time.monotonic()
+    assert stager.close(0.3) == ("global_step10", "global_step20", "global_step30")
+    assert time.monotonic() - began < 5
+    assert "global_step10 is not copied" in caplog.text and "not copied to" in caplog.text
+    note = read_staging(local)
+    assert note is not None and note.copied == () and len(note.waiting) == 3
+
+
+def test_a_damaged_source_is_not_copied(tmp_path: Path) -> None:
+    """A bit that flipped locally is found by the checksum of the save; the shared root stays without a manifest."""
+    local, shared = tmp_path / "local", tmp_path / "shared"
+    save_checkpoint(local, 10, checksums=True)
+    model = local / "global_step10" / MODEL
+    model.write_bytes(b"x" + model.read_bytes()[1:])
+    with pytest.raises(CheckpointError, match="is not what was saved"):
+        stage(local, shared, 10, "global_step10")
+    assert not is_copied(local, shared, 10, "global_step10") and choose(shared) is None
+
+
+def test_the_newest_of_two(roots: tuple[Path, Path]) -> None:
+    """Newer wins, the local one at a tie; the other one is named with the reason."""
+    local, shared = roots
+    stage(local, shared, 20, "global_step20")
+    choice = choose_of_two(local, shared)
+    assert choice is not None and (choice.load_dir, choice.tag) == (local, "global_step30")
+    assert [str(r) for r in choice.rejected] == [
+        f"global_step20: in {shared}: global_step30 in {local} is newer",
+    ]
+    stage(local, shared, 30, "global_step30")
+    choice = choose_of_two(local, shared)
+    assert choice is not None and choice.load_dir == local
+    (local / "global_step30" / MODEL).unlink()
+    choice = choose_of_two(local, shared)
+    assert choice is not None and (choice.load_dir, choice.tag) == (shared, "global_step30")
+    assert any("global_step20" in str(r) for r in choice.rejected)
+    choice = choose_of_two(local, shared, tag="global_step10")
+    assert choice is not None and (choice.load_dir, choice.tag) == (local, "global_step10")
+
+
+def test_a_lost_local_disk(roots: tuple[Path, Path]) -> None:
+    """A new node: the copy is taken, and the run stays the run, in both ledgers."""
+    local, shared = roots
+    stage(local, shared, 30, "global_step30")
+    shutil.rmtree(local)
+    choice = choose_of_two(local, shared)
+    assert choice is not None and choice.load_dir == shared and choice.state is not None and choice.step is not None
+    adopt(local, shared)
+    entry = record_start(local, iteration=30, state=choice.state, choice=choice)
+    assert entry.run == choice.step.run
+    again = choose_of_two(local, shared)
+    assert again is not None and again.load_dir == shared  # killed before its first save: the same once more
+    save_checkpoint(local, 40)
+    stage(local, shared, 40, "global_step40")
+    kinds = [e.kind for e in read_ledger(shared / "megaresume/ledger.jsonl").entries]
+    assert kinds == ["checkpoint"] * 3 + ["start", "checkpoint"]
+
+
+def test_a_branch_that_was_given_up(roots: tuple[Path, Path]) -> None:
+    """A run that went back and saved again is not overtaken by a copy of what it gave up."""
+    local, shared = roots
+    stage(local, shared, 30, "global_step30")
+    chosen = choose(local, tag="global_step10")
+    assert chosen is not None and chosen.state is not None
+    record_start(local, iteration=10, state=chosen.state, choice=chosen)
+    save_checkpoint(local, 15, salt=1)
+    choice = choose_of_two(local, shared)
+    assert choice is not None and (choice.load_dir, choice.tag) == (local, "global_step15")
+    assert any("given up" in str(r) for r in choice.rejected)
+
+
+def test_two_runs(roots: tuple[Path, Path], tmp_path: Path) -> None:
+    """Copies of another run are not mixed with these."""
+    local, _ = roots
+    save_checkpoint(tmp_path / "other", 90)
+    with pytest.raises(CheckpointError, match="of two runs"):
+        choose_of_two(local, tmp_path / "other")
+
+
+COPY = """
+import os, signal, sys
+from pathlib import Path
+
+left = int(sys.argv[3])
+names = ("open", "fsync", "replace", "unlink", "mkdir", "write")
+
+def counted(function):
+    def call(*args, **kwargs):
+        global left
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+        return function(*args, **kwargs)
+    return call
+
+from megaresume.checkpoint.staging import stage
+for name in names:
+    setattr(os, name, counted(getattr(os, name)))
+local, shared = Path(sys.argv[1]), Path(sys.argv[2])
+for iteration in (10, 20, 30):
+    stage(local, shared, iteration, f"global_step{iteration}")
+print("done", left)
+"""
+
+
+def test_killed_at_every_file_operation(tmp_path: Path) -> None:
+    """Wherever a copy is killed: what the shared root gives is a checkpoint as it was saved, or none at all; and going
+    on ends as if nothing had happened.
+    """
+    local = tmp_path / "local"
+    for iteration in (10, 20, 30):
+        save_checkpoint(local, iteration)
+    command = [sys.executable, "-c", COPY, str(local)]
+    full = subprocess.run([*command, str(tmp_path / "full"), "100000"], cwd=REPOSITORY, capture_output=True, check=True)
+    operations = 100_000 - int(full.stdout.split()[1])
+    assert operations > 60
+    for k in range(operations):
+        shared = tmp_path / f"cut-{k}"
+        assert _killed([*command, str(shared), str(k)]) == -signal.SIGKILL
+        choice = choose_of_two(tmp_path / "none", shared)
+        step = None if choice is None else choice.step
+        assert step is None or step == _step_of(local, step.iteration)
+        for iteration in (10, 20, 30):
+            stage(local, shared, iteration, f"global_step{iteration}")
+        found = choose(shared, checksums=True)
+        assert found is not None and found.step == _step_of(local, 30) and not found.notes
+        assert (shared / "megaresume/ledger.jsonl").read_bytes() == (local / "megaresume/ledger.jsonl").read_bytes()
+        assert not list(shared.glob("megaresume/step*saving*"))
+
+
+def _killed(command: list[str]) -> int:
+    """In a fork of this process: starting Python as often would take minutes."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            sys.argv = ["-c", *command[3:]]
+            exec(compile(command[2], "copy", "exec"), {"__name__": "copy"})
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _step_of(root: Path, iteration: int) -> object:
+    choice = choose(root, iteration=iteration)
+    assert choice is not None
+    return choice.step
+
+
+def test_retention_without_rules(roots: tuple[Path, Path]) -> None:
+    local, shared = roots
+    stager = Stager(local, shared, KEEP_ALL)
+    stager.start()
+    assert stager.close(20) == () and len(list(local.glob("global_step*"))) == 3
