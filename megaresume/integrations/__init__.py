@@ -3,10 +3,16 @@
     deepspeed.py              `attach`: data for a DeepSpeed engine, its state in every checkpoint
     deepspeed_data.py         `TrainingData`: the micro-batches of a rank, clocked by the optimizer step
     deepspeed_checkpoint.py   what happens around the engine's save_checkpoint and load_checkpoint
+    deepspeed_tags.py         one tag directory: written and committed, chosen and checked
     deepspeed_engine.py       what an engine says of itself: sizes, ranks, the files that it writes
+    in_flight.py              saves of DeepSpeed's decoupled writer: committed behind their last byte
+    staged.py                 saves to fast local storage, copied to shared storage behind the training's back
+    elastic/                  a ZeRO checkpoint of another number of ranks, converted when it is loaded or beforehand
+    loaders/                  other people's loaders (Energon, torchdata), their states in the checkpoint
     stop_conditions.py        when to save and exit; stopping.py: how all ranks come to do it at one step
     megatron/                 the hooks in Megatron-LM and Megatron-DeepSpeed: its own docstring is the map
     ranks.py                  one rank decides, all ranks know; one rank fails, all ranks fail
+    loadable.py, refusals.py  what cannot be loaded or trained on, and the way out; explained.py: errors of others, in words
     resume.py                 what a resume found and did, and the line that says so
 
 Importing this package imports neither torch nor DeepSpeed nor Megatron.
