@@ -71,7 +71,9 @@ class Attached(TrainingData):
 
     def stop_when(self, conditions: StopConditions, save: Callable[[], None] | None) -> None:
         """Listen from now on; see `attach`."""
-        self._stopper = Stopper(conditions, save_seconds=lambda: self.checkpoints.save_seconds)
+        self._stopper = Stopper(
+            conditions, save_seconds=lambda: in_flight.seconds(self.engine) or self.checkpoints.save_seconds
+        )
         self._save_at_stop = save
         self._stopper.install()
 
@@ -92,6 +94,8 @@ class Attached(TrainingData):
         step = int(self.engine.global_steps)
         if step and step != self.checkpoints.settled_step:
             (self._save_at_stop or self.checkpoints.save_here)()
+        # While signals are still caught: what is in flight when the program ends dies of the next one.
+        in_flight.settle(self.engine)
         stopper.saved()
         status = stopper.conditions.status
         if is_rank_0():

@@ -35,9 +35,10 @@ from megaresume.integrations import deepspeed_engine as facts
 from megaresume.integrations.ranks import is_rank_0, on_all_ranks, on_rank_0, world_size
 from megaresume.stream.errors import CheckpointError
 
-__all__ = ["check_writer", "defer", "settle", "watch"]
+__all__ = ["check_writer", "defer", "seconds", "settle", "watch"]
 
 _SLOT = "_megaresume_in_flight"
+_SECONDS = "_megaresume_in_flight_seconds"
 
 #: Seconds that rank 0 waits at its end for the writers of the others; where an error ends it, they may never come.
 _PATIENCE, _PATIENCE_IN_ERROR = 300.0, 20.0
@@ -67,6 +68,8 @@ class _Flight:
     commit: Callable[[], object] | None = None
     rank: int = 0
     ranks: int = 1
+    #: by the monotonic clock.
+    began: float = 0.0
 
 
 def watch(engine: Any) -> None:
@@ -105,7 +108,13 @@ def check_writer(engine: Any) -> None:
 def defer(engine: Any, pending: PendingCheckpoint, commit: Callable[[], object]) -> None:
     """Commit this save when its writers are done."""
     rank = 0 if is_rank_0() else facts.rank()
-    setattr(engine, _SLOT, _Flight(pending=pending, commit=commit, rank=rank, ranks=world_size()))
+    flight = _Flight(pending=pending, commit=commit, rank=rank, ranks=world_size(), began=time.monotonic())
+    setattr(engine, _SLOT, flight)
+
+
+def seconds(engine: Any) -> float | None:
+    """From hand-over to commit of the last save in the background, the longest it can have taken; None: none was made."""
+    return getattr(engine, _SECONDS, None)
 
 
 def settle(engine: Any) -> None:
@@ -121,6 +130,7 @@ def settle(engine: Any) -> None:
     on_all_ranks(lambda: _wait(engine, flight))
     if flight.commit is not None:
         on_rank_0(flight.commit)
+        setattr(engine, _SECONDS, time.monotonic() - flight.began)
 
 
 def _wait(engine: Any, flight: _Flight) -> None:

@@ -95,6 +95,19 @@ def watched() -> None:
         found["at step"] = engine.global_steps
         found["still"] = pointers(root)
         engine.destroy()
+        # Asked to stop: what it says is saved is committed.
+        engine, stop = engine_of(1, checkpoint=writer), toy.ROOT / "stop-now"
+        data = megaresume.attach(
+            engine, toy.DATA, save_dir=toy.ROOT / "stopped", stop=megaresume.StopConditions(file=str(stop))
+        )
+        toy.train(engine, data, 1)
+        stop.touch()
+        try:
+            toy.train(engine, data, 3)
+        except megaresume.Stopped as stopped:
+            found["stopped"] = [stopped.code, engine.global_steps, pointers(toy.ROOT / "stopped"), stop.exists()]
+        found["measured"] = data._stopper._save_seconds() == megaresume.integrations.in_flight.seconds(engine)
+        engine.destroy()
         # The program ends with a save in flight.
         engine = engine_of(1, checkpoint=writer)
         data = megaresume.attach(engine, toy.DATA)

@@ -75,6 +75,12 @@ def test_a_dead_writer_is_raised_on_all_ranks(saves: Any) -> None:
         assert found["pointers stay"] == found["still"] == ["global_step5", "5"]
 
 
+def test_what_a_stop_says_is_saved_is_committed(saves: Any) -> None:
+    for found in saves[0]:
+        assert found["stopped"] == [0, 1, ["global_step1", "1"], False]
+        assert found["measured"]  # the whole of it, and not how long training was held up
+
+
 def test_the_end_of_the_program_waits(saves: Any, root: Path) -> None:
     found, status, output = saves
     assert status == 0, output[-3000:]
