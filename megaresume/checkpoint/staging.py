@@ -26,6 +26,7 @@ from pathlib import Path
 
 from megaresume.checkpoint.atomic import make_dir, remove_leftovers, write_atomic
 from megaresume.checkpoint.candidates import Candidate, examine, list_candidates
+from megaresume.checkpoint.commit import run_of
 from megaresume.checkpoint.copying import copy_checked
 from megaresume.checkpoint.data_file import data_path
 from megaresume.checkpoint.layout import (
@@ -236,6 +237,7 @@ def stage(local: Path, shared: Path, iteration: int, tag: str) -> StepFile | Non
     if is_copied(local, shared, iteration, tag):
         share_ledger(local, shared)
         return step
+    _check_run(shared, step)
     began = time.monotonic()
     make_dir(records_dir(shared))
     latest, tracker = _moves(local, shared, step)
@@ -270,6 +272,16 @@ def stage(local: Path, shared: Path, iteration: int, tag: str) -> StepFile | Non
     remove_marker(marker_path(shared, iteration, tag))
     log.info("megaresume: %s is copied to %s, %.0f s", tag, shared, time.monotonic() - began)
     return step
+
+
+def _check_run(shared: Path, step: StepFile) -> None:
+    if (run := run_of(shared)) not in (None, step.run):
+        raise CheckpointError(
+            f"{shared} holds the checkpoints of another run",
+            found=f"run {run}; {step.tag} is of run {step.run}",
+            expected="an empty directory, or the copies of the same run",
+            action="give every run a --megaresume-stage-to of its own",
+        )
 
 
 def _copied(source: Path, target: Path, entries: tuple[FileEntry, ...]) -> Iterator[FileEntry]:

@@ -170,8 +170,20 @@ def _entry(entry: LedgerEntry) -> dict[str, Any]:
 
 def _text(found: Survey, last: int) -> str:
     blocks = [_headline(found), _state_block(found), _order_block(found), _pointer_block(found)]
-    blocks += [_checkpoint_block(found), _ledger_block(found, last), _note_block(found)]
+    blocks += [_checkpoint_block(found), _copy_block(found), _ledger_block(found, last), _note_block(found)]
     return "\n\n".join(block for block in blocks if block)
+
+
+def _copy_block(found: Survey) -> str:
+    """Where the checkpoints are copied to, and which are there."""
+    from megaresume.checkpoint.staging import read_staging
+
+    staging = read_staging(found.root)
+    if staging is None:
+        return ""
+    there = f"{len(staging.copied)} complete" + (f", the newest {staging.copied[0]}" if staging.copied else "")
+    waiting = f"\n  not copied yet: {', '.join(staging.waiting[:10])}" if staging.waiting else ""
+    return f"copies in {staging.to}\n  {there}{waiting}"
 
 
 def _headline(found: Survey) -> str:

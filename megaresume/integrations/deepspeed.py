@@ -31,6 +31,7 @@ from megaresume.integrations.deepspeed_checkpoint import Checkpoints
 from megaresume.integrations.deepspeed_data import TrainingData
 from megaresume.integrations.ranks import is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
 from megaresume.integrations.resume import Resume
+from megaresume.integrations.staged import Staged
 from megaresume.integrations.stop_conditions import StopConditions, Stopped
 from megaresume.integrations.stopping import Stopper
 from megaresume.loading.batch import Batch
@@ -79,9 +80,13 @@ class Attached(TrainingData):
 
     def close(self) -> None:
         """Stop reading ahead, and listening, at the end of a run; nothing is handed out any more."""
+        left = None
         if self._stopper is not None:
+            left = self._stopper.seconds_left()
             self._stopper.uninstall()
         super().close()
+        if self.checkpoints.staged is not None:
+            self.checkpoints.staged.close(left)
 
     def _open_step(self) -> None:
         if self._stopper is not None and (reason := self._stopper.agreed()) is not None:
@@ -132,6 +137,7 @@ def attach(
     max_starts: int = MAX_STARTS,
     elastic: bool = False,
     verify_checkpoint: bool = False,
+    stage_to: str | os.PathLike[str] | None = None,
 ) -> Attached:
     """Give an engine its data, and its checkpoints the state of that data. Call it on every rank, right after
     ``deepspeed.initialize`` and before ``engine.load_checkpoint``.
@@ -161,6 +167,8 @@ def attach(
             refused, with the command to run. See docs/checkpoints.md.
         verify_checkpoint: take checksums of all files at every save, and compare them at every load: a bit that the
             storage flipped is noticed, and the checkpoint before is loaded. Otherwise sizes are compared.
+        stage_to: an existing directory on shared storage: what is saved to ``save_dir``, fast local storage that all
+            ranks see, is copied there in the background, and loaded from whichever is newer. See docs/checkpoints.md.
         keep_last: after every save, delete the weights of complete checkpoints but the newest so many; None: keep all.
         keep_every: keep those besides whose step this divides. See docs/checkpoints.md.
         stop: at the end of the step in which one of these happens, save to ``save_dir`` and raise `Stopped`, which
@@ -174,7 +182,7 @@ def attach(
 
     Raises, on every rank:
         UsageError: no DeepSpeed engine, settings that cannot be committed, sizes that do not divide, or ``stop``
-            without a place to save to.
+            or ``stage_to`` without a place to save to.
         ConfigError, CorpusError, SetupError: the data cannot be opened, or differs between ranks.
     """
     facts.check_engine(engine)
@@ -185,6 +193,14 @@ def attach(
             found="stop= without save_dir=",
             expected="the directory of the checkpoints",
             action="megaresume.attach(engine, data, save_dir=..., stop=...)",
+        )
+
+    if stage_to is not None and save_dir is None:
+        raise UsageError(
+            "what is to be copied is not said",
+            found="stage_to= without save_dir=",
+            expected="the local directory of the checkpoints",
+            action="megaresume.attach(engine, data, save_dir=..., stage_to=...)",
         )
 
     opened: list[Stream] = []
@@ -229,6 +245,7 @@ def attach(
         max_starts=max_starts,
         elastic=elastic,
         verify=verify_checkpoint,
+        staged=None if stage_to is None or save_dir is None else Staged(os.fspath(save_dir), stage_to, retention),
     )
     if stop is not None:
         attached.stop_when(stop, on_stop)

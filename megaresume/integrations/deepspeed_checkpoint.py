@@ -40,6 +40,7 @@ from megaresume.integrations.deepspeed_tags import (
 from megaresume.integrations.loadable import BEGIN_ANEW, without_state
 from megaresume.integrations.ranks import gather, is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
 from megaresume.integrations.resume import Resume, change_lines
+from megaresume.integrations.staged import Staged
 from megaresume.stream.errors import StateError
 from megaresume.stream.state import StreamState
 
@@ -57,6 +58,7 @@ class Checkpoints:
         max_starts: starts from one place without a save that are let through; 0: any number.
         elastic: convert a ZeRO checkpoint of another number of ranks by itself.
         verify: take checksums of all files at a save, and compare them at a load.
+        staged: where what is saved to ``save_dir`` is copied to; None: nowhere.
     """
 
     def __init__(
@@ -68,9 +70,11 @@ class Checkpoints:
         max_starts: int = MAX_STARTS,
         elastic: bool = False,
         verify: bool = False,
+        staged: Staged | None = None,
     ) -> None:
         self.data = data
         self.verify = verify
+        self.staged = staged
         self.elastic = elastic
         self.resume: Resume | None = None
         #: starts recorded in the ledger of the run, this one included; known on rank 0 from the first step on.
@@ -115,6 +119,7 @@ class Checkpoints:
             action="compare the corpora on the nodes: megaresume stream DATA.yaml",
         )
         self.record_start(save_dir)
+        staged = self.staged if self.staged is not None and self.staged.holds(save_dir) else None
         result = write_tag(
             engine,
             functools.partial(write, save_dir),
@@ -127,8 +132,9 @@ class Checkpoints:
             latest=latest,
             origin=self._origin(),
             write_beside=self._write_beside(save_dir, step, tag),
-            retention=self._retention,
+            retention=self._retention if staged is None else KEEP_ALL,  # local ones go behind their copies
             checksums=self.verify,
+            committed=None if staged is None else functools.partial(staged.submit, step, tag),
         )
         self.settled_step, self.save_seconds = step, time.monotonic() - began
         return result
@@ -174,6 +180,9 @@ class Checkpoints:
         if save_dir is None or not is_rank_0() or Path(save_dir).resolve() in self._start_recorded_in:
             return
         step, sample = self.data.base
+        staged = self.staged if self.staged is not None and self.staged.holds(save_dir) else None
+        if staged is not None:
+            staged.adopt()
         # What the marker of a killed save says is settled here, before the next save could overwrite it.
         record_start(
             save_dir,
@@ -184,6 +193,8 @@ class Checkpoints:
         )
         self.attempt = sum(entry.kind == "start" for entry in read_ledger(ledger_path(Path(save_dir))).entries)
         self._start_recorded_in.add(Path(save_dir).resolve())
+        if staged is not None:
+            staged.start()
 
     def check_progress(self) -> None:
         """Before the first step: raise a CheckpointError, on every rank, where starts lead to no save. Collective."""
@@ -209,7 +220,8 @@ class Checkpoints:
         """
         in_flight.settle(self.data.engine)
         universal = facts.loads_universal(self.data.engine)
-        choice, step_file = choose_tag(load_dir, tag, universal, checksums=self.verify)
+        shared = self.staged.shared if self.staged is not None and self.staged.holds(load_dir) else None
+        choice, step_file = choose_tag(load_dir, tag, universal, checksums=self.verify, shared=shared)
         if choice is None:
             return None, None  # as DeepSpeed, without its warning on every rank
 

@@ -67,12 +67,14 @@ def write_tag(
     write_beside: Callable[[], tuple[FileEntry, ...]] | None = None,
     retention: Retention = KEEP_ALL,
     checksums: bool = False,
+    committed: Callable[[], None] | None = None,
 ) -> Any:
     """Write a tag directory with ``write`` (DeepSpeed's method, save_dir bound) and commit it. On all ranks. Where
     DeepSpeed writes in the background, the commit follows when it is done: see `in_flight`.
 
     ``write_beside`` writes what this rank has to add in ``<save>/megaresume``, and returns what all ranks add there.
     ``checksums``: rank 0 reads every file and puts its checksum into the manifest.
+    ``committed``: called on rank 0 behind the commit.
 
     Raises, on every rank:
         CheckpointError: files are missing or empty, or the disk refuses. The pointers stay as they were.
@@ -103,6 +105,8 @@ def write_tag(
             write_data_file(Path(save_dir), origin)
         if latest:
             remove_converted(Path(save_dir))
+        if committed is not None:
+            committed()
         return notes
 
     if facts.is_decoupled(engine):
@@ -113,7 +117,7 @@ def write_tag(
 
 
 def choose_tag(
-    load_dir: str, tag: str | None, universal: bool, *, checksums: bool = False
+    load_dir: str, tag: str | None, universal: bool, *, checksums: bool = False, shared: Path | None = None
 ) -> tuple[Choice | None, StepFile | None]:
     """Rank 0 decides what to load; all ranks see the same there. Also a barrier: no rank may begin to load what
     another refuses.
@@ -123,6 +127,7 @@ def choose_tag(
         tag: exactly this one; None: the newest complete one.
         universal: take what ``latest_universal`` names.
         checksums: rank 0 reads every file and compares its checksum, where the save took one.
+        shared: where the copies of this root are: see `megaresume.checkpoint.two_roots`.
 
     Returns:
         the choice, and the record beside it; None where there is no checkpoint at all.
@@ -130,8 +135,9 @@ def choose_tag(
     Raises, on every rank:
         CheckpointError: what was asked for is not whole, nothing is, or the ranks see different directories.
     """
-    choice = on_rank_0(lambda: choose_to_load(load_dir, tag, universal, checksums=checksums))
-    step_file = on_all_ranks(lambda: confirm_choice(load_dir, None if choice is None else choice.to_broadcast()))
+    choice = on_rank_0(lambda: choose_to_load(load_dir, tag, universal, checksums=checksums, shared=shared))
+    chosen_in, broadcast = (load_dir, None) if choice is None else (choice.load_dir, choice.to_broadcast())
+    step_file = on_all_ranks(lambda: confirm_choice(chosen_in, broadcast))
     if choice is not None and is_rank_0():
         for rejected in choice.rejected:
             log.warning("megaresume: passed over %s", rejected)

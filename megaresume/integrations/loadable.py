@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megaresume.checkpoint.choose import Choice, choose
 from megaresume.checkpoint.topology import Topology
+from megaresume.checkpoint.two_roots import choose_of_two
 from megaresume.integrations.elastic.universal import read_universal
 from megaresume.stream.errors import CheckpointError, StateError
 
@@ -26,7 +27,9 @@ __all__ = [
 BEGIN_ANEW = "load_checkpoint(..., load_module_only=True)"
 
 
-def choose_to_load(load_dir: str, tag: str | None, universal: bool, *, checksums: bool = False) -> Choice | None:
+def choose_to_load(
+    load_dir: str, tag: str | None, universal: bool, *, checksums: bool = False, shared: Path | None = None
+) -> Choice | None:
     """Decide what to load; on one rank.
 
     Args:
@@ -34,10 +37,13 @@ def choose_to_load(load_dir: str, tag: str | None, universal: bool, *, checksums
         tag: exactly this one; None: the newest complete one.
         universal: take what ``latest_universal`` names.
         checksums: read every file, and compare its checksum; a universal checkpoint has none.
+        shared: where the copies of this root are; no matter for a universal checkpoint.
 
     Raises:
         CheckpointError: what was asked for is not whole, or nothing is.
     """
+    if not universal and shared is not None:
+        return choose_of_two(load_dir, shared, tag=tag, checksums=checksums)
     if not universal or tag is not None:
         return choose(load_dir, tag=tag, checksums=checksums)
     pointer = Path(load_dir, "latest_universal")

@@ -122,6 +122,7 @@ def _run(args: Arguments) -> int:
         max_starts=args.megaresume_max_starts,
         elastic=args.megaresume_elastic,
         verify_checkpoint=args.megaresume_verify_checkpoint,
+        stage_to=args.megaresume_stage_to,
     )
     _load(args, engine)
     on_all_ranks(lambda: stream.skip(end=_last_sample(args, engine, data)))  # nothing beyond it can be skipped

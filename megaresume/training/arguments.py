@@ -130,6 +130,9 @@ class Arguments:
     )
     megaresume_keep_last: int | None = flag(None, "keep the newest so many checkpoints; default: all")
     megaresume_keep_every: int | None = flag(None, "keep those besides whose step this divides")
+    megaresume_stage_to: str | None = flag(
+        None, "existing directory on shared storage: what is saved to --save, local storage, is copied there behind it"
+    )
     megaresume_max_starts: int = flag(MAX_STARTS, "starts from one place without a save between; 0: any number")
     ckpt_step: int | None = flag(None, "load this iteration and no other")
     finetune: bool = flag(False, "load weights only: step 0, sample 0")
