@@ -142,7 +142,10 @@ class Stager:
         self._thread.start()
 
     def submit(self, iteration: int, tag: str) -> None:
-        """Have a checkpoint copied that was just committed. Returns at once."""
+        """Have a checkpoint copied that was just committed. Returns at once. Behind the end, the next start does it."""
+        if self._thread is None:
+            log.warning("megaresume: %s is not copied to %s yet: the next start copies it", tag, self.shared)
+            return
         with self._changed:
             self._queue.append((iteration, check_tag(tag)))
             waiting = len(self._queue)

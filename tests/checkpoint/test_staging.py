@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint import KEEP_ALL, Retention, choose, read_ledger, record_start
+from megaresume.checkpoint import KEEP_ALL, Retention, StepFile, choose, read_ledger, record_start
+from megaresume.checkpoint.retention import prune
 from megaresume.checkpoint.staging import Stager, is_copied, read_staging, stage
 from megaresume.checkpoint.two_roots import adopt, choose_of_two
 from megaresume.stream.errors import CheckpointError
@@ -183,6 +184,7 @@ def counted(function):
         return function(*args, **kwargs)
     return call
 
+from megaresume.checkpoint.retention import prune
 from megaresume.checkpoint.staging import stage
 for name in names:
     setattr(os, name, counted(getattr(os, name)))
@@ -230,10 +232,65 @@ def _killed(command: list[str]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _step_of(root: Path, iteration: int) -> object:
+def _step_of(root: Path, iteration: int) -> StepFile:
     choice = choose(root, iteration=iteration)
-    assert choice is not None
+    assert choice is not None and choice.step is not None
     return choice.step
+
+
+def test_a_shared_storage_that_damages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reads back as other bytes than were written is no copy."""
+    local, shared = tmp_path / "local", tmp_path / "shared"
+    save_checkpoint(local, 10)
+
+    def write_all(descriptor: int, data: memoryview) -> None:
+        os.write(descriptor, bytes([data[0] ^ 1]) + bytes(data[1:]))
+
+    with monkeypatch.context() as context, pytest.raises(CheckpointError, match="reads back other bytes"):
+        context.setattr("megaresume.checkpoint.copying.write_all", write_all)
+        stage(local, shared, 10, "global_step10")
+    assert choose(shared) is None
+    assert stage(local, shared, 10, "global_step10") is not None and choose(shared, checksums=True) is not None
+
+
+def test_local_ones_go_behind_their_copies(roots: tuple[Path, Path]) -> None:
+    """What a rule would delete stays while its copy is missing, or was begun and not completed, or lost a file."""
+    local, shared = roots
+    step = stage(local, shared, 10, "global_step10")
+    assert step is not None and prune(local, Retention(keep_last=1), _step_of(local, 30), copied_to=shared) == (
+        "global_step10",
+    )
+    stage(local, shared, 20, "global_step20")
+    (shared / "global_step20" / MODEL).unlink()
+    assert prune(local, Retention(keep_last=1), _step_of(local, 30), copied_to=shared) == ()
+    stage(local, shared, 20, "global_step20")
+    assert prune(local, Retention(keep_last=1), _step_of(local, 30), copied_to=shared) == ("global_step20",)
+
+
+def test_pointers_never_go_back(roots: tuple[Path, Path]) -> None:
+    """An older one that is copied late moves no pointer; a run that went back does."""
+    local, shared = roots
+    stage(local, shared, 30, "global_step30")
+    stage(local, shared, 10, "global_step10")
+    assert (shared / "latest").read_text() == "global_step30"
+    save_checkpoint(local, 15)
+    stage(local, shared, 15, "global_step15")
+    assert (shared / "latest").read_text() == "global_step15"
+    assert (shared / "latest_checkpointed_iteration.txt").read_text() == "15"
+
+
+def test_a_save_behind_the_end(roots: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
+    """It is complete where it was saved, and the next start copies it."""
+    local, shared = roots
+    stager = Stager(local, shared)
+    stager.start()
+    stager.close(20)
+    save_checkpoint(local, 40)
+    stager.submit(40, "global_step40")
+    assert "the next start copies it" in caplog.text
+    again = Stager(local, shared)
+    again.start()
+    assert again.close(20) == () and is_copied(local, shared, 40, "global_step40")
 
 
 def test_retention_without_rules(roots: tuple[Path, Path]) -> None:
