@@ -12,7 +12,8 @@
     stop_conditions.py        when to save and exit; stopping.py: how all ranks come to do it at one step
     megatron/                 the hooks in Megatron-LM and Megatron-DeepSpeed: its own docstring is the map
     ranks.py                  one rank decides, all ranks know; one rank fails, all ranks fail
-    loadable.py, refusals.py  what cannot be loaded or trained on, and the way out; explained.py: errors of others, in words
+    loadable.py, refusals.py  what cannot be loaded or trained on, and the way out
+    explained.py              errors of DeepSpeed and torch on files, in words
     resume.py                 what a resume found and did, and the line that says so
 
 Importing this package imports neither torch nor DeepSpeed nor Megatron.
