@@ -70,6 +70,9 @@ def main(argv: list[str] | None = None) -> int:
         # The reader of our output has gone, as `| head` does.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        # What the system refuses, of a path of the user's: no permission, a name too long, a disk that fails.
+        return _report(MegaresumeError(f"the system refuses: {error.strerror or error}", found=error.filename), 1)
     except KeyboardInterrupt:
         print("megaresume: interrupted", file=sys.stderr)
         return 130

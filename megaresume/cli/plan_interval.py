@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "duration", "is_asked", "run", "spell"]
 
 _UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+#: seconds; above it nobody means it.
+_LONGEST = 100 * 365 * 86_400.0
 _DURATION = re.compile(r"(?:[0-9]+(?:\.[0-9]+)?(?:ms|min|[smhd]))+|[0-9]+(?:\.[0-9]+)?")
 
 
@@ -29,8 +31,8 @@ def duration(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is no time such as 45s, 90m, 6h or 2d")
     parts = re.findall(r"([0-9.]+)(ms|min|[smhd]|)", text)
     seconds = sum(float(number) * _UNITS[unit] for number, unit in parts)
-    if seconds <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not more than 0")
+    if not 0 < seconds <= _LONGEST:
+        raise argparse.ArgumentTypeError(f"{text:.40} is not more than 0 and at most 100 years")
     return seconds
 
 

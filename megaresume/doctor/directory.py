@@ -5,12 +5,14 @@ Whoever wrote it: `megaresume.checkpoint.layouts`. Reads only, and unpickles not
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 
 from megaresume.checkpoint.atomic import is_leftover
 from megaresume.checkpoint.layout import RECORDS_DIR, ledger_path, records_dir
@@ -85,8 +87,7 @@ def _newest(root: Path, layout: Layout, found: Found) -> Newest | None:
     except UsageError:
         raise
     except MegaresumeError as error:
-        what = f"{error.headline}{error.found if error.found is not None else ''}"
-        found.add("newest", "problem", what, cause=error.cause, action=error.action)
+        found.add("newest", "problem", _words(error), cause=error.cause, action=error.action)
         return None
     if newest is None or newest.path is None:
         found.add("newest", "note", f"no checkpoint of {layout.title}, or only a first save that was killed")
@@ -137,8 +138,9 @@ def _pointers(root: Path, layout: Layout, newest: Newest | None, found: Found) -
     if problem is not None:
         action = None
         if taken is not None and newest is not None:
-            value = taken.name if layout is DEEPSPEED else newest.iteration
-            action = f"printf %s {value} > {root / layout.pointer}"
+            # Without an iteration it is Megatron's ``release``.
+            value = taken.name if layout is DEEPSPEED or newest.iteration is None else newest.iteration
+            action = f"printf %s {quote(str(value))} > {quote(str(root / layout.pointer))}"
         status: Status = "note" if problem.startswith("there is no ") and taken is None else "problem"
         cause = f"without megaresume the next start of {layout.title} begins anew, or stops"
         found.add("pointer", status, problem, cause=cause, action=action)
@@ -148,7 +150,7 @@ def _pointers(root: Path, layout: Layout, newest: Newest | None, found: Found) -
             "problem",
             f"{layout.pointer} names {named}, the newest complete checkpoint is {taken.name}",
             cause=f"without megaresume the next start of {layout.title} takes {named}",
-            action=f"megaresume latest {root} in the launch script: docs/latest.md",
+            action=f"megaresume latest {quote(str(root))} in the launch script: docs/latest.md",
         )
     elif named is not None:
         found.add("pointer", "ok", f"{layout.pointer} names {named}")
@@ -157,7 +159,7 @@ def _pointers(root: Path, layout: Layout, newest: Newest | None, found: Found) -
 def _leftovers(root: Path, found: Found) -> None:
     names = []
     for directory in (root, root / RECORDS_DIR):
-        if directory.is_dir():
+        with contextlib.suppress(OSError):  # who cannot list it has been told so with "newest"
             inside = sorted(name for name in os.listdir(directory) if _TEMPORARY.fullmatch(name) or is_leftover(name))
             names += [os.path.relpath(directory / name, root) for name in inside]
     if names:
@@ -208,7 +210,7 @@ def _ranks(
             )
         return
     before = next((e.topology for e in reversed(entries) if e.kind == "checkpoint" and e.tag == path.name), None)
-    tag = path
+    tag, managed = path, before is not None
     if before is None:
         if layout is HUGGING_FACE:
             tags = [name for name in subdirectories(path) if DEEPSPEED.number(name) is not None]
@@ -224,19 +226,30 @@ def _ranks(
         before = Topology(dp=saved_dp, zero_stage=stage)
     stage = before.zero_stage if zero_stage is None else zero_stage
     if other_partitions(before, partitions=dp, zero_stage=stage or 0):
+        into = (
+            f"megaresume convert {quote(str(path.parent))} --tag {path.name}"
+            if managed
+            else f"python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder "
+            f"{quote(str(tag))} --output_folder {quote(f'{tag}_universal')}, then set "
+            '"checkpoint": {"load_universal": true} in the DeepSpeed config'
+        )
         found.add(
             "ranks",
             "problem",
             f"saved with ZeRO {before.zero_stage} on {before.dp * before.cp} data-parallel ranks, the launch has {dp}",
             cause="DeepSpeed cannot divide the optimizer state over another number of ranks; the data could go on",
-            action=f"start on {before.dp * before.cp} ranks, or: python -m deepspeed.checkpoint.ds_to_universal "
-            f"--inject_missing_state --input_folder {tag} --output_folder {tag}_universal, then "
-            'set "checkpoint": {"load_universal": true} in the DeepSpeed config',
+            action=f"start on {before.dp * before.cp} ranks, or: {into}",
         )
     else:
         words = f"saved on {before.dp} data-parallel ranks"
         zero = "" if before.zero_stage is None else f" with ZeRO {before.zero_stage}"
         found.add("ranks", "ok", f"{words}{zero}; {dp} can load it")
+
+
+def _words(error: MegaresumeError) -> str:
+    if error.found is None:
+        return error.headline
+    return f"{error.headline}{'' if str(error.found).startswith(chr(10)) else ': '}{error.found}"
 
 
 def _age(seconds: float) -> str:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from megaresume.checkpoint import Topology, choose, record_start
+from megaresume.checkpoint.ledger import append_lines
+from megaresume.checkpoint.sealed import seal
 from megaresume.cli.main import main
 from tests.cli.conftest import Run, megaresume, run  # noqa: F401  a fixture
 from tests.cli.test_latest import WRITERS, archive, write_hugging_face, write_megatron, write_verl, write_zero
@@ -66,12 +68,28 @@ def test_pointers_and_leftovers(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert of(checks, "temporary files")["found"] == "latest_checkpointed_iteration.txt.tmp"
     tracker.unlink()
     assert "there is no latest_checkpointed" in of(doctor(capsys, tmp_path)[1], "pointer")["found"]
+    tracker.write_text("")
+    (tmp_path / "iter_0000004").rename(tmp_path / "release")
+    assert of(doctor(capsys, tmp_path)[1], "pointer")["action"] == f"printf %s release > {tracker}"
+    write_zero(tmp_path / "a b", 4)
+    (tmp_path / "a b" / "latest").unlink()
+    action = of(doctor(capsys, tmp_path / "a b")[1], "pointer")["action"]
+    assert action == f"printf %s global_step4 > '{tmp_path}/a b/latest'"
     write_zero(tmp_path / "both", 4)
     write_zero(tmp_path / "both", 6)
     (tmp_path / "both" / "latest_checkpointed_iteration.txt").write_text("4")
     _, checks = doctor(capsys, tmp_path / "both")
     notes = [check["found"] for check in checks if check["name"] == "newest"]
     assert any("the pointers disagree" in note for note in notes)
+
+
+def test_what_cannot_be_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_zero(tmp_path, 4)
+    (tmp_path / "megaresume").symlink_to("megaresume")
+    (tmp_path / "other").symlink_to("other")
+    status, checks = doctor(capsys, tmp_path)
+    assert status == 1 and of(checks, "ledger")["found"].endswith("Too many levels of symbolic links")
+    assert "global_step4 is complete" in of(checks, "newest")["found"]
 
 
 def test_nothing_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,6 +119,12 @@ def test_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "ds_to_universal" in of(checks, "ranks")["action"]
     status, checks = doctor(capsys, tmp_path / "zero", "--dp", 2, "--zero-stage", 1)
     assert status == 0 and of(checks, "ranks")["status"] == "ok"
+    layout = Topology(dp=2, zero_stage=2).to_dict()
+    line = {"format": "megaresume.ledger", "version": 1, "kind": "checkpoint", "iteration": 4, "tag": "global_step4"}
+    line |= {"samples": 32, "digest": "0" * 16, "run": "a" * 16, "time": "-", "topology": layout}
+    append_lines(tmp_path / "zero" / "megaresume" / "ledger.jsonl", [seal(line)])
+    action = of(doctor(capsys, tmp_path / "zero", "--dp", 4)[1], "ranks")["action"]
+    assert action == f"start on 2 ranks, or: megaresume convert {tmp_path / 'zero'} --tag global_step4"
     path = write_hugging_face(tmp_path / "hf", 4)
     write_zero(path, 4)
     (path / "rng_state.pth").unlink()

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from megaresume.cli.flags import normalise
-from megaresume.cli.main import COMMANDS
+from megaresume.cli.main import COMMANDS, main
 from tests.cli.conftest import megaresume
 
 
@@ -31,6 +31,12 @@ def test_bad_usage_is_status_2_without_a_traceback(words):
     done = megaresume(*words)
     assert done.returncode == 2
     assert done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [("latest",), ("doctor",), ("inspect",), ("plan",), ("plan", "--mtbf", "6h")])
+def test_what_the_system_refuses_is_no_traceback(words, capsys):
+    assert main([words[0], "x" * 300, *words[1:]]) == 1
+    assert "File name too long" in capsys.readouterr().err
 
 
 def test_dashes_and_underscores_are_the_same_in_flags_only():

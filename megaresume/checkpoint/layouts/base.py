@@ -50,6 +50,13 @@ class Layout:
         return int(match[1]) if match else None
 
 
+def _is_dir(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False  # a link that leads round in a circle, or to where this user may not look
+
+
 def subdirectories(root: Path) -> list[str]:
     """Names of the directories in a directory; none where it is not there.
 
@@ -58,6 +65,6 @@ def subdirectories(root: Path) -> list[str]:
     """
     try:
         with os.scandir(root) as entries:
-            return sorted(entry.name for entry in entries if entry.is_dir())
+            return sorted(entry.name for entry in entries if _is_dir(entry))
     except (FileNotFoundError, NotADirectoryError):
         return []
