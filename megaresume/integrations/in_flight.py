@@ -113,7 +113,7 @@ def defer(engine: Any, pending: PendingCheckpoint, commit: Callable[[], object])
 
 
 def seconds(engine: Any) -> float | None:
-    """From hand-over to commit of the last save in the background, the longest it can have taken; None: none was made."""
+    """From hand-over to commit of the last save in the background: as long as it took at most; None: none was made."""
     return getattr(engine, _SECONDS, None)
 
 

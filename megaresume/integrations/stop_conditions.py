@@ -5,6 +5,7 @@ Without torch: flags are checked before it is imported.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Mapping
@@ -43,7 +44,7 @@ class StopConditions:
         status: exit status. torchrun and Slurm take anything but 0 for a failure.
 
     Raises:
-        UsageError: an unknown signal, a time below 0, or an end of the job that nobody tells.
+        UsageError: an unknown signal, an impossible time or status, or an end of the job that nobody tells.
     """
 
     signals: tuple[str, ...] = SIGNALS
@@ -62,12 +63,15 @@ class StopConditions:
                     action="name another one",
                 )
         for what, minutes in (("after_minutes", self.after_minutes), ("before_end", self.before_end)):
-            if isinstance(minutes, (int, float)) and minutes < 0:
-                raise UsageError("a time cannot be negative", found=f"{what}={minutes}", expected="minutes")
+            if isinstance(minutes, (int, float)) and not 0 <= minutes < math.inf:
+                raise UsageError("this is no time", found=f"{what}={minutes}", expected="minutes, 0 or more")
+        if not 0 <= self.status <= 255:
+            # The system keeps the last 8 bits: 256 would be 0.
+            raise UsageError("this is no exit status", found=self.status, expected="0 to 255", action="such as 75")
         if self.before_end is not None and job_end(os.environ) is None:
             raise UsageError(
                 "the end of the job is not known",
-                found=f"no {' and no '.join(f'${name}' for name in END_TIME_VARIABLES)}",
+                found=" and ".join(_value(name) for name in END_TIME_VARIABLES),
                 expected="seconds since 1970, as Slurm gives them to a job with a time limit",
                 cause="this is no Slurm job, or one without a time limit",
                 action="--exit-duration-in-mins MINUTES; or set MEGARESUME_JOB_END_TIME in the launch script",
@@ -91,6 +95,10 @@ def minutes_before_end(text: str | float | None) -> float | Literal["auto"] | No
             found=text,
             expected="a number of minutes",
         ) from error
+
+
+def _value(name: str) -> str:
+    return f"${name} is {os.environ[name]!r}" if name in os.environ else f"no ${name}"
 
 
 def job_end(environment: Mapping[str, str]) -> float | None:

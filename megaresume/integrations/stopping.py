@@ -11,6 +11,7 @@ signal changes nothing about a save that has begun. Worker processes of our load
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -83,9 +84,10 @@ class Stopper:
     def _note(self, number: int, _frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         self._received.append(name)
-        # No print: a handler may interrupt a print. One write is safe.
+        # No print: a handler may interrupt a print. One write is safe; whoever read it may be gone, by the same signal.
         more = "again: nothing changes" if len(self._received) > 1 else "this process saves and exits at the step's end"
-        os.write(2, f"megaresume: {name} received, {more}\n".encode())
+        with contextlib.suppress(OSError):
+            os.write(2, f"megaresume: {name} received, {more}\n".encode())
 
     def reason(self) -> str | None:
         """Why this rank alone would stop now."""
@@ -94,7 +96,8 @@ class Stopper:
         if not is_rank_0():
             return None  # clocks differ, and not every node sees the same files at the same time
         conditions = self.conditions
-        if conditions.file is not None and Path(conditions.file).exists():
+        # Not Path.exists, which raises where it may not look: here that would leave the other ranks waiting.
+        if conditions.file is not None and os.path.exists(conditions.file):
             return f"{conditions.file} is there"
         minutes = (time.monotonic() - self._began) / 60
         if conditions.after_minutes is not None and minutes >= conditions.after_minutes:
@@ -164,5 +167,14 @@ class Stopper:
 
     def saved(self) -> None:
         """The checkpoint is there: take the trigger file away, so that the next start does not stop at once."""
-        if self.conditions.file is not None and is_rank_0():
-            Path(self.conditions.file).unlink(missing_ok=True)
+        file = self.conditions.file
+        if file is None or not is_rank_0():
+            return
+        try:
+            Path(file).unlink(missing_ok=True)
+        except OSError as error:
+            log.warning(
+                "megaresume: %s cannot be removed (%s): as long as it is there, every start stops at its first step",
+                file,
+                error.strerror or error,
+            )

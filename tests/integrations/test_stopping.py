@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 
 from megaresume.checkpoint import choose
 from megaresume.integrations.stop_conditions import StopConditions, job_end
+from megaresume.integrations.stopping import Stopper
 from megaresume.stream.errors import UsageError
 
 
@@ -43,7 +46,17 @@ def test_the_trigger_file_is_used_up(stopped: Any) -> None:
     assert stopped["file_gone"] == [True, True]
 
 
-@pytest.mark.parametrize("wrong", [{"signals": ("SIGKILL",)}, {"signals": ("TERM",)}, {"after_minutes": -1}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"signals": ("SIGKILL",)},
+        {"signals": ("TERM",)},
+        {"after_minutes": -1},
+        {"after_minutes": float("nan")},
+        {"after_minutes": float("inf")},
+        {"status": 256},
+    ],
+)
 def test_impossible_conditions(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         StopConditions(**wrong)
@@ -53,5 +66,28 @@ def test_an_end_that_nobody_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
     with pytest.raises(UsageError, match="end of the job is not known"):
         StopConditions(before_end="auto")
+    monkeypatch.setenv("MEGARESUME_JOB_END_TIME", "tomorrow")
+    with pytest.raises(UsageError) as caught:
+        StopConditions(before_end="auto")
+    assert caught.value.found == "$MEGARESUME_JOB_END_TIME is 'tomorrow' and no $SLURM_JOB_END_TIME"
     assert job_end({"SLURM_JOB_END_TIME": "soon"}) is None
     assert job_end({"SLURM_JOB_END_TIME": "9", "MEGARESUME_JOB_END_TIME": "7"}) == 7
+
+
+def test_what_asks_to_stop_cannot_break_a_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # A file of which the system says more than that it is not there: rank 0 alone would end there.
+    assert Stopper(StopConditions(signals=(), file="x" * 300), save_seconds=lambda: None).reason() is None
+    (tmp_path / "stop").mkdir()
+    stopper = Stopper(StopConditions(signals=("SIGUSR1",), file=str(tmp_path / "stop")), save_seconds=lambda: None)
+    stopper.install()
+    stderr = os.dup(2)
+    try:
+        os.close(2)  # `2>&1 | tee log`, and tee got the signal too
+        os.kill(os.getpid(), signal.SIGUSR1)
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        stopper.uninstall()
+    assert stopper.reason() == "SIGUSR1 received"
+    stopper.saved()
+    assert "cannot be removed" in caplog.text and "every start stops" in caplog.text
