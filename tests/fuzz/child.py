@@ -14,7 +14,7 @@ from random import Random
 
 import atheris
 
-with atheris.instrument_imports(include=["megaresume"]):
+with atheris.instrument_imports(include=["megaresume", "tests.fuzz.targets"]):
     from tests.fuzz.targets import TARGETS
 
 #: Longer for one input: a hang.

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from megaresume.checkpoint import LedgerEntry, StepFile, choose, read_ledger, re
 from megaresume.checkpoint.ledger import read_run
 from megaresume.checkpoint.marker import Marker, read_marker
 from megaresume.checkpoint.sealed import unseal
+from megaresume.checkpoint.staging import read_staging
 from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.state_file import read_step_file
 from megaresume.cli.main import main
@@ -154,6 +156,18 @@ def _mutate_step(data: bytes, rng: Any) -> bytes | None:
     return reseal({**fields, "state": _with_checksum(fields.get("state"))})
 
 
+def check_staging(data: bytes) -> None:
+    """The note of where copies go: it can be read, or there is none."""
+    path = root().parent / "staged/megaresume/staging.json"
+    if not path.parent.exists():
+        shutil.copytree(root() / "megaresume", path.parent)
+        (path.parents[1] / "global_step10").mkdir()
+    path.write_bytes(data)
+    staging = read_staging(path.parents[1])
+    if staging is not None and str(staging.to) != str(Path(unseal(data)["to"])):
+        raise AssertionError(f"{staging} is not what was written")
+
+
 # The ledger
 
 
@@ -291,6 +305,11 @@ TARGETS: dict[str, Target] = {
     "pointers": Target(
         seeds=lambda: [b"global_step10", b"10", b"20\n", b"best", b"release", b"", b"\0", b"1" * 19, "１０".encode()],
         check=check_pointers,
+    ),
+    "staging": Target(
+        seeds=lambda: [reseal({"format": "megaresume.staging", "version": 1, "to": to}) for to in ("/a/b", "\0", "a")],
+        check=check_staging,
+        mutate=sealed_file,
     ),
     "damage": Target(seeds=_scripts, check=check_damage),
     "root": Target(seeds=_scripts, check=check_root),
