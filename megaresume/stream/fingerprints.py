@@ -113,4 +113,9 @@ def _likely_change(name: str, before: Fingerprint | None, now: Fingerprint) -> t
         )
     if before.tokenizer is None:
         return "the tokenizer was not known when the state was made: the corpus was prepared again since", action
-    return "the corpus was made with another tokenizer", action
+    if now.tokenizer.partition(" of ")[0] == before.tokenizer.partition(" of ")[0]:
+        return (
+            "records have other contents of the same lengths: the shards were edited and their index made again",
+            action,
+        )
+    return "the corpus was made with another tokenizer or image processor", action

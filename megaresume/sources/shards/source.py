@@ -274,8 +274,12 @@ class ShardSource:
         return self.range_fingerprint(0, len(self), recompute=recompute)
 
     def range_fingerprint(self, start: int, stop: int, *, recompute: bool = False) -> Fingerprint:
-        """As `fingerprint`, of documents start to stop."""
-        encoder = str(self.index.header["encoder"]["fingerprint"])
+        """As `fingerprint`, of documents start to stop.
+
+        Besides the lengths it holds what made the documents: the encoder, and the contents of all records of the index.
+        """
+        header = self.index.header
+        encoder = f"{header['encoder']['fingerprint']} of records {header['columns']['content'][:16]}"
         if recompute:
             self.index.verify()
         for part in self.index.header["fingerprints"] if self._limit is None and not recompute else ():
