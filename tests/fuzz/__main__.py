@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.fuzz.target import SCRATCH, in_memory
+
 ROOT = Path(__file__).parents[2]
 
 __all__ = ["Outcome", "fuzz", "main"]
@@ -44,7 +46,10 @@ def fuzz(name: str, *, seconds: float, findings: Path, seed: int, corpus: Path |
         seed: of the fuzzer.
         corpus: directory of inputs to go on from, and to add to; None: nothing is kept.
     """
-    with tempfile.TemporaryDirectory(prefix="megaresume-corpus-") as temporary:
+    with (
+        tempfile.TemporaryDirectory(prefix="megaresume-corpus-") as temporary,
+        tempfile.TemporaryDirectory(prefix="megaresume-fuzz-", dir=in_memory()) as files,
+    ):
         command = [sys.executable, "-m", "tests.fuzz.child", name, str(corpus or temporary), str(findings)]
         done = subprocess.run(
             [*command, str(seconds), str(seed)],
@@ -52,7 +57,7 @@ def fuzz(name: str, *, seconds: float, findings: Path, seed: int, corpus: Path |
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             check=False,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "MEGARESUME_CACHE": temporary},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "MEGARESUME_CACHE": temporary, SCRATCH: files},
         )
     return Outcome(name=name, status=done.returncode, text=done.stdout.decode(errors="replace"))
 
