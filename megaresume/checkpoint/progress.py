@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -11,10 +12,12 @@ from megaresume.checkpoint.layout import ledger_path
 from megaresume.checkpoint.ledger import LedgerEntry, read_ledger
 from megaresume.stream.errors import CheckpointError
 
-__all__ = ["MAX_STARTS", "check_progress"]
+__all__ = ["MAX_STARTS", "NOTHING_TO_TRAIN", "check_progress", "starts_from"]
 
 #: starts from one place without a save in between that are let through.
 MAX_STARTS = 5
+#: among the details of a start: the run was over, and was launched again. Such a start does not count.
+NOTHING_TO_TRAIN = "nothing_to_train"
 
 
 def check_progress(
@@ -39,12 +42,7 @@ def check_progress(
     """
     if max_starts < 1:
         return
-    starts: list[LedgerEntry] = []
-    for entry in reversed(read_ledger(ledger_path(Path(os.path.abspath(save_dir)))).entries):
-        if entry.kind != "start" or entry.iteration != iteration:
-            break
-        starts.append(entry)
-    starts.reverse()
+    starts = starts_from(read_ledger(ledger_path(Path(os.path.abspath(save_dir)))).entries, iteration)
     failed = starts[:-1]  # the last one is this start
     if len(failed) < max_starts:
         return
@@ -59,8 +57,19 @@ def check_progress(
         cause="the same failure every time before that: look at the end of the last log, "
         f"megaresume doctor --log LOG; or the job is given less time than it needs to get to {next_save}",
         action=f"lower {number} so that a save comes sooner; to try {max_starts} times more without a change: "
-        f"--megaresume-max-starts {len(failed) + max_starts}; 0 counts no starts",
+        f"--megaresume-max-starts {len(failed) + max_starts} (of attach: max_starts=); 0 counts no starts",
     )
+
+
+def starts_from(entries: Sequence[LedgerEntry], iteration: int) -> list[LedgerEntry]:
+    """The starts from an iteration at the end of a ledger, which had something to train and saved nothing."""
+    starts: list[LedgerEntry] = []
+    for entry in reversed(entries):
+        if entry.kind != "start" or entry.iteration != iteration:
+            break
+        if not entry.details.get(NOTHING_TO_TRAIN):
+            starts.append(entry)
+    return starts[::-1]
 
 
 def _next(iteration: int, interval: int) -> int:

@@ -23,6 +23,7 @@ from megaresume.checkpoint.layouts.hugging_face import HUGGING_FACE
 from megaresume.checkpoint.layouts.verl import VERL
 from megaresume.checkpoint.ledger import LedgerEntry, read_ledger
 from megaresume.checkpoint.manifest import list_files
+from megaresume.checkpoint.progress import starts_from
 from megaresume.checkpoint.topology import Topology
 from megaresume.doctor.check import Check, Status
 from megaresume.integrations.loadable import other_partitions
@@ -177,11 +178,7 @@ def _ledger(root: Path, found: Found) -> Sequence[LedgerEntry]:
     for problem in reading.problems:
         status: Status = "warning" if problem.kind == "damaged" else "note"
         found.add("ledger", status, str(problem))
-    starts = 0
-    for entry in reversed(reading.entries):
-        if entry.kind != "start" or entry.iteration != reading.entries[-1].iteration:
-            break
-        starts += 1
+    starts = len(starts_from(reading.entries, reading.entries[-1].iteration)) if reading.entries else 0
     if starts >= _STARTS:
         found.add(
             "progress",

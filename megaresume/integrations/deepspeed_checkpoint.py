@@ -22,7 +22,7 @@ from megaresume.checkpoint.choose import Choice
 from megaresume.checkpoint.layout import deepspeed_tag, ledger_path
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.manifest import FileEntry
-from megaresume.checkpoint.progress import MAX_STARTS, check_progress
+from megaresume.checkpoint.progress import MAX_STARTS, NOTHING_TO_TRAIN, check_progress
 from megaresume.checkpoint.retention import KEEP_ALL, Retention
 from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.state_file import StepFile
@@ -172,8 +172,11 @@ class Checkpoints:
         """What was accepted at the resume, in words."""
         return change_lines(self.data.stream, self.data.schedule.size_at(state.samples))
 
-    def record_start(self, save_dir: str | None = None) -> None:
-        """Put this start into the ledger of the run, once. Writes on rank 0 only; no collective."""
+    def record_start(self, save_dir: str | None = None, *, trains: bool = True) -> None:
+        """Put this start into the ledger of the run, once. Writes on rank 0 only; no collective.
+
+        ``trains``: False where nothing is left to train; such a start is none that led to no save.
+        """
         if save_dir is None and self._start_recorded_in:
             return  # asked for at every step
         save_dir = save_dir or self._save_dir
@@ -190,6 +193,7 @@ class Checkpoints:
             state=self._start_state(sample),
             choice=self._choice,
             topology=self.topology(),
+            details=None if trains else {NOTHING_TO_TRAIN: True},
         )
         self.attempt = sum(entry.kind == "start" for entry in read_ledger(ledger_path(Path(save_dir))).entries)
         self._start_recorded_in.add(Path(save_dir).resolve())

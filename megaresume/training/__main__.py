@@ -13,7 +13,7 @@ from typing import Any
 from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
 from megaresume.training.arguments import Arguments, check_layout, parse_arguments, retention
 from megaresume.training.launch import announce, launch, rank_and_size, shut_down, stop_at_once
-from megaresume.training.length import end_of_run
+from megaresume.training.length import end_of_run, is_over
 
 __all__ = ["main"]
 
@@ -148,7 +148,9 @@ def _run(args: Arguments) -> int:
             micro_batch_size=args.micro_batch_size,
             vocab_size=vocab_size,
         )
-    data.checkpoints.record_start()
+    length = {"train_iters": args.train_iters, "train_samples": args.train_samples}
+    over = is_over(int(engine.global_steps), data.samples_trained, **length)
+    data.checkpoints.record_start(trains=not (over or args.skip_train))
     log = on_all_ranks(
         lambda: SampleLog(
             args.megaresume_log_samples,

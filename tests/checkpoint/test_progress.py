@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megaresume.checkpoint import Commit, check_progress, choose, record_start
+from megaresume.checkpoint.progress import NOTHING_TO_TRAIN
 from megaresume.stream.errors import CheckpointError
 from megaresume.stream.state import StreamState
 
@@ -32,6 +33,17 @@ def test_starts_without_a_save_are_counted(tmp_path: Path, save: Save, state: Ma
     assert "lower --save-interval (now 500)" in error.value.action and "--megaresume-max-starts 6" in error.value.action
     check_progress(tmp_path, iteration=10, max_starts=6)  # as it says
     check_progress(tmp_path, iteration=10, max_starts=0)
+
+
+def test_a_finished_run_that_is_launched_again_does_not_count(tmp_path: Path, save: Save, state: MakeState) -> None:
+    save(tmp_path, 10)
+    start(tmp_path, 10, state)
+    for _ in range(9):
+        record_start(tmp_path, iteration=10, state=state(80), choice=choose(tmp_path), details={NOTHING_TO_TRAIN: True})
+    start(tmp_path, 10, state)  # with a larger --train-iters
+    check_progress(tmp_path, iteration=10, max_starts=2)
+    with pytest.raises(CheckpointError, match="no progress: 1 starts"):
+        check_progress(tmp_path, iteration=10, max_starts=1)
 
 
 def test_a_save_begins_the_count_anew(tmp_path: Path, save: Save, state: MakeState) -> None:

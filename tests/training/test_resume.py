@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from megaresume.checkpoint.layout import ledger_path
+from megaresume.checkpoint.ledger import read_ledger
+from megaresume.checkpoint.progress import NOTHING_TO_TRAIN
 from megaresume.training.jobs import LocalJob
 from megaresume.training.records import compare
 
@@ -85,6 +88,9 @@ def test_killed_and_resumed_on_other_topologies(runs: Any, twins: Any) -> None:
     assert again.status == 0
     assert "the run is over: 6 steps, 48 samples trained" in again.text
     assert again.records.steps == last.records.steps
+    ledger = read_ledger(ledger_path(runs.directory / "other")).entries
+    # It is no start that led to no save: a longer --train-iters may follow however many of them.
+    assert [NOTHING_TO_TRAIN in entry.details for entry in ledger if entry.kind == "start"] == [False] * 3 + [True]
 
 
 def test_validation_is_the_same_samples_in_any_layout(runs: Any, twins: Any) -> None:

@@ -18,7 +18,7 @@ from megaresume.checkpoint.data_file import write_data_file
 from megaresume.checkpoint.layout import deepspeed_tag, manifest_path, marker_path, megatron_tag, step_path
 from megaresume.checkpoint.manifest import FileEntry
 from megaresume.checkpoint.marker import Marker, remove_marker, write_marker
-from megaresume.checkpoint.progress import check_progress
+from megaresume.checkpoint.progress import NOTHING_TO_TRAIN, check_progress
 from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.state_file import StepFile, new_id, read_step_file
 from megaresume.checkpoint.superseded import retire_records
@@ -220,8 +220,10 @@ def settle_start(current: Session, iteration: int, state: StreamState | None) ->
         tag = tag_of(current.project, source.iteration)
         choice = Choice(load_dir=source.load_dir, tag=tag, iteration=source.iteration, step=step, manifest=None)
     now = topology_of(args, state.samples, current.project)
-    record_start(root, iteration=iteration, state=state, choice=choice, topology=now)
-    if not _is_over(args, iteration, state.samples):
+    is_over = _is_over(args, iteration, state.samples)
+    details = {NOTHING_TO_TRAIN: True} if is_over else None
+    record_start(root, iteration=iteration, state=state, choice=choice, topology=now, details=details)
+    if not is_over:
         check_progress(
             root,
             iteration=iteration,

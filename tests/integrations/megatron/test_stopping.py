@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from megaresume.checkpoint.layout import ledger_path
+from megaresume.checkpoint.ledger import read_ledger
+from megaresume.checkpoint.progress import NOTHING_TO_TRAIN
 from megaresume.integrations.megatron import checks, stopping
 from megaresume.integrations.megatron.arguments import Settings
 from megaresume.integrations.megatron.project import Project
@@ -59,6 +62,12 @@ def test_one_run_through_all_of_it(mini: Any, data_yaml: Path, tmp_path: Path) -
     refused = mini(*flags, *limit)
     assert refused.status == 1 and refused.steps() == {}, refused.output[-3000:]
     assert "no progress: 1 starts from iteration 5" in refused.output and "(now 2)" in refused.output
+
+    # A run that is over may be launched any number of times: these starts do not count.
+    over = mini(*flags, *limit, "--train-iters", 5)
+    assert over.status == 0 and over.steps() == {}, over.output[-3000:]
+    starts = [entry for entry in read_ledger(ledger_path(save)).entries if entry.kind == "start"]
+    assert [NOTHING_TO_TRAIN in entry.details for entry in starts] == [False] * 4 + [True]
 
 
 @pytest.mark.parametrize("flag", ["keep_last", "keep_every", "verify_checkpoint"])
