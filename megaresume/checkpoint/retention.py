@@ -22,7 +22,8 @@ from pathlib import Path
 
 from megaresume.checkpoint.atomic import leftover_name
 from megaresume.checkpoint.candidates import Candidate, examine, list_candidates, resolve_pointer
-from megaresume.checkpoint.layout import is_usual_tag
+from megaresume.checkpoint.layout import is_usual_tag, ledger_path
+from megaresume.checkpoint.ledger import abandoned_checkpoints, read_ledger
 from megaresume.checkpoint.pointers import read_pointers
 from megaresume.checkpoint.state_file import StepFile
 from megaresume.stream.errors import MegaresumeError, UsageError
@@ -110,6 +111,8 @@ def _superfluous(root: Path, retention: Retention, committed: StepFile) -> Itera
     """What no rule keeps, newest first."""
     candidates = list_candidates(root)
     named = {resolve_pointer(pointer, candidates) for pointer in read_pointers(root)}
+    # What a run that went back has left behind is no fallback of its present: it must not push one out.
+    given_up = abandoned_checkpoints(read_ledger(ledger_path(root)).entries)
     complete = 0
     for candidate in candidates:
         iteration, tag = candidate.iteration, candidate.tag
@@ -124,7 +127,7 @@ def _superfluous(root: Path, retention: Retention, committed: StepFile) -> Itera
             continue
         if examine(root, candidate, run=committed.run).status != "complete":
             continue
-        complete += 1
+        complete += (iteration, tag) not in given_up
         if is_enough and not every and candidate not in named:
             yield candidate
 

@@ -97,6 +97,22 @@ def test_damaged_ones_do_not_count(tmp_path: Path, save: Save) -> None:
     assert weights(tmp_path) == tags(20, 30, 40)
 
 
+def test_a_branch_that_was_given_up_pushes_nothing_out(tmp_path: Path, save: Save) -> None:
+    for iteration in (10, 20, 30, 40):
+        save(tmp_path, iteration)
+    choice = choose(tmp_path, tag="global_step10")
+    assert choice is not None and choice.state is not None
+    record_start(tmp_path, iteration=10, state=choice.state, choice=choice)
+    for iteration in (25, 45):  # 20, 30 and 40 lie behind it now, and do not lead to 45
+        save(tmp_path, iteration, salt=1, retention=Retention(keep_last=2))
+    assert weights(tmp_path) == tags(25, 30, 40, 45)
+    save(tmp_path, 55, salt=1, retention=Retention(keep_last=2))
+    assert weights(tmp_path) == tags(45, 55)
+    (tmp_path / "global_step55" / "mp_rank_00_model_states.pt").unlink()
+    choice = choose(tmp_path)
+    assert choice is not None and choice.tag == "global_step45"
+
+
 def test_another_run_is_left_alone(tmp_path: Path, save: Save) -> None:
     other, root = tmp_path / "other", tmp_path / "root"
     save(other, 10)
