@@ -29,11 +29,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
+from megaresume.checkpoint.atomic import write_error
 from megaresume.checkpoint.commit import PendingCheckpoint
 from megaresume.checkpoint.layout import records_dir
 from megaresume.integrations import deepspeed_engine as facts
 from megaresume.integrations.ranks import is_rank_0, on_all_ranks, on_rank_0, world_size
-from megaresume.stream.errors import CheckpointError
+from megaresume.stream.errors import CheckpointError, MegaresumeError
 
 __all__ = ["check_writer", "defer", "seconds", "settle", "watch"]
 
@@ -206,12 +207,13 @@ def _at_exit(reference: weakref.ref[Any]) -> None:
     if engine is None or flight is None:
         return
     setattr(engine, _SLOT, _Flight())
-    if flight.pending is not None:
-        try:
+    try:
+        if flight.pending is not None:
             _finish_alone(engine, flight, flight.pending)
-        except CheckpointError as error:
-            print(f"megaresume: error: rank {flight.rank}: {error}", file=sys.stderr, flush=True)
-    engine.checkpoint_engine.cleanup()  # the program would wait for its writer for ever
+    except (MegaresumeError, OSError) as error:
+        print(f"megaresume: error: rank {flight.rank}: {error}", file=sys.stderr, flush=True)
+    finally:
+        engine.checkpoint_engine.cleanup()  # the program would wait for its writer for ever
 
 
 def _finish_alone(engine: Any, flight: _Flight, pending: PendingCheckpoint) -> None:
@@ -226,7 +228,10 @@ def _finish_alone(engine: Any, flight: _Flight, pending: PendingCheckpoint) -> N
         )
     _wait(engine, flight)
     written = [where / f".{pending.step.save_id}.{rank}.written" for rank in range(flight.ranks)]
-    written[flight.rank].touch()
+    try:
+        written[flight.rank].touch()
+    except OSError as error:
+        raise write_error(written[flight.rank], error) from error
     if flight.rank == 0 and flight.commit is not None:
         _wait_for(written, _PATIENCE if getattr(sys, "last_value", None) is None else _PATIENCE_IN_ERROR, tag)
         flight.commit()

@@ -7,8 +7,10 @@ background_toy.py DATA ROOT kill      goes on from there; killed with a save in 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,17 @@ def watched() -> None:
             toy.train(engine, data, 3)
         except megaresume.Stopped as stopped:
             found["stopped"] = [stopped.code, engine.global_steps, pointers(toy.ROOT / "stopped"), stop.exists()]
+        # The end of the program, where the directory has become unwritable: said, and no wait without end.
+        engine.save_checkpoint(str(toy.ROOT / "gone"))
+        found["ends"] = [engine.checkpoint_engine.ckpt_process.is_alive()]
+        torch.distributed.barrier()
+        if engine.global_rank == 0:
+            shutil.rmtree(toy.ROOT / "gone" / "megaresume")
+        torch.distributed.barrier()
+        process = engine.checkpoint_engine.ckpt_process
+        megaresume.integrations.in_flight._at_exit(weakref.ref(engine))
+        process.join(5)
+        found["ends"].append(process.is_alive())
         found["measured"] = data._stopper._save_seconds() == megaresume.integrations.in_flight.seconds(engine)
         engine.destroy()
         # The program ends with a save in flight.

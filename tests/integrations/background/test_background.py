@@ -81,6 +81,13 @@ def test_what_a_stop_says_is_saved_is_committed(saves: Any) -> None:
         assert found["measured"]  # the whole of it, and not how long training was held up
 
 
+def test_the_end_of_a_program_that_cannot_commit(saves: Any) -> None:
+    found, _, output = saves
+    assert [one["ends"] for one in found] == [[True, False]] * 2
+    for rank in (0, 1):
+        assert f"megaresume: error: rank {rank}: cannot write" in output
+
+
 def test_the_end_of_the_program_waits(saves: Any, root: Path) -> None:
     found, status, output = saves
     assert status == 0, output[-3000:]
