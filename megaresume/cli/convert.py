@@ -25,6 +25,10 @@ def run(args: argparse.Namespace) -> int:
     from megaresume.integrations.elastic.convert import Reporter, convert
     from megaresume.integrations.elastic.universal import read_universal
 
+    if args.workers is not None and args.workers < 1:
+        raise UsageError("--workers must be at least 1", found=args.workers)
+    if not args.dir.is_dir():
+        raise UsageError("no such directory", found=str(args.dir), expected="the --save directory of a run")
     choice = choose(args.dir, tag=args.tag)
     if choice is None:
         raise CheckpointError(f"there is no checkpoint in {args.dir}")

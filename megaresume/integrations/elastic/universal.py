@@ -13,6 +13,7 @@ import shutil
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any, Literal
 
 from megaresume.checkpoint.manifest import list_files
@@ -131,7 +132,7 @@ def _refused(directory: Path, found: str, cause: str) -> CheckpointError:
         found=f"{directory}: {found}",
         expected=f"none, or a whole one that megaresume made of {source}",
         cause=cause,
-        action=f"rm -r {directory}    (or, to load it as it is, set load_universal)",
+        action=f"rm -r {quote(str(directory))}    (or, to load it as it is, set load_universal)",
     )
 
 
