@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from types import ModuleType
@@ -46,6 +47,8 @@ def main(argv: list[str] | None = None) -> int:
         from megaresume.run import main as run_script
 
         return run_script(argv[1:])
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # a path is bytes: launch scripts get them as they are
     argv = normalise(argv)
     # Only the command that is asked for is imported; the help text needs them all.
     names = [name for name in argv[:1] if name in COMMANDS] or list(COMMANDS)

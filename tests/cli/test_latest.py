@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import shutil
 import struct
@@ -144,6 +145,23 @@ def test_as_a_program(tmp_path: Path) -> None:
         [sys.executable, "-c", code, "latest", tmp_path / "a b"], capture_output=True, text=True, check=True
     )
     assert not {"torch", "numpy", "deepspeed", "transformers"}.intersection(done.stdout.split())
+
+
+def test_names_that_are_no_text(tmp_path: Path) -> None:
+    root = tmp_path / os.fsdecode(b"\xff dir")
+    path = write_zero(root, 4)
+    command = [sys.executable, "-m", "megaresume", "latest", root]
+    env = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}  # as in every locale but C
+    done = subprocess.run(command, env=env, capture_output=True, check=True)
+    assert done.stdout == os.fsencode(path) + b"\n"
+
+
+def test_an_error_names_the_newest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in range(30):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    assert main(["latest", str(tmp_path)]) == 1
+    err = capsys.readouterr().err
+    assert "none of the 30" in err and "checkpoint-29:" in err and "checkpoint-5:" not in err and "and 20 more" in err
 
 
 def test_a_header_nested_without_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,9 @@ from megaresume.stream.errors import CheckpointError, UsageError
 
 __all__ = ["LAYOUTS", "Newest", "find_newest", "look_at", "named_by", "recognise"]
 
+#: checkpoints that an error names, each with its reason.
+_SHOWN = 10
+
 LAYOUTS = {layout.name: layout for layout in (MEGATRON, DEEPSPEED, VERL, HUGGING_FACE)}
 
 
@@ -255,7 +258,8 @@ class _Walk:
             self._pass(name, reason)
         raise CheckpointError(
             f"none of the {len(self.names)} checkpoints in {self.root} is complete",
-            found="".join(f"\n    {line}" for line in [*self.notes, *map(str, self.passed)]),
+            found="".join(f"\n    {line}" for line in [*self.notes, *map(str, self.passed[:_SHOWN])])
+            + (f"\n    and {len(self.passed) - _SHOWN} more" if len(self.passed) > _SHOWN else ""),
             expected=f"a complete checkpoint of {self.layout.title}",
             cause="the first save was killed, or the files were damaged afterwards",
             action="restore a checkpoint from a copy; to begin anew, move these away or save into an empty directory",
