@@ -26,7 +26,7 @@ from megaresume.integrations.megatron.state import KEY, SavedState, read_state, 
 from megaresume.integrations.megatron.stopping import listen
 from megaresume.integrations.ranks import is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
 from megaresume.integrations.resume import Resume
-from megaresume.stream.errors import StateError
+from megaresume.stream.errors import CheckpointError, StateError
 
 __all__ = [
     "after_data_is_built",
@@ -201,7 +201,7 @@ def around_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises, on every rank:
         StateError: the state is damaged, or is not that of these weights, or not the one beside the checkpoint.
-        CheckpointError: see `checks.before_load` and `checks.after_load`.
+        CheckpointError: see `checks.before_load` and `checks.after_load`; or Megatron gave up with status 0.
         UsageError: flags that would silently change the data (`checks`).
     """
 
@@ -217,6 +217,8 @@ def around_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             result = original(*args, **kwargs)
             seen = _underway.checkpoint_args
+        except SystemExit as ending:
+            raise _not_loaded(current, ending) from ending
         finally:
             _underway.loading, _underway.checkpoint_args = False, None
         iteration = result[0] if isinstance(result, tuple) else result
@@ -224,6 +226,20 @@ def around_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return load_checkpoint
+
+
+def _not_loaded(current: Session, ending: SystemExit) -> BaseException:
+    """Megatron prints why it cannot load a checkpoint, and exits with status 0, as if the training were over."""
+    if ending.code not in (None, 0):
+        return ending
+    return CheckpointError(
+        "Megatron could not load the checkpoint, and would have ended with status 0",
+        found=f"--load {current.args.load}; what it printed above says why",
+        expected="a checkpoint that this Megatron can read with this torch",
+        cause="an old Megatron under torch 2.6 or later, which loads weights only; another --ckpt-format, parallel "
+        "layout or model; or nothing there, with --exit-on-missing-checkpoint",
+        action=f"megaresume doctor {current.args.load} --log LOG",
+    )
 
 
 def around_check_checkpoint_args(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -104,6 +104,7 @@ def around_engine_save(original: Callable[..., Any]) -> Callable[..., Any]:
             latest=save_latest,
             origin=current.order.origin,
             checksums=current.settings.verify_checkpoint,
+            retention=current.settings.retention,
         )
 
     return save_checkpoint

@@ -154,6 +154,18 @@ def test_weights_to_begin_with(loading: Loading, stream: Stream, capsys: pytest.
     assert loading(0, None).loaded is None
 
 
+@pytest.mark.parametrize("code", [None, 0, 3])
+def test_megatron_gives_up_with_status_0(loading: Loading, code: int | None) -> None:
+    (loading.root / "latest_checkpointed_iteration.txt").write_text("10")
+
+    def load_checkpoint(model: object) -> tuple[int, int]:
+        raise SystemExit(code)
+
+    expected, words = (SystemExit, "3") if code else (CheckpointError, "would have ended with status 0")
+    with pytest.raises(expected, match=words):
+        checkpointing.around_load_checkpoint(load_checkpoint)([])
+
+
 def test_arguments_did_not_come_back(loading: Loading) -> None:
     with pytest.raises(CheckpointError, match="no arguments back"):
         loading(10, None)

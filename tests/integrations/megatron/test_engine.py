@@ -83,8 +83,10 @@ def text(save: Path, name: str) -> str:
 
 
 def test_a_resume_on_another_number_of_ranks_trains_the_same_samples(train: Train, tmp_path: Path) -> None:
-    whole = train("whole", until=12)
+    whole = train("whole", "--megaresume-keep-last", 2, until=12)
     assert whole.status == 0, whole.output[-3000:]
+    kept = {path.name for path in (tmp_path / "whole").glob("global_step*")}
+    assert kept == {f"global_step{step}" for step in (12 - EVERY, 12)}
     assert sorted(whole.steps) == list(range(0, 12 * SIZE, SIZE))
     assert train("cut", until=4).steps == {s: whole.steps[s] for s in range(0, 4 * SIZE, SIZE)}
     save = tmp_path / "cut"
