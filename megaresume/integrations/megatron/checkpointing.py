@@ -46,6 +46,8 @@ class _Underway:
     #: a load of ours is running: the arguments in the checkpoint, once they were seen.
     loading: bool = False
     checkpoint_args: Any = None
+    #: when the last asynchronous save began, by the monotonic clock.
+    began: float = 0.0
     #: an asynchronous save has begun and is not scheduled yet.
     save: records.Save | records.GuardSave | None = None
 
@@ -75,7 +77,11 @@ def around_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         put_state(current, int(iteration))
         if current.settings.retention and getattr(current.args, "save_retain_interval", None):
             current.args.save_retain_interval = None  # it is part of ours, which knows what is complete
-        write = functools.partial(_measured, current, functools.partial(original, iteration, *args, **kwargs))
+        write = functools.partial(original, iteration, *args, **kwargs)
+        if getattr(current.args, "async_save", False):
+            _underway.began = time.monotonic()  # over in the finalizer
+        else:
+            write = functools.partial(_measured, current, write)
         given = _arguments(original, iteration, *args, **kwargs)
         plain = not given.get("non_persistent_ckpt") and not given.get("release")
         # Megatron-DeepSpeed saves through its engine, which has records of its own.
@@ -87,13 +93,18 @@ def around_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _measured(current: Session, write: Callable[[], Any]) -> Any:
-    """Megatron's own part of a save: how long it takes is how long before its end a job must stop."""
+    """A save that is over when Megatron's function returns."""
     began = time.monotonic()
     result = write()
+    _is_over(current, began)
+    return result
+
+
+def _is_over(current: Session, began: float) -> None:
+    """How long a save takes is how long before its end a job must stop; and a file that asked for it is used up."""
     current.save_seconds = time.monotonic() - began
     if current.stopper is not None and current.stopper.stopping:
         current.stopper.saved()
-    return result
 
 
 def put_state(current: Session, iteration: int) -> None:
@@ -185,7 +196,9 @@ def around_schedule_async_save(original: Callable[..., Any]) -> Callable[..., An
     def schedule_async_save(async_request: Any, *args: Any, **kwargs: Any) -> Any:
         save, _underway.save = _underway.save, None
         if save is not None:
+            current, began = session(), _underway.began
             async_request.add_finalize_fn(lambda: on_rank_0(save.commit))
+            async_request.add_finalize_fn(lambda: _is_over(current, began))
         return original(async_request, *args, **kwargs)
 
     return schedule_async_save
