@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,13 @@ def is_whole(root: Path) -> bool:
     return read_universal(root / TAG, choice.step.save_id) is not None
 
 
+def command_lines() -> Iterator[bytes]:
+    """Of all processes of this machine."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended since
+            yield path.read_bytes()
+
+
 def test_a_kill_leaves_nothing_that_counts_and_the_next_one_converts(root: Path) -> None:
     process = start(root)
     deadline = time.monotonic() + 60
@@ -60,13 +68,9 @@ def test_a_kill_leaves_nothing_that_counts_and_the_next_one_converts(root: Path)
     assert not is_whole(root) and choose(root).tag == TAG
     assert [entry.candidate.tag for entry in survey(root).checkpoints] == [TAG]
     # Its worker ends as well: nobody writes there any more.
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with open(f"/proc/{name}/cmdline", "rb") as file:
-                line = file.read()
-            while str(left).encode() in line and os.path.exists(f"/proc/{name}"):
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+    while any(str(left).encode() in line for line in command_lines()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     # Two at once, one of which finds it done.
     both = [start(root), start(root)]
     outputs = [finished(process) for process in both]
