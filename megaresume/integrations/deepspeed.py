@@ -136,6 +136,7 @@ def attach(
     on_stop: Callable[[], None] | None = None,
     max_starts: int = MAX_STARTS,
     elastic: bool = False,
+    adopt: bool = False,
     verify_checkpoint: bool = False,
     stage_to: str | os.PathLike[str] | None = None,
 ) -> Attached:
@@ -163,6 +164,9 @@ def attach(
         log_samples: directory: every rank writes there what it was handed in every step, for `megaresume verify`.
         skip: what is not to be trained, in addition to what the data config says: ``["1000:1200"]``, or ``{"samples":
             [...], "documents": {"web": [17]}}``. See docs/skips.md.
+        adopt: go on from a checkpoint that was written without megaresume, with its weights, optimizer and step: the
+            samples that DeepSpeed counted are taken as trained, and the stream begins behind them. Otherwise it is
+            refused. May stay for good: it says nothing about checkpoints that have a data state.
         elastic: convert a ZeRO checkpoint that another number of ranks saved, when it is loaded. Otherwise that is
             refused, with the command to run. See docs/checkpoints.md.
         verify_checkpoint: take checksums of all files at every save, and compare them at every load: a bit that the
@@ -244,6 +248,7 @@ def attach(
         retention=retention,
         max_starts=max_starts,
         elastic=elastic,
+        adopt=adopt,
         verify=verify_checkpoint,
         staged=None if stage_to is None or save_dir is None else Staged(os.fspath(save_dir), stage_to, retention),
     )

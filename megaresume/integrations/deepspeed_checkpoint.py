@@ -57,6 +57,7 @@ class Checkpoints:
         retention: which older checkpoints stay.
         max_starts: starts from one place without a save that are let through; 0: any number.
         elastic: convert a ZeRO checkpoint of another number of ranks by itself.
+        adopt: go on from a checkpoint that was written without megaresume.
         verify: take checksums of all files at a save, and compare them at a load.
         staged: where what is saved to ``save_dir`` is copied to; None: nowhere.
     """
@@ -69,6 +70,7 @@ class Checkpoints:
         retention: Retention = KEEP_ALL,
         max_starts: int = MAX_STARTS,
         elastic: bool = False,
+        adopt: bool = False,
         verify: bool = False,
         staged: Staged | None = None,
     ) -> None:
@@ -76,6 +78,7 @@ class Checkpoints:
         self.verify = verify
         self.staged = staged
         self.elastic = elastic
+        self.adopt = adopt
         self.resume: Resume | None = None
         #: starts recorded in the ledger of the run, this one included; known on rank 0 from the first step on.
         self.attempt: int | None = None
@@ -230,7 +233,7 @@ class Checkpoints:
             return None, None  # as DeepSpeed, without its warning on every rank
 
         def check() -> None:
-            if step_file is None and choice.step is None and not universal:
+            if step_file is None and choice.step is None and not universal and not self.adopt:
                 raise without_state(choice, BEGIN_ANEW)
 
         if not module_only:
@@ -246,7 +249,10 @@ class Checkpoints:
         engine = self.data.engine
 
         def restore() -> StreamState:
-            state = state_within(choice, step_file, client_state, BEGIN_ANEW)
+            if self.adopt and step_file is None and choice.step is None and KEY not in (client_state or {}):
+                state = self._adopted(choice)
+            else:
+                state = state_within(choice, step_file, client_state, BEGIN_ANEW)
             iteration = int(engine.global_steps)
             if step_file is not None and step_file.iteration != iteration:
                 raise StateError(
@@ -283,6 +289,14 @@ class Checkpoints:
                 cause="a part of the run was trained without megaresume, or global_samples was changed by hand",
                 action="begin the data anew with load_checkpoint(..., load_module_only=True), or load another one",
             )
+
+    def _adopted(self, choice: Choice) -> StreamState:
+        """The state behind as many samples as DeepSpeed has counted: trained, though nobody knows which they were."""
+        samples, size = int(self.data.engine.global_samples), int(self.data.engine.train_batch_size())
+        note = f"{samples} samples up to {choice.tag} were trained without megaresume, in another order"
+        if is_rank_0():
+            print(f"megaresume: {note}; the stream begins behind them", flush=True)
+        return self.data.stream.state_at(samples, batches=((0, size),), overrides=(note,))
 
     def _resume(self, choice: Choice, step_file: StepFile | None, state: StreamState) -> Resume:
         engine = self.data.engine

@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 #: how to load weights without their data.
-BEGIN_ANEW = "load_checkpoint(..., load_module_only=True)"
+BEGIN_ANEW = "megaresume.attach(..., adopt=True); or the weights alone: load_checkpoint(..., load_module_only=True)"
 
 
 def choose_to_load(
@@ -142,13 +142,12 @@ def without_state(choice: Choice, begin_anew: str) -> StateError:
     """The error for a checkpoint whose data is unknown.
 
     Args:
-        begin_anew: how to load the weights alone.
+        begin_anew: how to load it all the same.
     """
     return StateError(
         "the checkpoint has no data state",
         found=f"{choice.tag_dir}, written without megaresume",
         expected=f"the records of it in {choice.load_dir}/megaresume",
         cause="it was saved before megaresume was added, or the directory megaresume was not copied along",
-        action="copy the directory megaresume as well; or load the weights alone and begin the data anew: "
-        + begin_anew,
+        action=f"copy the directory megaresume as well; or go on without it: {begin_anew}",
     )

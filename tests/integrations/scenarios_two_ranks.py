@@ -200,6 +200,32 @@ def hooks() -> None:
     )
 
 
+def adopted() -> None:
+    """A run that DeepSpeed alone has saved goes on with weights, optimizer and step; its samples count as trained."""
+    stock = toy.ROOT / "stock"
+    engine = toy.engine_of(stage=1)
+    data = megaresume.attach(engine, toy.DATA)
+    toy.train(engine, data, 4)
+    type(engine).save_checkpoint(engine, str(stock))  # past our hook
+    whole = toy.train(engine, data, 7)
+    data.close()
+
+    engine = toy.engine_of(stage=1)
+    megaresume.attach(engine, toy.DATA)
+    refused = toy.error_of(lambda: engine.load_checkpoint(str(stock)))
+    engine = toy.engine_of(stage=1)
+    data = megaresume.attach(engine, toy.DATA, adopt=True)
+    engine.load_checkpoint(str(stock))
+    again = toy.train(engine, data, 6, stock)
+    data.close()
+
+    engine = toy.engine_of(stage=1)
+    data = megaresume.attach(engine, toy.DATA)
+    engine.load_checkpoint(str(stock))
+    again += toy.train(engine, data, 7)
+    toy.result("adopted", {"whole": whole, "again": again, "refused": refused, "kept": list(data.state().overrides)})
+
+
 def refusals() -> None:
     found: dict[str, list[str]] = {}
     good = toy.ROOT / "zero0"
@@ -348,6 +374,7 @@ ramp_up()
 engine_sizes()
 hooks()
 lost_file()
+adopted()
 refusals()
 exhausted()
 pipeline()  # last: DeepSpeed keeps its groups for every engine after it

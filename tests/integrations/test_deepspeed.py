@@ -46,6 +46,13 @@ def test_a_save_that_lacks_a_file_is_not_committed(two_ranks: Any) -> None:
         assert (found["latest"], found["step"]) == ("global_step2", 2)
 
 
+def test_a_run_that_was_saved_without_megaresume_is_adopted_if_that_is_asked_for(two_ranks: Any) -> None:
+    for found in two_ranks["adopted"]:
+        assert found["refused"][0] == "StateError" and "adopt=True" in found["refused"][2]
+        assert found["again"] == found["whole"]  # the samples behind those that count as trained, the same losses
+        assert found["kept"] == ["32 samples up to global_step4 were trained without megaresume, in another order"]
+
+
 def test_a_pipeline_resumes_bit_for_bit(two_ranks: Any) -> None:
     for found in two_ranks["pipeline"]:
         assert found["again"] == found["whole"][2:]
