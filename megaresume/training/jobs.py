@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from megaresume.stream.errors import SetupError
+from megaresume.training.ports import free_port
 
 __all__ = ["Launcher", "LocalJob"]
 
@@ -54,7 +54,7 @@ class LocalJob:
         base = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | dict(env or {})
         is_script = program.endswith(".py")
         target = [program] if is_script else ["-m", program]
-        port = str(_free_port())
+        port = str(free_port())
         if launcher == "env":
             commands = [
                 ([sys.executable, *target, *arguments], base | _identity(rank, num_processes, port))
@@ -162,9 +162,3 @@ class LocalJob:
 def _identity(rank: int, size: int, port: str) -> dict[str, str]:
     who = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     return {name: str(value) for name, value in who.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import logging
 import os
-import socket
 import sys
 import warnings
 from typing import NoReturn
@@ -14,6 +13,7 @@ import torch
 
 from megaresume.stream.errors import SetupError
 from megaresume.training.arguments import Arguments
+from megaresume.training.ports import free_port
 
 __all__ = ["announce", "launch", "rank_and_size", "seed_everything", "shut_down", "stop_at_once"]
 
@@ -45,7 +45,7 @@ def launch(args: Arguments) -> torch.device:
         torch.set_num_threads(1)
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     if args.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -109,9 +109,3 @@ def _device(args: Arguments) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

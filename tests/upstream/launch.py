@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from megaresume.training.ports import free_port
 from tests.upstream.trees import Tree, environment
 
 __all__ = ["GLOBAL_BATCH", "Outcome", "Setup", "train"]
@@ -118,7 +119,7 @@ def train(setup: Setup, name: str, *, dp: int, save: Path, kill: str | None = No
     launcher = [] if setup.script is not None or setup.mode == "stock" else ["-m", "megaresume.run"]
     command = [
         *(str(setup.python), "-m", "torch.distributed.run", "--nproc-per-node", str(dp)),
-        *("--master-port", str(_free_port())),
+        *("--master-port", str(free_port())),
         *_shims(setup),
         *(str(WORKER), *launcher, str(script)),
         *_flags(setup, folder, save),
@@ -184,11 +185,3 @@ def _flags(setup: Setup, folder: Path, save: Path) -> list[str]:
     if setup.mode != "stock":
         flags += ["--megaresume-mode", setup.mode]
     return flags
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
