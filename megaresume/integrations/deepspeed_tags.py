@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -130,14 +131,24 @@ def choose_tag(
         shared: where the copies of this root are: see `megaresume.checkpoint.two_roots`.
 
     Returns:
-        the choice, and the record beside it; None where there is no checkpoint at all.
+        the choice, its directory as this rank knows it, and the record beside it; None where there is no checkpoint at
+        all.
 
     Raises, on every rank:
         CheckpointError: what was asked for is not whole, nothing is, or the ranks see different directories.
     """
-    choice = on_rank_0(lambda: choose_to_load(load_dir, tag, universal, checksums=checksums, shared=shared))
-    chosen_in, broadcast = (load_dir, None) if choice is None else (choice.load_dir, choice.to_broadcast())
-    step_file = on_all_ranks(lambda: confirm_choice(chosen_in, broadcast))
+    roots = [Path(os.path.abspath(root)) for root in (load_dir, shared) if root is not None]
+
+    def decide() -> tuple[Choice | None, int]:
+        choice = choose_to_load(load_dir, tag, universal, checksums=checksums, shared=shared)
+        return choice, 0 if choice is None else roots.index(choice.load_dir)
+
+    choice, root = on_rank_0(decide)
+    if choice is not None:
+        # Each rank looks where it would read itself: its path may be another mount, or show what rank 0's does not.
+        choice = dataclasses.replace(choice, load_dir=roots[root])
+    broadcast = None if choice is None else choice.to_broadcast()
+    step_file = on_all_ranks(lambda: confirm_choice(roots[root], broadcast))
     if choice is not None and is_rank_0():
         for rejected in choice.rejected:
             log.warning("megaresume: passed over %s", rejected)
