@@ -1,0 +1,13 @@
+"""``megaresume smoke``: the resume test to run on one's own cluster before the real run.
+
+    plan.py       flags -> launches and stops
+    job.py        what a launcher is: starts, stops, lets come back
+    local.py      processes of this machine, a group of them for each node
+    slurm.py      jobs of the cluster: sbatch, scancel, scontrol
+    records.py    what the training recorded of its steps: the reference program's file, or Megatron's directory
+    compare.py    the run against the uninterrupted reference, step by step
+    run.py        all of it in turn
+    report.py     table, JSON, HTML
+
+Neither torch nor DeepSpeed is imported here: the training is another program.
+"""
