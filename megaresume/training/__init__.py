@@ -20,5 +20,6 @@ accuracy.py     the share of held-out tokens that the model finds right (held_ou
 validation.py   the same samples of the validation stream every time
 logging.py      lines for people, JSON lines for programs
 loop.py         the loop
+stopwatch.py    seconds spent on the data
 __main__.py     from flags to a trained model
 """

@@ -82,6 +82,7 @@ def _run(args: Arguments) -> int:
     from megaresume.training.multimodal import image_encoder, with_vision
     from megaresume.training.optimizer import build_optimizer
     from megaresume.training.schedule import LearningRate
+    from megaresume.training.stopwatch import Stopwatch
     from megaresume.training.validation import Validation
 
     dp, schedule = check_layout(args, dist.get_world_size())
@@ -94,7 +95,9 @@ def _run(args: Arguments) -> int:
             tag=None if args.ckpt_step is None else f"global_step{args.ckpt_step}",
             elastic=args.megaresume_elastic,
         )
-    stream = on_all_ranks(lambda: open_stream(**_data(args), part="train"))
+    on_data = Stopwatch()
+    with on_data:
+        stream = on_all_ranks(lambda: open_stream(**_data(args), part="train"))
     seq_length = stream.config.seq_length
     vocab_size = on_all_ranks(lambda: _vocab_size(args, stream.sources))
     encoder = on_all_ranks(lambda: image_encoder(args, stream.sources))
@@ -108,22 +111,24 @@ def _run(args: Arguments) -> int:
     config = on_all_ranks(lambda: deepspeed_config(args, global_batch_size=schedule.size_at(0), num_parameters=size))
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=ModelParallelUnit())
     kept = retention(args)
-    data = integration.attach(
-        engine,
-        stream,
-        schedule=schedule,
-        num_workers=args.num_workers,
-        prefetch=args.megaresume_prefetch,
-        start_method=args.megaresume_start_method,
-        skip=on_all_ranks(lambda: _skip(args)),
-        save_dir=args.save,
-        keep_last=kept.keep_last,
-        keep_every=kept.keep_every,
-        max_starts=args.megaresume_max_starts,
-        elastic=args.megaresume_elastic,
-        verify_checkpoint=args.megaresume_verify_checkpoint,
-        stage_to=args.megaresume_stage_to,
-    )
+    with on_data:
+        data = integration.attach(
+            engine,
+            stream,
+            schedule=schedule,
+            num_workers=args.num_workers,
+            prefetch=args.megaresume_prefetch,
+            start_method=args.megaresume_start_method,
+            skip=on_all_ranks(lambda: _skip(args)),
+            save_dir=args.save,
+            keep_last=kept.keep_last,
+            keep_every=kept.keep_every,
+            max_starts=args.megaresume_max_starts,
+            elastic=args.megaresume_elastic,
+            verify_checkpoint=args.megaresume_verify_checkpoint,
+            stage_to=args.megaresume_stage_to,
+        )
+    on_data.watch(data, "restore")
     _load(args, engine)
     on_all_ranks(lambda: stream.skip(end=_last_sample(args, engine, data)))  # nothing beyond it can be skipped
     validation = None
@@ -159,7 +164,11 @@ def _run(args: Arguments) -> int:
             writes=dist.get_rank() == 0,
         )
     )
-    log.start(step=engine.global_steps, samples=data.samples_trained, digest=stream.digest_at(data.samples_trained))
+    with on_data:
+        digest = stream.digest_at(data.samples_trained)
+    log.start(
+        step=engine.global_steps, samples=data.samples_trained, digest=digest, data_seconds=round(on_data.seconds, 6)
+    )
     trainer = Trainer(
         args,
         engine,

@@ -154,6 +154,10 @@ class Arguments:
         None, "file of JSON lines, one a step: sample range, digests, loss in decimal and hexadecimal, layout"
     )
 
+    megaresume_min_step_seconds: float = flag(
+        0.0, "a step lasts at least so long: for tests of launching, where a tiny model is faster than the scheduler"
+    )
+
     # launching
     distributed_backend: Literal["nccl", "gloo"] | None = flag(
         None, "default: nccl on a GPU, gloo without", choices=["nccl", "gloo"]

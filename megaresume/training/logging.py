@@ -3,10 +3,12 @@
 A JSON line is one write to a file opened for appending: a kill loses at most the line of the step that it cut short,
 and what an earlier attempt wrote is never touched. The last line of a step is the one that counts.
 
-    {"event": "start", "attempt": 2, "step": 10, "samples": 80, "digest": "...", "topology": {...}, "time": ...}
+    {"event": "start", "attempt": 2, "step": 10, "samples": 80, "digest": "...", "data_seconds": 0.2, "topology": {...},
+     "time": ...}
     {"event": "step", "attempt": 2, "step": 11, "samples": [80, 88], "order": "...", "content": "...", "digest": "...",
      "ranks": [["...", "..."], ["...", "..."]],
-     "loss": 5.25, "loss_hex": "0x1.5p+2", "lr": 0.001, "grad_norm": 1.5, "tokens": 500, "tokens_per_second": 9000, ...}
+     "loss": 5.25, "loss_hex": "0x1.5p+2", "lr": 0.001, "grad_norm": 1.5, "tokens": 500, "data_seconds": 0.01,
+     "tokens_per_second": 9000, ...}
     {"event": "validation", "attempt": 2, "step": 11, "set": "valid", "loss": 5.25, "loss_hex": "0x1.5p+2",
      "tokens": 4000, "digest": "..."}
 """
@@ -60,8 +62,10 @@ class StepRecord:
     #: trained tokens.
     tokens: int
     global_batch_size: int
-    #: seconds, and places (tokens and padding) a second.
+    #: seconds; of these, those for which rank 0 waited for its samples.
     seconds: float
+    data_seconds: float
+    #: places (tokens and padding) a second.
     tokens_per_second: float
 
     def line(self, total_steps: str) -> str:
@@ -144,10 +148,18 @@ class SampleLog:
             except OSError as error:
                 raise UsageError(f"cannot write --megaresume-log-samples {path}", found=str(error)) from error
 
-    def start(self, *, step: int, samples: int, digest: str) -> None:
-        """Note where this process begins."""
+    def start(self, *, step: int, samples: int, digest: str, data_seconds: float) -> None:
+        """Note where this process begins.
+
+        Args:
+            step: optimizer steps done.
+            samples: trained.
+            digest: of the samples trained.
+            data_seconds: from the opening of the data to the position that was restored.
+        """
         topology = self._topology.to_dict()
-        self._write({"event": "start", "step": step, "samples": samples, "digest": digest, "topology": topology})
+        where = {"step": step, "samples": samples, "digest": digest, "data_seconds": data_seconds}
+        self._write({"event": "start", **where, "topology": topology})
 
     def step(self, record: StepRecord) -> None:
         """Note a step."""

@@ -22,6 +22,7 @@ from megaresume.training.loss import LossMeter, loss_to_minimise
 from megaresume.training.model import document_mask
 from megaresume.training.multimodal import Images
 from megaresume.training.schedule import LearningRate
+from megaresume.training.stopwatch import Stopwatch
 from megaresume.training.validation import Validation
 
 __all__ = ["Trainer"]
@@ -133,8 +134,10 @@ class Trainer:
             group["lr"] = lr
         meter, trained = LossMeter(self.device), Trained()
         last, norm = False, None
+        waiting = Stopwatch()
         while not last:
-            batch = next(self.data)  # the first of a step also puts the batch size in force
+            with waiting:
+                batch = next(self.data)  # the first of a step also puts the batch size in force
             trained.add(batch, content=self.log.enabled)
             self._seed_dropout(int(batch["samples"][0]))
             losses, mask = self._token_losses(batch)
@@ -148,6 +151,9 @@ class Trainer:
         samples, order, content, ranks = trained.collect(group, self.device)
         size = samples[1] - samples[0]
         seconds = time.perf_counter() - began
+        if self.args.megaresume_min_step_seconds > seconds:
+            time.sleep(self.args.megaresume_min_step_seconds - seconds)
+            seconds = time.perf_counter() - began
         return StepRecord(
             step=int(engine.global_steps),
             samples=samples,
@@ -161,6 +167,7 @@ class Trainer:
             tokens=tokens,
             global_batch_size=size,
             seconds=seconds,
+            data_seconds=round(waiting.seconds, 6),
             tokens_per_second=size * self.data.stream.config.seq_length / seconds,
         )
 
