@@ -34,6 +34,7 @@ COMMANDS = (
     "import-energon",
     "patch",
     "run",
+    "smoke",
 )
 
 DESCRIPTION = "Exact, elastic, provable data resume for Megatron-LM and DeepSpeed training."

@@ -6,13 +6,14 @@ A step that was trained, lost to a kill and trained again has a line of each att
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megaresume.stream.errors import UsageError
 
-__all__ = ["Difference", "RunRecords", "compare", "read_records"]
+__all__ = ["Difference", "RunRecords", "assemble", "compare", "read_records"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,18 +57,27 @@ def read_records(path: str | Path) -> RunRecords:
         raise UsageError(
             f"cannot read {path}", found=str(error), expected="a file of --megaresume-log-samples"
         ) from error
-    starts: list[dict[str, Any]] = []
-    steps: dict[int, dict[str, Any]] = {}
-    lost: list[dict[str, Any]] = []
-    validations: dict[str, dict[int, dict[str, Any]]] = {}
+    records: list[dict[str, Any]] = []
     for number, line in enumerate(lines[:-1], start=1):
         try:
             record = json.loads(line)
-            event, step = record["event"], record["step"]
+            record["event"], record["step"]
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(
                 f"line {number} of {path} is no record", found=line[:100].decode("utf-8", "replace")
             ) from error
+        records.append(record)
+    return assemble(records)
+
+
+def assemble(records: Iterable[dict[str, Any]]) -> RunRecords:
+    """A run from its lines, in order of time: what a start went back behind is lost."""
+    starts: list[dict[str, Any]] = []
+    steps: dict[int, dict[str, Any]] = {}
+    lost: list[dict[str, Any]] = []
+    validations: dict[str, dict[int, dict[str, Any]]] = {}
+    for record in records:
+        event, step = record["event"], record["step"]
         if event == "start":
             starts.append(record)
             lost += [steps.pop(later) for later in sorted(s for s in steps if s > step)]

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import re
-import shutil
-import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from megaresume.loading.open import open_stream
-from megaresume.stream.errors import SetupError, UsageError
+from megaresume.stream.errors import SetupError
 from megaresume.training.demo.commands import ask
 from megaresume.training.demo.compare import compare_all
 from megaresume.training.demo.plan import Attempt
 from megaresume.training.demo.report import Facts, Start, write_report
 from megaresume.training.demo.scenario import Say, Scenario
 from megaresume.training.jobs import LocalJob
-from megaresume.training.records import RunRecords, read_records
+from megaresume.training.own_directory import own_directory
+from megaresume.training.records import read_records
+from megaresume.training.watch import Watch
 
 __all__ = ["run_demo"]
 
@@ -41,7 +41,7 @@ def run_demo(scenario: Scenario, out: Path, *, steps: int, overwrite: bool, quie
     """
     say: Say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
     start = time.monotonic()
-    _make_directory(out, overwrite)
+    own_directory(out, mark=MARK, what="demo", overwrite=overwrite)
     say(f"1. Preparing {scenario.data}")
     data = scenario.prepare(out, say)
     flags = [*scenario.flags(out, steps), "--megaresume-data", str(data)]
@@ -97,27 +97,6 @@ def run_demo(scenario: Scenario, out: Path, *, steps: int, overwrite: bool, quie
     } | facts.extra.result
 
 
-def _make_directory(out: Path, overwrite: bool) -> None:
-    if out.exists() and any(out.iterdir()):
-        if not (out / MARK).exists():
-            raise UsageError(
-                "the directory holds something else",
-                found=f"{out}, not empty",
-                expected="an empty directory, or one of an earlier demo",
-                action="--out ANOTHER",
-            )
-        if not overwrite:
-            raise UsageError(
-                "an earlier demo lies there",
-                found=f"{out}",
-                expected="an empty directory",
-                action=f"--overwrite, or --out ANOTHER; its report: {out / 'report.html'}",
-            )
-        shutil.rmtree(out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / MARK).touch()
-
-
 def _train(out: Path, name: str, attempt: Attempt, common: list[str], steps: int) -> Start:
     """One start of the twin or the run, to its end or its kill."""
     records, output = out / f"{name}.jsonl", out / f"{name}.log"
@@ -128,7 +107,7 @@ def _train(out: Path, name: str, attempt: Attempt, common: list[str], steps: int
         *("--megaresume-log-samples", str(records)),
         *(("--megaresume-start-method", attempt.start_method) if attempt.start_method else ()),
     ]
-    watch = _Watch(records, steps, f"     {name}")
+    watch = Watch(records, steps, f"     {name}")
     first = watch.step
     with LocalJob("megaresume.training", flags, num_processes=attempt.processes, output=output) as job:
         fatal_step = None if attempt.killed_after is None else int(attempt.killed_after * steps)
@@ -155,52 +134,6 @@ def _train(out: Path, name: str, attempt: Attempt, common: list[str], steps: int
         end=f"killed in step {watch.step + 1}, with SIGKILL" if killed else "finished",
         resumed=resumed[0] if resumed else None,
     )
-
-
-class _Watch:
-    """Follows the records of a run, with a progress bar."""
-
-    def __init__(self, records: Path, steps: int, what: str) -> None:
-        from tqdm import tqdm
-
-        self._records = records
-        self._size = -1
-        self._times: list[float] = []
-        #: the last step done.
-        self.step = 0
-        self._bar = tqdm(total=steps, desc=what, unit="step", disable=None, leave=False, file=sys.stderr)
-        self.reached(None)
-
-    @property
-    def step_seconds(self) -> float:
-        """Of the last steps, on average."""
-        last = self._times[-4:]
-        return (last[-1] - last[0]) / max(len(last) - 1, 1)
-
-    def reached(self, step: int | None) -> bool:
-        """Look again; say whether this step is done (None: no)."""
-        size = self._records.stat().st_size if self._records.exists() else 0
-        if size != self._size:
-            self._size = size
-            records = read_records(self._records) if size else None
-            done = _last_step(records)
-            if done > self.step:
-                self._times.append(time.monotonic())
-            self.step = done
-            self._bar.update(done - self._bar.n)
-        return step is not None and self.step >= step
-
-    def close(self) -> None:
-        """Remove the bar."""
-        self.reached(None)
-        self._bar.close()
-
-
-def _last_step(records: RunRecords | None) -> int:
-    if records is None:
-        return 0
-    starts: list[int] = [start["step"] for start in records.starts[-1:]]
-    return max([0, *records.steps, *starts])
 
 
 def _table(facts: Facts) -> str:

@@ -1,0 +1,152 @@
+"""``megaresume smoke``: stop the real thing in every way, resume it on other layouts, and compare every step."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megaresume.stream.errors import UsageError
+
+if TYPE_CHECKING:
+    from megaresume.smoke.job import Launcher
+    from megaresume.smoke.plan import Plan
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "resume test on your cluster: stop a run in every way, go on with other layouts, compare with a run left alone"
+
+#: Written into the directory of a test, so that --overwrite removes nothing else.
+MARK = ".megaresume-smoke"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the command."""
+    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("smoke"), help="of everything (default: smoke)")
+    parser.add_argument("--overwrite", action="store_true", help="remove what an earlier test left in DIR")
+    parser.add_argument("--json", action="store_true", help="the result as JSON on standard output")
+    _add_launch(parser.add_argument_group("how it is launched"))
+    _add_stops(
+        parser.add_argument_group("what happens to the run; entry k of a list, cyclically, is that of attempt k")
+    )
+    _add_training(parser.add_argument_group("what is trained"))
+
+
+def _add_launch(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--launcher", choices=["local", "slurm"], default="local", help="default: on this machine")
+    group.add_argument("--launch", choices=["torchrun", "deepspeed"], default="torchrun", help="of our launch scripts")
+    group.add_argument("--script", metavar="S", type=Path, help='yours; its training command ends with "$@"')
+    group.add_argument("--partition", metavar="P", help="Slurm's")
+    group.add_argument("--urgent-partition", metavar="Q", help="Slurm: its jobs preempt those of P; for preempt")
+    group.add_argument("--sbatch-options", metavar="WORDS", default="", help="Slurm: more options, in one word")
+    group.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=float,
+        help="without a new step, also in the queue (default 600, Slurm 3600)",
+    )
+
+
+def _add_stops(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--kill", type=_words, default=("sigkill", "sigterm"), metavar="KINDS", help="default: sigkill,sigterm"
+    )
+    group.add_argument("--nodes", type=_numbers, default=(), metavar="2,1,3", help="default: 2,1; with --script 1")
+    group.add_argument("--ranks-per-node", type=_numbers, default=(), metavar="R,...", help="default: GPUs here, or 1")
+    group.add_argument("--workers", type=_numbers, default=(), metavar="W,...", help="default: 0,1")
+    group.add_argument("--micro-batch-size", type=_numbers, default=(), metavar="M,...", help="default: 2,1")
+
+
+def _add_training(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--model", choices=["gpt", "vlm"], default="gpt", help="our own small one, without --script")
+    group.add_argument("--data", metavar="DATA.yaml", type=Path, help="default: a small corpus; with --script its own")
+    group.add_argument("--global-batch-size", type=int, metavar="G", help="default: one that all layouts divide")
+    group.add_argument("--steps", type=int, metavar="N", help="of the run (default: enough for the stops)")
+    group.add_argument("--save-interval", type=int, metavar="K", help="steps between checkpoints (default: 4)")
+    group.add_argument("--zero-stage", type=int, choices=[0, 1, 2, 3], help="default: that of the launch script")
+    group.add_argument("--min-step-seconds", type=float, metavar="S", help="of our own models (default 0.3, Slurm 1)")
+    group.add_argument(
+        "--loss-tolerance", type=float, default=1e-3, metavar="REL", help="between layouts (default 1e-3)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the test."""
+    from megaresume.smoke.plan import Options, make_plan
+    from megaresume.smoke.report import summary, table, write_report
+    from megaresume.smoke.run import run_smoke
+    from megaresume.training.own_directory import own_directory
+
+    slurm = args.launcher == "slurm"
+    pace = (1.0 if slurm else 0.3) if args.min_step_seconds is None else args.min_step_seconds
+    plan = make_plan(
+        Options(
+            out=args.out.absolute(),
+            launcher=args.launcher,
+            launch=args.launch,
+            script=None if args.script is None else args.script.absolute(),
+            kinds=args.kill,
+            nodes=args.nodes,
+            ranks_per_node=args.ranks_per_node,
+            workers=args.workers,
+            micro_batch_sizes=args.micro_batch_size,
+            global_batch_size=args.global_batch_size,
+            steps=args.steps,
+            save_interval=args.save_interval,
+            zero_stage=args.zero_stage,
+            model=args.model,
+            data=_data(args.data),
+            min_step_seconds=pace,
+        )
+    )
+    launcher = _launcher(args, plan)
+    impossible = [stop.kind for stop in plan.stops if stop.kind not in launcher.kinds]
+    if impossible:
+        raise UsageError(
+            f"the {args.launcher} launcher cannot stop a job so",
+            found=f"--kill {', '.join(dict.fromkeys(impossible))}",
+            expected=f"some of {', '.join(launcher.kinds)}",
+        )
+    launches = [plan.launch("run", layout, data=plan.options.data, model=()) for layout in plan.layouts]
+    launcher.check(launches, [stop.kind for stop in plan.stops])
+    own_directory(plan.out, mark=MARK, what="test", overwrite=args.overwrite)
+    timeout = args.timeout or (3600.0 if slurm else 600.0)
+
+    def say(text: str) -> None:
+        if not args.json:
+            print(text, flush=True)
+
+    result = run_smoke(plan, launcher, tolerance=args.loss_tolerance, patience=timeout, say=say)
+    found = summary(result)
+    (plan.out / "result.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    report = plan.out / "report.html"
+    write_report(report, result)
+    say(table(result))
+    say(f"report: {report}")
+    if args.json:
+        print(json.dumps(found))
+    return 0 if result.holds else 1
+
+
+def _launcher(args: argparse.Namespace, plan: Plan) -> Launcher:
+    from megaresume.smoke.local import LocalLauncher, own_script
+
+    return LocalLauncher(plan.options.script or own_script(args.launch))
+
+
+def _data(path: Path | None) -> Path | None:
+    if path is not None and not path.is_file():
+        raise UsageError("there is no such data config", found=f"--data {path}", expected="a data.yaml")
+    return None if path is None else path.absolute()
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in _words(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 2,1,3") from error

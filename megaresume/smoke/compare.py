@@ -1,0 +1,230 @@
+"""The run against the uninterrupted reference, step by step: samples, order, content, digest, losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from megaresume.training.demo.compare import Comparison, compare_all
+from megaresume.training.records import RunRecords
+
+__all__ = ["Losses", "Outcome", "compare_runs"]
+
+#: in words, for the first difference.
+_FIELDS = {
+    "samples": "samples",
+    "order": "identities of the samples",
+    "ranks": "what a rank was handed",
+    "content": "what the model got of the samples",
+    "digest": "digest of all samples so far",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Losses:
+    """Of the steps that both runs have a loss of."""
+
+    compared: int
+    #: steps that must be equal bit for bit: none before them, and not they, had another layout. And those that are.
+    exact: int
+    exact_equal: int
+    #: all that are equal bit for bit.
+    equal: int
+    #: largest difference relative to the reference, and its step; what is allowed.
+    largest: float
+    largest_step: int | None
+    tolerance: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether they are as they should be."""
+        return self.exact == self.exact_equal and self.largest <= self.tolerance
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """The comparison."""
+
+    all: Comparison
+    losses: Losses
+    #: steps that both runs have; steps whose hashes can be compared directly.
+    compared: int
+    hashed: int
+    #: the first difference, in words; None: there is none.
+    first: str | None
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing differs."""
+        return self.first is None and self.all.steps > 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return {
+            "holds": self.holds,
+            "first_difference": self.first,
+            "steps": self.all.steps,
+            "compared": self.compared,
+            "hashed": self.hashed,
+            "trained_again": self.all.redone,
+            "different_samples": list(self.all.different_samples),
+            "different_content": list(self.all.different_content),
+            "missing": list(self.all.missing),
+            "losses": asdict(self.losses),
+        }
+
+
+def compare_runs(
+    reference: RunRecords, run: RunRecords, *, steps: int, tolerance: float, exact: bool, nodes: Sequence[int]
+) -> Outcome:
+    """Compare every step that the run did, also those that it did again.
+
+    Args:
+        reference, run: their records.
+        steps: of the whole run.
+        tolerance: relative difference of losses that another order of sums may make.
+        exact: losses must be equal bit for bit as long as the layout is that of the reference.
+        nodes: by start of the run; the first is that of the reference, too.
+    """
+    both = compare_all(reference, run)
+    losses, wrong = _losses(reference, run, tolerance, exact, nodes)
+    found = [
+        *_incomplete("the reference", reference, steps),
+        *_incomplete("the run", run, steps),
+        *_starts(reference, run),
+        *_differences(reference, run),
+        *wrong,
+    ]
+    return Outcome(
+        all=both,
+        losses=losses,
+        compared=len(reference.steps.keys() & run.steps.keys()),
+        hashed=sum(_comparable(run.steps[s], r) for s, r in reference.steps.items() if s in run.steps),
+        first=min(found, key=lambda difference: difference[0])[1] if found else None,
+    )
+
+
+def _incomplete(who: str, records: RunRecords, steps: int) -> Iterator[tuple[int, str]]:
+    missing = [step for step in range(1, steps + 1) if step not in records.steps]
+    if missing:
+        more = "" if len(missing) == 1 else f", and {len(missing) - 1} more"
+        yield missing[0], f"step {missing[0]}{more} is missing in the records of {who}"
+    if records.steps and max(records.steps) > steps:
+        yield steps + 1, f"{who} went on to step {max(records.steps)}, beyond the end at step {steps}"
+    for (step, one), (after, other) in pairwise(sorted(records.steps.items())):
+        if after == step + 1 and one["samples"][-1] != other["samples"][0]:
+            yield (
+                after,
+                f"step {after} of {who} trained samples {_range(other['samples'])} behind {_range(one['samples'])} of "
+                f"step {step}: samples were {_what(one['samples'], other['samples'])}",
+            )
+
+
+def _what(one: Sequence[Any], other: Sequence[Any]) -> str:
+    last, first = (value if isinstance(value, int) else -1 for value in (one[-1], other[0]))
+    return "repeated" if first < last else "skipped"
+
+
+def _starts(reference: RunRecords, run: RunRecords) -> Iterator[tuple[int, str]]:
+    """A start must stand where the reference stood."""
+    for start in run.starts:
+        before = reference.steps.get(start["step"])
+        if before is None:
+            continue
+        expected = before["samples"][-1], before["digest"]
+        found = start["samples"], start["digest"]
+        if expected[0] != found[0]:
+            yield (
+                start["step"] + 1,
+                f"the start from step {start['step']} went on at sample {found[0]}, and not at {expected[0]}",
+            )
+        elif None not in (expected[1], found[1]) and expected[1] != found[1]:
+            yield (
+                start["step"] + 1,
+                f"the start from step {start['step']} went on with digest {found[1]}, and not {expected[1]}",
+            )
+
+
+def _differences(reference: RunRecords, run: RunRecords) -> Iterator[tuple[int, str]]:
+    done = [*run.steps.items(), *((record["step"], record) for record in run.lost)]
+    for step, record in done:
+        expected = reference.steps.get(step)
+        if expected is None:
+            continue
+        again = "" if run.steps.get(step) is record else ", when it was trained for the first time"
+        for field, words in _FIELDS.items():
+            if field == "ranks" and not (_same_layout(record, expected) and record.get("ranks")):
+                continue
+            if record.get(field) != expected.get(field):
+                one, other = (_range(r[field]) if field == "samples" else _short(r[field]) for r in (expected, record))
+                yield step, f"step {step}{again}: {words}: reference {one}, run {other}"
+                break
+
+
+def _losses(
+    reference: RunRecords, run: RunRecords, tolerance: float, exact: bool, nodes: Sequence[int]
+) -> tuple[Losses, list[tuple[int, str]]]:
+    wrong: list[tuple[int, str]] = []
+    must = equal = exact_equal = compared = 0
+    largest, largest_step = 0.0, None
+    unchanged = exact
+    number = {id(start): k for k, start in enumerate(run.starts)}
+    starts = sorted(((s["step"], number[id(s)]) for s in run.starts), key=lambda pair: pair[1])
+    for step, expected in sorted(reference.steps.items()):
+        record = run.steps.get(step)
+        if record is None or record.get("loss") is None or expected.get("loss") is None:
+            continue
+        compared += 1
+        # The attempt that did it: the last one that began before it.
+        attempt = max((k for at, k in starts if at < step), default=0)
+        here = nodes[min(attempt, len(nodes) - 1)] if nodes else None
+        unchanged = unchanged and _same_layout(record, expected) and (here is None or here == nodes[0])
+        same = record["loss"] == expected["loss"]
+        equal += same
+        if unchanged:
+            must += 1
+            exact_equal += same
+            if not same:
+                wrong.append((step, f"step {step}: loss: reference {expected['loss']!r}, run {record['loss']!r}"))
+        relative = abs(record["loss"] - expected["loss"]) / max(abs(expected["loss"]), 1e-30)
+        if not relative <= largest:  # a NaN, too
+            largest, largest_step = relative, step
+        if not relative <= tolerance:
+            wrong.append(
+                (
+                    step,
+                    f"step {step}: loss: reference {expected['loss']!r}, run {record['loss']!r}: {relative:.1e} apart, "
+                    f"allowed {tolerance:.0e}",
+                )
+            )
+    losses = Losses(
+        compared=compared,
+        exact=must,
+        exact_equal=exact_equal,
+        equal=equal,
+        largest=largest,
+        largest_step=largest_step,
+        tolerance=tolerance,
+    )
+    return losses, wrong
+
+
+def _same_layout(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(one.get(name) == other.get(name) for name in ("dp", "tp", "micro_batch_size"))
+
+
+def _comparable(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.get("order") is not None or _same_layout(one, other)
+
+
+def _range(samples: Sequence[Any]) -> str:
+    if samples and isinstance(samples[0], int):
+        return f"{samples[0]} to {samples[1] - 1}"
+    return " and ".join(_range(part) for part in samples)
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 120 else text[:117] + "..."

@@ -1,0 +1,91 @@
+"""Our own small models and their data, made from what this machine has: nothing is downloaded.
+
+gpt   docstrings of the Python installation    --megaresume prepare-->  OUT/data/docstrings.bin, .idx
+vlm   pictures of handwritten digits           --megaresume prepare-->  OUT/data/digits-*.tar, .shards.idx
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from megaresume.stream.errors import UsageError
+from megaresume.training.demo.commands import ask
+from megaresume.training.demo.plan import as_words
+
+__all__ = ["model_flags", "prepare_data"]
+
+SEQ_LENGTH = 128
+#: documents of text.
+NUM_TEXTS = 1500
+
+
+def prepare_data(model: Literal["gpt", "vlm"], directory: Path) -> Path:
+    """Make a small corpus.
+
+    Returns:
+        its data config.
+    """
+    directory.mkdir(parents=True)
+    sources = {"text": _text(directory)}
+    if model == "vlm":
+        sources["text"]["weight"] = 0.3
+        sources["digits"] = _digits(directory) | {"weight": 0.7}
+    config = {
+        "seed": 1234,
+        "seq_length": SEQ_LENGTH,
+        "packing": {"mode": "best_fit", "open_bins": 16},
+        "sources": sources,
+    }
+    data = directory / "data.yaml"
+    data.write_text(yaml.safe_dump(config, sort_keys=False))
+    return data
+
+
+def _text(directory: Path) -> dict[str, Any]:
+    import itertools
+    import json
+
+    from megaresume.training.demo.corpus import SOURCES
+
+    texts, _ = SOURCES["docstrings"]
+    path = directory / "text.jsonl"
+    with open(path, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in itertools.islice(texts(), NUM_TEXTS))
+    ask("prepare", str(path), "--output", str(directory / "text"))
+    return {"path": "text"}
+
+
+def _digits(directory: Path) -> dict[str, Any]:
+    from megaresume.training.demo.digits import ENCODER, Pictures, write_pictures
+
+    encoder = directory / "encoder.yaml"
+    encoder.write_text(yaml.safe_dump(ENCODER, sort_keys=False))
+    shards = write_pictures(directory, Pictures(name="digits", records=900, shards=3, held_out=False))
+    ask("prepare", *map(str, shards), "--encoder", str(encoder), "--output", str(directory / "digits"))
+    return {"kind": "webdataset", "index": "digits.shards.idx"}
+
+
+def model_flags(model: Literal["gpt", "vlm"], steps: int) -> list[str]:
+    """Flags of a model that trains anywhere.
+
+    Raises:
+        UsageError: there is no such model.
+    """
+    flags: dict[str, object] = {
+        "num-layers": 2,
+        "hidden-size": 64,
+        "num-attention-heads": 4,
+        "lr": "3e-3",
+        "min-lr": "3e-4",
+        "lr-decay-style": "cosine",
+        "lr-warmup-iters": max(steps // 10, 1),
+        "seed": 1234,
+    }
+    if model == "vlm":
+        flags |= {"vision-num-layers": 1, "vision-hidden-size": 64, "vision-num-attention-heads": 4}
+    elif model != "gpt":
+        raise UsageError("there is no such model", found=f"--model {model}", expected="gpt or vlm")
+    return as_words(flags)

@@ -1,0 +1,418 @@
+"""The test from beginning to end: the reference, the run with its stops, the comparison."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megaresume.smoke.compare import Outcome, compare_runs
+from megaresume.smoke.job import Job, Launcher
+from megaresume.smoke.model import model_flags, prepare_data
+from megaresume.smoke.plan import Layout, Plan, Stop
+from megaresume.smoke.records import read_any, with_losses
+from megaresume.stream.errors import MegaresumeError, SetupError
+from megaresume.training.demo.commands import ask
+from megaresume.training.records import RunRecords
+from megaresume.training.watch import Watch
+
+__all__ = ["Attempt", "Result", "Stopped", "run_smoke"]
+
+Say = Callable[[str], None]
+#: seconds: how often the records are looked at; within which a job that is told to be over has to be.
+POLL, ENDING = 0.02, 300.0
+_GRACEFUL = ("sigterm", "requeue", "walltime", "preempt")
+
+
+@dataclass(kw_only=True, slots=True)
+class Attempt:
+    """One start of the run."""
+
+    number: int
+    layout: Layout
+    #: the step that it went on from, and the last one that it did.
+    first: int
+    last: int
+    #: seconds of `time.time` at which its first step was done.
+    first_step_at: float
+    #: seconds that its first step was late because of the data; None: not recorded.
+    data_seconds: float | None
+
+
+@dataclass(kw_only=True, slots=True)
+class Stopped:
+    """One stop, and how the run came back; None: it did not."""
+
+    kind: str
+    before: Layout
+    after: Layout
+    #: the last step that was done.
+    step: int
+    #: seconds of `time.time`.
+    at: float
+    resumed_from: int | None = None
+    #: from the stop to the first new step; of these due to the data.
+    seconds: float | None = None
+    data_seconds: float | None = None
+
+    @property
+    def lost(self) -> int | None:
+        """Steps that had to be trained again."""
+        return None if self.resumed_from is None else self.step - self.resumed_from
+
+
+@dataclass(kw_only=True, slots=True)
+class Result:
+    """Everything that was found."""
+
+    plan: Plan
+    attempts: list[Attempt] = field(default_factory=list)
+    stops: list[Stopped] = field(default_factory=list)
+    #: what proves that the test failed, or proved nothing; what is worth knowing besides.
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    reference: RunRecords | None = None
+    run: RunRecords | None = None
+    outcome: Outcome | None = None
+    #: what ``megaresume verify`` found of the run; None: it could not be asked.
+    verified: bool | None = None
+    seconds: float = 0.0
+    reference_seconds: float = 0.0
+
+    @property
+    def holds(self) -> bool:
+        """Whether the run trained exactly on what the reference trained on, through every stop."""
+        return not self.problems and self.outcome is not None and self.outcome.holds and self.verified is not False
+
+    @property
+    def first_difference(self) -> str | None:
+        """What to look at first."""
+        if self.holds:
+            return None
+        if self.outcome is not None and self.outcome.first is not None:
+            return self.outcome.first
+        return self.problems[0] if self.problems else "megaresume verify does not hold"
+
+
+class _GaveUp(MegaresumeError):
+    """The test cannot go on; what was found so far is still reported."""
+
+
+def run_smoke(plan: Plan, launcher: Launcher, *, tolerance: float, patience: float, say: Say) -> Result:
+    """Run it.
+
+    Args:
+        plan: what to run.
+        launcher: how.
+        tolerance: relative difference of losses that another order of sums may make.
+        patience: seconds without anything new after which it gives up.
+        say: prints a line for people.
+
+    Raises:
+        UsageError, SetupError: the launcher cannot do what the plan asks.
+    """
+    began = time.monotonic()
+    result = Result(plan=plan)
+    data = plan.options.data
+    model: list[str] = []
+    if plan.own:
+        model = model_flags(plan.options.model, plan.steps)
+        if data is None:
+            say(f"preparing a small corpus for a small {plan.options.model.upper()}")
+            data = prepare_data(plan.options.model, plan.out / "data")
+    test = _Test(plan, launcher, data, model, patience, say, result)
+    try:
+        test.reference()
+        test.run()
+    except _GaveUp as problem:
+        result.problems.append(str(problem))
+    finally:
+        test.close()
+    result.reference, result.run = (_final(plan, name) for name in ("reference", "run"))
+    if result.reference is not None and result.run is not None:
+        result.outcome = compare_runs(
+            result.reference,
+            result.run,
+            steps=plan.steps,
+            tolerance=tolerance,
+            exact=plan.own,
+            nodes=[attempt.layout.nodes for attempt in result.attempts],
+        )
+        if (plan.run_dir("run") / "checkpoints" / "megaresume").is_dir():
+            result.verified = _verify(plan, result)
+    result.seconds = time.monotonic() - began
+    return result
+
+
+class _Test:
+    """What `run_smoke` does."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        launcher: Launcher,
+        data: Path | None,
+        model: list[str],
+        patience: float,
+        say: Say,
+        result: Result,
+    ) -> None:
+        self.plan, self.launcher, self.patience, self.say, self.result = plan, launcher, patience, say, result
+        self._data, self._model = data, model
+        self._jobs: list[Job] = []
+
+    def reference(self) -> None:
+        """The run that nobody disturbs."""
+        plan, layout = self.plan, self.plan.layouts[0]
+        self.say(f"reference, uninterrupted: {layout}, {plan.steps} steps")
+        began = time.monotonic()
+        job = self._start("reference", layout, None)
+        watch = self._watch("reference")
+        try:
+            self._until(job, watch, lambda: watch.reached(plan.steps), "the reference")
+            self._ended(job, "the reference")
+        finally:
+            watch.close()
+            self._keep_log("reference", 1, job)
+        if watch.step < plan.steps:
+            raise self._no_steps("the reference", "reference", watch, job)
+        self.result.reference_seconds = time.monotonic() - began
+        self.say(f"  done in {self.result.reference_seconds:.0f} s")
+
+    def run(self) -> None:
+        """The run that is stopped in every way, and comes back."""
+        plan = self.plan
+        self.say(f"the run: {len(plan.stops)} stops")
+        watch = self._watch("run")
+        job: Job | None = None
+        try:
+            for number, layout in enumerate(plan.layouts, start=1):
+                job = self._start("run", layout, job)
+                stop = plan.stops[number - 1] if number <= len(plan.stops) else None
+                try:
+                    self._attempt(number, layout, job, watch, stop)
+                finally:
+                    self._keep_log("run", number, job)
+        finally:
+            watch.close()
+
+    def close(self) -> None:
+        """End whatever still runs."""
+        for job in self._jobs:
+            job.close()
+
+    def _attempt(self, number: int, layout: Layout, job: Job, watch: Watch, stop: Stop | None) -> None:
+        plan, result = self.plan, self.result
+        name = f"attempt {number}"
+        before = watch.step
+
+        def first_step() -> bool:
+            return watch.reached(0) and watch.starts >= number and bool(watch.records) and _did_a_step(watch)
+
+        if not self._until(job, watch, first_step, name):
+            raise self._no_steps(name, "run", watch, job)
+        assert watch.records is not None
+        attempt = self._came_back(number, layout, watch.records)
+        result.attempts.append(attempt)
+        if result.stops:
+            self._note_return(result.stops[-1], attempt, before)
+        target = plan.steps if stop is None else stop.step
+        reached = self._until(job, watch, lambda: watch.reached(target), name)
+        if not reached:
+            raise self._no_steps(name, "run", watch, job)
+        if stop is None:
+            self._ended(job, name)
+            watch.reached(None)
+            attempt.last = watch.step
+            self.say(f"  attempt {number}: {layout}: steps {attempt.first + 1} to {attempt.last}, ended by itself")
+        else:
+            self._stop(stop, attempt, job, watch)
+        if watch.starts > number:
+            raise _GaveUp(
+                f"{name} started {watch.starts - number + 1} times",
+                found=f"{watch.starts} starts in the records after {number} launches",
+                cause="something restarts the training in place, so that the job went on after it was stopped: "
+                "torchrun --max-restarts, a loop in the launch script, a requeue",
+                action="MAX_RESTARTS=0 for this test",
+            )
+
+    def _stop(self, stop: Stop, attempt: Attempt, job: Job, watch: Watch) -> None:
+        if not job.running():
+            raise _GaveUp(
+                f"{stop.kind} stopped nothing: the job had already ended",
+                found=f"no process behind step {watch.step}",
+                expected=f"a job that goes on to step {self.plan.steps}",
+                action=f"look at {self._log('run', attempt.number)}",
+            )
+        # In the middle of the next step: its samples are read, its gradients half computed.
+        time.sleep(0.4 * min(watch.step_seconds, 5.0))
+        try:
+            at = job.stop(stop.kind)
+        except SetupError as error:
+            raise _GaveUp(
+                f"{stop.kind} did not stop attempt {attempt.number}: {error.headline}",
+                found=error.found,
+                expected=error.expected,
+                cause=error.cause,
+                action=error.action,
+            ) from error
+        watch.reached(None)
+        attempt.last = watch.step
+        layouts = self.plan.layouts
+        stopped = Stopped(kind=stop.kind, before=attempt.layout, after=layouts[attempt.number], step=watch.step, at=at)
+        self.result.stops.append(stopped)
+        done = f"steps {attempt.first + 1} to {attempt.last}"
+        self.say(f"  attempt {attempt.number}: {attempt.layout}: {done}, then {stop.kind}")
+        if watch.step >= self.plan.steps:
+            raise _GaveUp(
+                f"{stop.kind} came too late: the run was over, and nothing was left to resume",
+                found=f"step {watch.step}, asked to stop at step {stop.step}",
+                expected=f"a stop before step {self.plan.steps}",
+                cause="a stop that takes longer than the remaining steps",
+                action="--steps MORE, or --min-step-seconds LONGER with our own models",
+            )
+
+    def _came_back(self, number: int, layout: Layout, records: RunRecords) -> Attempt:
+        start = records.starts[number - 1]
+        first = next(record for step, record in sorted(records.steps.items()) if step > start["step"])
+        parts = (start.get("data_seconds"), first.get("data_seconds"))
+        return Attempt(
+            number=number,
+            layout=layout,
+            first=start["step"],
+            last=first["step"],
+            first_step_at=_seconds(first["time"]),
+            data_seconds=None if None in parts else sum(part for part in parts if part is not None),
+        )
+
+    def _note_return(self, stopped: Stopped, attempt: Attempt, before: int) -> None:
+        stopped.resumed_from = attempt.first
+        stopped.seconds = attempt.first_step_at - stopped.at
+        stopped.data_seconds = attempt.data_seconds
+        self.say(
+            f"  attempt {attempt.number}: went on from step {attempt.first}, first step after {stopped.seconds:.1f} s"
+        )
+        if attempt.first == 0:
+            raise _GaveUp(
+                f"attempt {attempt.number} began afresh, and did not resume",
+                found=f"a start at step 0, after {stopped.step} steps",
+                expected=f"a start from the checkpoint of step {self._newest_save(stopped.step)}",
+                cause="the launch script or the program ignores --load, or --save",
+                action=f"look at {self._log('run', attempt.number)}",
+            )
+        if attempt.first > before:
+            self.result.problems.append(
+                f"attempt {attempt.number} went on from step {attempt.first}, though the run had come to step {before}"
+            )
+        if stopped.kind in _GRACEFUL and stopped.lost:
+            self.result.notes.append(
+                f"{stopped.kind} cost {stopped.lost} steps: the job did not save before it ended. A script that passes "
+                "the signal on to its ranks, as launch/torchrun.sh does, loses none."
+            )
+
+    def _newest_save(self, step: int) -> int:
+        return step // self.plan.save_interval * self.plan.save_interval
+
+    def _start(self, name: str, layout: Layout, after: Job | None) -> Job:
+        launch = self.plan.launch(name, layout, data=self._data, model=self._model)
+        job = self.launcher.start(launch, after=after)
+        if job not in self._jobs:
+            self._jobs.append(job)
+        return job
+
+    def _watch(self, name: str) -> Watch:
+        return Watch(self.plan.records(name), self.plan.steps, f"  {name}", read=read_any)
+
+    def _until(self, job: Job, watch: Watch, condition: Callable[[], bool], who: str) -> bool:
+        """Wait for it; False: the job ended before."""
+        since = time.monotonic()
+        while True:
+            running = job.running()
+            if condition():
+                return True
+            if not running:
+                return False
+            if time.monotonic() - max(since, watch.changed) > self.patience:
+                raise _GaveUp(
+                    f"{who} did not get on for {self.patience:.0f} seconds",
+                    found=f"step {watch.step} of {self.plan.steps}; the end of its output:\n{_tail(job)}",
+                    cause=None if watch.records else _IGNORED,
+                    action='a launch script ends its training command with "$@"; --timeout waits longer',
+                )
+            time.sleep(POLL)
+
+    def _ended(self, job: Job, who: str) -> None:
+        try:
+            status = job.wait(ENDING)
+        except SetupError as error:
+            raise _GaveUp(
+                f"{who} did its last step, and did not end", found=error.found, action=error.action
+            ) from error
+        if status:
+            raise _GaveUp(f"{who} failed behind its last step", found=f"status {status}; its output:\n{_tail(job)}")
+
+    def _no_steps(self, who: str, name: str, watch: Watch, job: Job) -> _GaveUp:
+        """The job has ended, and its last step is not that of the plan."""
+        status = job.wait(ENDING)
+        if watch.records is None and not status:
+            return _GaveUp(
+                f"{who} ended, and recorded no step",
+                found=f"status 0, and nothing in {self.plan.records(name)}",
+                expected="what --megaresume-log-samples writes",
+                cause=_IGNORED,
+                action='write "$@" behind the last flag of the training command in the launch script',
+            )
+        return _GaveUp(
+            f"{who} ended too early",
+            found=f"status {status} at step {watch.step} of {self.plan.steps}; the end of its output:\n{_tail(job)}",
+            expected=f"a job that goes on to step {self.plan.steps}",
+            action=f"read {self._log(name, len(self.result.attempts) + 1)}",
+        )
+
+    def _log(self, name: str, number: int) -> Path:
+        return self.plan.out / f"{name}.{number}.log"
+
+    def _keep_log(self, name: str, number: int, job: Job) -> None:
+        self._log(name, number).write_text(job.text(), encoding="utf-8", errors="surrogateescape")
+
+
+_IGNORED = "the launch script ignores its arguments, and so --megaresume-log-samples; or the program does not know it"
+
+
+def _did_a_step(watch: Watch) -> bool:
+    """Whether the last start has done one."""
+    assert watch.records is not None
+    return any(step > watch.records.starts[-1]["step"] for step in watch.records.steps)
+
+
+def _tail(job: Job, characters: int = 2000) -> str:
+    return job.text()[-characters:].strip() or "(none)"
+
+
+def _seconds(text: str) -> float:
+    return datetime.datetime.fromisoformat(text).timestamp()
+
+
+def _final(plan: Plan, name: str) -> RunRecords | None:
+    records = read_any(plan.records(name))
+    if records is None or not records.steps:
+        return None
+    logs = sorted(plan.out.glob(f"{name}.*.log"), key=lambda path: int(path.suffixes[-2][1:]))
+    together = plan.out / f"{name}.log"
+    together.write_text("".join(log.read_text(encoding="utf-8", errors="replace") for log in logs), encoding="utf-8")
+    return with_losses(records, together)
+
+
+def _verify(plan: Plan, result: Result) -> bool | None:
+    """Plan the stream of the run again on this CPU."""
+    try:
+        found: dict[str, Any] = ask(
+            "verify", str(plan.run_dir("run") / "checkpoints"), "--log-samples", str(plan.records("run"))
+        )
+    except SetupError as error:
+        result.notes.append(f"megaresume verify could not be asked: {error.found}")
+        return None
+    return bool(found["holds"])

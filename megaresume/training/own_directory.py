@@ -1,0 +1,42 @@
+"""A directory that a command of this program fills, and may remove: a mark in it says that it is the command's."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from megaresume.stream.errors import UsageError
+
+__all__ = ["own_directory"]
+
+
+def own_directory(out: Path, *, mark: str, what: str, overwrite: bool) -> None:
+    """Make it, empty but for the mark.
+
+    Args:
+        out: the directory.
+        mark: name of the file that says whose it is.
+        what: what fills it, in a word.
+        overwrite: remove what an earlier one has left.
+
+    Raises:
+        UsageError: it is not empty, and not to be removed.
+    """
+    if out.exists() and any(out.iterdir()):
+        if not (out / mark).exists():
+            raise UsageError(
+                "the directory holds something else",
+                found=f"{out}, not empty",
+                expected=f"an empty directory, or one of an earlier {what}",
+                action="--out ANOTHER",
+            )
+        if not overwrite:
+            raise UsageError(
+                f"an earlier {what} lies there",
+                found=f"{out}",
+                expected="an empty directory",
+                action=f"--overwrite, or --out ANOTHER; its report: {out / 'report.html'}",
+            )
+        shutil.rmtree(out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / mark).touch()
