@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,9 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="remove what an earlier test left in DIR")
     parser.add_argument("--json", action="store_true", help="the result as JSON on standard output")
     _add_launch(parser.add_argument_group("how it is launched"))
-    _add_stops(
-        parser.add_argument_group("what happens to the run; entry k of a list, cyclically, is that of attempt k")
-    )
+    _add_stops(parser.add_argument_group("what happens to the run; entry k of a list, in turn, is that of attempt k"))
     _add_training(parser.add_argument_group("what is trained"))
 
 
@@ -44,7 +43,7 @@ def _add_launch(group: argparse._ArgumentGroup) -> None:
         "--timeout",
         metavar="SECONDS",
         type=float,
-        help="without a new step, also in the queue (default 600, Slurm 3600)",
+        help="without a new step, queue included (default 600, Slurm 3600)",
     )
 
 
@@ -66,9 +65,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--save-interval", type=int, metavar="K", help="steps between checkpoints (default: 4)")
     group.add_argument("--zero-stage", type=int, choices=[0, 1, 2, 3], help="default: that of the launch script")
     group.add_argument("--min-step-seconds", type=float, metavar="S", help="of our own models (default 0.3, Slurm 1)")
-    group.add_argument(
-        "--loss-tolerance", type=float, default=1e-3, metavar="REL", help="between layouts (default 1e-3)"
-    )
+    group.add_argument("--loss-tolerance", type=float, default=1e-3, metavar="REL", help="of layouts (default 1e-3)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -130,6 +127,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _launcher(args: argparse.Namespace, plan: Plan) -> Launcher:
+    if args.launcher == "slurm":
+        from megaresume.smoke.slurm import SlurmLauncher
+
+        slurm: Launcher = SlurmLauncher(
+            script=plan.options.script,  # None: ours
+            launch=plan.options.launch,
+            partition=args.partition,
+            urgent_partition=args.urgent_partition,
+            options=tuple(shlex.split(args.sbatch_options)),
+        )
+        return slurm
+    for flag in ("partition", "urgent_partition", "sbatch_options"):
+        if getattr(args, flag):
+            name = f"--{flag.replace('_', '-')}"
+            raise UsageError(f"{name} is for Slurm", found="--launcher local", action=f"--launcher slurm, or no {name}")
     from megaresume.smoke.local import LocalLauncher, own_script
 
     return LocalLauncher(plan.options.script or own_script(args.launch))

@@ -60,7 +60,7 @@ def table(result: Result) -> str:
     lines = ["", *_columns([_HEAD, *(_row(stop) for stop in result.stops)]), ""]
     lines += [
         "  nodes x ranks on each, m: micro-batch, w: workers",
-        "  steps lost were trained again; due to data: opening it, going to its position, waiting for the first samples",
+        "  steps lost were trained again; due to data: opening it, seeking, the wait for the first samples",
         "",
     ]
     lines += [f"  {what:<26} {found}" for what, found in _checks(result)]
