@@ -6,6 +6,7 @@
     slurm.py      jobs of the cluster: sbatch, scancel, scontrol
     records.py    what the training recorded of its steps: the reference program's file, or Megatron's directory
     compare.py    the run against the uninterrupted reference, step by step
+    model.py      our own small models and their data
     run.py        all of it in turn
     report.py     table, JSON, HTML
 
