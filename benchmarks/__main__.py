@@ -22,6 +22,7 @@ NAMES = (
     "resume",
     "state",
     "memory",
+    "simulation",
     "saving",
     "vlm",
     "cli",

@@ -28,6 +28,8 @@ REQUIRED = (
     "DeepSpeed save of",
     "checksums of a checkpoint",
     "memory to plan",
+    "simulated starts",
+    "planning a step of",
     "image-text records, decoded and encoded, no packing",
     "image-text records, decoded and encoded, packed",
     "image-text record, read",
