@@ -88,18 +88,19 @@ def make_dir(directory: Path) -> None:
         raise write_error(directory, error) from error
 
 
-def write_atomic(path: Path, data: bytes, *, sync_dir: bool = True) -> None:
+def write_atomic(path: Path, data: bytes, *, sync_dir: bool = True, drafts: Path | None = None) -> None:
     """Replace a file's content in one step. Its directory must exist.
 
     Args:
         path: the file.
         data: its new content.
         sync_dir: False where another write into the same directory follows at once and brings its own.
+        drafts: where the temporary file goes, on the same filesystem; None: beside the file.
 
     Raises:
         CheckpointError: disk full, read-only, no permission, ...; the old content is still there.
     """
-    temporary = path.with_name(leftover_name(path.name))
+    temporary = (drafts or path.parent) / leftover_name(path.name)
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:

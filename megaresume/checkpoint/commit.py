@@ -1,8 +1,9 @@
 """The save protocol, on rank 0: `begin_save` before the first model file, `commit_save` when all ranks are done.
 
-    begin_save      marker                    step_0000010.saving.json
+    begin_save      still the owner of the root?
+                    marker                    step_0000010.saving.json
                     ... all ranks write their model files, barrier ...
-    commit_save     every expected file there, none of 0 bytes?
+    commit_save     still the owner? every expected file there, none of 0 bytes?
                     data state                step_0000010.json
                     manifest                  step_0000010.manifest.json    <- from here the checkpoint is complete
                     latest, tracker
@@ -12,6 +13,7 @@
 
 Each step is atomic and durable before the next begins. A kill between any two leaves either the checkpoint before or
 this one, never a mixture; `record_start` of the next run finishes a commit that was cut off after the manifest.
+State, manifest and pointers are written as the owner of the root alone can write them (`lock`).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from megaresume.checkpoint.atomic import fsync_dir, fsync_file, make_dir, write_atomic, write_error
+from megaresume.checkpoint.atomic import fsync_dir, fsync_file, make_dir, write_error
 from megaresume.checkpoint.clock import utc
 from megaresume.checkpoint.layout import (
     check_tag,
@@ -34,6 +36,7 @@ from megaresume.checkpoint.layout import (
     step_path,
 )
 from megaresume.checkpoint.ledger import LedgerEntry, append_ledger, read_run
+from megaresume.checkpoint.lock import check_owned, write_fenced
 from megaresume.checkpoint.manifest import FileEntry, Manifest, Progress, checksum_files, list_files
 from megaresume.checkpoint.marker import Marker, read_marker, remove_marker, write_marker
 from megaresume.checkpoint.pointers import write_latest, write_tracker
@@ -143,7 +146,7 @@ def begin_save(
 
     Raises:
         UsageError: impossible tag or negative iteration.
-        CheckpointError: the directory cannot be written.
+        CheckpointError: the directory cannot be written, or has another owner by now.
         StateError: the root was written by a newer megaresume.
     """
     check_tag(tag)
@@ -151,6 +154,7 @@ def begin_save(
         raise UsageError("an iteration cannot be negative", found=iteration, expected="0 or more")
     root = Path(os.path.abspath(save_dir))
     make_dir(records_dir(root))
+    check_owned(root)
     began = time.time()
     step = StepFile(
         iteration=iteration,
@@ -206,9 +210,10 @@ def commit_save(
 
     Raises:
         CheckpointError: expected files are missing or empty (named; the pointers stay as they are), another save of
-            the same step has begun since, or the disk refuses.
+            the same step has begun since, the root has another owner by now, or the disk refuses.
     """
     root, step = pending.save_dir, pending.step
+    check_owned(root)
     _check_not_overtaken(pending)
     expected = pending.expected_files if expected_files is None else tuple(expected_files)
     files = _collect(pending.tag_dir, expected)
@@ -229,7 +234,7 @@ def commit_save(
     )
     # One fsync of the directory for both: should a power cut lose only the state, the manifest tells.
     write_step_file(step_path(root, step.iteration, step.tag), step, sync_dir=False)
-    write_atomic(manifest_path(root, step.iteration, step.tag), manifest.to_bytes())
+    write_fenced(root, manifest_path(root, step.iteration, step.tag), manifest.to_bytes())
     seconds = time.time() - pending.began
     publish(root, step, manifest, latest=pending.latest, tracker=pending.tracker, seconds=seconds, notes=notes)
     total = time.time() - pending.began

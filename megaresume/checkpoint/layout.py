@@ -7,6 +7,7 @@
     <save>/megaresume/step_0000010.manifest.json
     <save>/megaresume/step_0000010.saving.json   marker: a save of this step has begun and has not ended
     <save>/megaresume/ledger.jsonl
+    <save>/megaresume/owner_0000001/             lock: who writes here (`claim`)
     <save>/megaresume/superseded/                states of steps that were saved again with other data
 
 A tag that is not the usual name of its iteration (``best`` at iteration 10) is part of the record's name:

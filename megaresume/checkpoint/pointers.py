@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megaresume.checkpoint.atomic import write_atomic
 from megaresume.checkpoint.layout import LATEST, TRACKER, check_tag, deepspeed_tag, megatron_tag, tag_iteration
+from megaresume.checkpoint.lock import write_fenced
 from megaresume.stream.errors import UsageError
 
 __all__ = ["Pointer", "read_pointer", "read_pointers", "write_latest", "write_tracker"]
@@ -106,9 +106,9 @@ def read_pointers(root: Path) -> tuple[Pointer, Pointer]:
 
 def write_latest(root: Path, tag: str) -> None:
     """Point ``latest`` to a tag directory, atomically. Raises CheckpointError, UsageError for an impossible tag."""
-    write_atomic(root / LATEST, check_tag(tag).encode())
+    write_fenced(root, root / LATEST, check_tag(tag).encode())
 
 
 def write_tracker(root: Path, iteration: int) -> None:
     """Point the tracker to an iteration, atomically. Raises CheckpointError."""
-    write_atomic(root / TRACKER, str(iteration).encode())
+    write_fenced(root, root / TRACKER, str(iteration).encode())

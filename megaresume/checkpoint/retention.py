@@ -24,6 +24,7 @@ from megaresume.checkpoint.atomic import leftover_name
 from megaresume.checkpoint.candidates import Candidate, examine, list_candidates, resolve_pointer
 from megaresume.checkpoint.layout import is_usual_tag, ledger_path
 from megaresume.checkpoint.ledger import abandoned_checkpoints, read_ledger
+from megaresume.checkpoint.lock import check_owned
 from megaresume.checkpoint.pointers import read_pointers
 from megaresume.checkpoint.state_file import StepFile
 from megaresume.stream.errors import MegaresumeError, UsageError
@@ -88,6 +89,7 @@ def prune(root: Path, retention: Retention, committed: StepFile, *, copied_to: P
     gone: list[str] = []
     doomed: list[Path] = []
     try:
+        check_owned(root)
         for candidate in _superfluous(root, retention, committed):
             if copied_to is not None and not _has_copy(root, copied_to, candidate):
                 continue

@@ -38,6 +38,7 @@ from megaresume.checkpoint.layout import (
     step_path,
 )
 from megaresume.checkpoint.ledger import append_lines, read_ledger
+from megaresume.checkpoint.lock import check_owned, write_fenced
 from megaresume.checkpoint.manifest import FileEntry, Manifest, read_manifest
 from megaresume.checkpoint.marker import Marker, read_marker, remove_marker, write_marker
 from megaresume.checkpoint.pointers import read_pointers, write_latest, write_tracker
@@ -240,6 +241,7 @@ def stage(local: Path, shared: Path, iteration: int, tag: str) -> StepFile | Non
     if is_copied(local, shared, iteration, tag):
         share_ledger(local, shared)
         return step
+    check_owned(shared)
     _check_run(shared, step)
     began = time.monotonic()
     make_dir(records_dir(shared))
@@ -266,7 +268,7 @@ def stage(local: Path, shared: Path, iteration: int, tag: str) -> StepFile | Non
         iteration=iteration, tag=tag, save_id=step.save_id, digest=manifest.digest, files=files, beside=beside
     )
     write_step_file(step_path(shared, iteration, tag), step, sync_dir=False)
-    write_atomic(manifest_path(shared, iteration, tag), copy.to_bytes())
+    write_fenced(shared, manifest_path(shared, iteration, tag), copy.to_bytes())
     if latest:
         write_latest(shared, tag)
     if tracker:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.atomic import write_atomic
+from megaresume.checkpoint.lock import write_fenced
 from megaresume.checkpoint.sealed import NewerFormatError, count, read_sealed, seal, text
 from megaresume.checkpoint.topology import Topology
 from megaresume.stream.errors import StateError
@@ -71,8 +71,8 @@ class StepFile:
 
 
 def write_step_file(path: Path, step: StepFile, *, sync_dir: bool = True) -> None:
-    """Write atomically (see `write_atomic`). Raises CheckpointError where the disk refuses."""
-    write_atomic(path, step.to_bytes(), sync_dir=sync_dir)
+    """Write atomically, as the owner of the root (see `write_fenced`). Raises CheckpointError."""
+    write_fenced(path.parent.parent, path, step.to_bytes(), sync_dir=sync_dir)
 
 
 def read_step_file(

@@ -27,6 +27,8 @@ from megaresume.checkpoint.progress import MAX_STARTS
 from megaresume.checkpoint.retention import Retention
 from megaresume.integrations import deepspeed_engine as facts
 from megaresume.integrations import in_flight
+from megaresume.integrations.claiming import claim_directory
+from megaresume.integrations.clocks import check_clocks
 from megaresume.integrations.deepspeed_checkpoint import Checkpoints
 from megaresume.integrations.deepspeed_data import TrainingData
 from megaresume.integrations.ranks import is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
@@ -87,6 +89,7 @@ class Attached(TrainingData):
         super().close()
         if self.checkpoints.staged is not None:
             self.checkpoints.staged.close(left)
+        self.checkpoints.release()
 
     def _open_step(self) -> None:
         if self._stopper is not None and (reason := self._stopper.agreed()) is not None:
@@ -160,7 +163,7 @@ def attach(
         schedule: global batch sizes to come, for a ramp-up; the engine's batch size then follows it. None: the
             engine's own, read anew at every step.
         save_dir: where the run saves its checkpoints: with it the ledger there records every start, also of a
-            process that dies before its first save.
+            process that dies before its first save. No other job may write there meanwhile.
         log_samples: directory: every rank writes there what it was handed in every step, for `megaresume verify`.
         skip: what is not to be trained, in addition to what the data config says: ``["1000:1200"]``, or ``{"samples":
             [...], "documents": {"web": [17]}}``. See docs/skips.md.
@@ -187,7 +190,9 @@ def attach(
     Raises, on every rank:
         UsageError: no DeepSpeed engine, settings that cannot be committed, sizes that do not divide, or ``stop``
             or ``stage_to`` without a place to save to.
-        ConfigError, CorpusError, SetupError: the data cannot be opened, or differs between ranks.
+        CheckpointError: another job writes to ``save_dir``.
+        ConfigError, CorpusError: the data cannot be opened.
+        SetupError: data, ``save_dir`` or clocks differ between nodes.
     """
     facts.check_engine(engine)
     retention = Retention(keep_last=keep_last, keep_every=keep_every)
@@ -206,6 +211,12 @@ def attach(
             expected="the local directory of the checkpoints",
             action="megaresume.attach(engine, data, save_dir=..., stage_to=...)",
         )
+
+    # Before anything that takes long.
+    check_clocks(needed=stop is not None and stop.before_end is not None)
+    staged = None if stage_to is None or save_dir is None else Staged(os.fspath(save_dir), stage_to, retention)
+    if save_dir is not None and staged is None:
+        claim_directory(save_dir)
 
     opened: list[Stream] = []
 
@@ -250,7 +261,7 @@ def attach(
         elastic=elastic,
         adopt=adopt,
         verify=verify_checkpoint,
-        staged=None if stage_to is None or save_dir is None else Staged(os.fspath(save_dir), stage_to, retention),
+        staged=staged,
     )
     if stop is not None:
         attached.stop_when(stop, on_stop)

@@ -21,6 +21,7 @@ from typing import Any
 from megaresume.checkpoint.choose import Choice
 from megaresume.checkpoint.layout import deepspeed_tag, ledger_path
 from megaresume.checkpoint.ledger import read_ledger
+from megaresume.checkpoint.lock import release
 from megaresume.checkpoint.manifest import FileEntry
 from megaresume.checkpoint.progress import MAX_STARTS, NOTHING_TO_TRAIN, check_progress
 from megaresume.checkpoint.retention import KEEP_ALL, Retention
@@ -29,6 +30,7 @@ from megaresume.checkpoint.state_file import StepFile
 from megaresume.checkpoint.topology import Topology
 from megaresume.integrations import deepspeed_engine as facts
 from megaresume.integrations import in_flight
+from megaresume.integrations.claiming import claim_directory
 from megaresume.integrations.deepspeed_data import TrainingData
 from megaresume.integrations.deepspeed_tags import (
     KEY,
@@ -52,8 +54,8 @@ class Checkpoints:
 
     Args:
         data: the engine's data.
-        save_dir: where the run saves, if known beforehand: then the ledger learns of every start, also of one that
-            dies before its first save.
+        save_dir: where the run saves, if known beforehand, and claimed: then the ledger learns of every start, also of
+            one that dies before its first save.
         retention: which older checkpoints stay.
         max_starts: starts from one place without a save that are let through; 0: any number.
         elastic: convert a ZeRO checkpoint of another number of ranks by itself.
@@ -92,6 +94,8 @@ class Checkpoints:
         self._progress_checked = False
         self._choice: Choice | None = None
         self._start_recorded_in: set[Path] = set()
+        #: directories whose lock this run has held, the same on every rank.
+        self._claimed = set() if save_dir is None else {Path(save_dir).resolve()}
 
     def topology(self) -> Topology:
         """How the run is laid out now."""
@@ -108,7 +112,9 @@ class Checkpoints:
 
         Raises, on every rank:
             StateError: the optimizer steps and the batches do not fit; or the ranks' states differ.
-            CheckpointError: files are missing or empty, or the disk refuses. The pointers stay as they were.
+            CheckpointError: files are missing or empty, another job writes there, or the disk refuses. The pointers
+                stay as they were.
+            SetupError: a node does not see the directory.
         """
         engine = self.data.engine
         began = time.monotonic()
@@ -121,6 +127,7 @@ class Checkpoints:
             cause="the ranks have read different corpora, or count different optimizer steps",
             action="compare the corpora on the nodes: megaresume stream DATA.yaml",
         )
+        self._claim(save_dir)
         self.record_start(save_dir)
         staged = self.staged if self.staged is not None and self.staged.holds(save_dir) else None
         result = write_tag(
@@ -141,6 +148,19 @@ class Checkpoints:
         )
         self.settled_step, self.save_seconds = step, time.monotonic() - began
         return result
+
+    def _claim(self, save_dir: str) -> None:
+        """Before the first save to a directory that nobody named beforehand. Collective."""
+        place = Path(save_dir).resolve()
+        if place not in self._claimed:
+            claim_directory(save_dir)
+            self._claimed.add(place)
+
+    def release(self) -> None:
+        """Let other jobs write: nothing is saved any more. On any rank; a later save takes the lock again."""
+        if not in_flight.is_pending(self.data.engine):
+            for directory in self._claimed:
+                release(directory)
 
     def save_here(self) -> None:
         """Save to the directory that was named beforehand."""
@@ -202,6 +222,8 @@ class Checkpoints:
         self._start_recorded_in.add(Path(save_dir).resolve())
         if staged is not None:
             staged.start()
+        elif not trains:
+            release(save_dir)  # nothing more is written
 
     def check_progress(self) -> None:
         """Before the first step: raise a CheckpointError, on every rank, where starts lead to no save. Collective."""

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.choose import Choice
-from megaresume.checkpoint.commit import begin_save, commit_save
+from megaresume.checkpoint.commit import PendingCheckpoint, begin_save, commit_save
 from megaresume.checkpoint.confirm import confirm_choice
 from megaresume.checkpoint.data_file import write_data_file
+from megaresume.checkpoint.lock import take
 from megaresume.checkpoint.manifest import FileEntry
 from megaresume.checkpoint.retention import KEEP_ALL, Retention
 from megaresume.checkpoint.state_file import StepFile
@@ -78,13 +79,16 @@ def write_tag(
     ``committed``: called on rank 0 behind the commit.
 
     Raises, on every rank:
-        CheckpointError: files are missing or empty, or the disk refuses. The pointers stay as they were.
+        CheckpointError: files are missing or empty, another job writes there, or the disk refuses. The pointers stay as
+            they were.
     """
     in_flight.watch(engine)
     in_flight.settle(engine)
     on_all_ranks(lambda: in_flight.check_writer(engine))
-    begin = on_rank_0(
-        lambda: begin_save(
+
+    def announce() -> PendingCheckpoint:
+        take(save_dir)  # held since the start, unless the data was closed meanwhile
+        return begin_save(
             save_dir,
             tag=tag,
             iteration=iteration,
@@ -94,7 +98,8 @@ def write_tag(
             tracker=latest,
             retention=retention,
         )
-    )
+
+    begin = on_rank_0(announce)
     beside = () if write_beside is None else on_all_ranks(write_beside)
     with writing(Path(save_dir, tag)):
         result = write(tag=tag, client_state={**client_state, KEY: state.to_dict()}, save_latest=False)

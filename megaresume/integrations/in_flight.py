@@ -36,7 +36,7 @@ from megaresume.integrations import deepspeed_engine as facts
 from megaresume.integrations.ranks import is_rank_0, on_all_ranks, on_rank_0, world_size
 from megaresume.stream.errors import CheckpointError, MegaresumeError
 
-__all__ = ["check_writer", "defer", "seconds", "settle", "watch"]
+__all__ = ["check_writer", "defer", "is_pending", "seconds", "settle", "watch"]
 
 _SLOT = "_megaresume_in_flight"
 _SECONDS = "_megaresume_in_flight_seconds"
@@ -111,6 +111,12 @@ def defer(engine: Any, pending: PendingCheckpoint, commit: Callable[[], object])
     rank = 0 if is_rank_0() else facts.rank()
     flight = _Flight(pending=pending, commit=commit, rank=rank, ranks=world_size(), began=time.monotonic())
     setattr(engine, _SLOT, flight)
+
+
+def is_pending(engine: Any) -> bool:
+    """Whether a save is being written that is not committed yet."""
+    flight: _Flight | None = getattr(engine, _SLOT, None)
+    return flight is not None and flight.pending is not None
 
 
 def seconds(engine: Any) -> float | None:

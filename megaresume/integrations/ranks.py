@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError
 
-__all__ = ["gather", "is_rank_0", "on_all_ranks", "on_rank_0", "same_on_all_ranks"]
+__all__ = ["gather", "is_rank_0", "known_to_all", "on_all_ranks", "on_rank_0", "same_on_all_ranks", "world_size"]
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
 
 
 def world_size() -> int:
@@ -60,7 +61,7 @@ def _portable(error: Exception) -> MegaresumeError:
     return CheckpointError(f"{type(error).__name__}: {error}", cause="see the log of the rank that it happened on")
 
 
-def _known(error: Exception) -> Exception:
+def known_to_all(error: E) -> E:
     """Mark an error that every rank raises: one of them is enough to print it."""
     error.known_to_all_ranks = True  # type: ignore[attr-defined]
     return error
@@ -74,9 +75,9 @@ def on_rank_0(function: Callable[[], T]) -> T:
         value, error = _attempt(function)
     value, sent = _broadcast((value, None if error is None else _portable(error)))
     if error is not None:
-        raise _known(error)
+        raise known_to_all(error)
     if sent is not None:
-        raise _known(sent)
+        raise known_to_all(sent)
     return value  # type: ignore[return-value,unused-ignore]
 
 
@@ -85,11 +86,11 @@ def on_all_ranks(function: Callable[[], T]) -> T:
     value, error = _attempt(function)
     errors = gather(None if error is None else _portable(error))
     if error is not None:
-        raise _known(error)
+        raise known_to_all(error)
     for rank, other in enumerate(errors):
         if other is not None:
             other.headline = f"rank {rank}: {other.headline}"
-            raise _known(other)
+            raise known_to_all(other)
     return value  # type: ignore[return-value]
 
 
@@ -105,4 +106,4 @@ def same_on_all_ranks(value: Any, what: str, *, cause: str, action: str) -> None
                 cause=cause,
                 action=action,
             )
-            raise _known(error)
+            raise known_to_all(error)

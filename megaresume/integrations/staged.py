@@ -1,6 +1,6 @@
 """The second storage of an engine's checkpoints: checked when the engine is attached, copied to from rank 0.
 
-attach     every rank sees the local directory and the shared one
+attach     both are this job's alone; every rank sees the local directory and the shared one
 load       whichever holds the newest complete checkpoint
 commit     rank 0 hands it to the copying thread
 close      rank 0 waits for the copies, for a while; the end of the program does, too
@@ -13,12 +13,12 @@ import os
 import sys
 from pathlib import Path
 
-from megaresume.checkpoint.atomic import leftover_name, make_dir
-from megaresume.checkpoint.layout import records_dir
+from megaresume.checkpoint.lock import release, take
 from megaresume.checkpoint.retention import Retention
 from megaresume.checkpoint.staging import PATIENCE, Stager
 from megaresume.checkpoint.two_roots import adopt
-from megaresume.integrations.ranks import is_rank_0, on_all_ranks, on_rank_0
+from megaresume.integrations.claiming import claim_directory
+from megaresume.integrations.ranks import on_all_ranks, on_rank_0
 from megaresume.stream.errors import SetupError, UsageError
 
 __all__ = ["Staged"]
@@ -38,13 +38,15 @@ class Staged:
     Raises, on every rank:
         UsageError: both are the same directory.
         SetupError: a rank does not see one of the two.
-        CheckpointError: the local one cannot be written.
+        CheckpointError: another job writes to one of the two, or it cannot be written.
     """
 
     def __init__(self, save_dir: str, stage_to: str | os.PathLike[str], retention: Retention) -> None:
         self.local, self.shared = Path(os.path.abspath(save_dir)), Path(os.path.abspath(stage_to))
         on_all_ranks(self._check_shared)
-        self._check_local()
+        # Storage of one node each would hold parts of a checkpoint.
+        claim_directory(self.local, action="save to the shared storage itself: remove stage_to (--megaresume-stage-to)")
+        on_rank_0(lambda: bool(take(self.shared)))
         self._stager = Stager(self.local, self.shared, retention)
         self._started = False
 
@@ -63,32 +65,6 @@ class Staged:
                 cause="the first start of a run, or the storage is not mounted on this node",
                 action=f"mount it; for a new run: mkdir -p {self.shared}",
             )
-
-    def _check_local(self) -> None:
-        """A file that rank 0 makes must be seen by all: storage of one node each would hold parts of a checkpoint."""
-
-        def probe() -> str:
-            make_dir(records_dir(self.local))
-            name = leftover_name("seen")
-            (records_dir(self.local) / name).touch()
-            return name
-
-        name = on_rank_0(probe)
-
-        def look() -> None:
-            if not (records_dir(self.local) / name).exists():
-                raise SetupError(
-                    "checkpoints of several nodes with storage of their own cannot be copied",
-                    found=f"{self.local} on {os.uname().nodename} is not the one of rank 0",
-                    expected="a directory that every rank sees: one node, or a fast filesystem of all nodes",
-                    action="save to the shared storage itself: remove stage_to (--megaresume-stage-to)",
-                )
-
-        try:
-            on_all_ranks(look)
-        finally:
-            if is_rank_0():
-                (records_dir(self.local) / name).unlink(missing_ok=True)
 
     def holds(self, directory: str | os.PathLike[str]) -> bool:
         """Whether a directory is the local one."""
@@ -114,6 +90,7 @@ class Staged:
         if self._started:
             atexit.unregister(self._at_exit)
             self._stager.close(PATIENCE if timeout is None else max(timeout, 0.0))
+        release(self.shared)
 
     def _at_exit(self) -> None:
         self._stager.close(PATIENCE if getattr(sys, "last_value", None) is None else _PATIENCE_IN_ERROR)

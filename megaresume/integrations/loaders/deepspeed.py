@@ -23,6 +23,8 @@ from typing import Any
 from megaresume.checkpoint.choose import Choice
 from megaresume.checkpoint.manifest import FileEntry
 from megaresume.integrations import deepspeed_engine as facts
+from megaresume.integrations.claiming import claim_directory
+from megaresume.integrations.clocks import check_clocks
 from megaresume.integrations.deepspeed import hook
 from megaresume.integrations.deepspeed_checkpoint import Checkpoints
 from megaresume.integrations.loaders import files
@@ -56,8 +58,13 @@ def attach_loader(engine: Any, loader: Any, *, save_dir: str | os.PathLike[str] 
 
     Raises, on every rank:
         UsageError: no DeepSpeed engine, or a loader without a state.
+        CheckpointError: another job writes to ``save_dir``.
+        SetupError: a node does not see it.
     """
     facts.check_engine(engine)
+    check_clocks(needed=False)
+    if save_dir is not None:
+        claim_directory(save_dir)
     attached = on_all_ranks(lambda: AttachedLoader(engine, loader))
     attached.checkpoints = LoaderCheckpoints(attached, save_dir=None if save_dir is None else os.fspath(save_dir))
     hook(engine, attached)
@@ -239,6 +246,7 @@ class AttachedLoader:
     def close(self) -> None:
         """Hand out nothing any more."""
         self.detach("it was closed")
+        self.checkpoints.release()
 
     def detach(self, why: str) -> None:
         """Hand out nothing any more: the engine has other data now."""

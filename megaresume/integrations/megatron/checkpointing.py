@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megaresume.checkpoint.lock import check_owned
 from megaresume.integrations.megatron import checks, records
 from megaresume.integrations.megatron.session import Loaded, Session, session
 from megaresume.integrations.megatron.state import KEY, SavedState, read_state, state_on, write_state
@@ -197,6 +198,8 @@ def around_schedule_async_save(original: Callable[..., Any]) -> Callable[..., An
         save, _underway.save = _underway.save, None
         if save is not None:
             current, began = session(), _underway.began
+            # Before Megatron's own, which writes the tracker in place: a job that has lost the directory must not.
+            async_request.finalize_fns.insert(0, lambda: on_rank_0(lambda: check_owned(save.save_dir)))
             async_request.add_finalize_fn(lambda: on_rank_0(save.commit))
             async_request.add_finalize_fn(lambda: _is_over(current, began))
         return original(async_request, *args, **kwargs)

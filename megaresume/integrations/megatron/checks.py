@@ -18,6 +18,7 @@ from megaresume.integrations.megatron.arguments import Settings
 from megaresume.integrations.megatron.project import Project, current_project, parse_version
 from megaresume.integrations.megatron.schedule import ignores_rampup
 from megaresume.integrations.megatron.session import Session
+from megaresume.integrations.megatron.starting import begin_start
 from megaresume.integrations.megatron.state import SavedState
 from megaresume.integrations.megatron.stopping import switch_on
 from megaresume.integrations.megatron.tracker import around_read_metadata, check_tracker
@@ -146,9 +147,11 @@ def before_load(current: Session) -> None:
     Raises, on every rank:
         UsageError: see `check_flags`.
         CheckpointError: there is nothing to load where something must be, nothing whole, or something is there without
-            its tracker.
+            its tracker; or another job writes to ``--save``.
+        SetupError: see `begin_start`.
     """
     check_arguments(current)
+    begin_start(current)
     if current.project.kind != "megatron-lm":
         return
     choice = on_rank_0(lambda: check_tracker(current.args, checksums=current.settings.verify_checkpoint))

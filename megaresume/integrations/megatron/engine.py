@@ -21,6 +21,7 @@ from typing import Any
 
 from megaresume.checkpoint.choose import Choice
 from megaresume.checkpoint.layout import LATEST, deepspeed_tag
+from megaresume.checkpoint.lock import take
 from megaresume.checkpoint.pointers import read_pointers, write_latest
 from megaresume.checkpoint.state_file import StepFile
 from megaresume.checkpoint.topology import Topology
@@ -144,6 +145,7 @@ def _save_guarded(
     client_state: Mapping[str, Any],
     latest: bool,
 ) -> Any:
+    on_rank_0(lambda: bool(take(save_dir)))
     result = write(tag=tag, client_state=client_state, save_latest=False)
     files = written_files(engine, save_dir, tag)
 

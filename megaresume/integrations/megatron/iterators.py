@@ -26,6 +26,7 @@ from megaresume.integrations.megatron.order import StreamOrder
 from megaresume.integrations.megatron.provider import coordinates, end_of_document, stream_provider
 from megaresume.integrations.megatron.samples import SampleForm, form_of, warnings_of
 from megaresume.integrations.megatron.session import Session, session
+from megaresume.integrations.megatron.starting import begin_start
 from megaresume.integrations.ranks import gather, is_rank_0, on_all_ranks, on_rank_0
 from megaresume.integrations.resume import change_lines
 from megaresume.sources.base import is_document_source
@@ -43,6 +44,7 @@ def around_build_data_iterators(original: Callable[..., Any]) -> Callable[..., A
     Raises, on every rank:
         StateError: training goes on and a rank has no state to go on from, or another one than rank 0.
         UsageError, ConfigError, CorpusError, SetupError: see `open_streams` and `form_of`.
+        CheckpointError, SetupError: another job writes to ``--save``, or a node does not see it (`starting`).
     """
 
     @functools.wraps(original)
@@ -50,6 +52,7 @@ def around_build_data_iterators(original: Callable[..., Any]) -> Callable[..., A
         current = session()
         if current.settings.mode == "off":
             return original(provider, *args, **kwargs)
+        begin_start(current)
         if _gives_loaders(provider):
             from megaresume.integrations.loaders.megatron import build_with_loaders
 

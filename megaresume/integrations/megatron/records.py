@@ -16,6 +16,7 @@ from megaresume.checkpoint.clock import utc
 from megaresume.checkpoint.commit import PendingCheckpoint, begin_save, commit_save, run_of
 from megaresume.checkpoint.data_file import write_data_file
 from megaresume.checkpoint.layout import deepspeed_tag, manifest_path, marker_path, megatron_tag, step_path
+from megaresume.checkpoint.lock import check_owned, release, take
 from megaresume.checkpoint.manifest import FileEntry
 from megaresume.checkpoint.marker import Marker, remove_marker, write_marker
 from megaresume.checkpoint.progress import NOTHING_TO_TRAIN, check_progress
@@ -56,6 +57,11 @@ class Save:
     beside: tuple[FileEntry, ...] = ()
     #: of all files, for the manifest.
     checksums: bool = False
+
+    @property
+    def save_dir(self) -> Path:
+        """The checkpoint root."""
+        return self.pending.save_dir
 
     def commit(self) -> tuple[str, ...]:
         """Write the records. Returns what somebody should know: sentences."""
@@ -105,7 +111,11 @@ def begin(current: Session, iteration: int, state: StreamState, *, tracker: bool
         iteration: optimizer steps done.
         state: the stream as trained up to here.
         tracker: write the tracker once more, durably, behind Megatron, which writes it in place.
+
+    Raises:
+        CheckpointError: another job writes there by now, or the disk refuses.
     """
+    take(current.args.save)
     return begin_save(
         current.args.save,
         tag=megatron_tag(iteration),
@@ -135,6 +145,7 @@ class GuardSave:
 
     def commit(self) -> tuple[str, ...]:
         """Write the record; the save is over."""
+        check_owned(self.save_dir)
         write_guard(self.save_dir, self.payload)
         remove_marker(self.marker)
         return ()
@@ -145,6 +156,7 @@ def begin_guard(current: Session, iteration: int, payload: Mapping[str, Any]) ->
     root, tag = Path(os.path.abspath(current.args.save)), megatron_tag(iteration)
     path = marker_path(root, iteration, tag)
     make_dir(path.parent)
+    take(root)
     marker = Marker(
         iteration=iteration,
         tag=tag,
@@ -210,7 +222,10 @@ def settle_start(current: Session, iteration: int, state: StreamState | None) ->
     current.start_recorded_in.add(root)
     if iteration == 0:
         _warn_of_others(root)
+    is_over = _is_over(args, iteration, int(args.consumed_train_samples))
     if state is None:
+        if is_over:
+            release(root)
         if source is not None:  # loaded, so its save was over: a kill came between Megatron's tracker and our marker
             remove_marker(marker_path(root, source.iteration, megatron_tag(source.iteration)))
         return
@@ -220,10 +235,11 @@ def settle_start(current: Session, iteration: int, state: StreamState | None) ->
         tag = tag_of(current.project, source.iteration)
         choice = Choice(load_dir=source.load_dir, tag=tag, iteration=source.iteration, step=step, manifest=None)
     now = topology_of(args, state.samples, current.project)
-    is_over = _is_over(args, iteration, state.samples)
     details = {NOTHING_TO_TRAIN: True} if is_over else None
     record_start(root, iteration=iteration, state=state, choice=choice, topology=now, details=details)
-    if not is_over:
+    if is_over:
+        release(root)  # nothing more is written
+    else:
         check_progress(
             root,
             iteration=iteration,

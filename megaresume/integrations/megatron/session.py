@@ -77,6 +77,8 @@ class Session:
     stopper: Stopper | None = None
     #: how long the last save took; None: none was made.
     save_seconds: float | None = None
+    #: whether the start was let through: `starting`.
+    begun: bool = False
     #: checkpoint roots whose ledger knows of this start.
     start_recorded_in: set[Path] = field(default_factory=set)
 

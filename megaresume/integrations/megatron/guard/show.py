@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.atomic import make_dir, write_atomic
+from megaresume.checkpoint.atomic import make_dir
 from megaresume.checkpoint.layout import RECORDS_DIR
+from megaresume.checkpoint.lock import write_fenced
 from megaresume.integrations.megatron.guard.record import SPLITS, BuilderRecord, OrderRecord
 from megaresume.stream.errors import StateError
 from megaresume.stream.json_text import parse_json
@@ -30,7 +31,7 @@ def write_record(save_dir: str | Path, payload: Mapping[str, Any]) -> Path:
     """
     path = Path(save_dir) / RECORDS_DIR / ORDER
     make_dir(path.parent)
-    write_atomic(path, (json.dumps(payload, indent=1) + "\n").encode())
+    write_fenced(Path(save_dir), path, (json.dumps(payload, indent=1) + "\n").encode())
     return path
 
 

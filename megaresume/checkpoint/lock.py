@@ -1,0 +1,314 @@
+"""One job at a time writes to a checkpoint root: a lock with its owner's name, and a fence for who has lost it.
+
+    start    nobody, or an owner that is over        -> the next number is claimed, the lower ones removed
+             an owner whose counter moves            -> refused, with its name
+             an owner whose counter stands still     -> claimed
+    save     the owner's draft -> renamed to its place: data state, manifest, pointers      (`write_fenced`)
+    end      marked as released
+
+**Taking.** A directory is prepared with everything in it and renamed to the next number (`claim`). A rename never
+replaces a directory that is not empty: of two that take it at once, the filesystem refuses one. Numbers only grow: the
+last directory stays when its owner ends, and the next owner removes it. Neither file locks nor the clocks of two nodes
+are needed, so that this holds on NFS and Lustre.
+
+**The fence.** Whoever takes the lock removes the directories of lower numbers before it looks at any checkpoint. An
+owner puts in place what makes a checkpoint count with a rename *out of* its own directory: that comes before the
+removal, and the new owner sees the checkpoint; or behind it, and the rename fails. There is nothing in between, however
+long a process slept between two of its instructions. So a node that was taken for dead and comes back commits nothing.
+Model files it may still write; they count only with a manifest.
+
+The counter goes up in one daemon thread for all roots of a process. A forked child holds nothing. What a killed owner
+leaves need not be cleaned up by hand.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megaresume.checkpoint.atomic import make_dir, write_atomic
+from megaresume.checkpoint.claim import OWNER, RELEASED, claim, newest, place, read_alive, write_alive
+from megaresume.checkpoint.layout import ledger_path, records_dir
+from megaresume.checkpoint.ledger import read_run
+from megaresume.checkpoint.owner import Owner, gone, read_owner, this_process
+from megaresume.checkpoint.sealed import NewerFormatError
+from megaresume.stream.errors import CheckpointError
+
+__all__ = [
+    "PATIENCE_SECONDS",
+    "RENEW_SECONDS",
+    "Holder",
+    "Lock",
+    "check_owned",
+    "holder_of",
+    "release",
+    "take",
+    "write_fenced",
+]
+
+#: how often an owner raises its counter.
+RENEW_SECONDS = 2.0
+#: how long a counter is watched that stands still: ten renewals, since a busy interpreter or filesystem skips some.
+PATIENCE_SECONDS = 20.0
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holder:
+    """What the lock of a root says."""
+
+    #: None: the name is damaged, or was written by a newer megaresume.
+    owner: Owner | None
+    #: held: as far as one can tell without waiting. gone: it is over, the next start takes the lock at once.
+    status: Literal["held", "gone", "released"]
+    #: why it is over.
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        return "a process whose name cannot be read" if self.owner is None else str(self.owner)
+
+
+class Lock:
+    """A root that this process holds; made by `take`."""
+
+    def __init__(self, root: Path, number: int, owner: Owner) -> None:
+        self.root = root
+        self.number = number
+        self.owner = owner
+        #: what is written here can be renamed to its place for as long as the root is held.
+        self.drafts = place(root, number) / owner.token
+        self._count = 0
+        self._released = False
+        self._writing = threading.Lock()
+
+    def renew(self) -> None:
+        """Raise the counter. Raises OSError: FileNotFoundError where the root was taken over."""
+        with self._writing:
+            if not self._released:
+                self._count += 1
+                write_alive(self.drafts.parent, str(self._count))
+
+    def release(self) -> None:
+        """Mark the root as free. Where that fails, the next start watches the counter."""
+        # Should the other thread hang in a filesystem that does not answer, the program must end all the same.
+        if self._writing.acquire(timeout=1.0):
+            self._released = True
+            with contextlib.suppress(OSError):
+                write_alive(self.drafts.parent, RELEASED)
+            self._writing.release()
+
+    def taken_by(self) -> Holder | None:
+        """Who has taken the root over; None: nobody."""
+        number = newest(self.root)
+        return None if number in (None, self.number) else _read(self.root, number, self.owner)
+
+    def check(self) -> None:
+        """Raise a CheckpointError where another job has taken the root over. A lock that a user has deleted is made
+        anew, if nobody has another."""
+        with contextlib.suppress(OSError):
+            self.renew()  # an NFS client remembers what is gone, but asks its server before it opens
+        if self.drafts.is_dir() and newest(self.root) == self.number:
+            return
+        if newest(self.root) is None:
+            make_dir(records_dir(self.root))
+            if claim(self.root, self.number, self.owner):
+                return
+        raise self.lost()
+
+    def lost(self) -> CheckpointError:
+        """The error of an owner that is none any more."""
+        return CheckpointError(
+            "this job has lost its --save directory to another one, and nothing that it saves there counts",
+            found=f"{self.root} is held by {self.taken_by() or 'nobody'}",
+            expected=f"this job: {self.owner}",
+            cause="this node was taken for dead (its network, a filesystem that hung, a process that was stopped), and "
+            "the job was started again elsewhere",
+            action="end this job: the other one goes on from the last checkpoint that was committed",
+        )
+
+
+#: by real path: the roots of this process.
+_held: dict[Path, Lock] = {}
+#: ends the thread that raises the counters; None: there is no thread.
+_ending: threading.Event | None = None
+
+
+def take(root: str | os.PathLike[str]) -> Lock:
+    """Hold a root until `release` or the end of this process. On rank 0. Prints who was waited for or taken over from.
+
+    Where this process holds it already, only makes sure that it still does.
+
+    Raises:
+        CheckpointError: another job writes there, named; or has taken it over from this one; or the directory cannot
+            be written.
+    """
+    root = Path(os.path.abspath(root))
+    if (lock := _lock_of(root)) is not None:
+        lock.check()
+        return lock
+    make_dir(records_dir(root))
+    me = this_process(token=os.urandom(8).hex(), run=read_run(ledger_path(root)))
+    while True:
+        before = newest(root)
+        if before is not None and not _is_over(root, before, me):
+            continue
+        number = 1 if before is None else before + 1
+        if claim(root, number, me):
+            break
+    lock = _held[_key(root)] = Lock(root, number, me)
+    _raise_counters()
+    return lock
+
+
+def release(root: str | os.PathLike[str]) -> None:
+    """Let go of a root; no error where it is not held."""
+    if (lock := _held.pop(_key(root), None)) is not None:
+        lock.release()
+
+
+def check_owned(root: Path) -> None:
+    """Raise a CheckpointError where this process held a root and has lost it. One that never held it may pass."""
+    if (lock := _lock_of(root)) is not None:
+        lock.check()
+
+
+def write_fenced(root: Path, path: Path, data: bytes, *, sync_dir: bool = True) -> None:
+    """`write_atomic` of a file that makes a checkpoint count: fails where this process has lost the root.
+
+    Raises:
+        CheckpointError: lost, with the new owner; or the disk refuses. The old content is still there.
+    """
+    lock = _lock_of(root)
+    try:
+        write_atomic(path, data, sync_dir=sync_dir, drafts=None if lock is None else lock.drafts)
+    except CheckpointError as error:
+        if lock is not None and lock.taken_by() is not None:
+            raise lock.lost() from error
+        raise
+
+
+def holder_of(root: Path, *, ask_slurm: bool = False) -> Holder | None:
+    """Who holds a root, or did last; None: nobody ever. Reads only, and waits for nothing but ``squeue``."""
+    number = newest(root)
+    return None if number is None else _read(root, number, this_process(token=""), ask_slurm=ask_slurm)
+
+
+def _key(root: str | os.PathLike[str]) -> Path:
+    return Path(os.path.realpath(root))
+
+
+def _lock_of(root: Path) -> Lock | None:
+    return _held.get(_key(root)) if _held else None
+
+
+def _say(words: str) -> None:
+    # Printed, not logged: it says why a start waits, whatever the program does with its logging.
+    print(f"megaresume: {words}\n", end="", flush=True)  # in one piece: a thread says things, too
+
+
+def _read(root: Path, number: int, me: Owner, *, ask_slurm: bool = False) -> Holder:
+    owner: Owner | None = None
+    with contextlib.suppress(CheckpointError, NewerFormatError):
+        owner = read_owner(place(root, number) / OWNER)
+    if read_alive(place(root, number)) == RELEASED:
+        return Holder(owner=owner, status="released")
+    reason = None if owner is None else gone(owner, me, ask_slurm=ask_slurm)
+    return Holder(owner=owner, status="held" if reason is None else "gone", reason=reason)
+
+
+def _is_over(root: Path, number: int, me: Owner) -> bool:
+    """Wait until it is clear what has become of an owner.
+
+    Returns:
+        True: it is over. False: the root has another one by now.
+
+    Raises:
+        CheckpointError: it is alive.
+    """
+    directory = place(root, number)
+    began, first, told = time.monotonic(), read_alive(directory), False
+    holder = _read(root, number, me, ask_slurm=True)
+    while holder.status == "held":
+        if newest(root) != number:
+            return False
+        if (now := read_alive(directory)) not in (first, RELEASED):
+            raise _refused(root, holder)
+        waited = time.monotonic() - began
+        if waited >= PATIENCE_SECONDS:
+            _say(f"{root} was held by {holder}: no sign of life for {PATIENCE_SECONDS:g} s; taken over")
+            return True
+        if waited > 2 * RENEW_SECONDS and not told:
+            told = True
+            _say(f"{root} is held by {holder}: waiting for a sign of life, {PATIENCE_SECONDS:g} s at most")
+        if now != RELEASED:
+            time.sleep(_POLL_SECONDS)
+        holder = _read(root, number, me)
+    if holder.status == "gone" and not (holder.owner is not None and holder.owner.is_same_process(me)):
+        _say(f"{root} was held by {holder}: {holder.reason}; taken over")
+    return True
+
+
+def _refused(root: Path, holder: Holder) -> CheckpointError:
+    owner = holder.owner
+    array = owner is not None and owner.array is not None
+    return CheckpointError(
+        "another job writes to this --save directory",
+        found=f"{root} is held by {holder}; it is alive",
+        expected="one job at a time",
+        cause="the tasks of a job array have one --save"
+        if array
+        else "the job was submitted twice, or the one before it has not ended yet",
+        action=("end it" if owner is None else owner.how_to_end)
+        + " and start again; or another --save (save_dir=)"
+        + (": --save DIR/$SLURM_ARRAY_TASK_ID" if array else "")
+        + "; only to read its checkpoints, leave --save out",
+    )
+
+
+# The counters
+
+
+def _raise_counters() -> None:
+    global _ending
+    if _ending is None:
+        _ending = threading.Event()
+        threading.Thread(target=_run, args=(_ending,), name="megaresume-lock", daemon=True).start()
+
+
+def _run(ending: threading.Event) -> None:
+    told: set[str] = set()
+    while not ending.wait(RENEW_SECONDS):
+        for lock in list(_held.values()):
+            try:
+                lock.renew()
+            except FileNotFoundError:
+                if lock.owner.token not in told and (holder := lock.taken_by()) is not None:
+                    told.add(lock.owner.token)
+                    _say(f"WARNING: {lock.root} was taken over by {holder}: nothing that this job saves there counts")
+            except OSError:
+                continue  # full, or not answering: the next save says so, and the next time may be better
+
+
+def _at_exit() -> None:
+    """Registered when this module is imported, and so run behind those who commit at the end of the program."""
+    for root in list(_held):
+        release(root)
+    if _ending is not None:
+        _ending.set()
+
+
+def _in_child() -> None:
+    """Behind a fork: the thread did not come along, and what the parent holds is not the child's."""
+    global _ending
+    _held.clear()
+    _ending = None
+
+
+atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_in_child)
