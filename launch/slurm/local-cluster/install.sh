@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Installs what cluster.sh needs: Slurm, munge, and the tools that make network namespaces.
 #
-#     launch/slurm/local-cluster/install.sh
+#     launch/slurm/local-cluster/install.sh [FURTHER PACKAGES ...]
 #
 # Debian and Ubuntu packages, about 15 MB. What is there already is left alone, so it may run as often as you like.
 # No service is started or enabled, and no file of the machine's own Slurm in /etc/slurm is read or written.
 set -euo pipefail
 
-PACKAGES=(slurmctld slurmd slurm-client munge iproute2 util-linux)
-# One program of each package, in the same order.
-PROGRAMS=(slurmctld slurmd srun munged ip unshare)
+PACKAGES=(slurmctld slurmd slurm-client munge iproute2 util-linux "$@")
+# One program of each package, in the same order; that of a further one has its name.
+PROGRAMS=(slurmctld slurmd srun munged ip unshare "$@")
 
 PATH=$PATH:/usr/sbin:/sbin
 
@@ -82,4 +82,4 @@ main() {
   say "installed: $(slurmctld -V)"
 }
 
-main "$@"
+main

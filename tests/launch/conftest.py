@@ -1,0 +1,188 @@
+"""A real Slurm for these tests, brought up by the first test that wants it and ended whatever happens.
+
+    lock NUMBER  ->  install.sh  ->  cluster.sh start (CLUSTER_ID=NUMBER)  ->  tests  ->  cluster.sh stop
+       `-- a watcher waits for the same lock: when this process dies in any way, it stops the cluster
+
+Every pytest process has a number of its own, so clusters live side by side. Where Slurm cannot be installed the tests
+fail with the words of install.sh; they are never skipped.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "launch" / "slurm" / "local-cluster"
+# Short, as a Unix socket lies in it, and seen by all nodes.
+HOME = Path(f"/tmp/megaresume-slurm-tests-{os.getuid()}")
+NUMBERS = range(20, 100)
+NODES = 4
+#: For machines that do other work at the same time: longer than on a laptop.
+SETTINGS = {
+    "CLUSTER_NODES": str(NODES),
+    "CLUSTER_CRED_EXPIRE": "8",
+    "CLUSTER_NODE_TIMEOUT": "30",
+    "CLUSTER_KILL_WAIT": "20",
+    "CLUSTER_PREEMPT_GRACE": "90",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """A running cluster of the nodes n1, n2, ..."""
+
+    root: Path
+    #: ns or flat, see cluster.sh.
+    mode: str
+
+    @property
+    def conf(self) -> Path:
+        """Its slurm.conf."""
+        return self.root / "slurm.conf"
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment in which Slurm's commands mean this cluster."""
+        return os.environ | {"SLURM_CONF": str(self.conf)}
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Their names."""
+        return tuple(f"n{number}" for number in range(1, NODES + 1))
+
+    def slurm(self, *words: object, check: bool = True) -> str:
+        """What a command prints, such as ``slurm("sinfo", "-h")``."""
+        done = subprocess.run([*map(str, words)], env=self.env, capture_output=True, text=True, timeout=300)
+        assert not check or done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def exec(self, node: str, *words: str) -> str:
+        """What a command prints that runs inside a node."""
+        done = _script("cluster.sh", self.root, "exec", node, *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def kill_node(self, node: str) -> None:
+        """Cut its power."""
+        assert _script("cluster.sh", self.root, "kill-node", node).returncode == 0
+
+    def kill_slurmd(self, node: str) -> None:
+        """Kill the daemon, not the jobs."""
+        assert _script("cluster.sh", self.root, "kill-slurmd", node).returncode == 0
+
+    def start_node(self, node: str) -> None:
+        """Switch it on, or start its daemon."""
+        done = _script("cluster.sh", self.root, "start-node", node)
+        assert done.returncode == 0, done.stderr
+
+    def rest(self) -> None:
+        """No job, and all nodes idle."""
+        for node in self.nodes:
+            self.start_node(node)
+        deadline = time.monotonic() + 180
+        while True:
+            if jobs := self.slurm("squeue", "-h", "-o", "%A").split():
+                self.slurm("scancel", *jobs, check=False)
+            states = dict(line.split("|") for line in self.slurm("sinfo", "-hNp", "batch", "-o", "%N|%T").split())
+            for node in (node for node, state in states.items() if state.startswith(("down", "drain"))):
+                self.slurm("scontrol", "update", f"nodename={node}", "state=resume", check=False)
+            if not jobs and [*states.values()] == ["idle"] * NODES:
+                return
+            assert time.monotonic() < deadline, f"the cluster does not come to rest: jobs {jobs}, nodes {states}"
+            time.sleep(0.2)
+
+
+def _script(name: str, root: Path, *words: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | SETTINGS | settings | {"CLUSTER_ROOT": str(root), "CLUSTER_ID": root.name}
+    return subprocess.run([SCRIPTS / name, *words], env=env, capture_output=True, text=True, timeout=900)
+
+
+def _install(*more: str) -> None:
+    HOME.mkdir(exist_ok=True)
+    with open(HOME / "install.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = _script("install.sh", HOME, *more)
+    if done.returncode:
+        pytest.fail(f"Slurm cannot be installed, so these tests fail:\n{done.stderr}", pytrace=False)
+
+
+def _lock(number: int) -> IO[str] | None:
+    """The lock of a number; None: another process has it. The kernel gives it back when this one ends."""
+    HOME.mkdir(exist_ok=True)
+    file = open(HOME / f"{number}.lock", "w")  # noqa: SIM115  kept open
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file
+
+
+def _sweep() -> None:
+    """End clusters whose pytest, and whose watcher, are no more."""
+    for root in HOME.glob("[0-9]*/run"):
+        if (lock := _lock(int(root.parent.name))) is not None:
+            with lock:
+                _script("cluster.sh", root.parent, "stop")
+
+
+@contextmanager
+def running_cluster(**settings: str) -> Iterator[Cluster]:
+    """A cluster of one's own; ``settings`` are those of cluster.sh."""
+    _install()
+    _sweep()
+    number, lock = next((n, lock) for n in NUMBERS if (lock := _lock(n)) is not None)
+    root = HOME / str(number)
+    with lock:
+        env = os.environ | {"CLUSTER_ROOT": str(root), "CLUSTER_ID": str(number)}
+        watcher = subprocess.Popen(
+            ["flock", lock.name, SCRIPTS / "cluster.sh", "stop"],
+            env=env,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            done = _script("cluster.sh", root, "start", **settings)
+            if done.returncode:
+                pytest.fail(f"the cluster does not start:\n{done.stdout}{done.stderr}", pytrace=False)
+            mode = (root / "run" / "settings").read_text().split("CLUSTER_MODE=")[1].split()[0]
+            yield Cluster(root=root, mode=mode)
+        finally:
+            _script("cluster.sh", root, "stop")
+            with suppress(ProcessLookupError):
+                watcher.terminate()
+            watcher.wait()
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """A real Slurm of four nodes with a `batch` partition, and an `urgent` one that preempts it."""
+    with running_cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def slurm(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """The cluster, meant by Slurm's commands in this test; at rest before and after it."""
+    monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
+    cluster.rest()
+    yield cluster
+    cluster.rest()
+
+
+@pytest.fixture(scope="session")
+def shellcheck() -> str:
+    """The program that checks shell scripts."""
+    _install("shellcheck")
+    return "shellcheck"
