@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 from typing import NoReturn
 
 import torch
@@ -15,7 +16,7 @@ from megaresume.stream.errors import SetupError
 from megaresume.training.arguments import Arguments
 from megaresume.training.ports import free_port
 
-__all__ = ["announce", "launch", "rank_and_size", "seed_everything", "shut_down", "stop_at_once"]
+__all__ = ["announce", "launch", "rank_and_size", "restart_warning", "seed_everything", "shut_down", "stop_at_once"]
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -43,6 +44,9 @@ def launch(args: Arguments) -> torch.device:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         # One thread a rank: sums are then always taken in the same order.
         torch.set_num_threads(1)
+    warning = restart_warning(os.environ)
+    if warning is not None:
+        announce(warning)
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -67,6 +71,23 @@ def launch(args: Arguments) -> torch.device:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=args.tensor_model_parallel_size)
     seed_everything(args.seed, device)
     return device
+
+
+def restart_warning(env: Mapping[str, str]) -> str | None:
+    """What to say where torchrun would restart ranks in place and they could not meet; None: nothing.
+
+    The agents keep one store for all restarts (pytorch issue 135712): ranks that come anew find the addresses of those
+    before them in it, and end in "Connection refused".
+    """
+    restarts = int(env.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and int(env.get("WORLD_SIZE", "1")) > 1
+    if not restarts or not shared:
+        return None
+    return (
+        f"megaresume: torchrun --max-restarts {restarts} will not work here: ranks that are restarted in place would "
+        "find the addresses of those before them. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, and "
+        "--rdzv-backend c10d or --standalone: docs/elastic-restarts.md"
+    )
 
 
 def seed_everything(seed: int, device: torch.device) -> None:
