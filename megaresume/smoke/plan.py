@@ -146,7 +146,10 @@ class Plan:
             "num-workers": layout.workers,
             "zero-stage": self.options.zero_stage,
             "megaresume-data": data,
-            "megaresume-min-step-seconds": self.options.min_step_seconds or None if self.own else None,
+            # Only the run is stopped in the middle of its steps.
+            "megaresume-min-step-seconds": (self.options.min_step_seconds or None)
+            if self.own and name == "run"
+            else None,
         }
         words = [word for flag, value in flags.items() if value is not None for word in (f"--{flag}", str(value))]
         if self._changes_ranks and (self.own or self.options.zero_stage):
