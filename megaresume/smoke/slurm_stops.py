@@ -4,7 +4,7 @@ sigkill     srun --overlap on the last node: SIGKILL for one rank
 sigterm     scancel --batch --signal=TERM
 requeue     scontrol requeue
 node-down   scontrol update state=down, of a node without the batch script where there is one
-walltime    scontrol update TimeLimit: to the next minute, so the timer sends what --signal asks for, or kills
+walltime    scontrol update TimeLimit: to the minute after the next, so the timer sends what --signal asks for, or kills
 preempt     a job of the urgent partition on the same nodes
 """
 
@@ -98,7 +98,8 @@ def _node_down(job: SlurmJob, info: JobInfo) -> None:
 
 
 def _walltime(job: SlurmJob, info: JobInfo) -> None:
-    minutes = int(info.run_time // 60) + 1
+    # A minute at least: Slurm looks at limits twice a minute, and one that is over ends the job without its signal.
+    minutes = int(info.run_time // 60) + 2
     ask("scontrol", "update", f"JobId={job.id}", f"TimeLimit={minutes}", failing="its time limit cannot be changed")
 
 
