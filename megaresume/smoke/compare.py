@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from megaresume.training.demo.compare import Comparison, compare_all
+from megaresume.training.compare import Comparison, compare_all
 from megaresume.training.records import RunRecords
 
 __all__ = ["Losses", "Outcome", "compare_runs"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -226,62 +226,63 @@ class _Test:
         if stop is None:
             self._ended(job, name)
             watch.reached(None)
+            self._check_starts(number, watch)
             attempt.last = watch.step
             self.say(f"  attempt {number}: {layout}: steps {attempt.first + 1} to {attempt.last}, ended by itself")
         else:
             self._stop(stop, attempt, job, watch)
-        if watch.starts > number:
-            raise _GaveUp(
-                f"{name} started {watch.starts - number + 1} times",
-                found=f"{watch.starts} starts in the records after {number} launches",
-                cause="something restarts the training in place, so that the job went on after it was stopped: "
-                "torchrun --max-restarts, a loop in the launch script, a requeue",
-                action="MAX_RESTARTS=0 for this test",
-            )
 
     def _stop(self, stop: Stop, attempt: Attempt, job: Job, watch: Watch) -> None:
-        if not job.running():
-            raise _GaveUp(
-                f"{stop.kind} stopped nothing: the job had already ended",
-                found=f"no process behind step {watch.step}",
-                expected=f"a job that goes on to step {self.plan.steps}",
-                action=f"look at {self._log('run', attempt.number)}",
-            )
+        # Seen late, the run may be just at a checkpoint: a little later, so that a stop without warning costs steps.
+        self._until(
+            job, watch, lambda: watch.reached(0) and self._off_checkpoint(watch.step), f"attempt {attempt.number}"
+        )
         # In the middle of the next step: its samples are read, its gradients half computed.
         time.sleep(0.4 * min(watch.step_seconds, 5.0))
+        failed: SetupError | None = None
+        at = time.time()
         try:
             at = job.stop(stop.kind)
         except SetupError as error:
-            raise _GaveUp(
-                f"{stop.kind} did not stop attempt {attempt.number}: {error.headline}",
-                found=error.found,
-                expected=error.expected,
-                cause=error.cause,
-                action=error.action,
-            ) from error
+            failed = error
         watch.reached(None)
+        self._check_starts(attempt.number, watch)
         attempt.last = watch.step
-        layouts = self.plan.layouts
-        stopped = Stopped(kind=stop.kind, before=attempt.layout, after=layouts[attempt.number], step=watch.step, at=at)
+        after = self.plan.layouts[attempt.number]
+        stopped = Stopped(kind=stop.kind, before=attempt.layout, after=after, step=watch.step, at=at)
         self.result.stops.append(stopped)
-        done = f"steps {attempt.first + 1} to {attempt.last}"
-        self.say(f"  attempt {attempt.number}: {attempt.layout}: {done}, then {stop.kind}")
         if watch.step >= self.plan.steps:
             raise _GaveUp(
                 f"{stop.kind} came too late: the run was over, and nothing was left to resume",
                 found=f"step {watch.step}, asked to stop at step {stop.step}",
                 expected=f"a stop before step {self.plan.steps}",
-                cause="a stop that takes longer than the remaining steps",
+                cause="the job does not notice it, or is faster than the stop",
                 action="--steps MORE, or --min-step-seconds LONGER with our own models",
             )
+        if failed is not None:
+            raise _GaveUp(
+                f"{stop.kind} did not stop attempt {attempt.number}: {failed.headline}",
+                found=failed.found,
+                expected=failed.expected,
+                cause=failed.cause,
+                action=failed.action,
+            ) from failed
+        done = f"steps {attempt.first + 1} to {attempt.last}"
+        self.say(f"  attempt {attempt.number}: {attempt.layout}: {done}, then {stop.kind}")
+
+    def _off_checkpoint(self, step: int) -> bool:
+        interval = self.plan.save_interval
+        near_the_end = step >= self.plan.steps - interval
+        return near_the_end or 0 < step % interval < max(interval - 1, 2)
 
     def _came_back(self, number: int, layout: Layout, records: RunRecords) -> Attempt:
         start = records.starts[number - 1]
+        self._check_ranks(number, layout, start["topology"])
         first = next(record for step, record in sorted(records.steps.items()) if step > start["step"])
         parts = (start.get("data_seconds"), first.get("data_seconds"))
         return Attempt(
             number=number,
-            layout=layout,
+            layout=_recorded(layout, start["topology"]),
             first=start["step"],
             last=first["step"],
             first_step_at=_seconds(first["time"]),
@@ -289,7 +290,7 @@ class _Test:
         )
 
     def _note_return(self, stopped: Stopped, attempt: Attempt, before: int) -> None:
-        stopped.resumed_from = attempt.first
+        stopped.resumed_from, stopped.after = attempt.first, attempt.layout
         stopped.seconds = attempt.first_step_at - stopped.at
         stopped.data_seconds = attempt.data_seconds
         self.say(
@@ -307,10 +308,34 @@ class _Test:
             self.result.problems.append(
                 f"attempt {attempt.number} went on from step {attempt.first}, though the run had come to step {before}"
             )
+        if stopped.kind not in _GRACEFUL and not stopped.lost:
+            self.result.notes.append(f"{stopped.kind} cost no step: it came right behind a checkpoint")
         if stopped.kind in _GRACEFUL and stopped.lost:
             self.result.notes.append(
                 f"{stopped.kind} cost {stopped.lost} steps: the job did not save before it ended. A script that passes "
                 "the signal on to its ranks, as launch/torchrun.sh does, loses none."
+            )
+
+    def _check_starts(self, number: int, watch: Watch) -> None:
+        """Every launch has one start."""
+        if watch.starts > number:
+            raise _GaveUp(
+                f"the job went on after it was stopped: attempt {number} started {watch.starts - number + 1} times",
+                found=f"{watch.starts} starts in the records, after {number} launches",
+                cause="something starts the training again in place: torchrun --max-restarts, a loop in the script",
+                action="MAX_RESTARTS=0 for this test",
+            )
+
+    def _check_ranks(self, number: int, layout: Layout, topology: dict[str, Any]) -> None:
+        """The resume on other ranks is what is tested."""
+        found = topology.get("world_size", layout.ranks)
+        if found != layout.ranks:
+            raise _GaveUp(
+                f"attempt {number} does not run on the ranks that were asked for",
+                found=f"{found} ranks",
+                expected=f"{layout.nodes} nodes x {layout.ranks_per_node} ranks = {layout.ranks}",
+                cause="the launch script has numbers of its own, and ignores NNODES or PROCS_PER_NODE",
+                action="set both from the environment, as launch/torchrun.sh does; or --nodes and --ranks-per-node",
             )
 
     def _newest_save(self, step: int) -> int:
@@ -380,6 +405,15 @@ class _Test:
 
 
 _IGNORED = "the launch script ignores its arguments, and so --megaresume-log-samples; or the program does not know it"
+
+
+def _recorded(layout: Layout, topology: dict[str, Any]) -> Layout:
+    """A requeued job keeps its flags: what the training says of itself counts."""
+    return replace(
+        layout,
+        workers=topology.get("num_workers", layout.workers),
+        micro_batch_size=topology.get("micro_batch_size", layout.micro_batch_size),
+    )
 
 
 def _did_a_step(watch: Watch) -> bool:

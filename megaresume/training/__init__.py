@@ -21,6 +21,7 @@ validation.py   the same samples of the validation stream every time
 logging.py      lines for people, JSON lines for programs
 loop.py         the loop
 stopwatch.py    seconds spent on the data
+compare.py      every step of a run against another run
 watch.py        follows the records of a run, with a progress bar
 own_directory.py  a directory that demo and smoke fill, and may remove
 __main__.py     from flags to a trained model

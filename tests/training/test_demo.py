@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from megaresume.training.demo.compare import compare_all
+from megaresume.training.compare import compare_all
 from megaresume.training.records import read_records
 from tests.cli.conftest import megaresume
 

@@ -5,6 +5,5 @@ vlm.py       the demo of images                        digits.py    real images 
 scenario.py  what differs between them, and so what a further one would need
 plan.py      how the training program is started: the uninterrupted twin, and the run that is killed
 run.py       the demo from beginning to end            commands.py  commands of the program
-compare.py   every step of the run against the twin
 report.py    one self-contained HTML page
 """

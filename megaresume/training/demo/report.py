@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaresume.report.page import COLOURS, page, svg, table
-from megaresume.training.demo.compare import Comparison
+from megaresume.training.compare import Comparison
 from megaresume.training.demo.scenario import Extra, Scenario
 from megaresume.training.records import RunRecords
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from megaresume.loading.open import open_stream
 from megaresume.stream.errors import SetupError
+from megaresume.training.compare import compare_all
 from megaresume.training.demo.commands import ask
-from megaresume.training.demo.compare import compare_all
 from megaresume.training.demo.plan import Attempt
 from megaresume.training.demo.report import Facts, Start, write_report
 from megaresume.training.demo.scenario import Say, Scenario

@@ -1,4 +1,4 @@
-"""What differs between the demo of text and that of images; run.py, compare.py and report.py are for both."""
+"""What differs between the demo of text and that of images; run.py and report.py are for both."""
 
 from __future__ import annotations
 

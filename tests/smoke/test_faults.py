@@ -1,0 +1,114 @@
+"""Every way in which a user's training, or launch script, can be wrong is found, and said."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TOY = Path(__file__).parent / "toy.py"
+#: RANK: as a launcher sets it, so that the rank is found.
+SCRIPT = f'#!/bin/bash\nRANK=${{NODE_RANK}} exec {sys.executable} {TOY} "$@"\n'
+
+
+def smoke(tmp_path: Path, *words: object, script: str | None = SCRIPT, **env: str) -> tuple[int, dict[str, Any], str]:
+    """Exit status, result.json, all that was printed."""
+    command = [sys.executable, "-m", "megaresume", "smoke", "--out", str(tmp_path / "out"), *map(str, words)]
+    if script is not None:
+        (tmp_path / "train.sh").write_text(script)
+        command += ["--script", str(tmp_path / "train.sh")]
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": root} | env
+    )
+    result = tmp_path / "out" / "result.json"
+    return done.returncode, json.loads(result.read_text()) if result.exists() else {}, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("records", ["file", "ranks"])
+def test_a_good_program_holds(tmp_path: Path, records: str) -> None:
+    kinds = "sigkill,sigterm,node-down"
+    sizes = ["--global-batch-size", 8, "--micro-batch-size", "2,4"]
+    status, result, text = smoke(tmp_path, "--kill", kinds, "--nodes", "2,1", *sizes, RECORDS=records)
+    assert status == 0 and result["holds"], text
+    stops = result["stops"]
+    assert [stop["kind"] for stop in stops] == kinds.split(",")
+    assert [stop["after"]["nodes"] for stop in stops] == [1, 2, 1]
+    assert [stop["after"]["micro_batch_size"] for stop in stops] == [4, 2, 4]
+    # In the middle of a step behind a checkpoint: 4 is the interval.
+    assert stops[0]["lost"] >= 1 and stops[0]["resumed_from"] % 4 == 0
+    assert stops[1]["lost"] == 0 and stops[1]["resumed_from"] == stops[1]["step"]
+    assert stops[2]["lost"] >= 1
+    assert all(0 < stop["seconds"] < 60 for stop in stops)
+    assert stops[0]["data_seconds"] is None  # no start says it
+    compared = result["comparison"]
+    assert compared["steps"] == compared["compared"] == 32
+    assert compared["trained_again"] == sum(stop["lost"] for stop in stops)
+    assert compared["losses"]["compared"] == 32
+    assert "EXACT" in text and re.search(r"sigkill +2x1 m2.* 1x1 m4", text)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("<svg") == 1 and "<script" not in page and "node-down" in page
+
+
+WRONG = {
+    "drop": r"step (5|9) of the run trained samples .*: samples were skipped",
+    "repeat": r"step (5|9) of the run trained samples .*: samples were repeated",
+    "order": r"step (5|9): identities of the samples: reference \w{16}, run \w{16}",
+    "content": r"step (5|9): what the model got of the samples: reference \w{16}, run \w{16}",
+    "loss": r"step (5|9): loss: reference \S+, run \S+: 5.0e-01 apart, allowed 1e-03",
+    "afresh": "attempt 2 began afresh",
+    "gap": r"step (6|10) is missing in the records of the run",
+    "dies": "CUDA error: an illegal memory access",
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_wrong_program_is_found(tmp_path: Path, fault: str) -> None:
+    status, result, text = smoke(tmp_path, "--kill", "sigkill", "--steps", 12, FAULT=fault)
+    assert status == 1 and not result["holds"]
+    assert re.search(WRONG[fault], text) and "NOT EXACT" in text, text
+    assert result["first_difference"]
+
+
+@pytest.mark.parametrize("fault", ["drop", "content", "loss"])
+def test_a_wrong_program_is_found_in_records_of_ranks(tmp_path: Path, fault: str) -> None:
+    status, result, _ = smoke(tmp_path, "--kill", "sigkill", "--steps", 12, FAULT=fault, RECORDS="ranks")
+    assert status == 1 and result["first_difference"].startswith("step 5")
+
+
+def test_a_stop_that_did_not_stop(tmp_path: Path) -> None:
+    status, result, text = smoke(tmp_path, "--kill", "sigterm", "--steps", 12, FAULT="deaf")
+    assert status == 1 and "sigterm came too late: the run was over" in text, text
+    assert result["stops"][0]["resumed_from"] is None
+
+
+def test_a_script_that_starts_it_again(tmp_path: Path) -> None:
+    loop = f'#!/bin/bash\nexport RANK=0\nuntil {sys.executable} {TOY} "$@"; do :; done\n'
+    status, _, text = smoke(tmp_path, "--kill", "sigkill", "--steps", 12, script=loop)
+    assert status == 1 and "attempt 1 started 2 times" in text, text
+
+
+def test_a_graceful_stop_without_a_save_is_noted(tmp_path: Path) -> None:
+    status, result, text = smoke(tmp_path, "--kill", "sigterm", "--steps", 12, FAULT="no-save")
+    assert status == 0 and result["stops"][0]["lost"] > 0
+    assert "note: sigterm cost" in text
+
+
+def test_a_script_without_its_arguments(tmp_path: Path) -> None:
+    status, _, text = smoke(tmp_path, script='#!/bin/bash\n# "$@" is not used\npython train.py\n')
+    assert status == 2 and '"$@"' in text and "Traceback" not in text
+    status, result, text = smoke(tmp_path, script=': "$@"\n')
+    assert status == 1 and not result["holds"]
+    assert "recorded no step" in text and "ignores its arguments" in text and '"$@" behind the last flag' in text
+
+
+def test_other_ranks_than_asked_for(tmp_path: Path) -> None:
+    alone = SCRIPT.replace("RANK=", "[ $NODE_RANK = 0 ] || exit 0\nNNODES=1 RANK=")
+    status, _, text = smoke(tmp_path, "--nodes", "2,1", script=alone)
+    assert status == 1 and "does not run on the ranks that were asked for" in text and "1 ranks" in text
