@@ -45,7 +45,7 @@ def kill_parts(*, everything: bool) -> list[tuple[str, int, Part]]:
         parts += [(SAVE, zero, saves(rank, "kill")) for rank in (0, 1)]
     for zero in range(4) if everything else (3,):
         parts += [(WRITE, zero, saves(rank, "half")) for rank in (0, 1)]
-    rounds, number = (6, 25) if everything else (2, 10)
+    rounds, number = (6, 25) if everything else (1, 10)
     for zero in range(4) if everything else (2,):
         parts.append((START, zero, lambda harness, zero: _of_kills(kills.in_starts(harness, zero, "kill", rounds))))
     for zero in range(4) if everything else (1,):

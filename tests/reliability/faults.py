@@ -49,6 +49,8 @@ class Scene:
     story: list[str] = field(default_factory=list)
     #: for rank 1 alone.
     other_directory: Path | None = None
+    #: whether the job says where it saves before it loads.
+    is_named: bool = True
 
     @property
     def random(self) -> random.Random:
@@ -213,9 +215,12 @@ def pointers_disagree(scene: Scene) -> Expected:
 
 
 def ranks_see_different_directories(scene: Scene) -> Expected:
-    """Rank 1 lacks what rank 0 sees, or sees more."""
+    """Rank 1 lacks what rank 0 sees, or sees more. Refused before anything is loaded where the job says where it saves;
+    otherwise by what the ranks see of the checkpoint that rank 0 chose.
+    """
     how = scene.random.choice(("nothing", "no newest", "no records", "another run", "more"))
-    scene.tell(f"rank 1 sees {how}")
+    scene.is_named = scene.random.random() < 0.4
+    scene.tell(f"rank 1 sees {how}, the directory is {'' if scene.is_named else 'not '}named")
     other = scene.other_directory = scene.harness.new_directory()
     if how == "nothing":
         other.mkdir()
@@ -231,7 +236,7 @@ def ranks_see_different_directories(scene: Scene) -> Expected:
         scene_record.unlink()
     else:
         shutil.rmtree(scene.tag(NEWEST))
-        return at(SAVES[-2])
+        return at(refuses=True) if scene.is_named else at(SAVES[-2])
     return at(refuses=True)
 
 
@@ -264,6 +269,7 @@ def _damaged(harness: Harness, zero: int, name: str) -> Outcome:
         data=harness.data(),
         directory=scene.directory,
         other_directory=scene.other_directory,
+        is_named=scene.is_named,
         stop=NEWEST + 2,
         verify=verify,
     )
@@ -279,8 +285,9 @@ def _damaged(harness: Harness, zero: int, name: str) -> Outcome:
 
 
 def _names(directory: Path) -> list[str]:
-    """Everything but what writers leave behind."""
-    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.suffix != ".tmp")
+    """Everything but what writers leave behind, and the lock, which goes from one start to the next."""
+    names = sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.suffix != ".tmp")
+    return [name for name in names if not name.startswith("megaresume/owner_")]
 
 
 def _judge(harness: Harness, run: Run, zero: int, expected: Expected) -> Outcome:

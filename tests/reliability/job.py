@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 import megaresume
 from megaresume.checkpoint import confirm_choice
-from megaresume.integrations import deepspeed_tags
+from megaresume.integrations import deepspeed_tags, shared
 from megaresume.stream.errors import MegaresumeError
 from tests.reliability.shim import Mode, Shim
 
@@ -63,6 +63,8 @@ class Task:
     verify: bool = False
     #: what rank 1 takes for the directory; None: the same.
     other_directory: Path | None = None
+    #: whether `megaresume.attach` is told the directory; otherwise the load is the first to look at it.
+    is_named: bool = True
     #: checkpoints to keep; None: all.
     keep: int | None = 3
 
@@ -142,6 +144,7 @@ def run(task: Task, rank: int, meeting: Path, report: Report, log: int) -> None:
     directory = task.directory if rank == 0 or task.other_directory is None else task.other_directory
     if task.other_directory is not None:
         # A rank waits half a minute for a filesystem whose cache lags behind.
+        shared.PATIENCE_SECONDS = 0.2
         deepspeed_tags.confirm_choice = functools.partial(confirm_choice, timeout_seconds=0.2)  # type: ignore[assignment]
     engine = engine_of(task.zero)
     shim, mine = Shim(), task.fault if task.fault is not None and task.fault.rank == rank else None
@@ -152,12 +155,12 @@ def run(task: Task, rank: int, meeting: Path, report: Report, log: int) -> None:
         return shim.armed(directory, at=mine.at, mode=mine.mode, error=mine.error, log=log)
 
     options: dict[str, Any] = {"verify_checkpoint": True} if task.verify else {}
-    # A job that is killed so often in its first save must be allowed to try again.
-    data = megaresume.attach(
-        engine, task.data, save_dir=directory, prefetch=0, keep_last=task.keep, max_starts=0, **options
-    )
+    if task.is_named:
+        options["save_dir"] = directory
     report("starts")
     with armed("starts"):
+        # A job that is killed so often in its first save must be allowed to try again.
+        data = megaresume.attach(engine, task.data, prefetch=0, keep_last=task.keep, max_starts=0, **options)
         engine.load_checkpoint(str(directory))
         report("restored", step=engine.global_steps, samples=data.samples_trained, content=content(engine))
         trained = train_step(engine, data) if engine.global_steps < task.stop else None

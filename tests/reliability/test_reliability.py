@@ -17,7 +17,7 @@ from tests.reliability.faults import FAULTS
 pytestmark = pytest.mark.timeout(2400)
 
 #: fewer would mean that saves have become shorter, or that the shim has gone blind.
-AT_LEAST = {SAVE: 240, WRITE: 25, START: 8, MOMENT: 10}
+AT_LEAST = {SAVE: 240, WRITE: 25, START: 30, MOMENT: 10}
 
 
 @pytest.mark.parametrize("kind", AT_LEAST)
