@@ -18,6 +18,9 @@ NODE_RANK=${NODE_RANK:-0}                 # which of the nodes this one is, from
 MASTER_ADDR=${MASTER_ADDR:-127.0.0.1}     # several nodes: node 0, as the others reach it
 MASTER_PORT=${MASTER_PORT:-29500}         # several nodes: a port on node 0 that nobody else uses; the same on all nodes
 MAX_RESTARTS=${MAX_RESTARTS:-0}           # restarts in place after a failure, each from the last checkpoint
+# With MIN:MAX or MAX_RESTARTS on several nodes: a node that has been silent for 3 times 5 s is lost, and the others wait
+# 30 s for it or another one before they go on.
+RENDEZVOUS=${RENDEZVOUS:-keep_alive_interval=5,keep_alive_max_attempt=3,last_call_timeout=30}
 
 # What is trained. Flags given to this script come last, and win. Instead of the reference program, a Megatron script:
 #   TRAIN=(-m megaresume.run pretrain_gpt.py --megaresume-data "$DATA" ...your flags...)
@@ -65,7 +68,7 @@ launch_command() { # sets COMMAND
     rendezvous=(
       --nnodes "$NNODES" --local-addr "$address"
       --rdzv-backend c10d --rdzv-id megaresume --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT"
-      --rdzv-conf "is_host=$((NODE_RANK == 0))"
+      --rdzv-conf "is_host=$((NODE_RANK == 0)),$RENDEZVOUS"
     )
     # Otherwise those that stay would look for the ranks' store on a first node that is gone.
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
