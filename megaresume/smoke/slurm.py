@@ -42,6 +42,8 @@ __all__ = ["SlurmJob", "SlurmLauncher"]
 GRACE = 300.0
 #: seconds in the queue.
 QUEUE = 1800.0
+#: seconds that a cancelled job may take: Slurm kills it after its KillWait.
+_CANCEL = 300.0
 #: seconds between two looks at a job.
 _POLL = 0.25
 #: reasons for which a job never starts, however long one waits.
@@ -282,6 +284,7 @@ class SlurmJob:
         STOPS[kind](self, info)
         try:
             if not self._until(self._stopped, self._launcher.grace):
+                ask("scancel", "--full", "--signal=KILL", self.id)
                 self.cancel()
                 self._refuse_going_on(kind)
         finally:
@@ -369,10 +372,10 @@ class SlurmJob:
         if over():
             return
         try_to("scancel", job)
-        if not self._until(over, self._launcher.grace):
+        if not self._until(over, _CANCEL):
             raise SetupError(
                 f"job {job} does not end",
-                found=f"still there {self._launcher.grace:.0f} seconds after scancel",
+                found=f"still there {_CANCEL:.0f} seconds after scancel",
                 action=f"scontrol show job {job}",
             )
 

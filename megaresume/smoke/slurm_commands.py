@@ -157,8 +157,8 @@ def find_job(job: str) -> JobInfo | None:
         restarts=int(fields.get("Restarts", 0)),
         nodes=hostnames(fields.get("NodeList", "")),
         batch_host=fields.get("BatchHost", ""),
-        num_nodes=int(fields["NumNodes"].split("-")[0]),
-        num_tasks=int(fields.get("NumTasks", 1)),
+        num_nodes=_number(fields["NumNodes"]),
+        num_tasks=_number(fields.get("NumTasks", "")),
         time_limit=_minutes(fields.get("TimeLimit", "UNLIMITED")),
         run_time=_seconds(fields.get("RunTime", "00:00:00")),
         exit_status=int(code) or (128 + int(sent) if int(sent or 0) else 0),
@@ -236,7 +236,7 @@ def script_options(script: Path) -> list[str]:
 def option(words: Sequence[str], long: str, short: str = "") -> str | None:
     """The value of an option of sbatch, as its last mention has it; None: not there."""
     value = None
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words, ""][1:], strict=True):
         name, equals, inline = word.partition("=")
         if name == f"--{long}":
             value = inline if equals else following
@@ -252,6 +252,12 @@ def _config() -> dict[str, str]:
 
 def _fields(line: str) -> dict[str, str]:
     return dict(re.findall(r"(?:^|\s)([A-Za-z/:]+)=(\S*)", line))
+
+
+def _number(text: str) -> int:
+    """The first number of ``2-4``; 1 of what is not said, as of a job that was cancelled."""
+    digits = re.match(r"\d+", text)
+    return int(digits.group()) if digits else 1
 
 
 def _seconds(text: str) -> float:

@@ -33,7 +33,7 @@ for pid in $ranks; do
   parent=$(sed -n 's/^PPid:[[:space:]]*//p' "$pid/status" 2>/dev/null)
   case " $(echo $ranks) " in *" $parent "*) ;; *) last=$pid ;; esac
 done
-[ -n "$last" ] && kill -KILL "$last" && echo "killed $last"
+if [ -n "$last" ]; then kill -KILL "$last" && echo "killed $last"; fi
 """
 
 
