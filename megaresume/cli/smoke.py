@@ -142,9 +142,10 @@ def _launcher(args: argparse.Namespace, plan: Plan) -> Launcher:
         if getattr(args, flag):
             name = f"--{flag.replace('_', '-')}"
             raise UsageError(f"{name} is for Slurm", found="--launcher local", action=f"--launcher slurm, or no {name}")
-    from megaresume.smoke.local import LocalLauncher, own_script
+    from megaresume.smoke.local import LocalLauncher
+    from megaresume.smoke.scripts import launch_script
 
-    return LocalLauncher(plan.options.script or own_script(args.launch))
+    return LocalLauncher(plan.options.script or launch_script(f"{args.launch}.sh"))
 
 
 def _data(path: Path | None) -> Path | None:

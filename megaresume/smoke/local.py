@@ -9,14 +9,15 @@ they are found when one rank, or the node, is to be killed, and none is left ove
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megaresume.smoke.job import KINDS, Job, Kind, Launch
 from megaresume.stream.errors import SetupError
@@ -47,15 +48,12 @@ class LocalLauncher:
 
     def check(self, launches: Sequence[Launch], kinds: Sequence[Kind]) -> None:
         """See `Launcher`."""
-        import importlib.util
-        import shutil
-
-        if importlib.util.find_spec("psutil") is None or shutil.which("bash") is None:
+        if not Path("/proc/self/environ").exists() or shutil.which("bash") is None:
             raise SetupError(
                 "processes of this machine cannot be started and found",
-                found="no bash" if shutil.which("bash") is None else "no psutil",
-                expected="bash, and the package psutil",
-                action="pip install psutil",
+                found="no bash" if shutil.which("bash") is None else "no /proc/self/environ",
+                expected="Linux, and bash",
+                action="run the test on a node of the cluster",
             )
 
     def start(self, launch: Launch, *, after: Job | None = None) -> Job:
@@ -103,8 +101,10 @@ class LocalScript:
                     node.send_signal(_SIGNALS[kind])
         else:
             # Of the last node; the first one hosts the place where the ranks meet, and would be missed at once.
-            lost = self._members(len(self._nodes) - 1)
-            self._kill(lost if kind == "node-down" else _ranks(lost)[-1:], kind)
+            members = self._members(len(self._nodes) - 1)
+            victims = _ranks(members)[-1:] if kind == "sigkill" else list(members)
+            at = time.time()
+            self._kill(victims, kind)
         ended = self._gone_within(self._grace)
         self.close()
         if not ended and kind in _SIGNALS:
@@ -138,8 +138,8 @@ class LocalScript:
     def close(self) -> None:
         """See `Job`."""
         while members := self._members(None):
-            for process in members:
-                _send_kill(process)
+            for pid in members:
+                _send_kill(pid)
             self.running()
             time.sleep(0.02)
         for node in self._nodes:
@@ -153,56 +153,44 @@ class LocalScript:
             time.sleep(0.05)
         return True
 
-    def _members(self, node: int | None) -> list[Any]:
-        """The processes of a node, or of all; by number."""
-        import psutil  # deferred: comes with DeepSpeed
+    def _members(self, node: int | None) -> dict[int, bytes]:
+        """The processes of a node, or of all, and their environments; in the order of their numbers."""
+        mark = f"\0{MARK}={self._token}:{'' if node is None else f'{node}'}".encode() + (b"" if node is None else b"\0")
+        found = {}
+        for entry in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                environment = (
+                    b"\0" + Path(f"/proc/{entry}/environ").read_bytes()
+                )  # of one that waits for its parent: none
+                if mark in environment:
+                    found[entry] = environment
+        return found
 
-        mark = self._token + ("" if node is None else f":{node}")
-        found = []
-        for process in psutil.process_iter():
-            try:
-                ours = process.environ().get(MARK, "")
-                if (ours == mark or (node is None and ours.startswith(mark))) and process.status() != "zombie":
-                    found.append(process)
-            except (psutil.Error, OSError):
-                continue
-        return sorted(found, key=lambda process: process.pid)
-
-    def _kill(self, victims: Sequence[Any], kind: Kind) -> None:
+    def _kill(self, victims: Sequence[int], kind: Kind) -> None:
         if not victims:
             raise SetupError(
                 f"there was nothing to stop with {kind}",
                 found=f"no {'process' if kind == 'node-down' else 'rank'} of the launch on node {len(self._nodes) - 1}",
-                expected="a job that runs" if not self.running() else "processes with RANK in their environment",
+                expected="processes with RANK in their environment" if self.running() else "a job that runs",
                 action=f"look at {self._logs[-1]}",
             )
-        for process in victims:
-            _send_kill(process)
+        for pid in victims:
+            _send_kill(pid)
 
 
-def _send_kill(process: Any) -> None:
-    import psutil
-
-    try:
-        process.send_signal(signal.SIGKILL)
-    except psutil.NoSuchProcess:
-        return
+def _send_kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
-def _ranks(processes: Sequence[Any]) -> list[Any]:
+def _ranks(processes: dict[int, bytes]) -> list[int]:
     """Those that are ranks: a launcher has told them so, and not a rank whose workers they are."""
-    import psutil
-
-    told = {}
-    for process in processes:
-        try:
-            told[process.pid] = ("RANK" in process.environ(), process.ppid())
-        except (psutil.Error, OSError):
-            continue
-    ranks = {pid for pid, (has, parent) in told.items() if has and not told.get(parent, (False, 0))[0]}
-    return [process for process in processes if process.pid in ranks]
-
-
-def own_script(launch: str) -> Path:
-    """One of our launch scripts."""
-    return Path(__file__).parents[2] / "launch" / f"{launch}.sh"
+    told = {pid for pid, environment in processes.items() if b"\0RANK=" in environment}
+    ranks = []
+    for pid in told:
+        with contextlib.suppress(OSError):
+            # proc_pid_stat(5): the parent is the second field behind the name in brackets.
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            if parent not in told:
+                ranks.append(pid)
+    return sorted(ranks)
