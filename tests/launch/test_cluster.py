@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.launch.conftest import running_cluster
+
 if TYPE_CHECKING:
     from tests.launch.conftest import Cluster
 
@@ -63,6 +65,25 @@ def test_install_says_what_it_needs() -> None:
     assert done.returncode == 1
     assert "megaresume-no-such-package" in done.stderr and "next action: sudo apt-get" in done.stderr
     assert script("install.sh").returncode == 0
+
+
+def test_the_document() -> None:
+    text = (HERE.parents[1] / "docs" / "local-slurm.md").read_text()
+    commands = [line.strip() for line in text.splitlines() if line.startswith("    ")]
+    # The smoke test is tried elsewhere; a session in a user namespace, and what stands for the reader's own, is not.
+    elsewhere = ("megaresume smoke", "/path/to", "cd /", "unshare", "&&", "squeue")
+    tried = [line for line in commands if not any(words in line for words in elsewhere)]
+    (stop,) = [line for line in tried if line.endswith(" stop")]
+    tried = [*(line for line in tried if line != stop), stop]
+    assert len(tried) == 15, tried
+    with running_cluster() as cluster:
+        env = cluster.env | {"CLUSTER_ROOT": str(cluster.root), "CLUSTER_ID": cluster.root.name}
+        program = "set -eux -o pipefail\n" + "\n".join(tried)
+        done = subprocess.run(
+            ["bash", "-c", program], env=env, cwd=HERE.parents[1], capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert script("cluster.sh", "status", CLUSTER_ROOT=str(cluster.root)).returncode == 1
 
 
 def test_nodes_are_there(slurm: Cluster) -> None:
