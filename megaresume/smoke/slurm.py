@@ -284,7 +284,7 @@ class SlurmJob:
         STOPS[kind](self, info)
         try:
             if not self._until(self._stopped, self._launcher.grace):
-                ask("scancel", "--full", "--signal=KILL", self.id)
+                try_to("scancel", "--batch", "--signal=KILL", self.id)  # else it has its KillWait as well
                 self.cancel()
                 self._refuse_going_on(kind)
         finally:
