@@ -64,7 +64,9 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--steps", type=int, metavar="N", help="of the run (default: enough for the stops)")
     group.add_argument("--save-interval", type=int, metavar="K", help="steps between checkpoints (default: 4)")
     group.add_argument("--zero-stage", type=int, choices=[0, 1, 2, 3], help="default: that of the launch script")
-    group.add_argument("--min-step-seconds", type=float, metavar="S", help="of our own models (default 0.3, Slurm 1)")
+    group.add_argument(
+        "--min-step-seconds", type=float, metavar="S", help="for our program (default 0.3, Slurm 1; --script: none)"
+    )
     group.add_argument("--loss-tolerance", type=float, default=1e-3, metavar="REL", help="of layouts (default 1e-3)")
 
 
@@ -76,7 +78,9 @@ def run(args: argparse.Namespace) -> int:
     from megaresume.training.own_directory import own_directory
 
     slurm = args.launcher == "slurm"
-    pace = (1.0 if slurm else 0.3) if args.min_step_seconds is None else args.min_step_seconds
+    pace = args.min_step_seconds
+    if pace is None and args.script is None:
+        pace = 1.0 if slurm else 0.3
     plan = make_plan(
         Options(
             out=args.out.absolute(),

@@ -50,7 +50,8 @@ class Options:
     zero_stage: int | None = None
     model: Literal["gpt", "vlm"] = "gpt"
     data: Path | None = None
-    min_step_seconds: float = 0.3
+    #: None: as fast as it goes.
+    min_step_seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,9 +148,7 @@ class Plan:
             "zero-stage": self.options.zero_stage,
             "megaresume-data": data,
             # Only the run is stopped in the middle of its steps.
-            "megaresume-min-step-seconds": (self.options.min_step_seconds or None)
-            if self.own and name == "run"
-            else None,
+            "megaresume-min-step-seconds": self.options.min_step_seconds if name == "run" else None,
         }
         words = [word for flag, value in flags.items() if value is not None for word in (f"--{flag}", str(value))]
         if self._changes_ranks and (self.own or self.options.zero_stage):

@@ -56,13 +56,37 @@ def test_deepspeed_launcher_with_its_own_data(tmp_path: Path) -> None:
     script = (ROOT / "launch" / "deepspeed.sh").read_text()
     # As a user edits it: a model, and the vocabulary of a corpus that does not tell it.
     script = script.replace("--num-layers 12 --hidden-size 768 --num-attention-heads 12", SMALL)
-    sizes = ["--steps", 12, "--micro-batch-size", "2,4", "--global-batch-size", 8, "--data", data]
+    sizes = [
+        "--steps",
+        12,
+        "--min-step-seconds",
+        0.3,
+        "--micro-batch-size",
+        "2,4",
+        "--global-batch-size",
+        8,
+        "--data",
+        data,
+    ]
     status, result, text = smoke(tmp_path, "--kill", "walltime", *flags, *sizes, script=script)
     assert status == 0 and result["holds"] and result["verified"], text
     (stop,) = result["stops"]
     assert stop["lost"] == 0 and stop["after"]["ranks_per_node"] == 1 and stop["after"]["micro_batch_size"] == 4
 
 
+SLOWER = """
+import functools
+import time
+
+quick = forward_step
+
+
+@functools.wraps(quick)
+def forward_step(*args, **more):
+    time.sleep(0.05)
+    return quick(*args, **more)
+
+"""
 SMALL = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --vocab-size 256"
 
 
@@ -76,22 +100,24 @@ def test_a_megatron_script(tmp_path: Path) -> None:
     program = (MINI / "pretrain_from_0_19.py").read_text()
     more = 'lambda parser: parser.add_argument("--log-interval", type=int) and parser'
     program = program.replace("extra_args_provider=None", f"extra_args_provider={more}")
+    # It is faster than a kill.
+    program = program.replace("\n\ndef train_valid", SLOWER + "\n\ndef train_valid")
     (tmp_path / "pretrain_gpt.py").write_text(program)
     text = (ROOT / "launch" / "torchrun.sh").read_text()
     before, _, after = text.partition("TRAIN=(\n")
-    flags = "--seed 7 --seq-length 32 --vocab-size 256 --ckpt-format torch --lr 0.1"
+    flags = "--seed 1 --seq-length 32 --vocab-size 256 --ckpt-format torch --lr 0.1"
     train = f'TRAIN=(-m megaresume.run {tmp_path}/pretrain_gpt.py --megaresume-data "$DATA" {flags})\n'
     script = before + train + after.partition("\n)\n")[2]
-    sizes = ["--micro-batch-size", "2,4", "--global-batch-size", 8, "--steps", 150, "--save-interval", 30]
+    sizes = ["--micro-batch-size", "2,4", "--global-batch-size", 8, "--steps", 40, "--save-interval", 10]
     path = {"PYTHONPATH": f"{ROOT}:{MINI}", "TORCHDYNAMO_DISABLE": "1"}
     layouts = ["--ranks-per-node", "2,1", "--data", data]
     status, result, text = smoke(tmp_path, "--kill", "sigkill", *layouts, *sizes, script=script, **path)
     assert status == 0 and result["holds"] and result["verified"], text
     (stop,) = result["stops"]
-    assert stop["resumed_from"] % 30 == 0 and stop["after"]["micro_batch_size"] == 4
+    assert stop["resumed_from"] % 10 == 0 and stop["after"]["micro_batch_size"] == 4
     compared = result["comparison"]
     # Hashes of ranks say the same only as long as the layout is the same; verify compares the others.
-    assert compared["compared"] == 150 and compared["hashed"] == stop["resumed_from"]
+    assert compared["compared"] == 40 and compared["hashed"] == stop["resumed_from"]
 
 
 @pytest.mark.slow
