@@ -12,9 +12,9 @@ from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
     from megaresume.smoke.job import Launcher
-    from megaresume.smoke.plan import Plan
+    from megaresume.smoke.plan import Options, Plan
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["HELP", "add_arguments", "options", "run"]
 
 HELP = "resume test on your cluster: stop a run in every way, go on with other layouts, compare with a run left alone"
 
@@ -70,37 +70,41 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--loss-tolerance", type=float, default=1e-3, metavar="REL", help="of layouts (default 1e-3)")
 
 
+def options(args: argparse.Namespace) -> Options:
+    """What the flags say."""
+    from megaresume.smoke.plan import Options
+
+    pace = args.min_step_seconds
+    if pace is None and args.script is None:
+        pace = 1.0 if args.launcher == "slurm" else 0.3
+    return Options(
+        out=args.out.absolute(),
+        launcher=args.launcher,
+        launch=args.launch,
+        script=None if args.script is None else args.script.absolute(),
+        kinds=args.kill,
+        nodes=args.nodes,
+        ranks_per_node=args.ranks_per_node,
+        workers=args.workers,
+        micro_batch_sizes=args.micro_batch_size,
+        global_batch_size=args.global_batch_size,
+        steps=args.steps,
+        save_interval=args.save_interval,
+        zero_stage=args.zero_stage,
+        model=args.model,
+        data=_data(args.data),
+        min_step_seconds=pace,
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the test."""
-    from megaresume.smoke.plan import Options, make_plan
+    from megaresume.smoke.plan import make_plan
     from megaresume.smoke.report import summary, table, write_report
     from megaresume.smoke.run import run_smoke
     from megaresume.training.own_directory import own_directory
 
-    slurm = args.launcher == "slurm"
-    pace = args.min_step_seconds
-    if pace is None and args.script is None:
-        pace = 1.0 if slurm else 0.3
-    plan = make_plan(
-        Options(
-            out=args.out.absolute(),
-            launcher=args.launcher,
-            launch=args.launch,
-            script=None if args.script is None else args.script.absolute(),
-            kinds=args.kill,
-            nodes=args.nodes,
-            ranks_per_node=args.ranks_per_node,
-            workers=args.workers,
-            micro_batch_sizes=args.micro_batch_size,
-            global_batch_size=args.global_batch_size,
-            steps=args.steps,
-            save_interval=args.save_interval,
-            zero_stage=args.zero_stage,
-            model=args.model,
-            data=_data(args.data),
-            min_step_seconds=pace,
-        )
-    )
+    plan = make_plan(options(args))
     launcher = _launcher(args, plan)
     impossible = [stop.kind for stop in plan.stops if stop.kind not in launcher.kinds]
     if impossible:
@@ -112,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     launches = [plan.launch("run", layout, data=plan.options.data, model=()) for layout in plan.layouts]
     launcher.check(launches, [stop.kind for stop in plan.stops])
     own_directory(plan.out, mark=MARK, what="test", overwrite=args.overwrite)
-    timeout = args.timeout or (3600.0 if slurm else 600.0)
+    timeout = args.timeout or (3600.0 if args.launcher == "slurm" else 600.0)
 
     def say(text: str) -> None:
         if not args.json:

@@ -10,6 +10,7 @@ from typing import Any
 from megaresume.report.page import COLOURS, escape, page, svg
 from megaresume.report.page import table as html_table
 from megaresume.smoke.run import Result, Stopped
+from megaresume.stream.errors import SetupError
 
 __all__ = ["summary", "table", "write_report"]
 
@@ -184,6 +185,14 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _figure(result: Result) -> str:
+    """The losses; a node of a cluster may have no matplotlib."""
+    try:
+        return _losses(result)
+    except SetupError as error:
+        return f"<p>No figure: {escape(str(error.action))}</p>"
+
+
+def _losses(result: Result) -> str:
     def draw(axes: Any) -> None:
         for records, style in (
             (result.reference, {"color": "#c9d0dc", "lw": 7, "label": "undisturbed"}),

@@ -127,7 +127,7 @@ def run_smoke(plan: Plan, launcher: Launcher, *, tolerance: float, patience: flo
     try:
         test.reference()
         test.run()
-    except _GaveUp as problem:
+    except (_GaveUp, SetupError) as problem:
         result.problems.append(str(problem))
     finally:
         test.close()
@@ -450,7 +450,7 @@ def _verify(plan: Plan, result: Result) -> bool | None:
     """Plan the stream of the run again on this CPU."""
     try:
         found: dict[str, Any] = ask(
-            "verify", str(plan.run_dir("run") / "checkpoints"), "--log-samples", str(plan.records("run"))
+            "verify", str(plan.run_dir("run") / "checkpoints"), "--log-samples", str(plan.records("run")), "--content"
         )
     except SetupError as error:
         result.notes.append(f"megaresume verify could not be asked: {error.found}")
