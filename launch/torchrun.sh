@@ -70,9 +70,10 @@ launch_command() { # sets COMMAND
       --rdzv-backend c10d --rdzv-id megaresume --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT"
       --rdzv-conf "is_host=$((NODE_RANK == 0)),$RENDEZVOUS"
     )
-    # Otherwise those that stay would look for the ranks' store on a first node that is gone.
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
   fi
+  # Otherwise ranks that are restarted in place would find the addresses of those before them in the agents' store, or
+  # look for it on a first node that is gone.
+  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
   COMMAND=(
     "$PYTHON" -m torch.distributed.run "${rendezvous[@]}"
     --nproc-per-node "$PROCS_PER_NODE" --max-restarts "$MAX_RESTARTS"
