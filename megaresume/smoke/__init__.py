@@ -4,9 +4,11 @@
     job.py        what a launcher is: starts, stops, lets come back
     local.py      processes of this machine, a group of them for each node
     slurm.py      jobs of the cluster: sbatch, scancel, scontrol
+    scripts.py    where our launch scripts are
     records.py    what the training recorded of its steps: the reference program's file, or Megatron's directory
     compare.py    the run against the uninterrupted reference, step by step
     model.py      our own small models and their data
+    result.py     what was found
     run.py        all of it in turn
     report.py     table, JSON, HTML
 

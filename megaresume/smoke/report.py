@@ -9,7 +9,7 @@ from typing import Any
 
 from megaresume.report.page import COLOURS, escape, page, svg
 from megaresume.report.page import table as html_table
-from megaresume.smoke.run import Result, Stopped
+from megaresume.smoke.result import Result, Stopped
 from megaresume.stream.errors import SetupError
 
 __all__ = ["summary", "table", "write_report"]
@@ -71,7 +71,7 @@ def table(result: Result) -> str:
     if result.holds:
         lines.append("  EXACT: nothing repeated, nothing skipped, through every stop")
     else:
-        lines.append(f"  NOT EXACT: {(result.first_difference or '').splitlines()[0]}")
+        lines.append(f"  {_verdict(result)}")
     return "\n".join(lines)
 
 
@@ -82,7 +82,7 @@ def write_report(path: Path, result: Result) -> None:
         f"The run was stopped by {kinds}, and resumed on other layouts. It trained on exactly what the undisturbed run "
         "trained on."
         if result.holds
-        else f"The test failed: {(result.first_difference or '').splitlines()[0]}"
+        else _verdict(result)
     )
     model = f"our small {plan.options.model.upper()}" if plan.own else str(plan.options.script)
     parts = [
@@ -103,6 +103,12 @@ def write_report(path: Path, result: Result) -> None:
         parts += ["<h2>Loss, step by step</h2>", _figure(result)]
         parts += ["<details><summary>Every step</summary><div class=scroll>", _steps(result), "</div></details>"]
     path.write_text(page("megaresume smoke", parts), encoding="utf-8")
+
+
+def _verdict(result: Result) -> str:
+    """Of a test that does not hold: what differs, or why nothing is proved."""
+    differs = result.outcome is not None and result.outcome.first is not None
+    return f"NOT {'EXACT' if differs else 'PROVED'}: {(result.first_difference or '').splitlines()[0]}"
 
 
 def _checks(result: Result) -> list[tuple[str, str]]:
