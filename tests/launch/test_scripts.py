@@ -1,0 +1,241 @@
+"""launch/torchrun.sh and launch/deepspeed.sh with real ranks: told to stop they save, and the next start goes on there.
+
+One run goes through all of it, with another script, another number of nodes and another signal at every start; in its
+record every step must be there once. A "node" is a call of a script of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megaresume.smoke.scripts import launch_script
+from megaresume.training.ports import free_port
+from megaresume.training.records import read_records
+from tests.training.conftest import MODEL, write_corpus
+
+FLAGS = f"{MODEL} --micro-batch-size 1 --global-batch-size 2 --lr-decay-style constant --lr-warmup-fraction 0"
+ENDLESS = "--train-iters 1000000"
+PATIENCE = 300
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a data.yaml and what it names."""
+    directory = tmp_path_factory.mktemp("launch")
+    write_corpus(directory / "web", documents=400, seed=1)
+    (directory / "data.yaml").write_text("seed: 1234\nseq_length: 64\nsources:\n  web: {path: web}\n")
+    return directory
+
+
+class Node:
+    """A script that was started, in a session of its own."""
+
+    def __init__(self, directory: Path, script: str, flags: str, **settings: object) -> None:
+        self.run = directory / str(settings["RUN_DIR"])
+        self.output = directory / f"{self.run.name}.{time.monotonic_ns()}.txt"
+        # By hand where no launcher is in between, as after `conda activate`.
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MASTER_"))}
+        env |= {"PATH": path, "DS_ACCELERATOR": "cpu", "MEGARESUME_CACHE": str(directory / "cache")}
+        env |= {name: str(value) for name, value in settings.items()}
+        with open(self.output, "w") as output:
+            self.process = subprocess.Popen(
+                [launch_script(script), *flags.split()],
+                cwd=directory,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    @property
+    def decisions(self) -> list[str]:
+        """What the script itself said, without the time."""
+        return [line.split("] ", 1)[1] for line in self.text.splitlines() if ".sh, node " in line]
+
+    def below(self) -> list[psutil.Process]:
+        try:
+            return psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def ranks(self) -> list[psutil.Process]:
+        """Of this node, in their order."""
+        found = {}
+        for process in self.below():
+            try:
+                if (rank := process.environ().get("RANK")) is not None and "-m" in process.cmdline():
+                    found[int(rank)] = process
+            except (psutil.Error, OSError):
+                continue
+        return [found[rank] for rank in sorted(found)]
+
+    def wait(self) -> int:
+        return self.process.wait(PATIENCE)
+
+    def kill(self) -> None:
+        """As a power cut."""
+        for process in [*self.below(), psutil.Process(self.process.pid)]:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self.process.wait()
+
+
+Start = Callable[..., Node]
+
+
+@pytest.fixture
+def start(directory: Path) -> Iterator[Start]:
+    """``start(script, flags, RUN_DIR=..., ...)``; what still runs at the end of the test is killed."""
+    nodes: list[Node] = []
+
+    def start(script: str, flags: str, **settings: object) -> Node:
+        nodes.append(Node(directory, script, f"{FLAGS} {flags}", DATA="data.yaml", **settings))
+        return nodes[-1]
+
+    yield start
+    for node in nodes:
+        if node.process.poll() is None:
+            node.kill()
+
+
+def steps(run: Path) -> list[int]:
+    """That were trained, in their order."""
+    log = run / "samples.jsonl"
+    return [*read_records(log).steps] if log.exists() else []
+
+
+def until(condition: Callable[[], object], *nodes: Node) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        for node in nodes:
+            assert node.process.poll() is None, node.text
+        assert time.monotonic() < deadline, [node.text for node in nodes]
+        time.sleep(0.05)
+
+
+def until_steps(number: int, *nodes: Node) -> None:
+    """Until the run has so many more steps than now."""
+    goal = len(steps(nodes[0].run)) + number
+    until(lambda: len(steps(nodes[0].run)) >= goal, *nodes)
+
+
+def test_one_run_through_all_scripts_and_signals(start: Start, directory: Path) -> None:
+    run = directory / "run"
+
+    # One node of two ranks under torchrun. A second signal, and one more, change nothing.
+    node = start("torchrun.sh", ENDLESS, RUN_DIR="run", PROCS_PER_NODE=2)
+    until_steps(2, node)
+    node.process.send_signal(signal.SIGTERM)
+    until(lambda: "TERM came" in node.text)
+    node.process.send_signal(signal.SIGUSR1)
+    node.process.send_signal(signal.SIGTERM)
+    assert node.wait() == 0, node.text
+    assert node.decisions[1].startswith("TERM came: all ranks save")
+    assert all(line.endswith("came: changes nothing, the ranks have been told") for line in node.decisions[2:-1])
+    assert node.decisions[-1].startswith("stopped by TERM: the ranks have saved and ended")
+    saved = steps(run)[-1]
+    assert (run / "checkpoints" / "latest").read_text() == f"global_step{saved}"
+    assert not (run / "stop").exists()
+
+    # Under deepspeed. A stop file that was left behind stops nothing; the signal goes to the script's whole group.
+    (run / "stop").touch()
+    node = start("deepspeed.sh", ENDLESS, RUN_DIR="run", PROCS_PER_NODE=2)
+    until_steps(2, node)
+    os.killpg(node.process.pid, signal.SIGINT)
+    assert node.wait() == 0, node.text
+    assert f"repeated 0 skipped 0 | step {saved} from global_step{saved}" in node.text
+    assert node.decisions[-1].startswith("stopped by INT")
+    saved = steps(run)[-1]
+
+    # Two nodes of one rank; only the second is told.
+    place = {"NNODES": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "PROCS_PER_NODE": 1}
+    nodes = [start("torchrun.sh", ENDLESS, RUN_DIR="run", NODE_RANK=rank, **place) for rank in range(2)]
+    until_steps(2, *nodes)
+    nodes[1].process.send_signal(signal.SIGUSR1)
+    assert [node.wait() for node in nodes] == [0, 0], nodes[0].text + nodes[1].text
+    assert f"repeated 0 skipped 0 | step {saved} from global_step{saved}" in nodes[0].text
+    assert nodes[1].decisions[-1].startswith("stopped by USR1")
+    saved = steps(run)[-1]
+
+    # Two nodes under deepspeed without ssh, to the end of the run; and once more, when it is over.
+    place["MASTER_PORT"] = free_port()
+    end = f"--train-iters {saved + 2}"
+    nodes = [start("deepspeed.sh", end, RUN_DIR="run", NODE_RANK=rank, **place) for rank in range(2)]
+    assert [node.wait() for node in nodes] == [0, 0], nodes[0].text + nodes[1].text
+    assert f"repeated 0 skipped 0 | step {saved} from global_step{saved}" in nodes[0].text
+    assert nodes[0].decisions[-1] == "ended with status 0: the run is over, or a flag has ended it"
+
+    assert steps(run) == [*range(1, saved + 3)] and not read_records(run / "samples.jsonl").lost
+
+
+def test_a_signal_while_ranks_still_start(start: Start, directory: Path) -> None:
+    node = start("torchrun.sh", ENDLESS, RUN_DIR="early", PROCS_PER_NODE=1)
+    until(lambda: node.ranks(), node)  # it imports, and ignores the signal
+    node.process.send_signal(signal.SIGTERM)
+    assert node.wait() == 0, node.text
+    assert f"{node.run.name}/stop is there" in node.text and len(steps(directory / "early")) <= 1
+
+
+def test_deepspeed_is_started_again_after_a_failure(start: Start, directory: Path) -> None:
+    node = start("deepspeed.sh", f"{ENDLESS} --save-interval 2", RUN_DIR="again", PROCS_PER_NODE=2, MAX_RESTARTS=1)
+    until(lambda: (directory / "again" / "checkpoints" / "latest").exists(), node)
+    node.ranks()[1].kill()
+    until(lambda: node.text.count("megaresume: resumed at") == 1, node)
+    until_steps(1, node)
+    node.ranks()[0].kill()
+    assert node.wait() != 0
+    assert [line.split(";")[-1] for line in node.decisions[1:]] == [
+        " restart 1 of 1 from the last checkpoint",
+        " the same command goes on from the last checkpoint",
+    ]
+
+
+def test_torchrun_goes_on_in_place_without_a_lost_node(start: Start, directory: Path) -> None:
+    place = {"NNODES": "1:2", "MASTER_PORT": free_port(), "PROCS_PER_NODE": 1, "MAX_RESTARTS": 2}
+    place["RENDEZVOUS"] = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=2"
+    flags = f"{ENDLESS} --save-interval 2 --megaresume-keep-last 2"
+    nodes = [start("torchrun.sh", flags, RUN_DIR="elastic", NODE_RANK=rank, **place) for rank in range(2)]
+    until(lambda: (directory / "elastic" / "checkpoints" / "latest").exists(), *nodes)
+    nodes[1].kill()
+    until(lambda: "dp 2->1" in nodes[0].text, nodes[0])
+    until_steps(1, nodes[0])
+    nodes[0].process.send_signal(signal.SIGTERM)
+    assert nodes[0].wait() == 0, nodes[0].text
+    assert nodes[0].decisions[-1].startswith("stopped by TERM")
+
+
+@pytest.mark.parametrize(
+    ("script", "settings", "words"),
+    [
+        ("torchrun.sh", {"DATA": "nothing.yaml"}, "there is no DATA=nothing.yaml"),
+        ("deepspeed.sh", {"PYTHON": "/nowhere/python"}, "there is no PYTHON=/nowhere/python"),
+        ("torchrun.sh", {"PYTHON": "false"}, "PYTHON=false has no megaresume"),
+        ("torchrun.sh", {"NNODES": "two"}, "NNODES=two is no number"),
+        ("deepspeed.sh", {"PROCS_PER_NODE": "0"}, "PROCS_PER_NODE=0 is no number of ranks"),
+        ("deepspeed.sh", {"HOSTFILE": "hosts.txt"}, "there is no HOSTFILE=hosts.txt"),
+        ("deepspeed.sh", {"NNODES": "2"}, "NNODES=2, and neither HOSTFILE nor NODE_RANK"),
+        ("deepspeed.sh", {"NNODES": "2", "NODE_RANK": "0"}, "NODE_RANK without MASTER_ADDR"),
+        ("torchrun.sh", {"RUN_DIR": "data.yaml/run"}, "RUN_DIR=data.yaml/run cannot be made"),
+    ],
+)
+def test_refusals(directory: Path, script: str, settings: dict[str, str], words: str) -> None:
+    node = Node(directory, script, "", **({"RUN_DIR": "refused", "DATA": "data.yaml"} | settings))
+    assert node.wait() == 2, node.text
+    assert node.decisions[0].startswith(f"refused: {words}")
