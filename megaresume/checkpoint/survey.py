@@ -13,6 +13,7 @@ from megaresume.checkpoint.choose import Choice, Search
 from megaresume.checkpoint.commit import run_of
 from megaresume.checkpoint.layout import records_dir
 from megaresume.checkpoint.ledger import LedgerReading
+from megaresume.checkpoint.lock import Holder, holder_of
 from megaresume.checkpoint.manifest import Progress
 from megaresume.checkpoint.pointers import Pointer
 from megaresume.checkpoint.sealed import NewerFormatError
@@ -36,6 +37,8 @@ class Survey:
     #: what each of the pointers names; None: nothing that is there.
     named: tuple[Examined | None, Examined | None]
     ledger: LedgerReading
+    #: who writes here, or did last; None: nobody ever.
+    holder: Holder | None
     #: what a resume would load; None: nothing, or an error.
     choice: Choice | None
     #: why nothing can be loaded.
@@ -108,6 +111,7 @@ def survey(
         num_pruned=len(matching) - len(present),
         named=(latest, tracker),
         ledger=ledger,
+        holder=holder_of(root),
         choice=choice,
         error=error,
         leftovers=_leftovers(root),

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,6 +123,7 @@ def _report(found: Survey, last: int) -> dict[str, Any]:
             "problems": [{"line": p.line, "kind": p.kind, "reason": p.reason} for p in found.ledger.problems],
         },
         "leftovers": list(found.leftovers),
+        "holder": _holder(found),
     }
 
 
@@ -169,9 +171,27 @@ def _entry(entry: LedgerEntry) -> dict[str, Any]:
 
 
 def _text(found: Survey, last: int) -> str:
-    blocks = [_headline(found), _state_block(found), _order_block(found), _pointer_block(found)]
+    blocks = [_headline(found) + _held(found), _state_block(found), _order_block(found), _pointer_block(found)]
     blocks += [_checkpoint_block(found), _copy_block(found), _ledger_block(found, last), _note_block(found)]
     return "\n\n".join(block for block in blocks if block)
+
+
+def _holder(found: Survey) -> dict[str, Any] | None:
+    holder = found.holder
+    if holder is None:
+        return None
+    owner = None if holder.owner is None else asdict(holder.owner)
+    return {"status": holder.status, "reason": holder.reason, "owner": owner}
+
+
+def _held(found: Survey) -> str:
+    """Who writes there; nothing, where the last one has ended by itself."""
+    holder = found.holder
+    if holder is None or holder.status == "released":
+        return ""
+    if holder.status == "gone":
+        return f"\nleft behind by {holder}: {holder.reason}; the next start takes it over"
+    return f"\nheld by {holder}"
 
 
 def _copy_block(found: Survey) -> str:

@@ -22,6 +22,7 @@ from megaresume.checkpoint.layouts.deepspeed import DEEPSPEED, ranks_of
 from megaresume.checkpoint.layouts.hugging_face import HUGGING_FACE
 from megaresume.checkpoint.layouts.verl import VERL
 from megaresume.checkpoint.ledger import LedgerEntry, read_ledger
+from megaresume.checkpoint.lock import PATIENCE_SECONDS, holder_of
 from megaresume.checkpoint.manifest import list_files
 from megaresume.checkpoint.progress import starts_from
 from megaresume.checkpoint.topology import Topology
@@ -76,6 +77,7 @@ def directory_checks(
     _each(root, layout, newest, last, found)
     _pointers(root, layout, newest, found)
     _leftovers(root, found)
+    _holder(root, found)
     entries = _ledger(root, found)
     if newest is not None and newest.path is not None and dp is not None:
         _ranks(newest.path, layout, entries, dp, zero_stage, found)
@@ -167,6 +169,26 @@ def _leftovers(root: Path, found: Found) -> None:
         shown = ", ".join(names[:5]) + (f", and {len(names) - 5} more" if len(names) > 5 else "")
         action = "delete them while no job saves here; those of megaresume the next start deletes"
         found.add("temporary files", "note", shown, cause="saves that were killed before their rename", action=action)
+
+
+def _holder(root: Path, found: Found) -> None:
+    holder = holder_of(root, ask_slurm=True)
+    if holder is None or holder.status == "released":
+        return
+    if holder.status == "gone":
+        found.add(
+            "owner", "note", f"left behind by {holder}: {holder.reason}", action="nothing: the next start takes it"
+        )
+        return
+    end = "" if holder.owner is None else f"{holder.owner.how_to_end}; or "
+    found.add(
+        "owner",
+        "warning",
+        f"held by {holder}",
+        cause="a job writes here; or it is over, which cannot be told from here: then the next start sees that in "
+        f"{PATIENCE_SECONDS:g} s",
+        action=f"nothing, if that is the run; to start another: {end}another --save",
+    )
 
 
 def _ledger(root: Path, found: Found) -> Sequence[LedgerEntry]:

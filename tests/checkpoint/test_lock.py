@@ -19,6 +19,7 @@ from megaresume.checkpoint.lock import holder_of, release, take
 from megaresume.checkpoint.owner import gone, this_process
 from megaresume.checkpoint.pointers import read_pointers, write_latest
 from megaresume.stream.errors import CheckpointError
+from tests.checkpoint.conftest import save_checkpoint
 
 #: takes the lock, says so, and does what it is told line by line.
 PROGRAM = """
@@ -331,3 +332,20 @@ def test_it_costs_no_time(tmp_path: Path) -> None:
     assert first < 0.5 and each < 0.005, (first, each)
     with pytest.raises(CheckpointError, match="cannot write"):
         take("/proc/nothing")
+
+
+def test_inspect_and_doctor_say_who_it_is(tmp_path: Path) -> None:
+    def says(*command: str) -> str:
+        words = [sys.executable, "-m", "megaresume", *command, str(tmp_path)]
+        return subprocess.run(words, capture_output=True, text=True, check=False).stdout
+
+    save_checkpoint(tmp_path, 10)
+    with job(tmp_path) as first:
+        first.says("TAKEN")
+        assert f"\nheld by {holder_of(tmp_path)}\n" in says("inspect")
+        assert "'s process" in says("inspect") and f"kill {first.process.pid} on " in says("doctor")
+        first.process.kill()
+        first.process.wait()
+        assert ": that process is gone; the next start takes it over\n" in says("inspect")
+        assert '"holder": {"status": "gone"' in says("inspect", "--json")
+        assert "left behind by" in says("doctor")
