@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,37 +24,39 @@ import pytest
 
 from megaresume.training.ports import free_port
 from megaresume.training.records import RunRecords, compare, read_records
-from tests.training.conftest import MODEL
 
-SIZES = "--global-batch-size 6 --micro-batch-size 1 --save-interval 2 --megaresume-keep-last 2"
-#: Seconds until a node that gives no sign of life counts as lost, and until a start waits for no more nodes.
-RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=2"
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "elastic-restarts.md").read_text()
+#: The commands of the document: several nodes, one node, and a loop around the deepspeed launcher.
+NODES, ONE_NODE, LOOP = re.findall(r"```bash\n(.*?)```", DOCUMENT, flags=re.DOTALL)
+#: Without it the workers of a restart meet in the store of those before them, and find their addresses.
+OWN_STORE = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n"
+ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 class Nodes:
     """Agents of one job, one a node."""
 
-    def __init__(self, directory: Path, data_yaml: Path, arguments: str, launch: str) -> None:
+    def __init__(self, directory: Path, data_yaml: Path, block: str, more: str) -> None:
         self.directory, self.log = directory, directory / "log.jsonl"
-        arguments = f"{MODEL} {SIZES} --save {directory}/save --load {directory}/save {arguments}"
-        arguments += f" --megaresume-data {data_yaml} --megaresume-log-samples {self.log}"
-        self._command = [sys.executable, "-m", "torch.distributed.run", *launch.split(), "-m", "megaresume.training"]
-        self._command += arguments.split()
-        self._env = os.environ | {
-            "DS_ACCELERATOR": "cpu",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "1",
-            "MEGARESUME_CACHE": str(directory / "cache"),
-            # Without it the workers of a restart meet in the store of those before them, and find their addresses.
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        }
+        assert block.startswith(OWN_STORE + "torchrun ")
+        words = shlex.split(block.removeprefix(OWN_STORE).replace("\\\n", " ").replace("data.yaml", str(data_yaml)))[1:]
+        words = [word.replace(":29400", f":{free_port()}") for word in words]
+        words += f"--split 9,1,0 --megaresume-log-samples {self.log} {more}".split()
+        self._command = [sys.executable, "-m", "torch.distributed.run", *words]
+        cache = {"MEGARESUME_CACHE": str(directory / "cache"), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        self._env = os.environ | ENVIRONMENT | cache | {"PYTHONPATH": str(Path(__file__).parents[2])}
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str) -> None:
         """A node."""
         with open(self.directory / f"{name}.txt", "ab") as out:
             self.agents[name] = subprocess.Popen(
-                self._command, env=self._env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
+                self._command,
+                cwd=self.directory,
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
             )
 
     def kill(self, name: str) -> None:
@@ -95,11 +99,11 @@ class Nodes:
 
 @pytest.fixture
 def nodes(tmp_path: Path, data_yaml: Path) -> Iterator[Callable[[str, str], Nodes]]:
-    """``nodes(arguments, launch)``; killed at the end."""
+    """``nodes(block of the document, more flags)``; killed at the end."""
     made: list[Nodes] = []
 
-    def make(arguments: str, launch: str) -> Nodes:
-        made.append(Nodes(tmp_path, data_yaml, arguments, launch))
+    def make(block: str, more: str) -> Nodes:
+        made.append(Nodes(tmp_path, data_yaml, block, more))
         return made[-1]
 
     yield make
@@ -127,12 +131,7 @@ def uninterrupted(runs: Any) -> Callable[[int], RunRecords]:
 
 def test_nodes_are_lost_and_won(nodes: Any, uninterrupted: Any) -> None:
     """3 nodes, one is killed; the other two go on in place; a third one comes. ZeRO 1, converted each time."""
-    launch = f"--nnodes 1:3 --nproc-per-node 1 --max-restarts 20 --rdzv-backend c10d --rdzv-conf {RENDEZVOUS}"
-    launch += f" --rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-id nodes"
-    job = nodes(
-        "--train-iters 100000 --zero-stage 1 --megaresume-elastic --exit-signal-handler --megaresume-stop-status 75",
-        launch,
-    )
+    job = nodes(NODES, "--exit-signal-handler --megaresume-stop-status 75 --save-interval 2 --megaresume-keep-last 2")
     for name in ("one", "two", "three"):
         job.start(name)
     reached = job.until_trained(dp=3)
@@ -161,7 +160,7 @@ def test_nodes_are_lost_and_won(nodes: Any, uninterrupted: Any) -> None:
 
 def test_a_rank_is_lost(nodes: Any, uninterrupted: Any) -> None:
     """One node of two ranks without a rendezvous of its own; a rank is killed; the run ends as if nothing had been."""
-    job = nodes("--train-iters 20", "--standalone --nproc-per-node 2 --max-restarts 3")
+    job = nodes(ONE_NODE, "--train-iters 20")
     job.start("node")
     job.until(lambda records: len(records.steps) > 3)
     workers = psutil.Process(job.agents["node"].pid).children()
@@ -195,3 +194,34 @@ def test_deepspeed_has_no_elastic_launcher() -> None:
     env = os.environ | {"DS_ACCELERATOR": "cpu"}
     done = subprocess.run(program, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 2 and "unrecognized arguments: --elastic_training" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_loop_around_the_deepspeed_launcher(data_yaml: Path, uninterrupted: Any, tmp_path: Path) -> None:
+    """The launcher ends when a rank is killed; the next start has one rank less. ZeRO 1."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    launcher = programs / "deepspeed"
+    command = f"{sys.executable} -m deepspeed.launcher.runner --master_port {free_port()}"
+    launcher.write_text(f'#!/bin/bash\nexec {command} "$@"\n')
+    launcher.chmod(0o755)
+    log = tmp_path / "log.jsonl"
+    loop = LOOP.replace("data.yaml", str(data_yaml))
+    loop = loop.replace(" && break", f" --split 9,1,0 --megaresume-log-samples {log} && break")
+    env = os.environ | ENVIRONMENT | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    env["PATH"] = f"{programs}:{env['PATH']}"
+    with open(tmp_path / "out", "wb") as out:
+        shell = subprocess.Popen(["bash", "-c", loop], cwd=tmp_path, env=env, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + 240
+        while not (log.exists() and len(read_records(log).steps) > 3):
+            assert shell.poll() is None and time.monotonic() < deadline, (tmp_path / "out").read_text()[-3000:]
+            time.sleep(0.05)
+        ranks = [p for p in psutil.Process(shell.pid).children(recursive=True) if "--local_rank=1" in p.cmdline()]
+        ranks[0].send_signal(signal.SIGKILL)
+        assert shell.wait(240) == 0, (tmp_path / "out").read_text()[-3000:]
+    finally:
+        shell.kill()
+    records = read_records(log)
+    assert [start["topology"]["dp"] for start in records.starts] == [2, 1] and records.starts[1]["step"] > 0
+    assert compare(records, uninterrupted(30)) is None
