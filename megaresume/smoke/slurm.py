@@ -11,21 +11,16 @@ Everything is asked by polling: `sbatch --wait` looks only now and then.
 
 from __future__ import annotations
 
-import math
 import os
-import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from megaresume.smoke import slurm_check as checks
 from megaresume.smoke.job import KINDS, Job, Kind, Launch
 from megaresume.smoke.slurm_commands import (
-    JobInfo,
     Partition,
     ask,
-    find_job,
     nodes_of,
     option,
     script_options,
@@ -33,42 +28,16 @@ from megaresume.smoke.slurm_commands import (
     usable,
     version,
 )
-from megaresume.smoke.slurm_stops import STOPS, Lost, undo
-from megaresume.stream.errors import SetupError
+from megaresume.smoke.slurm_job import SlurmJob
+from megaresume.smoke.slurm_nodes import check_nodes
+from megaresume.smoke.slurm_stops import undo
 
-__all__ = ["SlurmJob", "SlurmLauncher"]
+__all__ = ["SlurmLauncher"]
 
 #: seconds between a stop and the end of the attempt: saves, and whatever waits for the ranks.
 GRACE = 300.0
 #: seconds in the queue.
 QUEUE = 1800.0
-#: seconds that a cancelled job may take: Slurm kills it after its KillWait.
-_CANCEL = 300.0
-#: seconds between two looks at a job.
-_POLL = 0.25
-#: reasons for which a job never starts, however long one waits.
-_HOPELESS = {
-    "PartitionNodeLimit",
-    "PartitionTimeLimit",
-    "PartitionDown",
-    "PartitionInactive",
-    "BadConstraints",
-    "AccountNotAllowed",
-    "NoAccount",
-    "InvalidAccount",
-    "InvalidQOS",
-    "QOSNotAllowed",
-    "QOSJobLimit",
-    "DependencyNeverSatisfied",
-    "JobHeldAdmin",
-    "JobHoldMaxRequeue",
-    "launch_failed_requeued_held",
-    "AssocMaxNodePerJobLimit",
-    "QOSMaxNodePerJobLimit",
-    "QOSMaxWallDurationPerJobLimit",
-    "AssocMaxWallDurationPerJobLimit",
-    "FrontEndDown",
-}
 
 
 class SlurmLauncher:
@@ -142,7 +111,7 @@ class SlurmLauncher:
         count = min(len(working), most + ("node-down" in kinds), self.partition.max_nodes or len(working))
         for directory in sorted({launch.run_dir.parent for launch in launches}):
             directory.mkdir(parents=True, exist_ok=True)
-            asked = checks.check_nodes(self.partition, count, directory, words, timeout=self.queue)
+            asked = check_nodes(self.partition, count, directory, words, timeout=self.queue)
         self.description = f"Slurm {release}, partition {self.partition.name}: {len(nodes)} nodes, {len(asked)} asked"
 
     def start(self, launch: Launch, *, after: Job | None = None) -> Job:
@@ -176,7 +145,7 @@ class SlurmLauncher:
         words += ["--open-mode=append", f"--output={logs / 'slurm-%j.log'}", "--export=ALL"]
         words += [f"--partition={self.partition.name}", str(self.script), *launch.flags]
         answer = ask(*words, env=os.environ | dict(launch.env), failing="sbatch refuses the job")
-        return SlurmJob(self, launch, answer.strip().split(";")[0], restarts=0)
+        return self._job(launch, answer.strip().split(";")[0], restarts=0)
 
     def _again(self, after: SlurmJob, launch: Launch) -> SlurmJob | None:
         """The requeued job, with the nodes of the next launch; None: it may not be changed, and was cancelled."""
@@ -196,193 +165,14 @@ class SlurmLauncher:
             after.cancel()
             return None
         after.handed_over = True
-        return SlurmJob(self, launch, after.id, restarts=info.restarts)
+        return self._job(launch, after.id, restarts=info.restarts)
+
+    def _job(self, launch: Launch, job: str, *, restarts: int) -> SlurmJob:
+        return SlurmJob(
+            launch, job, restarts=restarts, partition=self.partition, urgent=lambda: self.urgent, grace=self.grace
+        )
 
 
 def _own_script(launch: str) -> Path:
     name = {"torchrun": "train.sbatch", "deepspeed": "train-deepspeed.sbatch"}[launch]
     return Path(__file__).parents[2] / "launch" / "slurm" / name
-
-
-class SlurmJob:
-    """One attempt of a job; the next attempt of a requeued job is another object with the same id."""
-
-    def __init__(self, launcher: SlurmLauncher, launch: Launch, job: str, *, restarts: int) -> None:
-        self._launcher, self._launch = launcher, launch
-        #: Slurm's, and how often it had been queued again when this attempt began.
-        self.id, self.restarts = job, restarts
-        self.partition = launcher.partition
-        #: what a stop has done to the cluster.
-        self.lost = Lost()
-        #: minutes; shortened to stop it by the wall time.
-        self.time_limit: int | None = None
-        self.tasks_per_node = 1
-        self._batch_log = launch.run_dir / "logs" / f"slurm-{job}.log"
-        # Each attempt appends to it.
-        self._log_begin = self._batch_log.stat().st_size if self._batch_log.exists() else 0
-        #: whether the next attempt has the job, and it is no longer this one's to end.
-        self.handed_over = False
-        self._looked = -math.inf
-
-    @property
-    def info(self) -> JobInfo | None:
-        """What Slurm says; None: it has forgotten the job."""
-        return find_job(self.id)
-
-    @property
-    def urgent(self) -> Partition:
-        """Whose jobs preempt this one."""
-        return self._launcher.urgent
-
-    def running(self) -> bool:
-        """See `Job`. An attempt that ended although nobody stopped it does not run, even where its job came back."""
-        # Asked often, and every answer costs the controller something.
-        if time.monotonic() < self._looked + _POLL:
-            return True
-        info = self.info
-        running = info is not None and not info.over and info.restarts == self.restarts
-        self._looked = time.monotonic() if running else -math.inf
-        return running
-
-    def wait_for_start(self, timeout: float) -> None:
-        """Wait in the queue.
-
-        Raises:
-            SetupError: it never starts, or not within ``timeout`` seconds.
-        """
-        deadline = time.monotonic() + timeout
-        while True:
-            info = self.info
-            if info is None or info.over or info.state not in ("PENDING", "CONFIGURING", "REQUEUED", "COMPLETING"):
-                break
-            hopeless = info.state == "PENDING" and info.reason in _HOPELESS
-            if hopeless or time.monotonic() > deadline:
-                raise SetupError(
-                    f"job {self.id} is never started" if hopeless else f"job {self.id} is not started",
-                    found=f"pending, Reason={info.reason}, {info.num_nodes} nodes of partition {self.partition.name}"
-                    + ("" if hopeless else f", for {timeout:.0f} seconds"),
-                    expected="a job that runs",
-                    action="other --nodes, --partition or --sbatch-options; it was cancelled"
-                    if hopeless
-                    else "squeue --start shows what it waits for; it was cancelled",
-                )
-            time.sleep(_POLL)
-        if info is not None:
-            self.time_limit, self.tasks_per_node = info.time_limit, max(1, info.num_tasks // max(1, info.num_nodes))
-
-    def stop(self, kind: Kind) -> float:
-        """See `Job`."""
-        info = self.info
-        if info is None or info.state != "RUNNING" or info.restarts != self.restarts:
-            raise SetupError(
-                f"there was nothing to stop with {kind}",
-                found=f"job {self.id}: " + ("forgotten by Slurm" if info is None else f"{info.state} ({info.reason})"),
-                expected="a job that runs",
-                action=f"look at {self._batch_log}",
-            )
-        at = time.time()
-        STOPS[kind](self, info)
-        try:
-            if not self._until(self._stopped, self._launcher.grace):
-                try_to("scancel", "--batch", "--signal=KILL", self.id)  # else it has its KillWait as well
-                self.cancel()
-                self._refuse_going_on(kind)
-        finally:
-            if self.lost.urgent_job:
-                self._end(self.lost.urgent_job)
-                self.lost.urgent_job = ""
-        return at
-
-    def _stopped(self) -> bool:
-        info = self.info
-        if info is None or info.over:
-            return True
-        if info.state == "PENDING":
-            # Held before it can start again, so that it can be given other nodes; stock clusters leave two minutes.
-            try_to("scontrol", "uhold", self.id)
-            info = self.info
-            return info is None or info.state == "PENDING"
-        if info.state == "RUNNING" and info.restarts > self.restarts:
-            # It was quicker than this look at it.
-            try_to("scontrol", "requeuehold", self.id)
-        return False
-
-    def _refuse_going_on(self, kind: Kind) -> None:
-        if kind in ("sigkill", "node-down"):
-            return  # ranks that wait for a lost one: cancelled, as their user would do
-        raise SetupError(
-            f"the job went on after {kind}",
-            found=f"job {self.id} still runs {self._launcher.grace:.0f} seconds later; it was cancelled",
-            expected="a script that lets all ranks save, and ends",
-            cause="a batch script that waits for srun in the foreground runs its trap when srun is over",
-            action="trap the signal as launch/slurm/train.sbatch does, with srun in the background and `wait`",
-        )
-
-    def wait(self, timeout: float) -> int:
-        """See `Job`. An attempt that failed and was queued again by its script counts as failed."""
-        if not self._until(lambda: not self.running(), timeout):
-            text = self.text()[-2000:]
-            self.close()
-            raise SetupError(
-                f"job {self.id} did not end within {timeout:.0f} seconds, and was cancelled",
-                found=text,
-                action=f"look at {self._batch_log}",
-            )
-        info = self.info
-        if info is not None and not info.over:
-            self.cancel()
-            return 1
-        return 0 if info is None else info.exit_status
-
-    def waits(self) -> bool:
-        """Whether the stopped job was queued again."""
-        info = self.info
-        return info is not None and not info.over
-
-    def text(self) -> str:
-        """See `Job`: the batch log, and below the run directory the logs of the nodes in this attempt."""
-        texts = []
-        with suppress(FileNotFoundError), open(self._batch_log, "rb") as file:
-            file.seek(self._log_begin)
-            texts.append(file.read().decode("utf-8", errors="replace"))
-        nodes = sorted((self._launch.run_dir / "logs").glob(f"{self.id}.{self.restarts}/*.log"))
-        return "".join([*texts, *(log.read_text(encoding="utf-8", errors="replace") for log in nodes)])
-
-    def close(self) -> None:
-        """See `Job`."""
-        try:
-            if not self.handed_over:
-                self.cancel()
-        finally:
-            undo(self.lost)
-
-    def cancel(self) -> None:
-        """End the job, and wait until Slurm has.
-
-        Raises:
-            SetupError: it does not end.
-        """
-        self._end(self.id)
-
-    def _end(self, job: str) -> None:
-        def over() -> bool:
-            info = find_job(job)
-            return info is None or info.over
-
-        if over():
-            return
-        try_to("scancel", job)
-        if not self._until(over, _CANCEL):
-            raise SetupError(
-                f"job {job} does not end",
-                found=f"still there {_CANCEL:.0f} seconds after scancel",
-                action=f"scontrol show job {job}",
-            )
-
-    def _until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_POLL)
-        return True

@@ -7,37 +7,12 @@ operator, urgent partition      only where a kind of stop needs them
 
 from __future__ import annotations
 
-import os
-import queue
-import subprocess
-import threading
-import time
-import uuid
 from collections.abc import Sequence
-from pathlib import Path
 
 from megaresume.smoke.slurm_commands import Partition, ask, find_partitions, nodes_of, option, try_to, usable
 from megaresume.stream.errors import SetupError, UsageError
 
-__all__ = ["check_nodes", "choose_partition", "choose_urgent", "enough_nodes", "may_set_nodes_down", "refuse_array"]
-
-#: seconds that a node's clock may be off.
-CLOCK_TOLERANCE = 2.0
-#: seconds of a network file system until another machine's new file is seen.
-_VISIBLE_WITHIN = 10.0
-#: options of sbatch that say where a job may run: they hold for the question as well.
-_WHERE = {"account": "A", "qos": "q", "reservation": "", "constraint": "C", "exclude": "x", "clusters": "M"}
-
-# Runs on every node: says what it sees, waits for the word, says what time it is.
-_QUESTION = """
-name=${SLURMD_NODENAME:-$(hostname)}
-seen=$(cat "$MEGARESUME_TOKEN" 2>/dev/null)
-wrote=no
-if echo "$name" 2>/dev/null >"$MEGARESUME_TOKEN.$name"; then wrote=yes; fi
-echo "megaresume|$name|ready|$seen|$wrote"
-read -r _
-echo "megaresume|$name|clock|$(date +%s.%N)|"
-"""
+__all__ = ["choose_partition", "choose_urgent", "enough_nodes", "may_set_nodes_down", "refuse_array"]
 
 
 def choose_partition(name: str | None) -> Partition:
@@ -152,133 +127,4 @@ def may_set_nodes_down(node: str) -> None:
             expected="an operator or administrator of this Slurm",
             action="leave node-down out of --kill: sigkill loses a rank without warning as well; "
             "or try node-down on a cluster of your own: docs/local-slurm.md",
-        )
-
-
-def check_nodes(
-    partition: Partition, count: int, directory: Path, options: Sequence[str], *, timeout: float
-) -> tuple[str, ...]:
-    """Ask nodes for their time, and for what they see of a directory.
-
-    Args:
-        partition: where.
-        count: nodes to ask.
-        directory: of the smoke test; it exists.
-        options: of sbatch; those that say where a job may run are used.
-        timeout: seconds, of which most may be spent in the queue.
-
-    Returns:
-        the names of the nodes.
-
-    Raises:
-        SetupError: clocks that differ, a directory that a node does not see or cannot write to, no nodes in time.
-    """
-    token = directory / f".megaresume-{uuid.uuid4().hex[:12]}"
-    content = uuid.uuid4().hex
-    token.write_text(content, encoding="utf-8")
-    try:
-        seen, clocks, asked, answered = _ask_nodes(partition, count, token, options, timeout)
-        _check_directory(directory, token, content, seen)
-    finally:
-        for path in (token, *directory.glob(f"{token.name}.*")):
-            path.unlink(missing_ok=True)
-    _check_clocks(clocks, asked, answered)
-    return tuple(sorted(seen))
-
-
-def _ask_nodes(
-    partition: Partition, count: int, token: Path, options: Sequence[str], timeout: float
-) -> tuple[dict[str, tuple[str, str]], dict[str, float], float, float]:
-    where = [f"--{name}={value}" for name, short in _WHERE.items() if (value := option(options, name, short))]
-    words = ["srun", "--quiet", f"--partition={partition.name}", f"--nodes={count}", f"--ntasks={count}", *where]
-    # A directory that the nodes do not have would be a warning for every task.
-    words += ["--ntasks-per-node=1", "--chdir=/", "--job-name=megaresume-smoke-check", "bash", "-c", _QUESTION]
-    env = os.environ | {"MEGARESUME_TOKEN": str(token.resolve())}
-    seen: dict[str, tuple[str, str]] = {}
-    clocks: dict[str, float] = {}
-    asked = 0.0
-    with subprocess.Popen(
-        words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        stdin, stdout = process.stdin, process.stdout
-        assert stdin is not None and stdout is not None
-        lines: queue.Queue[str | None] = queue.Queue()
-
-        def read() -> None:
-            for line in stdout:
-                lines.put(line)
-            lines.put(None)
-
-        threading.Thread(target=read, daemon=True).start()
-        said: list[str] = []
-        deadline = time.monotonic() + timeout
-        try:
-            while len(clocks) < count:
-                line = lines.get(timeout=max(0.1, deadline - time.monotonic()))
-                if line is None:
-                    break
-                parts = line.rstrip("\n").split("|")
-                if parts[0] != "megaresume":
-                    said.append(line)
-                elif parts[2] == "ready":
-                    seen[parts[1]] = (parts[3], parts[4])
-                    if len(seen) == count:
-                        # All wait for the word, so what follows is how long the question takes, not the queue.
-                        asked = time.time()
-                        stdin.write("now\n")
-                        stdin.flush()
-                else:
-                    clocks[parts[1]] = float(parts[3])
-        except queue.Empty:
-            pass
-        answered = time.time()
-        if len(clocks) < count:
-            process.terminate()
-            raise SetupError(
-                f"{count} nodes of partition {partition.name} did not answer",
-                found=f"{len(seen)} answers in {timeout:.0f} seconds" if not said else "".join(said).strip(),
-                expected=f"an answer of each within {timeout:.0f} seconds",
-                cause="the queue is long, or a job may not run there",
-                action="squeue --start; fewer --nodes; --sbatch-options for an account, a QOS or a reservation",
-            )
-        stdin.close()
-    return seen, clocks, asked, answered
-
-
-def _check_directory(directory: Path, token: Path, content: str, seen: dict[str, tuple[str, str]]) -> None:
-    blind = sorted(node for node, (text, _) in seen.items() if text != content)
-    mute = sorted(node for node, (_, wrote) in seen.items() if wrote != "yes")
-    deadline = time.monotonic() + _VISIBLE_WITHIN
-    missing = [node for node in sorted(seen) if node not in mute]
-    while missing and not blind:
-        missing = [node for node in missing if not Path(f"{token}.{node}").exists()]
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.05 if missing else 0)
-    bad = blind or mute or missing
-    if bad:
-        what = "does not see" if blind else "cannot write to" if mute else "writes elsewhere than this machine, in"
-        raise SetupError(
-            f"not every node shares {directory}",
-            found=f"{', '.join(bad)} {what} it, of {', '.join(sorted(seen))}",
-            expected="one directory that this machine and all nodes read and write",
-            cause="a local disk, such as /tmp, or a file system that is not mounted there",
-            action="--out with a directory on shared storage",
-        )
-
-
-def _check_clocks(clocks: dict[str, float], asked: float, answered: float) -> None:
-    off = {node: min(0.0, at - asked) + max(0.0, at - answered) for node, at in clocks.items()}
-    wrong = {node: seconds for node, seconds in off.items() if abs(seconds) > CLOCK_TOLERANCE}
-    if wrong:
-        raise SetupError(
-            "clocks of nodes differ from this machine's",
-            found=", ".join(
-                f"{node} is {abs(seconds):.1f} s {'behind' if seconds < 0 else 'ahead'}"
-                for node, seconds in sorted(wrong.items())
-            ),
-            expected=f"at most {CLOCK_TOLERANCE:.0f} s: times are compared between nodes, and Slurm refuses "
-            "credentials that are too old",
-            cause="chrony or ntpd does not run there",
-            action=f"on {min(wrong)}: chronyc makestep; or --sbatch-options with --exclude={','.join(sorted(wrong))}",
         )

@@ -19,7 +19,7 @@ from megaresume.smoke.slurm_commands import JobInfo, ask, try_to
 from megaresume.stream.errors import SetupError
 
 if TYPE_CHECKING:
-    from megaresume.smoke.slurm import SlurmJob
+    from megaresume.smoke.slurm_job import SlurmJob
 
 __all__ = ["STOPS", "Lost", "undo"]
 
