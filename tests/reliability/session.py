@@ -47,7 +47,8 @@ def session() -> str:
         killed = f"{_START}...                  SIGKILL in the save of step 6, in the middle of a write of rank 1\n"
         after = inspect()
         again = _START + start(task((6,), 8)) + "...\n"
-        return "\n".join([killed, after, again, inspect()]).replace(work, "/data")
+        text = "\n".join([killed, after, again, inspect()]).replace(work, "/data")
+        return re.sub(r"\S+'s process \d+ on \S+ \(.*?\)", "alice's process 4242 on node1 (train.py)", text)
 
 
 def masked(text: str) -> str:
