@@ -18,6 +18,7 @@ from typing import Literal
 
 from megaresume.smoke import slurm_check as checks
 from megaresume.smoke.job import KINDS, Job, Kind, Launch
+from megaresume.smoke.scripts import launch_script
 from megaresume.smoke.slurm_commands import (
     Partition,
     ask,
@@ -38,6 +39,7 @@ __all__ = ["SlurmLauncher"]
 GRACE = 300.0
 #: seconds in the queue.
 QUEUE = 1800.0
+_OWN = {"torchrun": "slurm/train.sbatch", "deepspeed": "slurm/train-deepspeed.sbatch"}
 
 
 class SlurmLauncher:
@@ -66,7 +68,7 @@ class SlurmLauncher:
         grace: float = GRACE,
         queue: float = QUEUE,
     ) -> None:
-        self.script = _own_script(launch) if script is None else script.resolve()
+        self.script = launch_script(_OWN[launch]) if script is None else script.resolve()
         self.options = tuple(options)
         self.grace, self.queue = grace, queue
         self._partition_name, self._urgent_name = partition, urgent_partition
@@ -135,13 +137,8 @@ class SlurmLauncher:
         logs = launch.run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         # Ours come last, and win.
-        words = [
-            "sbatch",
-            *self.options,
-            "--parsable",
-            f"--job-name=megaresume-smoke-{launch.name}",
-            f"--nodes={launch.nodes}",
-        ]
+        words = ["sbatch", *self.options, "--parsable", f"--nodes={launch.nodes}"]
+        words += [f"--job-name=megaresume-smoke-{launch.name}"]
         words += ["--open-mode=append", f"--output={logs / 'slurm-%j.log'}", "--export=ALL"]
         words += [f"--partition={self.partition.name}", str(self.script), *launch.flags]
         answer = ask(*words, env=os.environ | dict(launch.env), failing="sbatch refuses the job")
@@ -152,11 +149,11 @@ class SlurmLauncher:
         info = after.info
         assert info is not None  # it is pending
         tasks = launch.nodes * max(1, after.tasks_per_node)
-        changes = [f"NumNodes={launch.nodes}-{launch.nodes}", f"NumTasks={tasks}", f"NumCPUs={tasks}"]
+        changes = [f"NumNodes={launch.nodes}-{launch.nodes}", f"NumTasks={tasks}"]
+        changes.append(f"NumCPUs={tasks * info.cpus_per_task}")  # else those of the old nodes are waited for
         if info.time_limit != after.time_limit:
             changes.append(f"TimeLimit={'UNLIMITED' if after.time_limit is None else after.time_limit}")
-        needed = launch.nodes
-        if after.lost.node and needed > sum(map(usable, nodes_of(self.partition.name).values())):
+        if after.lost.node and launch.nodes > sum(map(usable, nodes_of(self.partition.name).values())):
             undo(after.lost)  # there are no others
         done = try_to("scontrol", "update", f"JobId={after.id}", *changes)
         if done.returncode == 0:
@@ -171,8 +168,3 @@ class SlurmLauncher:
         return SlurmJob(
             launch, job, restarts=restarts, partition=self.partition, urgent=lambda: self.urgent, grace=self.grace
         )
-
-
-def _own_script(launch: str) -> Path:
-    name = {"torchrun": "train.sbatch", "deepspeed": "train-deepspeed.sbatch"}[launch]
-    return Path(__file__).parents[2] / "launch" / "slurm" / name

@@ -59,6 +59,7 @@ class JobInfo:
     batch_host: str
     num_nodes: int
     num_tasks: int
+    cpus_per_task: int
     #: minutes; None: no limit.
     time_limit: int | None
     #: seconds that it has run.
@@ -159,6 +160,7 @@ def find_job(job: str) -> JobInfo | None:
         batch_host=fields.get("BatchHost", ""),
         num_nodes=_number(fields["NumNodes"]),
         num_tasks=_number(fields.get("NumTasks", "")),
+        cpus_per_task=_number(fields.get("CPUs/Task", "")),
         time_limit=_minutes(fields.get("TimeLimit", "UNLIMITED")),
         run_time=_seconds(fields.get("RunTime", "00:00:00")),
         exit_status=int(code) or (128 + int(sent) if int(sent or 0) else 0),
