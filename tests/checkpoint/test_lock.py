@@ -172,30 +172,29 @@ def test_of_many_that_start_at_once_exactly_one_wins(tmp_path: Path, after: str)
 
 def test_a_node_that_was_thought_dead_commits_nothing(tmp_path: Path) -> None:
     """Stopped in the worst place: between the draft of the pointer and the rename that would make it count."""
-    with (
-        job(tmp_path, BOOT="node1") as first,
-        job(tmp_path, BOOT="node2", patience=1.0, AT=str(time.time() + 1)) as second,
-    ):
+    with job(tmp_path, BOOT="node1") as first:
         first.says("TAKEN")
         assert first.does("write_latest(root, 'global_step10')") == "DONE"
-        first.does("import signal; stop = os.replace")
-        first.does("os.replace = lambda *names: (os.kill(os.getpid(), signal.SIGSTOP), stop(*names))")
+        first.does("import signal; rename = os.replace")
+        first.does("os.replace = lambda *names: (os.kill(os.getpid(), signal.SIGSTOP), rename(*names))")
         assert first.process.stdin is not None
         first.process.stdin.write("write_latest(root, 'global_step20')\n")
         first.process.stdin.flush()
-        second.says("TAKEN")
-        assert "node1" in second.lines[-2] and "no sign of life for 1 s; taken over" in second.lines[-2]
-        assert second.does("write_latest(root, 'global_step15')") == "DONE"
-        first.process.send_signal(signal.SIGCONT)
-        failed = first.says("DONE", "FAILED")
-        assert failed.startswith("FAILED this job has lost its --save directory")
-        assert f"process {second.process.pid} on node2" in failed
-        assert (tmp_path / "latest").read_text() == "global_step15"
-        first.does("os.replace = stop")
-        assert "FAILED" in first.does("lock.check_owned(root)") and "FAILED" in first.does("lock.take(root)")
-        first.end()
-        assert any("WARNING" in line and "was taken over by" in line for line in first.lines)
-        assert second.does("lock.check_owned(root)") == "DONE"
+        os.waitid(os.P_PID, first.process.pid, os.WSTOPPED | os.WNOWAIT)
+        with job(tmp_path, BOOT="node2", patience=1.0) as second:
+            second.says("TAKEN")
+            assert "node1" in second.lines[-2] and "no sign of life for 1 s; taken over" in second.lines[-2]
+            assert second.does("write_latest(root, 'global_step15')") == "DONE"
+            first.process.send_signal(signal.SIGCONT)
+            failed = first.says("DONE", "FAILED")
+            assert failed.startswith("FAILED this job has lost its --save directory")
+            assert f"process {second.process.pid} on node2" in failed
+            assert (tmp_path / "latest").read_text() == "global_step15"
+            first.does("os.replace = rename")
+            assert "FAILED" in first.does("lock.check_owned(root)") and "FAILED" in first.does("lock.take(root)")
+            first.end()
+            assert any("WARNING" in line and "was taken over by" in line for line in first.lines)
+            assert second.does("lock.check_owned(root)") == "DONE"
 
 
 def test_a_save_that_began_before_the_root_was_lost_is_not_committed(tmp_path: Path) -> None:
