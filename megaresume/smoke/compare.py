@@ -77,13 +77,21 @@ class Outcome:
 
 
 def compare_runs(
-    reference: RunRecords, run: RunRecords, *, steps: int, tolerance: float, exact: bool, nodes: Sequence[int]
+    reference: RunRecords,
+    run: RunRecords,
+    *,
+    steps: int,
+    done: int,
+    tolerance: float,
+    exact: bool,
+    nodes: Sequence[int],
 ) -> Outcome:
     """Compare every step that the run did, also those that it did again.
 
     Args:
         reference, run: their records.
-        steps: of the whole run.
+        steps: of the reference.
+        done: steps that the run must have; fewer where the test was given up.
         tolerance: relative difference of losses that another order of sums may make.
         exact: losses must be equal bit for bit as long as the layout is that of the reference.
         nodes: by start of the run; the first is that of the reference, too.
@@ -92,7 +100,7 @@ def compare_runs(
     losses, wrong = _losses(reference, run, tolerance, exact, nodes)
     found = [
         *_incomplete("the reference", reference, steps),
-        *_incomplete("the run", run, steps),
+        *_incomplete("the run", run, done),
         *_starts(reference, run),
         *_differences(reference, run),
         *wrong,

@@ -67,8 +67,8 @@ def run_smoke(plan: Plan, launcher: Launcher, *, tolerance: float, patience: flo
         result.outcome = compare_runs(
             result.reference,
             result.run,
-            # Of a run that was given up, what it did.
-            steps=max(result.run.steps) if result.problems else plan.steps,
+            steps=plan.steps,
+            done=max(result.run.steps) if result.problems else plan.steps,
             tolerance=tolerance,
             exact=plan.own,
             nodes=[attempt.layout.nodes for attempt in result.attempts],
