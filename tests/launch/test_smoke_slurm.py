@@ -81,15 +81,17 @@ def test_torchrun_through_every_stop(slurm: Cluster, tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 def test_deepspeed_with_zero_1(slurm: Cluster, tmp_path: Path) -> None:
     words = ["--launch", "deepspeed", "--zero-stage", "1", "--kill", "node-down,sigkill", "--nodes", "2,3,1"]
-    result = proved(tmp_path / "out", *words, "--micro-batch-size", "1", "--workers", "0")
+    short = ["--steps", "12", "--save-interval", "2", "--micro-batch-size", "1", "--workers", "0"]
+    result = proved(tmp_path / "out", *words, *short)
     assert layouts(result) == [2, 3, 1]
     assert result["stops"][1]["lost"] > 0
 
 
 @pytest.mark.timeout(1800)
 def test_images_and_text(slurm: Cluster, tmp_path: Path) -> None:
-    words = ["--model", "vlm", "--kill", "sigterm", "--nodes", "2,1", "--micro-batch-size", "1", "--workers", "0"]
-    result = proved(tmp_path / "out", *words)
+    words = ["--model", "vlm", "--kill", "sigterm", "--nodes", "2,1"]
+    short = ["--steps", "8", "--save-interval", "2", "--micro-batch-size", "1", "--workers", "0"]
+    result = proved(tmp_path / "out", *words, *short)
     assert layouts(result) == [2, 1] and result["stops"][0]["lost"] == 0
 
 
