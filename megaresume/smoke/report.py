@@ -118,12 +118,12 @@ def _checks(result: Result) -> list[tuple[str, str]]:
     both, losses = outcome.all, outcome.losses
     rows = [
         ("steps", f"{outcome.compared} of {result.plan.steps} compared; {both.redone} were trained again after a stop"),
-        ("samples, order, digest", _all_but(both.different_samples, both.steps)),
-        ("content", _all_but(both.different_content, both.steps)),
+        ("samples, order, digest", _all_but(both.different_samples, outcome.compared)),
+        ("content", _all_but(both.different_content, outcome.compared)),
         ("steps missing", _listed(both.missing) or "none"),
     ]
     if outcome.hashed < outcome.compared:
-        rows[1] = ("samples", _all_but(both.different_samples, both.steps))
+        rows[1] = ("samples", _all_but(both.different_samples, outcome.compared))
         rows[2] = ("order, content", f"hashes of {outcome.hashed} steps compared; the others by megaresume verify")
     if losses.compared:
         exact = f"{losses.exact_equal} of {losses.exact} with an unchanged layout bit for bit; " if losses.exact else ""

@@ -29,7 +29,21 @@ _GRACEFUL = ("sigterm", "requeue", "walltime", "preempt")
 
 
 class _GaveUp(MegaresumeError):
-    """The test cannot go on; what was found so far is still reported."""
+    """The test cannot go on; what was found so far is still reported.
+
+    Args:
+        headline, more: of every error.
+        output: the end of what the job has printed.
+    """
+
+    def __init__(self, headline: str, *, output: str | None = None, **more: Any) -> None:
+        super().__init__(headline, **more)
+        self.output = output
+
+    def __str__(self) -> str:
+        lines = (self.output or "").splitlines()
+        shown = ["  the end of its output:", *(f"    | {line}" for line in lines)] if lines else []
+        return "\n".join([super().__str__(), *shown])
 
 
 def run_smoke(plan: Plan, launcher: Launcher, *, tolerance: float, patience: float, say: Say) -> Result:
@@ -294,7 +308,8 @@ class _Test:
             if time.monotonic() - max(since, watch.changed) > self.patience:
                 raise _GaveUp(
                     f"{who} did not get on for {self.patience:.0f} seconds",
-                    found=f"step {watch.step} of {self.plan.steps}; the end of its output:\n{_tail(job)}",
+                    found=f"step {watch.step} of {self.plan.steps}",
+                    output=_tail(job),
                     cause=None if watch.records else _IGNORED,
                     action='a launch script ends its training command with "$@"; --timeout waits longer',
                 )
@@ -308,7 +323,7 @@ class _Test:
                 f"{who} did its last step, and did not end", found=error.found, action=error.action
             ) from error
         if status:
-            raise _GaveUp(f"{who} failed behind its last step", found=f"status {status}; its output:\n{_tail(job)}")
+            raise _GaveUp(f"{who} failed behind its last step", found=f"status {status}", output=_tail(job))
 
     def _no_steps(self, who: str, name: str, watch: Watch, job: Job) -> _GaveUp:
         """The job has ended, and its last step is not that of the plan."""
@@ -323,7 +338,8 @@ class _Test:
             )
         return _GaveUp(
             f"{who} ended too early",
-            found=f"status {status} at step {watch.step} of {self.plan.steps}; the end of its output:\n{_tail(job)}",
+            found=f"status {status} at step {watch.step} of {self.plan.steps}",
+            output=_tail(job),
             expected=f"a job that goes on to step {self.plan.steps}",
             action=f"read {self._log(name, len(self.result.attempts) + 1)}",
         )
