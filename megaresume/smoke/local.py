@@ -105,6 +105,9 @@ class LocalScript:
             victims = _ranks(members)[-1:] if kind == "sigkill" else list(members)
             at = time.time()
             self._kill(victims, kind)
+            while kind == "node-down" and (young := self._members(len(self._nodes) - 1)):
+                for pid in young:  # started while the others were killed
+                    _send_kill(pid)
         ended = self._gone_within(self._grace)
         self.close()
         if not ended and kind in _SIGNALS:
