@@ -38,7 +38,7 @@ def place(root: Path, number: int) -> Path:
 
 
 def newest(root: Path) -> int | None:
-    """The number that holds a root, or did last."""
+    """The number that holds a root, or did last; None: none ever did. Raises CheckpointError: it cannot be listed."""
     return max(_numbers(root), default=None)
 
 
@@ -47,6 +47,13 @@ def _numbers(root: Path) -> list[int]:
         names = os.listdir(records_dir(root))
     except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot see who writes to {root}",
+            found=f"{records_dir(root)}: {error.strerror or error}",
+            expected="a directory that can be listed",
+            action="give this user the permission to read it",
+        ) from error
     return [int(match[1]) for name in names if (match := _NAME.fullmatch(name))]
 
 

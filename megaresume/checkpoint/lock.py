@@ -194,7 +194,11 @@ def write_fenced(root: Path, path: Path, data: bytes, *, sync_dir: bool = True) 
 
 
 def holder_of(root: Path, *, ask_slurm: bool = False) -> Holder | None:
-    """Who holds a root, or did last; None: nobody ever. Reads only, and waits for nothing but ``squeue``."""
+    """Who holds a root, or did last; None: nobody ever. Reads only, and waits for nothing but ``squeue``.
+
+    Raises:
+        CheckpointError: the directory cannot be listed.
+    """
     number = newest(root)
     return None if number is None else _read(root, number, this_process(token=""), ask_slurm=ask_slurm)
 
@@ -285,14 +289,18 @@ def _run(ending: threading.Event) -> None:
     told: set[str] = set()
     while not ending.wait(RENEW_SECONDS):
         for lock in list(_held.values()):
-            try:
-                lock.renew()
-            except FileNotFoundError:
-                if lock.owner.token not in told and (holder := lock.taken_by()) is not None:
-                    told.add(lock.owner.token)
-                    _say(f"WARNING: {lock.root} was taken over by {holder}: nothing that this job saves there counts")
-            except OSError:
-                continue  # full, or not answering: the next save says so, and the next time may be better
+            # Full, or not answering: the next save says so, and the next time may be better.
+            with contextlib.suppress(OSError, CheckpointError):
+                _renew(lock, told)
+
+
+def _renew(lock: Lock, told: set[str]) -> None:
+    try:
+        lock.renew()
+    except FileNotFoundError:
+        if lock.owner.token not in told and (holder := lock.taken_by()) is not None:
+            told.add(lock.owner.token)
+            _say(f"WARNING: {lock.root} was taken over by {holder}: nothing that this job saves there counts")
 
 
 def _at_exit() -> None:

@@ -28,7 +28,7 @@ from megaresume.checkpoint.progress import starts_from
 from megaresume.checkpoint.topology import Topology
 from megaresume.doctor.check import Check, Status
 from megaresume.integrations.loadable import other_partitions
-from megaresume.stream.errors import MegaresumeError, StateError, UsageError
+from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, UsageError
 
 __all__ = ["Found", "directory_checks"]
 
@@ -172,7 +172,9 @@ def _leftovers(root: Path, found: Found) -> None:
 
 
 def _holder(root: Path, found: Found) -> None:
-    holder = holder_of(root, ask_slurm=True)
+    holder = None
+    with contextlib.suppress(CheckpointError):  # who cannot list it has been told so with "newest"
+        holder = holder_of(root, ask_slurm=True)
     if holder is None or holder.status == "released":
         return
     if holder.status == "gone":
