@@ -249,7 +249,8 @@ def test_refusals(slurm: Cluster, directory: Path) -> None:
 @pytest.mark.slow  # a minute until the limit, the least that Slurm knows
 def test_a_time_limit_without_a_signal_before_it(slurm: Cluster, directory: Path) -> None:
     run = Run("limit", directory, slurm)
-    job = run.submit("train.sbatch", ENDLESS, "--nodes=1", "--time=1", "--signal=B:WINCH@1")
+    # 28 is WINCH, which means nothing to a batch script.
+    job = run.submit("train.sbatch", ENDLESS, "--nodes=1", "--time=1", "--signal=B:28@1")
     run.until_said(job, "queued again")
     assert run.decisions(job)[1:3] == [
         "TERM came: Slurm ends this attempt (DUE TO TIME LIMIT)",
