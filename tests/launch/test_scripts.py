@@ -194,9 +194,9 @@ def test_a_signal_while_ranks_still_start(start: Start, directory: Path) -> None
 
 
 def test_deepspeed_is_started_again_after_a_failure(start: Start, directory: Path) -> None:
-    node = start("deepspeed.sh", f"{ENDLESS} --save-interval 2", RUN_DIR="again", PROCS_PER_NODE=2, MAX_RESTARTS=1)
+    node = start("deepspeed.sh", f"{ENDLESS} --save-interval 2", RUN_DIR="again", PROCS_PER_NODE=1, MAX_RESTARTS=1)
     until(lambda: (directory / "again" / "checkpoints" / "latest").exists(), node)
-    node.ranks()[1].kill()
+    node.ranks()[0].kill()
     until(lambda: node.text.count("megaresume: resumed at") == 1, node)
     until_steps(1, node)
     node.ranks()[0].kill()
