@@ -29,7 +29,9 @@ def test_every_decision_in_the_table_is_one_of_the_script() -> None:
     script = re.sub(r"\$\{\w+:[-+](.*?)\}", r"\1", launch_script("slurm/train.sbatch").read_text())
     # What changes from job to job has variables in the script: the words around them are compared.
     for row in rows:
-        for words in re.split(r"[:,(] |…|\d+|\bDUE TO TIME LIMIT\b|\)|\bUSR1\b|, new checkpoint: yes|;", row):
+        for words in re.split(
+            r"[:,(] |…|\d+|\bDUE TO TIME LIMIT\b|DUE TO NODE FAILURE|\)|\bUSR1\b|, new checkpoint: yes|;", row
+        ):
             words = words.strip(" :,(")
             if len(words) > 3 and not re.search(r"n\[", words):
                 assert words in script, f"{words!r} of {row!r}"
