@@ -222,6 +222,11 @@ def version() -> str:
     return _config().get("SLURM_VERSION", "unknown")
 
 
+def kill_wait() -> int:
+    """Seconds between SIGTERM and SIGKILL when Slurm ends a job."""
+    return _number(_config().get("KillWait", "30 sec"))
+
+
 def script_options(script: Path) -> list[str]:
     """The words of the ``#SBATCH`` lines of a script."""
     import shlex

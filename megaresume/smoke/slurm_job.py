@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from megaresume.smoke.job import Kind, Launch
-from megaresume.smoke.slurm_commands import JobInfo, Partition, find_job, try_to
+from megaresume.smoke.slurm_commands import JobInfo, Partition, find_job, kill_wait, try_to
 from megaresume.smoke.slurm_stops import STOPS, Lost, undo
 from megaresume.stream.errors import SetupError
 
@@ -147,6 +147,9 @@ class SlurmJob:
                 try_to("scancel", "--batch", "--signal=KILL", self.id)  # else it has its KillWait as well
                 self.cancel()
                 self._refuse_going_on(kind)
+            if kind == "node-down" and len(info.nodes) == 1:
+                # Slurm waits for the ranks on all nodes but this one, where they save, or are killed.
+                time.sleep(max(0.0, at + kill_wait() + 1 - time.time()))
         finally:
             if self.lost.urgent_job:
                 self._end(self.lost.urgent_job)
