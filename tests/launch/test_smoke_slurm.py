@@ -1,7 +1,7 @@
 """`megaresume smoke --launcher slurm` on a real Slurm, with the batch scripts that are shipped.
 
-Each test is one run with several stops: what takes time is the start of the training, on two cores. Many more steps than
-stops, as a busy machine needs seconds to stop a job, and a run that is over before proves nothing.
+Each test is one run with several stops: what takes time is the start of the training, on two cores. There are many more
+steps than stops: a busy machine needs seconds to stop a job, and a run that is over before proves nothing.
 """
 
 from __future__ import annotations
