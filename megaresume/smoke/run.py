@@ -89,6 +89,7 @@ def run_smoke(plan: Plan, launcher: Launcher, *, tolerance: float, patience: flo
         )
         if (plan.run_dir("run") / "checkpoints" / "megaresume").is_dir():
             result.verified = _verify(plan, result)
+        _refuse_unproved(plan, result)
     result.seconds = time.monotonic() - began
     return result
 
@@ -121,6 +122,15 @@ class _Test:
             if not self._until(job, watch, lambda: watch.reached(plan.steps), "the reference"):
                 raise self._no_steps("the reference", "reference", watch, job)
             self._ended(job, "the reference")
+            watch.reached(None)
+            if watch.records is not None and watch.starts > 1:
+                raise _GaveUp(
+                    f"the reference was not left alone: it started {watch.starts} times",
+                    found="starts from steps " + ", ".join(str(start["step"]) for start in watch.records.starts),
+                    expected="one start, and all steps without a stop",
+                    cause="a failure or a preemption, and something that starts the training again",
+                    action=f"read {self._log('reference', 1)}; then the test once more",
+                )
         finally:
             watch.close()
             self._keep_log("reference", 1, job)
@@ -145,9 +155,12 @@ class _Test:
             watch.close()
 
     def close(self) -> None:
-        """End whatever still runs."""
+        """End whatever still runs, and give back what was taken: all of it, whatever fails."""
         for job in self._jobs:
-            job.close()
+            try:
+                job.close()
+            except SetupError as problem:
+                self.result.problems.append(str(problem))
 
     def _attempt(self, number: int, layout: Layout, job: Job, watch: Watch, stop: Stop | None) -> None:
         plan, result = self.plan, self.result
@@ -273,7 +286,8 @@ class _Test:
 
     def _check_ranks(self, number: int, layout: Layout, topology: dict[str, Any]) -> None:
         """The resume on other ranks is what is tested."""
-        found = topology.get("world_size", layout.ranks)
+        # Of records of ranks only the data-parallel size is known, which divides the ranks.
+        found = topology.get("world_size", layout.ranks if layout.ranks % topology["dp"] == 0 else topology["dp"])
         if found != layout.ranks:
             raise _GaveUp(
                 f"attempt {number} does not run on the ranks that were asked for",
@@ -392,6 +406,21 @@ def _final(plan: Plan, name: str) -> RunRecords | None:
     together = plan.out / f"{name}.log"
     together.write_text("".join(log.read_text(encoding="utf-8", errors="replace") for log in logs), encoding="utf-8")
     return with_losses(records, together)
+
+
+def _refuse_unproved(plan: Plan, result: Result) -> None:
+    """Hashes of ranks on another layout say nothing: without ``verify`` their order and content are unknown."""
+    outcome = result.outcome
+    if outcome is None or result.verified is not None or outcome.hashed == outcome.compared:
+        return
+    problem = SetupError(
+        f"order and content of {outcome.compared - outcome.hashed} steps were not compared",
+        found="records of ranks, whose hashes say the same on one layout only; megaresume verify could not be asked",
+        expected=f"the data state of the run in {plan.run_dir('run') / 'checkpoints' / 'megaresume'}",
+        cause='a program without a stream of megaresume, or a --save of the script\'s own behind "$@"',
+        action="one number each in --nodes, --ranks-per-node and --micro-batch-size; or a data config (a stream)",
+    )
+    result.problems.append(str(problem))
 
 
 def _verify(plan: Plan, result: Result) -> bool | None:

@@ -21,11 +21,10 @@ def smoke(tmp_path: Path, *words: object, script: str = SCRIPT, **env: str) -> t
     return command(tmp_path, *words, script=script, timeout=120, **env)
 
 
-@pytest.mark.parametrize("records", ["file", "ranks"])
-def test_a_good_program_holds(tmp_path: Path, records: str) -> None:
+def test_a_good_program_holds(tmp_path: Path) -> None:
     kinds = "sigkill,sigterm,node-down"
     sizes = ["--global-batch-size", 8, "--micro-batch-size", "2,4"]
-    status, result, text = smoke(tmp_path, "--kill", kinds, "--nodes", "2,1", *sizes, RECORDS=records)
+    status, result, text = smoke(tmp_path, "--kill", kinds, "--nodes", "2,1", *sizes)
     assert status == 0 and result["holds"], text
     stops = result["stops"]
     assert [stop["kind"] for stop in stops] == kinds.split(",")
@@ -74,6 +73,23 @@ def test_a_wrong_program_is_found_in_records_of_ranks(tmp_path: Path, fault: str
     assert status == 1 and result["first_difference"].startswith("step 5")
 
 
+@pytest.mark.parametrize("nodes", ["2", "2,1"])
+def test_hashes_of_ranks_prove_nothing_on_another_layout(tmp_path: Path, nodes: str) -> None:
+    words = ["--kill", "sigkill", "--steps", 12, "--nodes", nodes, "--global-batch-size", 8, "--micro-batch-size", 2]
+    status, result, text = smoke(tmp_path, *words, RECORDS="ranks")
+    assert result["comparison"]["compared"] == 12 and result["verified"] is None
+    if nodes == "2":
+        assert status == 0 and result["holds"] and result["comparison"]["hashed"] == 12, text
+    else:
+        assert status == 1 and "NOT PROVED: order and content of 8 steps were not compared" in text, text
+
+
+def test_a_reference_that_was_not_left_alone(tmp_path: Path) -> None:
+    first = f'RANK=0 {sys.executable} {TOY} "$@" --train-iters 5\n'
+    status, _, text = smoke(tmp_path, "--kill", "sigkill", "--steps", 12, script=first + SCRIPT)
+    assert status == 1 and "the reference was not left alone: it started 2 times" in text, text
+
+
 def test_a_stop_that_did_not_stop(tmp_path: Path) -> None:
     status, result, text = smoke(tmp_path, "--kill", "sigterm", "--steps", 12, FAULT="deaf")
     assert status == 1 and "sigterm came too late: the run was over" in text, text
@@ -104,3 +120,9 @@ def test_other_ranks_than_asked_for(tmp_path: Path) -> None:
     alone = SCRIPT.replace("RANK=", "[ $NODE_RANK = 0 ] || exit 0\nNNODES=1 RANK=")
     status, _, text = smoke(tmp_path, "--nodes", "2,1", script=alone)
     assert status == 1 and "does not run on the ranks that were asked for" in text and "1 ranks" in text
+    # Ranks of which only the data-parallel size is known.
+    more = SCRIPT.replace("RANK=", "NNODES=2 RANK=")
+    more = f'RANK=0 NODE_RANK=1 NNODES=2 {sys.executable} {TOY} "$@" &\n' + more
+    words = ["--overwrite", "--nodes", 1, "--global-batch-size", 8, "--micro-batch-size", 2]
+    status, _, text = smoke(tmp_path, *words, script=more, RECORDS="ranks")
+    assert status == 1 and "does not run on the ranks that were asked for" in text and "2 ranks" in text, text
