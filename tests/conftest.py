@@ -1,4 +1,4 @@
-"""For all tests: property tests that give the same answer every time."""
+"""For all tests: property tests that give the same answer every time; what a log is to show of tests that passed."""
 
 from __future__ import annotations
 
@@ -18,3 +18,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write golden files anew instead of comparing with them; see tests/stream/test_golden.py",
     )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what a test gave to ``record_property("log", ...)``: the tables of the runs on a real Slurm."""
+    for report in terminalreporter.stats.get("passed", []):
+        for text in (text for name, text in report.user_properties if name == "log"):
+            terminalreporter.section(report.nodeid)
+            terminalreporter.write_line(str(text))

@@ -266,7 +266,7 @@ class _Test:
             self.result.problems.append(
                 f"attempt {attempt.number} went on from step {attempt.first}, though the run had come to step {before}"
             )
-        if stopped.kind not in _GRACEFUL and not stopped.lost:
+        if stopped.kind not in _GRACEFUL and stopped.step == attempt.first == self._newest_save(stopped.step):
             self.result.notes.append(f"{stopped.kind} cost no step: it came right behind a checkpoint")
         if stopped.kind in _GRACEFUL and stopped.lost:
             self.result.notes.append(
