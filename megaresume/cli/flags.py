@@ -6,9 +6,15 @@ from collections.abc import Sequence
 
 __all__ = ["normalise"]
 
+#: flags whose value is flags of another program: as it is, and also where it begins with dashes.
+_OF_OTHERS = frozenset({"--sbatch-options"})
+
 
 def normalise(argv: Sequence[str]) -> list[str]:
-    """``--save_interval=5`` as ``--save-interval=5``; values, and everything after a lone ``--``, stay as they are."""
+    """``--save_interval=5`` as ``--save-interval=5``; values, and everything after a lone ``--``, stay as they are.
+
+    ``--sbatch-options --exclusive`` becomes one word, with ``=``.
+    """
     result: list[str] = []
     for i, word in enumerate(argv):
         if word == "--":
@@ -16,5 +22,8 @@ def normalise(argv: Sequence[str]) -> list[str]:
         if word.startswith("--"):
             flag, equals, value = word.partition("=")
             word = flag.replace("_", "-") + equals + value
+        if result and result[-1] in _OF_OTHERS:
+            result[-1] += "=" + argv[i]
+            continue
         result.append(word)
     return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,7 +43,7 @@ def _add_launch(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--timeout",
         metavar="SECONDS",
-        type=float,
+        type=_above_zero,
         help="without a new step, queue included (default 600, Slurm 3600)",
     )
 
@@ -65,9 +66,14 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--save-interval", type=int, metavar="K", help="steps between checkpoints (default: 4)")
     group.add_argument("--zero-stage", type=int, choices=[0, 1, 2, 3], help="default: that of the launch script")
     group.add_argument(
-        "--min-step-seconds", type=float, metavar="S", help="for our program (default 0.3, Slurm 1; --script: none)"
+        "--min-step-seconds",
+        type=_from_zero,
+        metavar="S",
+        help="for our program (default 0.3, Slurm 1; --script: none)",
     )
-    group.add_argument("--loss-tolerance", type=float, default=1e-3, metavar="REL", help="of layouts (default 1e-3)")
+    group.add_argument(
+        "--loss-tolerance", type=_from_zero, default=1e-3, metavar="REL", help="of layouts (default 1e-3)"
+    )
 
 
 def options(args: argparse.Namespace) -> Options:
@@ -102,6 +108,7 @@ def run(args: argparse.Namespace) -> int:
     from megaresume.smoke.plan import make_plan
     from megaresume.smoke.report import summary, table, write_report
     from megaresume.smoke.run import run_smoke
+    from megaresume.smoke.signals import cleaned_up
     from megaresume.training.own_directory import own_directory
 
     plan = make_plan(options(args))
@@ -122,7 +129,8 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print(text, flush=True)
 
-    result = run_smoke(plan, launcher, tolerance=args.loss_tolerance, patience=timeout, say=say)
+    with cleaned_up():
+        result = run_smoke(plan, launcher, tolerance=args.loss_tolerance, patience=timeout, say=say)
     found = summary(result)
     (plan.out / "result.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     report = plan.out / "report.html"
@@ -143,7 +151,7 @@ def _launcher(args: argparse.Namespace, plan: Plan) -> Launcher:
             launch=plan.options.launch,
             partition=args.partition,
             urgent_partition=args.urgent_partition,
-            options=tuple(shlex.split(args.sbatch_options)),
+            options=_split(args.sbatch_options),
         )
         return slurm
     for flag in ("partition", "urgent_partition", "sbatch_options"):
@@ -154,6 +162,18 @@ def _launcher(args: argparse.Namespace, plan: Plan) -> Launcher:
     from megaresume.smoke.scripts import launch_script
 
     return LocalLauncher(plan.options.script or launch_script(f"{args.launch}.sh"))
+
+
+def _split(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(
+            "cannot split --sbatch-options into words",
+            found=f"{text!r}: {error}",
+            expected="words as in a shell, every quote closed",
+            action="--sbatch-options '--account=x --comment=\"two words\"'",
+        ) from error
 
 
 def _data(path: Path | None) -> Path | None:
@@ -168,6 +188,22 @@ def _words(text: str) -> tuple[str, ...]:
 
 def _numbers(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(word) for word in _words(text))
+        return tuple(int(word) for word in text.split(","))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 2,1,3") from error
+
+
+def _from_zero(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0")
+    return number
+
+
+def _above_zero(text: str) -> float:
+    if _from_zero(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return float(text)

@@ -232,11 +232,18 @@ def _kinds(words: Sequence[str]) -> tuple[Kind, ...]:
 
 def _check_script(script: Path) -> None:
     try:
-        text = script.read_text(encoding="utf-8", errors="replace")
+        text = script.read_bytes().decode("utf-8", errors="replace")
     except OSError as error:
         raise UsageError(
             f"cannot read --script {script}", found=error.strerror or str(error), expected="a launch script"
         ) from error
+    if "\r\n" in text:
+        raise UsageError(
+            "the launch script has the line ends of another system, which bash takes for part of the words",
+            found=f"CR LF in {script}",
+            expected="LF alone",
+            action=f"sed -i 's/\\r$//' {script}",
+        )
     code = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     # A file that is sourced may use them, too.
     if not any(mark in line for line in code for mark in ("$@", "$*", "${@", "${*", "$1", "source ", ". ")):

@@ -20,8 +20,20 @@ def own_directory(out: Path, *, mark: str, what: str, overwrite: bool) -> None:
         overwrite: remove what an earlier one has left.
 
     Raises:
-        UsageError: it is not empty, and not to be removed.
+        UsageError: it is not empty, and not to be removed; it is no directory, or cannot be made.
     """
+    try:
+        _make(out, mark, what, overwrite)
+    except OSError as error:
+        raise UsageError(
+            f"cannot make --out {out}",
+            found=f"{error.filename or out}: {error.strerror or error}",
+            expected="a directory, or a place to make one",
+            action="--out ANOTHER",
+        ) from error
+
+
+def _make(out: Path, mark: str, what: str, overwrite: bool) -> None:
     if out.exists() and any(out.iterdir()):
         if not (out / mark).exists():
             raise UsageError(

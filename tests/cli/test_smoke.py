@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from megaresume.cli.flags import normalise
 from tests.cli.conftest import megaresume
 
 BAD = {
     "--kill sigkill,unplug": ("no such way to stop a run", "unplug", "node-down"),
     "--nodes 2,x": ("no list of numbers",),
+    "--nodes 2,,1": ("no list of numbers",),
+    "--nodes=": ("no list of numbers",),
     "--nodes 2,0": ("--nodes holds an impossible number",),
     "--nodes 3,2 --micro-batch-size 2 --global-batch-size 8": (
         "does not divide",
@@ -22,6 +25,12 @@ BAD = {
     "--save-interval 1": ("cannot cost one", "--save-interval 4"),
     "--data nowhere.yaml": ("no such data config",),
     "--script nowhere.sh": ("cannot read --script",),
+    "--timeout 0": ("no number above 0",),
+    "--timeout soon": ("no number from 0",),
+    "--min-step-seconds -1": ("no number from 0",),
+    "--loss-tolerance nan": ("no number from 0",),
+    # What looks like a flag is a value here, its underscore is not ours, and its quote is not closed.
+    "--launcher slurm --sbatch-options --qos='high_prio": ("cannot split --sbatch-options", "--qos='high_prio"),
     "--partition gpu": ("--partition is for Slurm",),
 }
 
@@ -32,6 +41,25 @@ def test_bad_flags(words: str, tmp_path: Path) -> None:
     assert done.returncode == 2
     assert all(part in done.stderr for part in BAD[words]), done.stderr
     assert "Traceback" not in done.stderr and not (tmp_path / "out").exists()
+
+
+def test_options_of_sbatch_are_one_value() -> None:
+    parsed = normalise(["smoke", "--sbatch_options", "--comment big_one", "--sbatch-options=--x_y", "--save_interval"])
+    assert parsed == ["smoke", "--sbatch-options=--comment big_one", "--sbatch-options=--x_y", "--save-interval"]
+
+
+def test_a_script_with_carriage_returns(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_bytes(b'#!/bin/bash\r\npython train.py "$@"\r\n')
+    done = megaresume("smoke", "--out", tmp_path / "out", "--script", script)
+    assert done.returncode == 2 and "CR LF" in done.stderr and f"sed -i 's/\\r$//' {script}" in done.stderr
+
+
+@pytest.mark.parametrize("place", ["a-file", "a-file/out", "/proc/out"])
+def test_a_place_that_cannot_be_one(place: str, tmp_path: Path) -> None:
+    (tmp_path / "a-file").touch()
+    done = megaresume("smoke", "--out", tmp_path / place)
+    assert done.returncode == 2 and "cannot make --out" in done.stderr and "--out ANOTHER" in done.stderr
 
 
 def test_it_removes_nothing_that_it_did_not_make(tmp_path: Path) -> None:
