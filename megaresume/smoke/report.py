@@ -127,11 +127,13 @@ def _checks(result: Result) -> list[tuple[str, str]]:
         rows[2] = ("order, content", f"hashes of {outcome.hashed} steps compared; the others by megaresume verify")
     if losses.compared:
         exact = f"{losses.exact_equal} of {losses.exact} with an unchanged layout bit for bit; " if losses.exact else ""
+        # A program that prints them may have been killed before it did.
+        few = "" if losses.compared == outcome.compared else f"of {losses.compared} steps: "
         where = "" if losses.largest_step is None else f" (step {losses.largest_step})"
         rows.append(
             (
                 "losses",
-                f"{exact}largest relative difference {losses.largest:.1e}{where}, allowed {losses.tolerance:.0e}",
+                f"{few}{exact}largest relative difference {losses.largest:.1e}{where}, allowed {losses.tolerance:.0e}",
             )
         )
     else:
