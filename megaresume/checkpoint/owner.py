@@ -184,16 +184,19 @@ def gone(owner: Owner, me: Owner, *, ask_slurm: bool = True) -> str | None:
     """
     if owner.is_same_process(me):
         return "it is this process"
-    if owner._seen_by(me) and _began(owner.pid) != owner.started:
+    # A process that is there for sure is not over because of what others say of its job: variables of a job live on in
+    # shells, and in programs, that outlive it.
+    there = owner._seen_by(me)
+    if there and _began(owner.pid) != owner.started:
         return "that process is gone"
     if owner.job is not None and (owner.job, owner.cluster) == (me.job, me.cluster):
         if owner.restarts < me.restarts:
             return f"this is restart {me.restarts} of that job"
         same_launch = (owner.restarts, owner.launch) == (me.restarts, me.launch) and me.launch not in (None, "none")
-        if same_launch and owner.relaunches < me.relaunches:
+        if same_launch and owner.relaunches < me.relaunches and not there:
             return f"this is torchrun's restart {me.relaunches} of it"
         return None  # a job that asks is there
-    if ask_slurm and owner.job is not None and owner.cluster == me.cluster:
+    if ask_slurm and not there and owner.job is not None and owner.cluster == me.cluster:
         return _gone_from_slurm(owner.job)
     return None
 

@@ -245,6 +245,22 @@ def test_slurm_is_asked_about_another_job(tmp_path: Path, squeue: str, line: str
         assert "Slurm job 7, process" in second.lines[-2] and line in second.lines[-2]
 
 
+def test_a_process_that_is_there_is_not_over_because_slurm_says_so(tmp_path: Path) -> None:
+    """A shell that has outlived its salloc: what it starts has the number of a job that is over."""
+    (tmp_path / "squeue").write_text("#!/bin/sh\necho COMPLETED\n")
+    (tmp_path / "squeue").chmod(0o755)
+    tools = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    with job(tmp_path / "save", SLURM_JOB_ID="7", **tools) as first:
+        first.says("TAKEN")
+        with job(tmp_path / "save", SLURM_JOB_ID="8", **tools) as second:
+            assert "Slurm job 7, process" in second.says("REFUSED")
+    torchrun = {"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "megaresume"}
+    with job(tmp_path / "other", **torchrun, TORCHELASTIC_RESTART_COUNT="0") as first:
+        first.says("TAKEN")
+        with job(tmp_path / "other", **torchrun, TORCHELASTIC_RESTART_COUNT="1") as second:
+            assert "it is alive" in second.says("REFUSED")
+
+
 def test_tasks_of_a_job_array_with_one_directory(tmp_path: Path) -> None:
     array = {"SLURM_ARRAY_JOB_ID": "70"}
     with job(tmp_path, SLURM_JOB_ID="71", SLURM_ARRAY_TASK_ID="1", **array) as first:
