@@ -257,7 +257,12 @@ def test_a_time_limit_without_a_signal_before_it(slurm: Cluster, directory: Path
         "queued again: DUE TO TIME LIMIT",
     ]
     run.resumed(job, 1, run.steps()[-1])
+    # The limit that it knows is moved, and comes: a scancel behind that is a scancel.
+    began = time.monotonic()
+    slurm.slurm("scontrol", "update", f"jobid={job}", "timelimit=60")
+    time.sleep(max(0.0, 65 - (time.monotonic() - began)))
     slurm.slurm("scancel", job)
+    run.until_said(job, "TERM came: the job was cancelled, so it is not queued again", attempt=1)
     run.until_gone(job)
 
 
