@@ -1,4 +1,4 @@
-"""launch/slurm/train.sbatch comes back where it should, and not for ever; a program that only ends is enough for that."""
+"""launch/slurm/train.sbatch comes back where it should, and not for ever; a program that only ends is enough."""
 
 from __future__ import annotations
 
