@@ -212,12 +212,14 @@ class SlurmJob:
         return "".join([*texts, *(log.read_text(encoding="utf-8", errors="replace") for log in nodes)])
 
     def close(self) -> None:
-        """See `Job`."""
+        """See `Job`. A node that was set down is given back at once, not only when the job has ended."""
         try:
             if not self.handed_over:
-                self.cancel()
+                try_to("scancel", self.id)
         finally:
             undo(self.lost)
+        if not self.handed_over:
+            self.cancel()
 
     def cancel(self) -> None:
         """End the job, and wait until Slurm has.
