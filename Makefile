@@ -21,7 +21,7 @@ demo: $(STAMP)
 	$(BIN)/megaresume demo --overwrite
 
 test: $(STAMP) lint types
-	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile --durations 25
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

@@ -181,6 +181,7 @@ def test_the_time_limit_where_requeue_is_not_allowed(slurm: Cluster, directory: 
     assert run.is_whole(run.steps()[-1])
 
 
+@pytest.mark.slow  # test_smoke_slurm.py kills a rank under the same script
 def test_a_killed_rank_under_deepspeed(slurm: Cluster, directory: Path) -> None:
     run = Run("killed", directory, slurm)
     flags = f"{ENDLESS} --save-interval 5 --megaresume-keep-last 2"
