@@ -56,6 +56,8 @@ class Node:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                # Where these tests run in the background of a script they ignore it, and a shell cannot change that.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     @property

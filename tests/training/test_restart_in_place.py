@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -40,7 +41,8 @@ class Nodes:
         self.directory, self.log = directory, directory / "log.jsonl"
         assert block.startswith(OWN_STORE + "torchrun ")
         words = shlex.split(block.removeprefix(OWN_STORE).replace("\\\n", " ").replace("data.yaml", str(data_yaml)))[1:]
-        words = [word.replace(":29400", f":{free_port()}") for word in words]
+        self._port = free_port()
+        words = [word.replace(":29400", f":{self._port}") for word in words]
         words += f"--split 9,1,0 --megaresume-log-samples {self.log} {more}".split()
         self._command = [sys.executable, "-m", "torch.distributed.run", *words]
         cache = {"MEGARESUME_CACHE": str(directory / "cache"), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -48,7 +50,8 @@ class Nodes:
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str) -> None:
-        """A node."""
+        """A node. The first one hosts the place where they meet, and is the only one that must stay."""
+        first = not self.agents and "--rdzv-endpoint" in self._command
         with open(self.directory / f"{name}.txt", "ab") as out:
             self.agents[name] = subprocess.Popen(
                 self._command,
@@ -58,6 +61,10 @@ class Nodes:
                 stdout=out,
                 stderr=subprocess.STDOUT,
             )
+        while first and self.agents[name].poll() is None:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port)):
+                return
+            time.sleep(0.05)
 
     def kill(self, name: str) -> None:
         """SIGKILL the agent and everything below it."""

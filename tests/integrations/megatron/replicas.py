@@ -43,6 +43,7 @@ def session_of(corpus: Path, *, iteration: int = 0, restored: bool = False, **ch
     project = Project(kind="megatron-lm", root=Path(), version="0.16.1", modules={"parallel_state": "ranks_of_two"})
     args = kit.arguments(data_path=[str(corpus)], split="100,0,0", eval_iters=0, iteration=iteration)
     args.consumed_train_samples = iteration * 8
+    args.save = None
     for name, value in changes.items():
         setattr(args, name, value)
     current = Session(project=project, args=args, settings=Settings(mode="stream"))
