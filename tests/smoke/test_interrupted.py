@@ -36,7 +36,13 @@ def test_nothing_is_left_behind(tmp_path: Path, number: signal.Signals) -> None:
     script.write_text("trap '' TERM HUP INT\nsetsid sleep 100 & wait # \"$@\"\n")
     command = [sys.executable, "-m", "megaresume", "smoke", "--out", "out", "--script", str(script)]
     smoke = subprocess.Popen(
-        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        # Tests in the background of a script ignore it, and so would a program that they start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 60
     while len(marked(tmp_path)) < 2 and time.monotonic() < deadline:
