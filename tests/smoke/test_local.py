@@ -46,6 +46,7 @@ def test_torchrun_on_two_nodes_and_one(tmp_path: Path) -> None:
     assert page.count("<svg") == 1 and "http" not in page.replace("http://www.w3.org", "")
 
 
+@pytest.mark.slow  # tests/launch does the same with the deepspeed launcher
 def test_deepspeed_launcher_with_its_own_data(tmp_path: Path) -> None:
     from tests.training.conftest import write_corpus
 
