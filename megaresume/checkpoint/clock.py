@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
+
+from megaresume.checkpoint.proc import stat_fields
 
 __all__ = ["process_age", "utc"]
 
@@ -23,8 +24,7 @@ def process_age() -> float | None:
     process.
     """
     try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        started = int(stat_fields("self")[19]) / os.sysconf("SC_CLK_TCK")
         return max(time.clock_gettime(time.CLOCK_BOOTTIME) - started, 0.0)
     except (OSError, ValueError, IndexError, AttributeError):
         return None

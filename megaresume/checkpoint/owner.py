@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.clock import utc
+from megaresume.checkpoint.proc import stat_fields
 from megaresume.checkpoint.sealed import read_sealed, seal
 from megaresume.stream.errors import CheckpointError
 
@@ -150,7 +151,7 @@ def _namespace() -> str | None:
 def _began(pid: int) -> int | None:
     """Field 22 of ``/proc/PID/stat``, see proc_pid_stat(5); None: there is no such process, or only a zombie."""
     try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, *rest = stat_fields(pid)
         if state in "XZ" and len(os.listdir(f"/proc/{pid}/task")) <= 1:
             return None
         return int(rest[18])

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from megaresume.checkpoint.proc import mount_of
 from megaresume.doctor.check import Check
 
-__all__ = ["filesystem_checks", "kind_check", "mount_of"]
+__all__ = ["filesystem_checks", "kind_check"]
 
 _SHARED = frozenset({"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "wekafs", "panfs", "cifs", "smb3"})
 #: what a second process says about a lock that this one holds.
@@ -35,25 +35,8 @@ def filesystem_checks(directory: Path, size: int | None, num_files: int | None) 
         size: bytes of the newest checkpoint; None: there is none.
         num_files: of it.
     """
-    kind, options = mount_of(directory, Path("/proc/self/mountinfo").read_text())
-    return [kind_check(kind, options), _locks(directory), *_space(directory, size, num_files)]
-
-
-def mount_of(directory: Path, mountinfo: str) -> tuple[str, str]:
-    """(kind, options) of the mount that a directory lies on, from the text of ``/proc/self/mountinfo``, proc(5)."""
-    real = os.path.realpath(directory)
-    best, found = "", ("unknown", "")
-    for line in mountinfo.splitlines():
-        left, _, right = line.partition(" - ")
-        fields, kinds = left.split(), right.split()
-        if len(fields) < 6 or len(kinds) < 2:
-            continue
-        point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), fields[4])
-        is_above = real == point or real.startswith(point.rstrip("/") + "/")
-        # The last of several mounts at one point is the one that is seen.
-        if is_above and len(point) >= len(best):
-            best, found = point, (kinds[0], ",".join([fields[5], *kinds[2:]]))
-    return found
+    mount = mount_of(directory, Path("/proc/self/mountinfo").read_text())
+    return [kind_check(mount.kind, mount.options), _locks(directory), *_space(directory, size, num_files)]
 
 
 def kind_check(kind: str, options: str) -> Check:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megaresume.checkpoint.atomic import leftover_name, make_dir, write_error
 from megaresume.checkpoint.layout import records_dir
+from megaresume.checkpoint.proc import mount_of
 from megaresume.integrations.ranks import gather, is_rank_0, known_to_all, on_rank_0, world_size
 from megaresume.stream.errors import SetupError
 
@@ -118,15 +119,9 @@ def _refusal(seen: list[_Seen], action: str | None) -> SetupError:
 
 
 def _mount(path: Path) -> str:
-    """The filesystem that a path is on: kind, source, mount point. See proc_pid_mountinfo(5)."""
-    best = ("", "an unknown filesystem")
+    """The filesystem that a path is on, in words."""
     try:
-        lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+        mount = mount_of(path, Path("/proc/self/mountinfo").read_text(errors="replace"))
     except OSError:
-        return best[1]
-    for line in lines:
-        mounted, _, source = line.partition(" - ")
-        point, words = mounted.split()[4], source.split()
-        if Path(point) in (path, *path.parents) and len(point) >= len(best[0]):
-            best = (point, f"{words[0]} {words[1]}, mounted at {point}")
-    return best[1]
+        return "an unknown filesystem"
+    return f"{mount.kind} {mount.source}, mounted at {mount.point}" if mount.point else "an unknown filesystem"

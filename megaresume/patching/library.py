@@ -6,26 +6,15 @@ from pathlib import Path
 
 from megaresume.patching.recipe import Recipe
 from megaresume.patching.recipe_file import read_recipe
-from megaresume.stream.errors import SetupError, UsageError
+from megaresume.shipped import shipped_dir
+from megaresume.stream.errors import UsageError
 
 __all__ = ["find_recipe", "recipe_dir", "shipped_recipes"]
-
-_PACKAGE = Path(__file__).resolve().parent
 
 
 def recipe_dir() -> Path:
     """The folder of the shipped recipes. Raises SetupError if the installation has lost it."""
-    # The build copies patches/ to the first; a checkout, also one installed with -e, has only the second.
-    for folder in (_PACKAGE / "recipes", _PACKAGE.parent.parent / "patches"):
-        if any(folder.glob("*.yaml")):
-            return folder
-    raise SetupError(
-        "the recipes are missing",
-        found=f"no *.yaml in {_PACKAGE / 'recipes'}",
-        expected="the recipes that the package brings",
-        cause="an incomplete installation",
-        action="pip install --force-reinstall 'megaresume[patch]'",
-    )
+    return shipped_dir("patching/recipes", "patches", holds="*.yaml", what="recipes", install="'megaresume[patch]'")
 
 
 def shipped_recipes() -> list[Recipe]:

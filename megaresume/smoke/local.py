@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from megaresume.checkpoint.proc import stat_fields
 from megaresume.smoke.job import KINDS, Job, Kind, Launch
 from megaresume.stream.errors import SetupError
 from megaresume.training.ports import free_port
@@ -192,8 +193,7 @@ def _ranks(processes: dict[int, bytes]) -> list[int]:
     ranks = []
     for pid in told:
         with contextlib.suppress(OSError):
-            # proc_pid_stat(5): the parent is the second field behind the name in brackets.
-            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            parent = int(stat_fields(pid)[1])
             if parent not in told:
                 ranks.append(pid)
     return sorted(ranks)

@@ -7,26 +7,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megaresume.stream.errors import SetupError
+from megaresume.shipped import shipped_dir
 
 __all__ = ["launch_dir", "launch_script"]
-
-_PACKAGE = Path(__file__).resolve().parent
 
 
 def launch_dir() -> Path:
     """The folder of the launch scripts. Raises SetupError if the installation has lost it."""
-    # The build copies launch/ to the first; a checkout, also one installed with -e, has only the second.
-    for folder in (_PACKAGE / "launch", _PACKAGE.parent.parent / "launch"):
-        if (folder / "torchrun.sh").is_file():
-            return folder
-    raise SetupError(
-        "the launch scripts are missing",
-        found=f"no torchrun.sh in {_PACKAGE / 'launch'}",
-        expected="the scripts that the package brings",
-        cause="an incomplete installation",
-        action="pip install --force-reinstall megaresume",
-    )
+    return shipped_dir("smoke/launch", "launch", holds="torchrun.sh", what="launch scripts", install="megaresume")
 
 
 def launch_script(name: str) -> Path:

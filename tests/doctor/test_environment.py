@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from megaresume.checkpoint.proc import mount_of
 from megaresume.doctor import environment, filesystem
 from megaresume.doctor.environment import TESTED, environment_checks, version_check
-from megaresume.doctor.filesystem import filesystem_checks, kind_check, mount_of
+from megaresume.doctor.filesystem import filesystem_checks, kind_check
 
 ROOT = Path(__file__).parents[2]
 
@@ -96,7 +97,7 @@ MOUNTS = r"""22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
 def test_mounts(tmp_path: Path) -> None:
     for path, kind in (("/home/x", "ext4"), ("/scratch/my files/c", "nfs4"), ("/scratchy", "tmpfs")):
         assert mount_of(Path(path), MOUNTS)[0] == kind
-    kind, options = mount_of(Path("/scratch/run"), MOUNTS)  # mounted over
+    kind, options, *_ = mount_of(Path("/scratch/run"), MOUNTS)  # mounted over
     assert kind == "lustre" and "localflock" in options.split(",")
     assert kind_check(kind, options).status == "warning"
     assert kind_check("lustre", "rw,flock").status == "ok"

@@ -1,0 +1,49 @@
+"""What Linux says under ``/proc``: processes, and what is mounted where."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Mount", "mount_of", "stat_fields"]
+
+
+class Mount(NamedTuple):
+    """A mounted filesystem; the kind ``unknown``, and nothing else, where none is found."""
+
+    kind: str
+    #: of the mount and of the filesystem, with commas between them.
+    options: str
+    #: what is mounted, and where.
+    source: str
+    point: str
+
+
+def mount_of(directory: Path, mountinfo: str) -> Mount:
+    """The mount that a directory lies on, from the text of ``/proc/self/mountinfo``, proc_pid_mountinfo(5)."""
+    real = os.path.realpath(directory)
+    found = Mount("unknown", "", "", "")
+    for line in mountinfo.splitlines():
+        left, _, right = line.partition(" - ")
+        fields, kinds = left.split(), right.split()
+        if len(fields) < 6 or len(kinds) < 2:
+            continue
+        point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), fields[4])
+        is_above = real == point or real.startswith(point.rstrip("/") + "/")
+        # The last of several mounts at one point is the one that is seen.
+        if is_above and len(point) >= len(found.point):
+            found = Mount(kinds[0], ",".join([fields[5], *kinds[2:]]), kinds[1], point)
+    return found
+
+
+def stat_fields(pid: int | str) -> list[str]:
+    """The fields of ``/proc/PID/stat`` from the third one on, its state, proc_pid_stat(5).
+
+    The second one, the name in brackets, may hold spaces and brackets of its own.
+
+    Raises:
+        OSError: there is no such process, or no ``/proc``.
+    """
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
