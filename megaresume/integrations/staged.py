@@ -13,12 +13,12 @@ import os
 import sys
 from pathlib import Path
 
-from megaresume.checkpoint.lock import release, take
+from megaresume.checkpoint.lock import release
 from megaresume.checkpoint.retention import Retention
 from megaresume.checkpoint.staging import PATIENCE, Stager
 from megaresume.checkpoint.two_roots import adopt
-from megaresume.integrations.claiming import claim_directory
-from megaresume.integrations.ranks import on_all_ranks, on_rank_0
+from megaresume.integrations.claiming import claim_directory, hold_directory
+from megaresume.integrations.ranks import on_all_ranks
 from megaresume.stream.errors import SetupError, UsageError
 
 __all__ = ["Staged"]
@@ -46,7 +46,7 @@ class Staged:
         on_all_ranks(self._check_shared)
         # Storage of one node each would hold parts of a checkpoint.
         claim_directory(self.local, action="save to the shared storage itself: remove stage_to (--megaresume-stage-to)")
-        on_rank_0(lambda: bool(take(self.shared)))
+        hold_directory(self.shared)
         self._stager = Stager(self.local, self.shared, retention)
         self._started = False
 

@@ -21,12 +21,12 @@ from typing import Any
 
 from megaresume.checkpoint.choose import Choice
 from megaresume.checkpoint.layout import LATEST, deepspeed_tag
-from megaresume.checkpoint.lock import take
 from megaresume.checkpoint.pointers import read_pointers, write_latest
 from megaresume.checkpoint.state_file import StepFile
 from megaresume.checkpoint.topology import Topology
 from megaresume.integrations import deepspeed_engine as facts
 from megaresume.integrations import in_flight
+from megaresume.integrations.claiming import hold_directory
 from megaresume.integrations.deepspeed_tags import (
     KEY,
     choose_tag,
@@ -145,7 +145,7 @@ def _save_guarded(
     client_state: Mapping[str, Any],
     latest: bool,
 ) -> Any:
-    on_rank_0(lambda: bool(take(save_dir)))
+    hold_directory(save_dir)
     result = write(tag=tag, client_state=client_state, save_latest=False)
     files = written_files(engine, save_dir, tag)
 
