@@ -1,6 +1,6 @@
 """Slurm's own commands, asked and understood: nothing here knows of a smoke test.
 
-    scontrol show job -o 17  ->  JobInfo(state="RUNNING", restarts=1, nodes=("n1", "n2"), ...)
+    scontrol show job -o 17  ->  JobInfo(state="RUNNING", restarts=1, node_list="n[1-2]", ...)
 
 A controller that does not answer is asked again for a while: busy ones are slow, and restarted ones come back.
 """
@@ -53,8 +53,8 @@ class JobInfo:
     reason: str
     #: how often it was queued again.
     restarts: int
-    #: that it runs on, or ran on last; () while it waits for the first.
-    nodes: tuple[str, ...]
+    #: that it runs on, or ran on last, as Slurm writes them.
+    node_list: str
     #: of the batch script.
     batch_host: str
     num_nodes: int
@@ -66,6 +66,11 @@ class JobInfo:
     run_time: float
     #: of the batch script; 128 and the signal where that ended it.
     exit_status: int
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """By name; () while it waits for the first. Asks Slurm, which most looks at a job need not."""
+        return hostnames(self.node_list)
 
     @property
     def over(self) -> bool:
@@ -156,7 +161,7 @@ def find_job(job: str) -> JobInfo | None:
         state=fields["JobState"],
         reason=fields.get("Reason", "None"),
         restarts=int(fields.get("Restarts", 0)),
-        nodes=hostnames(fields.get("NodeList", "")),
+        node_list=fields.get("NodeList", ""),
         batch_host=fields.get("BatchHost", ""),
         num_nodes=_number(fields["NumNodes"]),
         num_tasks=_number(fields.get("NumTasks", "")),

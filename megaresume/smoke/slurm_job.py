@@ -215,11 +215,11 @@ class SlurmJob:
         """See `Job`. A node that was set down is given back at once, not only when the job has ended."""
         try:
             if not self.handed_over:
-                try_to("scancel", self.id)
+                self._cancel(self.id)
         finally:
             undo(self.lost)
         if not self.handed_over:
-            self.cancel()
+            self._wait_for_end(self.id)
 
     def cancel(self) -> None:
         """End the job, and wait until Slurm has.
@@ -230,14 +230,15 @@ class SlurmJob:
         self._end(self.id)
 
     def _end(self, job: str) -> None:
-        def over() -> bool:
-            info = find_job(job)
-            return info is None or info.over
+        self._cancel(job)
+        self._wait_for_end(job)
 
-        if over():
-            return
-        try_to("scancel", job)
-        if not self._until(over, _CANCEL):
+    def _cancel(self, job: str) -> None:
+        if not _over(job):
+            try_to("scancel", job)
+
+    def _wait_for_end(self, job: str) -> None:
+        if not self._until(lambda: _over(job), _CANCEL):
             raise SetupError(
                 f"job {job} does not end",
                 found=f"still there {_CANCEL:.0f} seconds after scancel",
@@ -251,3 +252,8 @@ class SlurmJob:
                 return False
             time.sleep(_POLL)
         return True
+
+
+def _over(job: str) -> bool:
+    info = find_job(job)
+    return info is None or info.over

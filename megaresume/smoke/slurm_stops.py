@@ -82,7 +82,8 @@ def _requeue(job: SlurmJob, info: JobInfo) -> None:
 
 
 def _node_down(job: SlurmJob, info: JobInfo) -> None:
-    node = next((name for name in reversed(info.nodes) if name != info.batch_host), info.nodes[0])
+    nodes = info.nodes
+    node = next((name for name in reversed(nodes) if name != info.batch_host), nodes[0])
     others = [
         other for other in ask("squeue", "--noheader", f"--nodelist={node}", "--format=%A").split() if other != job.id
     ]
@@ -104,8 +105,9 @@ def _walltime(job: SlurmJob, info: JobInfo) -> None:
 
 
 def _preempt(job: SlurmJob, info: JobInfo) -> None:
+    nodes = info.nodes
     words = ["sbatch", "--parsable", "--job-name=megaresume-smoke-urgent", f"--partition={job.urgent.name}"]
-    words += [f"--nodes={len(info.nodes)}", f"--nodelist={','.join(info.nodes)}", "--exclusive", "--no-requeue"]
+    words += [f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}", "--exclusive", "--no-requeue"]
     # Its only purpose is to have the nodes until the preempted job has left them.
     words += ["--time=60", "--output=/dev/null", "--wrap=sleep 3600"]
     job.lost.urgent_job = ask(*words, failing="the job that is to preempt is refused").strip().split(";")[0]
