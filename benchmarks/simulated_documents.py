@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numba
 import numpy as np
 import numpy.typing as npt
 
 from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, POSITION, SOURCE
+from megaresume.stream.mixing import mix
 
 __all__ = ["DocumentCounts", "Wrong"]
 
@@ -121,8 +123,11 @@ class _Source:
 
 
 def _hash(values: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of splitmix64: uint64 of the same shape."""
-    z = values.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    """uint64 of the same shape."""
+    mixed: npt.NDArray[np.uint64] = _mix(values.astype(np.uint64))
+    return mixed
+
+
+@numba.vectorize([numba.uint64(numba.uint64)])
+def _mix(value: np.uint64) -> np.uint64:
+    return mix(value)
