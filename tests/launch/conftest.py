@@ -21,6 +21,12 @@ from typing import IO
 
 import pytest
 
+from tests.training.conftest import MODEL, write_corpus
+
+#: of a tiny model, and of a run that ends when it is told to.
+FLAGS = f"{MODEL} --micro-batch-size 1 --global-batch-size 2 --lr-decay-style constant --lr-warmup-fraction 0"
+ENDLESS = "--train-iters 1000000"
+
 SCRIPTS = Path(__file__).parents[2] / "launch" / "slurm" / "local-cluster"
 # Short, as a Unix socket lies in it, and seen by all nodes.
 HOME = Path(f"/tmp/megaresume-slurm-tests-{os.getuid()}")
@@ -186,3 +192,12 @@ def shellcheck() -> str:
     """The program that checks shell scripts."""
     _install("shellcheck")
     return "shellcheck"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a data.yaml and what it names; every node sees it."""
+    directory = tmp_path_factory.mktemp("launch")
+    write_corpus(directory / "web", documents=400, seed=1)
+    (directory / "data.yaml").write_text("seed: 1234\nseq_length: 64\nsources:\n  web: {path: web}\n")
+    return directory

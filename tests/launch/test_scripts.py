@@ -20,20 +20,9 @@ import pytest
 from megaresume.smoke.scripts import launch_script
 from megaresume.training.ports import free_port
 from megaresume.training.records import read_records
-from tests.training.conftest import MODEL, write_corpus
+from tests.launch.conftest import ENDLESS, FLAGS
 
-FLAGS = f"{MODEL} --micro-batch-size 1 --global-batch-size 2 --lr-decay-style constant --lr-warmup-fraction 0"
-ENDLESS = "--train-iters 1000000"
 PATIENCE = 300
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a data.yaml and what it names."""
-    directory = tmp_path_factory.mktemp("launch")
-    write_corpus(directory / "web", documents=400, seed=1)
-    (directory / "data.yaml").write_text("seed: 1234\nseq_length: 64\nsources:\n  web: {path: web}\n")
-    return directory
 
 
 class Node:

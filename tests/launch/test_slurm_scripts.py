@@ -22,13 +22,11 @@ import pytest
 
 from megaresume.smoke.scripts import launch_script
 from megaresume.training.records import read_records
-from tests.training.conftest import MODEL, write_corpus
+from tests.launch.conftest import ENDLESS, FLAGS
 
 if TYPE_CHECKING:
     from tests.launch.conftest import Cluster
 
-FLAGS = f"{MODEL} --micro-batch-size 1 --global-batch-size 2 --lr-decay-style constant --lr-warmup-fraction 0"
-ENDLESS = "--train-iters 1000000"
 PATIENCE = 300
 
 
@@ -99,15 +97,6 @@ class Run:
         """Wait for it."""
         line = f"repeated 0 skipped 0 | step {step} from global_step{step}"
         self.until(lambda: line in self.output(job, attempt), line)
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a data.yaml and what it names; every node sees it."""
-    directory = tmp_path_factory.mktemp("launch")
-    write_corpus(directory / "web", documents=400, seed=1)
-    (directory / "data.yaml").write_text("seed: 1234\nseq_length: 64\nsources:\n  web: {path: web}\n")
-    return directory
 
 
 def test_a_signal_a_requeue_a_cancel_and_the_end(slurm: Cluster, directory: Path) -> None:
