@@ -5,18 +5,23 @@ Killing is SIGKILL to every process of the run at once: no handler runs, no file
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from megaresume.stream.errors import SetupError
 from megaresume.training.ports import free_port
+
+if TYPE_CHECKING:
+    import psutil
 
 __all__ = ["Launcher", "LocalJob"]
 
@@ -52,6 +57,9 @@ class LocalJob:
         # ninja and the launchers of this environment first: a second ninja on the path makes DeepSpeed compile anew.
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         base = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | dict(env or {})
+        # A variable of its own, which every process of the job inherits, those of jobs within it too.
+        self._mark = f"MEGARESUME_JOB_{uuid.uuid4().hex}"
+        base[self._mark] = "1"
         is_script = program.endswith(".py")
         target = [program] if is_script else ["-m", program]
         port = str(free_port())
@@ -130,25 +138,28 @@ class LocalJob:
         """
         import psutil  # deferred: comes with DeepSpeed
 
-        victims: list[psutil.Process] = []
-        for process in self._processes:
-            if process.poll() is None:
-                try:
-                    top = psutil.Process(process.pid)
-                    victims += [*top.children(recursive=True), top]
-                except psutil.NoSuchProcess:
-                    continue
-        killed = 0
-        for victim in victims:
-            try:
-                victim.send_signal(signal.SIGKILL)
-                killed += 1
-            except psutil.NoSuchProcess:
-                continue
+        killed = set()
+        while members := self._members():
+            for member in members:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    member.send_signal(signal.SIGKILL)
+                    killed.add(member.pid)
+            self.running()  # reaps those that are over
+            psutil.wait_procs(members, timeout=1)
         for process in self._processes:
             process.wait()
-        psutil.wait_procs(victims, timeout=30)
-        return killed
+        return len(killed)
+
+    def _members(self) -> list[psutil.Process]:
+        """Its processes, also those that one which has died, a rank or a launcher, has left behind."""
+        import psutil  # deferred: see above
+
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):  # it has ended, or is another user's
+                if self._mark in process.environ():
+                    found.append(process)
+        return found
 
     def __enter__(self) -> Self:
         return self

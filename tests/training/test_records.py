@@ -115,6 +115,21 @@ def test_kill_leaves_no_process(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
+def test_what_a_dead_rank_leaves_behind_is_ended(tmp_path: Path) -> None:
+    """As the process in which megatron-core writes a checkpoint, when its rank is killed."""
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import os, subprocess, sys\n"
+        "sleep = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
+        "child = subprocess.Popen(sleep, start_new_session=True)\n"
+        "print('child', child.pid, flush=True)\nos.kill(os.getpid(), 9)\n"
+    )
+    with LocalJob(str(script), [], num_processes=1, output=tmp_path / "out", launcher="env") as job:
+        assert job.wait(60) == -9
+        child = int(job.text().split()[1])
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
 def test_a_job_that_hangs_is_killed_and_said(tmp_path: Path) -> None:
     script = tmp_path / "hang.py"
     script.write_text("import time\nprint('here', flush=True)\ntime.sleep(600)\n")
