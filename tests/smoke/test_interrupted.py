@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ import pytest
 from megaresume.smoke.local import MARK
 from megaresume.smoke.signals import cleaned_up
 from tests.smoke.conftest import ROOT
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 
 def marked(directory: Path) -> list[int]:
@@ -29,7 +32,16 @@ def marked(directory: Path) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.fixture(autouse=True)
+def nothing_is_ignored() -> Iterator[None]:
+    """Tests in the background of a script ignore SIGINT, under nohup SIGHUP; so would what they start."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
 def test_nothing_is_left_behind(tmp_path: Path, number: signal.Signals) -> None:
     script = tmp_path / "train.sh"
     # Its ranks have a session of their own, and ignore what ends others.
@@ -41,8 +53,6 @@ def test_nothing_is_left_behind(tmp_path: Path, number: signal.Signals) -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stderr=subprocess.PIPE,
         text=True,
-        # Tests in the background of a script ignore it, and so would a program that they start.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 60
     while len(marked(tmp_path)) < 2 and time.monotonic() < deadline:

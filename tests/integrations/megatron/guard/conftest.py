@@ -9,13 +9,12 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 
 pytest.importorskip("megatron.core.datasets.blended_megatron_dataset_builder")
 
@@ -28,14 +27,6 @@ _spec.loader.exec_module(orders)
 Spec = orders.Spec
 ROOT = Path(__file__).parents[4]
 Run = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_group_is_left() -> Iterator[None]:
-    """The group of one that `orders.run` makes would stand in the way of tests that make their own."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def write_corpus(prefix: Path, lengths: np.ndarray, seed: int) -> None:
