@@ -15,7 +15,7 @@ from megaresume.cli import plan_interval
 
 if TYPE_CHECKING:
     from megaresume.checkpoint.topology import Topology
-    from megaresume.dryrun import DryRun
+    from megaresume.dryrun import DryRun, Flags
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -81,9 +81,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan a resume; 1 if the launch would be refused."""
+    flags = _flags(args)
     if plan_interval.is_asked(args):
-        return plan_interval.run(args)
-    from megaresume.dryrun import Flags, dry_run
+        return plan_interval.run(args, flags)
+    from megaresume.dryrun import dry_run
+
+    result = dry_run(args.dir, flags)
+    print(json.dumps(_report(result)) if args.json else _text(result))
+    return 1 if result.refused else 0
+
+
+def _flags(args: argparse.Namespace) -> Flags:
+    from megaresume.dryrun import Flags
     from megaresume.stream.errors import ConfigError, UsageError
     from megaresume.stream.ranges import union
     from megaresume.stream.skips import SkipConfig, parse_range, parse_steps
@@ -98,9 +107,7 @@ def run(args: argparse.Namespace) -> int:
         )
     except ConfigError as error:
         raise UsageError(error.headline, found=error.found, expected=error.expected, action=error.action) from error
-    result = dry_run(args.dir, Flags(**given))
-    print(json.dumps(_report(result)) if args.json else _text(result))
-    return 1 if result.refused else 0
+    return Flags(**given)
 
 
 def _verdict(result: DryRun) -> tuple[str, str]:

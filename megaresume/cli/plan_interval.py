@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
+    from megaresume.dryrun import Flags
     from megaresume.dryrun.interval import Advice
 
 __all__ = ["add_arguments", "duration", "is_asked", "run", "spell"]
@@ -57,14 +58,25 @@ def is_asked(args: argparse.Namespace) -> bool:
     return any(value is not None for value in (args.mtbf, args.save_time, args.step_time, args.restart_time))
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, flags: Flags) -> int:
     """Recommend an interval; always 0.
 
+    Args:
+        args: of this part.
+        flags: of the dry run, which this is not.
+
     Raises:
-        UsageError: a time without ``--mtbf``.
+        UsageError: a time without ``--mtbf``, or flags of the dry run.
     """
     if args.mtbf is None:
         raise UsageError("a time was given without --mtbf", expected="--mtbf TIME beside it", action="--mtbf 6h")
+    unused = [f"--{one.name.replace('_', '-')}" for one in fields(flags) if getattr(flags, one.name) != one.default]
+    if unused:
+        raise UsageError(
+            "--mtbf says how often to save, from what the ledger recorded; it is no dry run with other flags",
+            found=f"{', '.join(unused)} beside --mtbf",
+            action="one command for each; for another layout, its --save-time and --step-time beside --mtbf",
+        )
     from megaresume.dryrun.interval import advise
 
     advice = advise(args.dir, mtbf=args.mtbf, save=args.save_time, step=args.step_time, restart=args.restart_time)
