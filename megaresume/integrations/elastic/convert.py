@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 
 from megaresume.checkpoint.atomic import fsync_dir, make_dir, write_error
 from megaresume.checkpoint.layout import records_dir
@@ -203,8 +204,9 @@ def _run_worker(tag_dir: Path, output: Path, log: Path, needed: int, workers: in
             expected=f"a universal checkpoint in {universal_dir(tag_dir)}",
             cause="killed for memory or by a full disk, if no error is named"
             if worker.returncode < 0
-            else "a layout that DeepSpeed's ds_to_universal does not know",
-            action="start on the number of ranks that saved it, or load an older checkpoint",
+            else "a damaged file, or a layout that DeepSpeed's ds_to_universal does not know",
+            action=f"megaresume inspect {quote(str(tag_dir.parent))} --checksums shows damage; where there is "
+            "none, start on the number of ranks that saved it",
         )
 
 

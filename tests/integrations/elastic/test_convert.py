@@ -96,7 +96,12 @@ def test_what_deepspeed_cannot_convert_is_said(root: Path, capsys: pytest.Captur
     path.write_bytes(data)
     assert main(["convert", str(root)]) == 1
     error = capsys.readouterr().err
-    assert "DeepSpeed could not convert global_step4" in error and "exit status 1" in error and "Error" in error
+    assert (
+        "DeepSpeed could not convert global_step4" in error
+        and "exit status 1" in error
+        and "Error" in error
+        and "--checksums" in error
+    )
     assert hidden(root) == [] and not is_whole(root)
 
 
