@@ -76,6 +76,8 @@ class Launcher(Protocol):
 
     #: what it can do.
     kinds: Sequence[Kind]
+    #: where the jobs run, in words; of a cluster when `check` has asked it.
+    description: str
 
     def check(self, launches: Sequence[Launch], kinds: Sequence[Kind]) -> None:
         """Find out whether all of it can run here.

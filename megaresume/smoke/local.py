@@ -43,6 +43,7 @@ class LocalLauncher:
     """
 
     kinds: Sequence[Kind] = KINDS
+    description = "processes of one machine"
 
     def __init__(self, script: Path, *, grace: float = GRACE) -> None:
         self._script, self._grace = script, grace

@@ -26,6 +26,7 @@ def summary(result: Result) -> dict[str, Any]:
         "problems": result.problems,
         "notes": result.notes,
         "launcher": plan.options.launcher,
+        "where": result.where,
         "script": None if plan.options.script is None else str(plan.options.script),
         "model": plan.options.model if plan.own else None,
         "steps": plan.steps,
@@ -87,7 +88,7 @@ def write_report(path: Path, result: Result) -> None:
     model = f"our small {plan.options.model.upper()}" if plan.own else str(plan.options.script)
     parts = [
         "<h1>megaresume smoke</h1>",
-        f"<p>{escape(plan.options.launcher)} launcher, {escape(model)}, {plan.steps} steps, a checkpoint every "
+        f"<p>{escape(result.where)}; {escape(model)}, {plan.steps} steps, a checkpoint every "
         f"{plan.save_interval}; megaresume {escape(version('megaresume'))}; {result.seconds:.0f} seconds in all</p>",
         f"<p class='verdict {'holds' if result.holds else 'fails'}'>{escape(verdict)}</p>",
         *(f"<pre>{escape(problem)}</pre>" for problem in result.problems),

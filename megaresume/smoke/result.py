@@ -53,6 +53,8 @@ class Result:
     """Everything that was found."""
 
     plan: Plan
+    #: see `Launcher.description`.
+    where: str
     attempts: list[Attempt] = field(default_factory=list)
     stops: list[Stopped] = field(default_factory=list)
     #: what proves that the test failed, or proved nothing; what is worth knowing besides.

@@ -60,7 +60,7 @@ def run_smoke(plan: Plan, launcher: Launcher, *, tolerance: float, patience: flo
         UsageError, SetupError: the launcher cannot do what the plan asks.
     """
     began = time.monotonic()
-    result = Result(plan=plan)
+    result = Result(plan=plan, where=launcher.description)
     data = plan.options.data
     model: list[str] = []
     if plan.own:

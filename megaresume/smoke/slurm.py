@@ -73,8 +73,7 @@ class SlurmLauncher:
         self.grace, self.queue = grace, queue
         self._partition_name, self._urgent_name = partition, urgent_partition
         self._partition: Partition | None = None
-        #: one line about the cluster, once `check` has asked.
-        self.description = ""
+        self.description = "Slurm"
 
     @property
     def partition(self) -> Partition:

@@ -45,6 +45,7 @@ def proved(record: Callable[[str, object], None], out: Path, *words: str) -> dic
     result: dict[str, Any] = json.loads((out / "result.json").read_text())
     assert result["holds"] and result["verified"]
     assert result["comparison"]["compared"] == result["steps"]
+    assert re.fullmatch(r"Slurm \S+, partition batch: 4 nodes, \d asked", result["where"])
     return result
 
 
@@ -58,18 +59,22 @@ def batch_log(out: Path) -> str:
     return log.read_text()
 
 
-@pytest.mark.timeout(1800)
-def test_torchrun_through_every_stop(
-    slurm: Cluster, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+def through_every_stop(record: Callable[[str, object], None], out: Path, *words: str) -> None:
     # The wall time comes first: Slurm looks at it twice a minute, and the run goes on until then.
     kinds = "walltime,requeue,node-down,preempt,sigkill,sigterm"
     sizes = ["--nodes", "2,1,2,3,2,1", "--steps", "80", "--micro-batch-size", "1", "--workers", "0"]
-    result = proved(record_property, tmp_path / "out", "--kill", kinds, *sizes)
+    result = proved(record, out, "--kill", kinds, *sizes, *words)
     assert [stop["kind"] for stop in result["stops"]] == kinds.split(",")
     assert layouts(result) == [2, 1, 2, 3, 2, 1, 2]
     lost = {stop["kind"]: stop["lost"] for stop in result["stops"]}
     assert lost["walltime"] == lost["preempt"] == lost["sigterm"] == 0 < lost["sigkill"]
+
+
+@pytest.mark.timeout(1800)
+def test_torchrun_through_every_stop(
+    slurm: Cluster, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    through_every_stop(record_property, tmp_path / "out")
     # Slurm and the script bring the job back, nobody submits it again.
     log = batch_log(tmp_path / "out")
     assert [f"restart count {k};" in log for k in range(8)] == [True] * 7 + [False]
@@ -80,6 +85,18 @@ def test_torchrun_through_every_stop(
     # what was done to the cluster is undone
     assert slurm.slurm("sinfo", "-hNp", "batch", "-o", "%T").split() == ["idle"] * 4
     assert slurm.slurm("squeue", "-h") == ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "words",
+    ["--launch deepspeed --zero-stage 1", "--launch deepspeed --zero-stage 3", "--model vlm --zero-stage 1"],
+)
+def test_the_others_through_every_stop(
+    slurm: Cluster, tmp_path: Path, record_property: Callable[[str, object], None], words: str
+) -> None:
+    through_every_stop(record_property, tmp_path / "out", *words.split())
 
 
 @pytest.mark.timeout(1800)

@@ -19,6 +19,7 @@ def test_torchrun_on_two_nodes_and_one(tmp_path: Path) -> None:
     layouts = ["--nodes", "2,1", "--workers", "0,1", "--micro-batch-size", "2,4"]
     status, result, text = smoke(tmp_path, "--kill", ",".join(kinds), *layouts)
     assert status == 0 and result["holds"] and result["verified"], text
+    assert result["where"] == "processes of one machine"
     stops = result["stops"]
     assert [stop["kind"] for stop in stops] == kinds
     assert [stop["before"]["nodes"] for stop in stops] == [2, 1, 2]
