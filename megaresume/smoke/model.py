@@ -88,4 +88,5 @@ def model_flags(model: Literal["gpt", "vlm"], steps: int) -> list[str]:
         flags |= {"vision-num-layers": 1, "vision-hidden-size": 64, "vision-num-attention-heads": 4}
     elif model != "gpt":
         raise UsageError("there is no such model", found=f"--model {model}", expected="gpt or vlm")
-    return as_words(flags)
+    # ZeRO 3 cannot share them, and a launch script may ask for it.
+    return [*as_words(flags), "--untie-embeddings-and-output-weights"]
