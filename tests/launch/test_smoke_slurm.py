@@ -24,6 +24,7 @@ from megaresume.smoke.slurm import SlurmLauncher
 from megaresume.smoke.slurm_commands import find_job
 from megaresume.smoke.slurm_job import SlurmJob
 from megaresume.stream.errors import SetupError, UsageError
+from tests.smoke.conftest import costs_steps
 
 if TYPE_CHECKING:
     from tests.launch.conftest import Cluster
@@ -67,7 +68,8 @@ def through_every_stop(record: Callable[[str, object], None], out: Path, *words:
     assert [stop["kind"] for stop in result["stops"]] == kinds.split(",")
     assert layouts(result) == [2, 1, 2, 3, 2, 1, 2]
     lost = {stop["kind"]: stop["lost"] for stop in result["stops"]}
-    assert lost["walltime"] == lost["preempt"] == lost["sigterm"] == 0 < lost["sigkill"]
+    assert lost["walltime"] == lost["preempt"] == lost["sigterm"] == 0
+    assert costs_steps(result, "sigkill")
 
 
 @pytest.mark.timeout(1800)
@@ -105,15 +107,15 @@ def test_deepspeed_with_zero_1(slurm: Cluster, tmp_path: Path, record_property: 
     short = ["--steps", "36", "--save-interval", "2", "--micro-batch-size", "1", "--workers", "0"]
     result = proved(record_property, tmp_path / "out", *words, *short)
     assert layouts(result) == [2, 3, 1]
-    assert result["stops"][1]["lost"] > 0
+    assert costs_steps(result, "sigkill")
 
 
 @pytest.mark.timeout(1800)
 def test_images_and_text(slurm: Cluster, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
-    words = ["--model", "vlm", "--kill", "sigterm", "--nodes", "2,1"]
-    short = ["--steps", "24", "--save-interval", "2", "--micro-batch-size", "1", "--workers", "0"]
+    words = ["--model", "vlm", "--zero-stage", "1", "--kill", "node-down,sigterm", "--nodes", "2,3,1"]
+    short = ["--steps", "32", "--save-interval", "2", "--micro-batch-size", "1", "--workers", "0"]
     result = proved(record_property, tmp_path / "out", *words, *short)
-    assert layouts(result) == [2, 1] and result["stops"][0]["lost"] == 0
+    assert layouts(result) == [2, 3, 1] and result["stops"][1]["lost"] == 0
 
 
 # ---------------------------------------------------------------- bad input, refused before anything runs

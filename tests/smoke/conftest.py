@@ -35,3 +35,9 @@ def smoke(
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=variables, cwd=directory)
     result = directory / "out" / "result.json"
     return done.returncode, json.loads(result.read_text()) if result.exists() else {}, done.stdout + done.stderr
+
+
+def costs_steps(result: dict[str, Any], kind: str) -> bool:
+    """Whether every such stop cost steps, or was said to have come right behind a checkpoint: a matter of time."""
+    lost = [stop["lost"] for stop in result["stops"] if stop["kind"] == kind]
+    return bool(lost) and (min(lost) > 0 or any(note.startswith(f"{kind} cost no step") for note in result["notes"]))
