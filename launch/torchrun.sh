@@ -71,9 +71,12 @@ launch_command() { # sets COMMAND
       --rdzv-conf "is_host=$((NODE_RANK == 0)),$RENDEZVOUS"
     )
   fi
-  # Otherwise ranks that are restarted in place would find the addresses of those before them in the agents' store, or
-  # look for it on a first node that is gone.
-  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+  if [[ $NNODES == *:* || $MAX_RESTARTS != 0 ]]; then
+    # Otherwise ranks that are restarted in place would find the addresses of those before them in the agents' store, or
+    # look for it on a first node that is gone. Where none are, the agents' store has its port already; one that torchrun
+    # finds for the ranks may be taken by the time they bind it.
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+  fi
   COMMAND=(
     "$PYTHON" -m torch.distributed.run "${rendezvous[@]}"
     --nproc-per-node "$PROCS_PER_NODE" --max-restarts "$MAX_RESTARTS"
