@@ -1,32 +1,130 @@
-"""The one recipe that fits a script, by the script's content and the megatron package beside it. Never by file name."""
+"""The one recipe that fits a script, by evidence: what it imports and calls, and the megatron package beside it.
+
+Never by its file name, and never because nothing speaks against a recipe. Files beside the script are read, not
+imported; a script that is patched away from its Megatron is judged by its own content alone.
+"""
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import libcst as cst
+from libcst import matchers as m
+from packaging.specifiers import SpecifierSet
 
-from megaresume.patching.calls import Bound, bind, the_call
 from megaresume.patching.errors import PatchError
-from megaresume.patching.names import Uses, imported_names, is_read, qualified, uses
+from megaresume.patching.recipe import Called, Recipe
+from megaresume.patching.script import Script, Uses
 
-if TYPE_CHECKING:
-    from megaresume.patching.beside import Beside
-    from megaresume.patching.recipe import Recipe
-    from megaresume.patching.script import Script
+__all__ = ["Beside", "Fit", "choose", "find_beside", "refusal"]
 
-__all__ = ["Fit", "choose"]
+#: how far up from the script the package is looked for: examples/multimodal/train.py is two folders below it.
+MAX_LEVELS = 4
+
+_NUMBER = re.compile(r"^(MAJOR|MINOR|PATCH)\s*=\s*(\d+)", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beside:
+    """A folder that holds ``megatron``."""
+
+    root: Path
+    #: of megatron.core; None where it has none.
+    version: str | None
+
+    def __str__(self) -> str:
+        return f"megatron{' ' + self.version if self.version else ''} in {self.root}"
+
+    def why_not(self, recipe: Recipe) -> str | None:
+        """Why a recipe does not fit this Megatron: too old, or a function has other parameters. None if it does."""
+        for one in SpecifierSet(recipe.versions):
+            if self.version is not None and one.operator in (">", ">=") and not one.contains(self.version):
+                return f"{self} is older than {one.version}"
+        for name, called in recipe.calls.items():
+            file = self.definition(called)
+            found = None if file is None else _parameters(file, name)
+            if found is None:
+                continue
+            for used in _used(recipe, name):
+                expected = called.parameters.index(used) + 1
+                if used not in found:
+                    return f"{name} in {file} has no parameter {used}: {', '.join(found[:5])}, ..."
+                if found.index(used) + 1 != expected:
+                    return (
+                        f"{name} in {file} has {used} as parameter {found.index(used) + 1}, "
+                        f"the recipe expects it as parameter {expected}"
+                    )
+        return None
+
+    def note(self, recipe: Recipe) -> str | None:
+        """What to tell the user where the version lies outside the recipe's range."""
+        if self.version is None or SpecifierSet(recipe.versions).contains(self.version):
+            return None
+        return f"{self} is outside {recipe.versions}; the parameters agree"
+
+    def definition(self, called: Called) -> Path | None:
+        """The file that defines a function."""
+        return next((self.root / name for name in called.defined_in if (self.root / name).is_file()), None)
+
+
+def find_beside(script: Path) -> Beside | None:
+    """The nearest folder at or above a script's that holds a megatron package; None if there is none."""
+    folder = script.resolve().parent
+    for root in (folder, *folder.parents[: MAX_LEVELS - 1]):
+        if (root / "megatron").is_dir():
+            return Beside(root=root, version=_version(root / "megatron" / "core" / "package_info.py"))
+    return None
+
+
+def _version(file: Path) -> str | None:
+    try:
+        numbers = dict(_NUMBER.findall(file.read_text(encoding="utf-8", errors="replace")))
+    except OSError:
+        return None
+    return ".".join(numbers[key] for key in ("MAJOR", "MINOR", "PATCH")) if len(numbers) == 3 else None
+
+
+def _tree(file: Path) -> ast.Module:
+    try:
+        return ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return ast.Module(body=[], type_ignores=[])  # newer syntax than this Python's: nothing can be said
+
+
+def _parameters(file: Path, function: str) -> list[str] | None:
+    for node in _tree(file).body:
+        if isinstance(node, ast.FunctionDef) and node.name == function:
+            return [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    return None
+
+
+def _imported_by(file: Path) -> Iterator[str]:
+    for node in ast.walk(_tree(file)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+
+
+def _used(recipe: Recipe, call: str) -> list[str]:
+    """The parameters whose places matter to a recipe."""
+    return [wrap.parameter for wrap in recipe.wraps if wrap.call == call] + [*recipe.matches.arguments.get(call, {})]
+
+
+# -- choosing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """A recipe that fits, and the calls that it edits."""
+    """A recipe that fits: for each function its call, and the arguments by the names of the parameters."""
 
     recipe: Recipe
-    bound: dict[str, Bound]
+    calls: dict[str, cst.Call]
+    arguments: dict[str, dict[str, cst.Arg]]
 
 
 def choose(script: Script, recipes: Sequence[Recipe], beside: Beside | None) -> Fit:
@@ -36,24 +134,24 @@ def choose(script: Script, recipes: Sequence[Recipe], beside: Beside | None) -> 
         PatchError: none fits, with the reason for each; several fit; or the script cannot be changed safely.
     """
     _refuse_own_changes(script, recipes)
-    imported = imported_names(script)
+    imported = script.imported()
     fits: list[Fit] = []
     refusals: list[PatchError] = []
-    reasons: list[tuple[Recipe, str]] = []
-    foreign: list[tuple[Recipe, str]] = []
+    reasons: dict[str, str] = {}
+    foreign: dict[str, str] = {}
     for recipe in recipes:
         if (reason := _imports(recipe, imported)) is not None:
-            foreign.append((recipe, reason))
+            foreign[recipe.name] = reason
             continue
         try:
-            found = _fit(script, recipe, beside)
+            found = _fit(script, recipe, beside, imported)
         except PatchError as error:
             refusals.append(error)
             continue
         if isinstance(found, Fit):
             fits.append(found)
         else:
-            reasons.append((recipe, found))
+            reasons[recipe.name] = found
     if len(fits) == 1:
         return fits[0]
     if fits:
@@ -61,81 +159,149 @@ def choose(script: Script, recipes: Sequence[Recipe], beside: Beside | None) -> 
     if refusals:
         raise refusals[0]
     # The recipes that came furthest say most.
-    raise _none(script, reasons or foreign)
+    raise _none(script, reasons | foreign)
 
 
-def _fit(script: Script, recipe: Recipe, beside: Beside | None) -> Fit | str:
-    found = {name: uses(script, name, called.modules) for name, called in recipe.calls.items()}
-    for name in recipe.matches.calls_none_of:
-        if found[name].calls:
-            return f"it calls {name} ({script.quote(found[name].calls[0])})"
-    needed = dict.fromkeys((*recipe.matches.calls, *(wrap.call for wrap in recipe.wraps)))
-    for name in needed:
-        if not found[name].calls:
-            return _no_call(script, recipe, name, found[name])
-    if beside is not None and (reason := beside.why_not(recipe)) is not None:
-        return reason
-    bound: dict[str, Bound] = {}
-    for name in needed:
-        result = bind(script, recipe, recipe.calls[name], the_call(script, recipe, recipe.calls[name], found[name]))
-        if isinstance(result, str):
-            return result
-        bound[name] = result
-    return _arguments(script, recipe, bound) or Fit(recipe=recipe, bound=bound)
+def _has(imported: frozenset[str], module: str) -> bool:
+    return any(name == module or name.startswith(module + ".") for name in imported)
 
 
 def _imports(recipe: Recipe, imported: frozenset[str]) -> str | None:
-    def has(module: str) -> bool:
-        return any(name == module or name.startswith(module + ".") for name in imported)
-
     matches = recipe.matches
     for module in matches.imports:
-        if not has(module):
+        if not _has(imported, module):
             return f"it does not import {module}"
-    if matches.imports_any_of and not any(map(has, matches.imports_any_of)):
+    if matches.imports_any_of and not any(_has(imported, module) for module in matches.imports_any_of):
         return f"it imports none of {', '.join(matches.imports_any_of)}"
     for module in matches.imports_none_of:
-        if has(module):
+        if _has(imported, module):
             return f"it imports {module}"
     return None
 
 
-def _no_call(script: Script, recipe: Recipe, name: str, found: Uses) -> str:
-    if found.unclear:
-        return f"it calls no {name}, but hands it on ({script.quote(found.unclear[0])})"
-    return f"it does not call {name} of {' or '.join(recipe.calls[name].modules)}"
+def _fit(script: Script, recipe: Recipe, beside: Beside | None, imported: frozenset[str]) -> Fit | str:
+    """The fit, or why not. Raises PatchError if the recipe is the right one and the script cannot be changed."""
+    matches = recipe.matches
+    files = [] if beside is None else [beside.definition(called) for called in recipe.calls.values()]
+    beside_it = frozenset(name for file in files if file is not None for name in _imported_by(file))
+    for module in matches.uses:
+        if not _has(imported | beside_it, module):
+            where = next((file for file in files if file is not None), "a megatron beside it")
+            return f"{module} is imported neither by it nor by {where}"
+    found = {name: script.uses(name, called) for name, called in recipe.calls.items()}
+    for name in matches.calls_none_of:
+        if found[name].calls:
+            return f"it calls {name} ({script.quote(found[name].calls[0])})"
+    needed = list(dict.fromkeys((*matches.calls, *(wrap.call for wrap in recipe.wraps))))
+    for name in needed:
+        if not found[name].calls:
+            if found[name].handed_on:
+                return f"it calls no {name}, but hands it on ({script.quote(found[name].handed_on[0])})"
+            return f"it does not call {name} of {' or '.join(recipe.calls[name].modules)}"
+    if beside is not None and (reason := beside.why_not(recipe)) is not None:
+        return reason
+    calls = {name: _the_call(script, recipe, name, found[name]) for name in needed}
+    arguments = {}
+    for name, call in calls.items():
+        bound = _bind(script, recipe, name, call)
+        if isinstance(bound, str):
+            return bound
+        arguments[name] = bound
+    return _arguments(script, recipe, arguments) or Fit(recipe=recipe, calls=calls, arguments=arguments)
 
 
-def _arguments(script: Script, recipe: Recipe, bound: dict[str, Bound]) -> str | None:
-    for (call, parameter), pattern in recipe.matches.arguments.items():
-        argument = bound[call].arguments.get(parameter) if call in bound else None
-        if argument is None:
-            return f"its call of {call} has no {parameter}"
-        if not re.search(pattern, script.source(argument.value)):
-            return f"{parameter} of {call} would be {_short(script.source(argument.value))}, not {pattern}"
+def _the_call(script: Script, recipe: Recipe, name: str, uses: Uses) -> cst.Call:
+    """The only call of a function. Raises PatchError for several, or for uses that hide further ones."""
+    modules = " or ".join(recipe.calls[name].modules)
+    if len(uses.calls) > 1:
+        raise refusal(
+            script,
+            recipe,
+            f"{name} is called {len(uses.calls)} times",
+            found=script.quote(*uses.calls),
+            expected=f"one call of {name}",
+            cause="a script that trains in several ways; which of them is meant cannot be told",
+        )
+    if uses.rebound:
+        raise PatchError(
+            f"{script.name}: which function {name} is cannot be told",
+            found=script.quote(*uses.rebound),
+            expected=f"{name} bound by its import from {modules} alone",
+            cause="the name is bound more than once: Python calls what was bound last, which may take other arguments",
+            action=f"leave the one import that is meant, or change it by hand ({recipe.by_hand}); for a {name} of "
+            f"another module write a recipe (docs/patching.md), or see whether "
+            f"torchrun -m megaresume.run {script.name} accepts this Megatron",
+        )
+    if uses.handed_on:
+        raise refusal(
+            script,
+            recipe,
+            f"which function {name} is cannot be told",
+            found=script.quote(*uses.handed_on),
+            expected=f"{name} imported from {modules}, and called",
+            cause="it is handed on to something else, which may call it with other arguments",
+        )
+    return uses.calls[0]
+
+
+def _bind(script: Script, recipe: Recipe, name: str, call: cst.Call) -> dict[str, cst.Arg] | str:
+    """Give every argument its parameter; a text says why the call does not have this shape."""
+    parameters = recipe.calls[name].parameters
+    arguments: dict[str, cst.Arg] = {}
+    for index, argument in enumerate(call.args):
+        if argument.star:
+            raise refusal(
+                script,
+                recipe,
+                f"the arguments of {name} cannot be seen",
+                found=script.quote(argument),
+                expected="arguments written out",
+                cause=f"{argument.star} unpacks what the file does not show",
+            )
+        if argument.keyword is not None:
+            arguments[argument.keyword.value] = argument
+        elif index < len(parameters):
+            arguments[parameters[index]] = argument
+        else:
+            return f"{name} has {index + 1} positional arguments, at most {len(parameters)} are known"
+    return arguments
+
+
+def _arguments(script: Script, recipe: Recipe, arguments: dict[str, dict[str, cst.Arg]]) -> str | None:
+    for call, wanted in recipe.matches.arguments.items():
+        for parameter, pattern in wanted.items():
+            argument = arguments.get(call, {}).get(parameter)
+            if argument is None:
+                return f"its call of {call} has no {parameter}"
+            source = " ".join(script.source(argument.value).split())
+            if not re.search(pattern, source):
+                return f"{parameter} of {call} would be {source[:60]}, not {pattern}"
     return None
 
 
-def _short(text: str) -> str:
-    words = " ".join(text.split())
-    return words if len(words) <= 60 else words[:57] + "..."
+def refusal(script: Script, recipe: Recipe, headline: str, *, found: str, expected: str, cause: str) -> PatchError:
+    """The error that names the change to make by hand, and the launcher that needs none."""
+    return PatchError(
+        f"{script.name}: {headline}",
+        found=found,
+        expected=expected,
+        cause=cause,
+        action=f"change it by hand ({recipe.by_hand}), "
+        f"or leave the script as it is: torchrun -m megaresume.run {script.name} ...",
+    )
 
 
 def _refuse_own_changes(script: Script, recipes: Sequence[Recipe]) -> None:
     """A script that calls what a recipe would insert, without our marker, was changed by hand."""
-    ours = {wrap.function for recipe in recipes for wrap in recipe.wraps}
-    roots = {name.partition(".")[0] for name in ours}
-    if not any(name.partition(".")[0] in roots for name in imported_names(script)):
-        return
-    for node in script.nodes:
-        if isinstance(node, cst.Name | cst.Attribute) and is_read(script, node) and qualified(script, node) & ours:
-            raise PatchError(
-                f"{script.name} uses megaresume already",
-                found=script.quote(node),
-                expected="a script that does not",
-                cause="it was changed by hand, or the marker of a patch was deleted",
-                action="leave it as it is; or take these changes out, and patch it then",
-            )
+    found = script.reads({wrap.function for recipe in recipes for wrap in recipe.wraps})
+    if found:
+        raise PatchError(
+            f"{script.name} uses megaresume already",
+            found=script.quote(found[0]),
+            expected="a script that does not",
+            cause="it was changed by hand, or the marker of a patch was deleted",
+            action="leave it as it is; or take these changes out, and patch it then",
+        )
 
 
 def _ambiguous(script: Script, recipes: list[Recipe]) -> PatchError:
@@ -151,24 +317,19 @@ def _ambiguous(script: Script, recipes: list[Recipe]) -> PatchError:
     )
 
 
-def _none(script: Script, reasons: list[tuple[Recipe, str]]) -> PatchError:
-    lines = "\n".join(f"                {recipe.name}: {reason}" for recipe, reason in reasons)
-    runs = [
-        node
-        for node in script.nodes
-        if isinstance(node, cst.Call) and qualified(script, node.func) & {"runpy.run_path", "runpy.run_module"}
-    ]
+def _none(script: Script, reasons: dict[str, str]) -> PatchError:
+    runs = m.findall(script.module, m.Call(func=m.Attribute(m.Name("runpy"))))
     if runs:
         action = f"patch the script that this one runs ({script.quote(runs[0])})"
     else:
         action = (
-            f"use the launcher, which needs no recipe: torchrun -m megaresume.run {script.name} ...; "
-            "or write a recipe (docs/patching.md)"
+            "if its Megatron is one of docs/compatibility.md, use the launcher, which needs no recipe: "
+            f"torchrun -m megaresume.run {script.name} ...; else write a recipe (docs/patching.md)"
         )
     return PatchError(
         f"{script.name}: no recipe fits",
-        found=f"\n{lines}",
-        expected="a script that calls pretrain of Megatron-LM, Megatron-DeepSpeed, or a copy of them",
-        cause="a script of another kind, or of a fork that is not known here",
+        found="\n" + "\n".join(f"                {name}: {reason}" for name, reason in reasons.items()),
+        expected="a script that calls pretrain of Megatron-LM from core 0.8 on, Megatron-DeepSpeed, or a copy of them",
+        cause="a script of another kind, or of a fork or version that is not known here",
         action=action,
     )

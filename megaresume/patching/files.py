@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -18,18 +19,13 @@ MAX_BYTES = 16 << 20
 
 
 def read_script(path: Path) -> bytes:
-    """The bytes of a script. Raises UsageError where it cannot be one."""
-    if path.is_dir():
-        raise UsageError("not a script", found=f"{path} is a directory", expected="a Python file, as pretrain_gpt.py")
+    """The bytes of a script. Raises UsageError if it cannot be one."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise UsageError("not a script", found=f"{path} is a device or a pipe", expected="a Python file")
-        if path.stat().st_size > MAX_BYTES:
-            raise UsageError(
-                "not a script",
-                found=f"{path}: {path.stat().st_size:,} bytes",
-                expected=f"a Python file of at most {MAX_BYTES:,} bytes",
-            )
+        info = path.stat()
+        if not stat.S_ISREG(info.st_mode) or info.st_size > MAX_BYTES:
+            kind = "a directory" if path.is_dir() else f"no plain file, or {info.st_size:,} bytes"
+            expected = f"a Python file of at most {MAX_BYTES:,} bytes, as pretrain_gpt.py"
+            raise UsageError("not a script", found=f"{path} is {kind}", expected=expected)
         return path.read_bytes()
     except FileNotFoundError as error:
         raise UsageError("no such script", found=str(path), expected="a Python file, as pretrain_gpt.py") from error
@@ -50,35 +46,16 @@ def replace_script(path: Path, old: bytes, new: bytes) -> None:
         SetupError: the write failed; the old content is still there.
     """
     info = os.lstat(path)
-    if stat.S_ISLNK(info.st_mode):
-        target = path.resolve()
-        raise PatchError(
-            f"{path} is a symbolic link",
-            found=f"a link to {target}",
-            expected="the file itself: others may use it through other links",
-            action=f"megaresume patch {target}",
-        )
-    if info.st_nlink > 1:
-        raise PatchError(
-            f"{path} has {info.st_nlink} names (hard links)",
-            found="one file under several names; replacing it would change one of them only",
-            expected="a file with one name",
-            action=f"cp {path} {path}.copy && mv {path}.copy {path}, and patch it then",
-        )
-    # The mode too: for root every file is writable, and it is still meant as a warning.
-    if not info.st_mode & 0o222 or not os.access(path, os.W_OK):
-        raise PatchError(
-            f"{path} is read-only",
-            found=f"mode {stat.filemode(info.st_mode)}",
-            expected="a file that this user may write",
-            action=f"chmod u+w {path}",
-        )
+    _refuse_surprises(path, info)
     temporary = path.with_name(f".{path.name}.megaresume-{os.getpid()}-{os.urandom(4).hex()}.tmp")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             write_all(descriptor, new)
-            _copy_owner(descriptor, path, info)
+            with contextlib.suppress(PermissionError):  # of another group of this user's: it becomes the default one
+                os.fchown(descriptor, info.st_uid, info.st_gid)
+            shutil.copystat(path, temporary)
+            os.utime(descriptor)
             fsync_file(descriptor)
         finally:
             os.close(descriptor)
@@ -102,19 +79,20 @@ def replace_script(path: Path, old: bytes, new: bytes) -> None:
             os.unlink(temporary)
 
 
-def _copy_owner(descriptor: int, path: Path, info: os.stat_result) -> None:
-    if (info.st_uid, info.st_gid) != (os.geteuid(), os.getegid()):
-        try:
-            os.fchown(descriptor, info.st_uid, info.st_gid)
-        except PermissionError as error:
-            if info.st_uid != os.geteuid():
-                raise PatchError(
-                    f"{path} belongs to another user",
-                    found=f"user {info.st_uid}; replacing it would make it user {os.geteuid()}'s",
-                    expected="a file of this user's own",
-                    action=f"let its owner patch it, or patch a copy: cp {path} my_{path.name}",
-                ) from error
-    with contextlib.suppress(OSError):  # filesystems without extended attributes
-        for name in os.listxattr(path):
-            os.setxattr(descriptor, name, os.getxattr(path, name))
-    os.fchmod(descriptor, stat.S_IMODE(info.st_mode))
+def _refuse_surprises(path: Path, info: os.stat_result) -> None:
+    refusal: tuple[str, str, str] | None = None
+    if stat.S_ISLNK(info.st_mode):
+        refusal = "is a symbolic link", f"a link to {path.resolve()}", f"megaresume patch {path.resolve()}"
+    elif info.st_nlink > 1:
+        action = f"cp {path} {path}.copy && mv {path}.copy {path}, and patch it then"
+        refusal = f"has {info.st_nlink} names (hard links)", "one file under several names", action
+    elif not info.st_mode & 0o222 or not os.access(path, os.W_OK):
+        # The mode too: for root every file is writable, and it is still meant as a warning.
+        refusal = "is read-only", f"mode {stat.filemode(info.st_mode)}", f"chmod u+w {path}"
+    elif info.st_uid != os.geteuid() != 0:
+        found = f"user {info.st_uid}; replacing it would make it user {os.geteuid()}'s"
+        refusal = "belongs to another user", found, f"let its owner patch it, or patch a copy: cp {path} my_{path.name}"
+    if refusal is not None:
+        what, found, action = refusal
+        expected = "a plain file of this user's own, with one name, that may be written"
+        raise PatchError(f"{path} {what}", found=found, expected=expected, action=action)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from megaresume.patching.choose import Beside, choose
+from megaresume.patching.codemod import Codemod
 from megaresume.patching.errors import PatchError
-from megaresume.patching.hunks import Lost, digest, find, insert, undo
-from megaresume.patching.lines import END, line_of, split_lines
-from megaresume.patching.marker import Marker, read_marker, with_marker
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from megaresume.patching.beside import Beside
-    from megaresume.patching.recipe import Recipe
+from megaresume.patching.marker import Lost, Marker, diff, find, read_marker, undo, with_marker
+from megaresume.patching.recipe import Recipe
+from megaresume.patching.script import Script
 
 __all__ = ["Applied", "Change", "Checked", "Reverted", "apply", "check", "revert"]
 
@@ -51,16 +49,19 @@ class Reverted:
     exact: bool
 
 
+Status = Literal["patched", "unpatched", "older", "newer", "edited", "stale", "unknown recipe"]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checked:
     """Whether a script is patched as it would be now."""
 
-    status: Literal["patched", "unpatched", "older", "newer", "edited", "stale", "unknown recipe"]
-    recipe: str | None
-    version: int | None
+    status: Status
+    recipe: str | None = None
+    version: int | None = None
     #: why not, and what to do.
-    reason: str | None
-    action: str | None
+    reason: str | None = None
+    action: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -83,50 +84,36 @@ def apply(data: bytes, name: str, recipes: Sequence[Recipe], beside: Beside | No
     """
     if read_marker(data, name) is not None:
         return _again(data, name, recipes, beside)
-    from megaresume.patching.choose import choose
-    from megaresume.patching.edits import plan
-    from megaresume.patching.script import Script
-
     script = Script(data, name)
     fit = choose(script, recipes, beside)
-    at, edits = plan(script, fit)
-    groups = [
-        [(script.in_file(item.offset), item.text) for item in sorted(edit.insertions, key=lambda i: i.rank)]
-        for edit in edits
-    ]
-    patched, hunks = insert(data, groups)
-    at = script.in_file(at)
+    codemod = Codemod(script, fit)
+    patched = script.encode(script.wrapper.visit(codemod).code)
     marker = Marker(
         recipe=fit.recipe.name,
         version=fit.recipe.version,
         original=hashlib.sha256(data).hexdigest(),
-        patched=digest(patched),
-        line=line_of(data, at),
-        hunks=tuple(hunks),
+        hunks=diff(data, patched, codemod.line - 1),
     )
-    newline = END.search(data, at)
-    result = with_marker(patched, marker, newline[0] if newline else b"\n")
+    result = with_marker(patched, marker, codemod.line - 1)
     _verify(data, result, name)
-    changes = _changes([edit.what for edit in edits], groups, data, marker)
     note = beside.note(fit.recipe) if beside is not None else None
+    changes = _changes(codemod, marker)
     return Applied(data=result, recipe=fit.recipe, changes=changes, already=False, notes=(note,) if note else ())
 
 
-def _changes(words: list[str], groups: list[list[tuple[int, str]]], data: bytes, marker: Marker) -> tuple[Change, ...]:
-    result = []
-    for what, group in zip(words, groups, strict=True):
-        before = sum(text.count("\n") for items in groups for offset, text in items if offset < group[0][0])
-        extra = 1 if group[0][1].startswith(("\n", "\r\n", ",\n", ",\r\n")) else 0
-        line = line_of(data, group[0][0]) + before + extra + marker.num_lines
-        result.append(Change(line=line, what=what))
-    return tuple(sorted(result, key=lambda change: change.line))
+def _changes(codemod: Codemod, marker: Marker) -> tuple[Change, ...]:
+    first = codemod.line + marker.num_lines
+    lines = {first + hunk.line + i: text for hunk in marker.hunks for i, text in enumerate(hunk.new)}
+    found = [
+        Change(line=next(number for number, text in lines.items() if needle in text), what=what)
+        for what, needle in codemod.changes
+    ]
+    return tuple(sorted(found, key=lambda change: change.line))
 
 
 def _verify(data: bytes, patched: bytes, name: str) -> None:
     """Undoing must give the original, and the result must be Python, before anything is written."""
-    from megaresume.patching.script import Script
-
-    Script(patched, name)
+    ast.parse(patched)
     if revert(patched, name).data != data:
         raise PatchError(
             f"{name} cannot be patched reversibly",
@@ -161,45 +148,35 @@ def revert(data: bytes, name: str) -> Reverted:
             cause="it was never patched, or the marker was deleted",
             action="nothing to do; what was changed by hand has to be undone by hand",
         )
-    marker, rest, line = found
+    marker, rest, origin = found
     try:
-        result = undo(rest, marker.hunks, line - marker.line)
+        result = undo(rest, marker.hunks, origin)
     except Lost as lost:
         raise _edited(data, name, marker, lost) from lost
-    untouched = digest(rest) == marker.patched
     exact = hashlib.sha256(result).hexdigest() == marker.original
-    if untouched and not exact:
-        raise PatchError(
-            f"{name}: the marker does not belong to this file",
-            found="undoing it does not give the file that it names",
-            expected=f"SHA-256 {marker.original}",
-            cause="the marker was copied from another script",
-            action="restore the file from version control",
-        )
     return Reverted(data=result, recipe=marker.recipe, version=marker.version, exact=exact)
 
 
 def _edited(data: bytes, name: str, marker: Marker, lost: Lost) -> PatchError:
-    lines = split_lines(data)
-    inserted = " and ".join(repr(text.strip()) for _, text in lost.hunk.cuts)
+    """The error that shows a line of the patch as it is now, and as it was written."""
+    added = next(line for line in lost.hunk.new if line not in lost.hunk.old)
+    ours = next((word for word in ("megaresume.provider", "import megaresume") if word in added), "megaresume.")
     if lost.places:
         found = f"these lines several times: {', '.join(map(str, lost.places))} (counted without the marker)"
     else:
-        needles = [text.strip(" ,\n").partition("(")[0].encode() for _, text in lost.hunk.cuts]
-        needle = next((needle for needle in needles if needle), b"megaresume")
         hits = [
-            f"line {i}: {line.decode('utf-8', 'replace').strip()[:160]}"
-            for i, line in enumerate(lines, 1)
-            if needle in line and not line.startswith(b"# megaresume-patch")
+            f"line {number}: {line.decode('utf-8', 'replace').strip()[:160]}"
+            for number, line in enumerate(data.splitlines(), 1)
+            if ours.encode() in line and not line.startswith(b"# megaresume-patch")
         ]
-        found = "; ".join(hits) or f"no line with {needle.decode()}"
+        found = "; ".join(hits) or f"no line with {ours}"
     return PatchError(
         f"{name}: lines of the patch were edited since",
         found=found,
-        expected=f"the lines as recipe {marker.recipe} version {marker.version} wrote them, with {inserted}",
+        expected=f"the line as recipe {marker.recipe} version {marker.version} wrote it: {added.strip()}",
         cause="a formatter, a merge, or an edit by hand",
-        action=f"take {inserted} out by hand, and the lines that begin with # megaresume-patch; "
-        "or restore the lines from version control and revert then",
+        action="take out by hand `import megaresume`, every megaresume.SOMETHING(...) around an argument, and the "
+        "lines that begin with # megaresume-patch; or restore the lines from version control and revert then",
     )
 
 
@@ -212,45 +189,45 @@ def check(data: bytes, name: str, recipes: Sequence[Recipe], beside: Beside | No
     try:
         found = read_marker(data, name)
     except PatchError as error:
-        return Checked(status="edited", recipe=None, version=None, reason=str(error.found), action=error.action)
-    again = f"megaresume patch --revert {name} && megaresume patch {name}"
+        return Checked(status="edited", reason=str(error.found), action=error.action)
     if found is None:
-        action = f"megaresume patch {name}"
-        return Checked(status="unpatched", recipe=None, version=None, reason="it is not patched", action=action)
-    marker, rest, line = found
+        return Checked(status="unpatched", reason="it is not patched", action=f"megaresume patch {name}")
+    marker, rest, origin = found
+    status, reason, action = _judge(data, rest, origin, name, marker, recipes, beside)
+    return Checked(status=status, recipe=marker.recipe, version=marker.version, reason=reason, action=action)
+
+
+def _judge(
+    data: bytes,
+    rest: bytes,
+    origin: int,
+    name: str,
+    marker: Marker,
+    recipes: Sequence[Recipe],
+    beside: Beside | None,
+) -> tuple[Status, str | None, str | None]:
+    """What is to be said of a patched script, why, and what to do."""
+    again = f"megaresume patch --revert {name} && megaresume patch {name}"
     recipe = next((recipe for recipe in recipes if recipe.name == marker.recipe), None)
-
-    def answer(status: str, reason: str | None = None, action: str | None = None) -> Checked:
-        return Checked(
-            status=status,  # type: ignore[arg-type]
-            recipe=marker.recipe,
-            version=marker.version,
-            reason=reason,
-            action=action,
-        )
-
+    label = f"it was patched with version {marker.version} of {marker.recipe}"
     try:
-        find(rest, marker.hunks, line - marker.line)
+        find(rest, marker.hunks, origin)
     except Lost as lost:
         edited = _edited(data, name, marker, lost)
-        return answer("edited", f"{edited.headline}: {edited.found}", edited.action)
+        return "edited", f"{edited.headline}: {edited.found}", edited.action
     if recipe is None:
         others = ", ".join(recipe.name for recipe in recipes)
         reason = f"it was patched with recipe {marker.recipe}, which is not among {others}"
-        return answer("unknown recipe", reason, "name its file: --recipe FILE; or revert it: --revert")
+        return "unknown recipe", reason, "name its file: --recipe FILE; or revert it: --revert"
     if marker.version < recipe.version:
-        reason = f"it was patched with version {marker.version} of {marker.recipe}; version {recipe.version} is current"
-        return answer("older", reason, again)
+        return "older", f"{label}; version {recipe.version} is current", again
     if marker.version > recipe.version:
-        reason = (
-            f"it was patched with version {marker.version} of {marker.recipe}; this megaresume has {recipe.version}"
-        )
-        return answer("newer", reason, "use the newer megaresume")
+        return "newer", f"{label}; this megaresume has {recipe.version}", "use the newer megaresume"
     try:
         now = read_marker(apply(revert(data, name).data, name, [recipe], beside).data, name)
     except PatchError as error:
-        return answer("stale", f"the recipe does not fit any more: {error.headline}: {error.found}", error.action)
+        return "stale", f"the recipe does not fit any more: {error.headline}: {error.found}", error.action
     assert now is not None
-    if [hunk.digest for hunk in now[0].hunks] != [hunk.digest for hunk in marker.hunks]:
-        return answer("stale", "the script was edited so that the recipe would patch it otherwise now", again)
-    return answer("patched")
+    if [(hunk.old, hunk.new) for hunk in now[0].hunks] != [(hunk.old, hunk.new) for hunk in marker.hunks]:
+        return "stale", "the script was edited so that the recipe would patch it otherwise now", again
+    return "patched", None, None

@@ -1,7 +1,8 @@
-"""A script as bytes, as text and as a concrete syntax tree, with the exact place of every node.
+"""A script as a concrete syntax tree: what its names mean, and where a function that it imports is called.
 
-Offsets are bytes into ``utf8``, the text without byte order mark as UTF-8, whatever the file's own encoding is;
-`Script.in_file` turns them into offsets into the file.
+Names are resolved through scopes: aliases (``from m import pretrain as run``), attributes (``training.pretrain``),
+imports inside functions. A name counts only if everything that binds it agrees: Python takes the binding that runs
+last, and which one that is a file does not always show.
 """
 
 from __future__ import annotations
@@ -10,17 +11,49 @@ import ast
 import codecs
 import io
 import tokenize
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import libcst as cst
+from libcst import matchers as m
+from libcst.helpers import get_full_name_for_node
+from libcst.metadata import (
+    Assignment,
+    ExpressionContext,
+    ExpressionContextProvider,
+    ImportAssignment,
+    MetadataWrapper,
+    ParentNodeProvider,
+    PositionProvider,
+    QualifiedNameSource,
+    ScopeProvider,
+)
+
 from megaresume.patching.errors import PatchError
-from megaresume.patching.lines import line_of, split_lines
-from megaresume.stream.errors import SetupError, UsageError
+from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
-    import libcst as cst
+    from megaresume.patching.recipe import Called
 
-__all__ = ["Script"]
+__all__ = ["Script", "Uses", "dotted"]
+
+
+def dotted(node: cst.CSTNode | None) -> str:
+    """``a.b.c`` of nested attributes; empty for anything else."""
+    return "" if node is None else get_full_name_for_node(node) or ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Uses:
+    """Where a script uses a function that it imports, in the order of the text."""
+
+    calls: Sequence[cst.Call]
+    #: handed on to something else, so that there may be further calls.
+    handed_on: Sequence[cst.CSTNode]
+    #: all bindings of its name, if one of them is not the function.
+    rebound: Sequence[cst.CSTNode]
 
 
 class Script:
@@ -33,14 +66,9 @@ class Script:
     Raises:
         UsageError: not Python, with the line.
         PatchError: Python, but not in a form that survives parsing byte for byte.
-        SetupError: libcst is not installed.
     """
 
     def __init__(self, data: bytes, name: str) -> None:
-        cst = _libcst()
-        from libcst.metadata import ByteSpanPositionProvider, MetadataWrapper, ParentNodeProvider, ScopeProvider
-
-        self.data = data
         self.name = name
         self.encoding, self.bom = _encoding(data, name)
         try:
@@ -48,76 +76,160 @@ class Script:
         except UnicodeDecodeError as error:
             raise UsageError(
                 f"{name} is not a Python script",
-                found=f"bytes that are not {self.encoding}, in line {line_of(data, error.start)}",
+                found=f"bytes that are not {self.encoding}, in line {len(data[: error.start].splitlines())}",
                 expected=f"a script in {self.encoding}, or one that declares its encoding in the first line",
             ) from error
-        try:
-            self.module = cst.parse_module(self.text)
-        except cst.ParserSyntaxError as error:
-            line, found = _syntax_error(data) or (error.raw_line, error.message)
-            lines = split_lines(self.utf8)
-            shown = lines[line - 1].decode().strip()[:160] if line <= len(lines) else "the end of the file"
-            raise UsageError(
-                f"{name} is not a Python script: syntax error in line {line}",
-                found=f"{shown}: {found}",
-                expected="a script that Python can run",
-                action=f"python -m py_compile {name}",
-            ) from error
-        if self.module.code != self.text:
-            raise PatchError(
-                f"{name} cannot be changed without changing other bytes of it",
-                found="line ends or characters that do not survive parsing",
-                expected="lines that end in \\n or \\r\\n",
-                cause="line ends of old Macintosh files (a lone \\r)",
-                action=f"convert its line ends, or use the launcher: torchrun -m megaresume.run {name} ...",
-            )
-        wrapper = MetadataWrapper(self.module, unsafe_skip_copy=True)
-        self._spans = wrapper.resolve(ByteSpanPositionProvider)
-        self.parents = wrapper.resolve(ParentNodeProvider)
-        self.scopes = wrapper.resolve(ScopeProvider)
+        self.module = _parse(data, self.text, name)
+        self.wrapper = MetadataWrapper(self.module, unsafe_skip_copy=True)
+        providers = (ParentNodeProvider, PositionProvider, ScopeProvider, ExpressionContextProvider)
+        found: Mapping[Any, Mapping[cst.CSTNode, Any]] = self.wrapper.resolve_many(providers)
+        self.parents, self._positions, self._scopes, self._contexts = (found[provider] for provider in providers)
+        #: all imports, at any place, in the order of the text.
+        self.imports: list[cst.Import | cst.ImportFrom] = [
+            node for node in self.parents if isinstance(node, cst.Import | cst.ImportFrom)
+        ]
+        self.imports.sort(key=self.line)
 
-    @cached_property
-    def utf8(self) -> bytes:
-        """The text as UTF-8: what offsets count in."""
-        return self.text.encode("utf-8")
-
-    @cached_property
-    def nodes(self) -> tuple[cst.CSTNode, ...]:
-        """All nodes, in the order of the text."""
-        found: list[cst.CSTNode] = []
-        waiting: list[cst.CSTNode] = [self.module]
-        while waiting:
-            node = waiting.pop()
-            found.append(node)
-            waiting += reversed(node.children)
-        return tuple(found)
-
-    def start(self, node: cst.CSTNode) -> int:
-        """Where a node begins, without comments and blank lines before it."""
-        return int(self._spans[node].start)
-
-    def end(self, node: cst.CSTNode) -> int:
-        """Where a node ends."""
-        return int(self._spans[node].start + self._spans[node].length)
+    def encode(self, text: str) -> bytes:
+        """A text as bytes of this file: in its encoding, with its byte order mark."""
+        return self.bom + text.encode(self.encoding)
 
     def line(self, node: cst.CSTNode) -> int:
         """The line, from 1, that a node begins in."""
-        return line_of(self.utf8, self.start(node))
+        return int(self._positions[node].start.line)
 
     def source(self, node: cst.CSTNode) -> str:
         """A node as it is written."""
-        return str(self.module.code_for_node(node))
+        return self.module.code_for_node(node)
 
-    def quote(self, node: cst.CSTNode) -> str:
-        """``line N: its text``, for messages."""
-        line = self.line(node)
-        return f"line {line}: {split_lines(self.utf8)[line - 1].decode().strip()[:160]}"
+    def quote(self, *nodes: cst.CSTNode) -> str:
+        """``line N: its text`` of each, for messages."""
+        lines = self.text.encode().splitlines()
+        numbers = dict.fromkeys(self.line(node) for node in nodes)
+        return "; ".join(f"line {number}: {lines[number - 1].decode().strip()[:160]}" for number in numbers)
 
-    def in_file(self, offset: int) -> int:
-        """An offset into ``utf8`` as an offset into ``data``."""
-        if self.encoding == "utf-8":
-            return len(self.bom) + offset
-        return len(self.bom) + len(self.utf8[:offset].decode().encode(self.encoding))
+    # -- names
+
+    def imported(self) -> frozenset[str]:
+        """Every dotted name that the script imports, at any place: ``from a.b import c`` gives ``a.b``, ``a.b.c``."""
+        return frozenset(name for node in self.imports for name in imports_of(node))
+
+    def meaning(self, node: cst.CSTNode) -> frozenset[str]:
+        """The dotted names that an expression may mean by the script's imports; empty if it means none."""
+        scope = self._scopes.get(node)
+        found = () if scope is None else scope.get_qualified_names_for(node)
+        return frozenset(name.name for name in found if name.source is QualifiedNameSource.IMPORT)
+
+    def bindings(self, place: cst.CSTNode, name: str) -> list[cst.CSTNode]:
+        """What binds a name that is used at a place: a FunctionDef, ClassDef, Param, Import, ImportFrom or Name."""
+        scope = self._scopes.get(place)
+        found = () if scope is None else scope[name]
+        nodes = {id(item.node): item.node for item in found if isinstance(item, Assignment | ImportAssignment)}
+        return sorted(nodes.values(), key=self.line)
+
+    def assignment(self, name: cst.CSTNode) -> cst.Assign | cst.AnnAssign | cst.NamedExpr | None:
+        """The plain assignment that a bound Name belongs to; None for a loop, a ``with``, and the like."""
+        current = self.parents.get(name)
+        while isinstance(current, cst.Tuple | cst.List | cst.Element | cst.AssignTarget):
+            current = self.parents.get(current)
+        return current if isinstance(current, cst.Assign | cst.AnnAssign | cst.NamedExpr) else None
+
+    def reads(self, wanted: Collection[str]) -> list[cst.CSTNode]:
+        """Expressions that may mean one of some dotted names: read, or assigned to as an attribute."""
+        return [node for node, names in self._meanings if not names.isdisjoint(wanted)]
+
+    @cached_property
+    def _meanings(self) -> list[tuple[cst.CSTNode, frozenset[str]]]:
+        """Every name that is read or bound, but for those in imports, and what it means."""
+        found = [node for node, context in self._contexts.items() if context is not None and node in self._scopes]
+        return [(node, self.meaning(node)) for node in sorted(found, key=self.line)]
+
+    def uses(self, function: str, called: Called) -> Uses:
+        """All uses of a function that is imported from one of some modules."""
+        wanted = {f"{module}.{function}" for module in called.modules}
+        nodes = self.reads(wanted) + self._starred(function, called.modules)
+        calls: list[cst.Call] = []
+        handed_on: list[cst.CSTNode] = []
+        rebound: list[cst.CSTNode] = []
+        for node in nodes:
+            parent = self.parents[node]
+            if self._contexts[node] is not ExpressionContext.LOAD:
+                rebound.append(node)
+            elif isinstance(parent, cst.Call) and parent.func is node:
+                calls.append(parent)
+                rebound += self._disagreement(node, wanted, called)
+            elif not isinstance(parent, cst.Attribute) and not self._is_wrapped(parent, called):
+                handed_on.append(node)
+        return Uses(calls=calls, handed_on=handed_on, rebound=sorted(rebound, key=self.line))
+
+    def _starred(self, function: str, modules: Collection[str]) -> list[cst.CSTNode]:
+        """Reads of a name that only ``from m import *`` can have brought."""
+        if not any(dotted(star.module) in modules for star in self._stars()):
+            return []
+        reads = [node for node, _ in self._meanings if isinstance(node, cst.Name) and node.value == function]
+        return [node for node in reads if not self.bindings(node, function)]
+
+    def _stars(self) -> list[cst.ImportFrom]:
+        return [one for one in self.imports if isinstance(one.names, cst.ImportStar)]
+
+    def _disagreement(self, func: cst.CSTNode, wanted: Collection[str], called: Called) -> list[cst.CSTNode]:
+        """All bindings of a called name, if one of them is another function than the wanted; a later star too."""
+        root, _, rest = dotted(func).partition(".")
+        bindings = self.bindings(func, root)
+        first = self.line(bindings[0]) if bindings else 0
+        stars = [
+            star for star in self._stars() if self.line(star) > first and dotted(star.module) not in called.modules
+        ]
+        if not stars and all(self._is_wanted(one, root, rest, wanted, called) for one in bindings):
+            return []
+        return [*bindings, *stars]
+
+    def _is_wanted(self, binding: cst.CSTNode, root: str, rest: str, wanted: Collection[str], called: Called) -> bool:
+        if isinstance(binding, cst.Import | cst.ImportFrom):
+            for alias in () if isinstance(binding.names, cst.ImportStar) else binding.names:
+                bound, meant = _bound_by(binding, alias)
+                if bound == root and not any(name == ".".join(filter(None, (meant, rest))) for name in wanted):
+                    # `import megatron.core` binds no more than `megatron`.
+                    return isinstance(binding, cst.Import) and alias.asname is None
+            return True
+        assign = self.assignment(binding)
+        return isinstance(assign, cst.Assign) and self._wraps(assign, root, called)
+
+    def _is_wrapped(self, parent: cst.CSTNode, called: Called) -> bool:
+        """Whether an argument is the one of ``f = wrapper(f)``."""
+        call = self.parents.get(parent) if isinstance(parent, cst.Arg) else None
+        assign = self.parents.get(call) if isinstance(call, cst.Call) else None
+        return isinstance(assign, cst.Assign) and self._wraps(assign, self.source(parent), called)
+
+    def _wraps(self, assign: cst.Assign, name: str, called: Called) -> bool:
+        """``f, … = wrapper(f, …)`` with a wrapper that keeps the parameters."""
+        target = m.Name(name)
+        first = target | m.Tuple(elements=[m.Element(target), m.ZeroOrMore()])
+        call = m.Call(args=[m.Arg(target, keyword=None), m.ZeroOrMore()])
+        is_one = m.matches(assign, m.Assign(targets=[m.AssignTarget(first)], value=call))
+        return is_one and bool(self.meaning(assign.value.func) & {*called.wrappers})  # type: ignore[attr-defined]
+
+
+def _bound_by(node: cst.Import | cst.ImportFrom, alias: cst.ImportAlias) -> tuple[str, str]:
+    """The name that an import binds, and the dotted name that it then means."""
+    name = dotted(alias.name)
+    meant = name if isinstance(node, cst.Import) else f"{_module_of(node)}.{name}"
+    if alias.asname is not None:
+        return dotted(alias.asname.name), meant
+    return name.partition(".")[0], meant if isinstance(node, cst.ImportFrom) else name.partition(".")[0]
+
+
+def _module_of(node: cst.ImportFrom) -> str:
+    return "." * len(node.relative) + dotted(node.module)
+
+
+def imports_of(node: cst.Import | cst.ImportFrom) -> Iterator[str]:
+    """The dotted names that a statement imports."""
+    if isinstance(node, cst.ImportFrom):
+        yield _module_of(node)
+    if not isinstance(node.names, cst.ImportStar):
+        prefix = f"{_module_of(node)}." if isinstance(node, cst.ImportFrom) else ""
+        yield from (prefix + dotted(alias.name) for alias in node.names)
 
 
 def _encoding(data: bytes, name: str) -> tuple[str, bytes]:
@@ -131,6 +243,32 @@ def _encoding(data: bytes, name: str) -> tuple[str, bytes]:
     return ("utf-8" if encoding == "utf-8-sig" else codecs.lookup(encoding).name), bom
 
 
+def _parse(data: bytes, text: str, name: str) -> cst.Module:
+    try:
+        module = cst.parse_module(text)
+    except cst.ParserSyntaxError as error:
+        line, found = _syntax_error(data) or (error.raw_line, error.message)
+        lines = data.splitlines()
+        shown = (
+            lines[line - 1].decode("utf-8", "replace").strip()[:160] if line <= len(lines) else "the end of the file"
+        )
+        raise UsageError(
+            f"{name} is not a Python script: syntax error in line {line}",
+            found=f"{shown}: {found}",
+            expected="a script that Python can run",
+            action=f"python -m py_compile {name}",
+        ) from error
+    if module.code != text:
+        raise PatchError(
+            f"{name} cannot be changed without changing other bytes of it",
+            found="line ends or characters that do not survive parsing",
+            expected="lines that end in \\n or \\r\\n",
+            cause="line ends of old Macintosh files (a lone \\r)",
+            action=f"convert its line ends, or use the launcher: torchrun -m megaresume.run {name} ...",
+        )
+    return module
+
+
 def _syntax_error(data: bytes) -> tuple[int, str] | None:
     """Line and words of Python itself, which are what users know; None where it accepts the script."""
     try:
@@ -138,16 +276,3 @@ def _syntax_error(data: bytes) -> tuple[int, str] | None:
     except (SyntaxError, ValueError) as error:
         return getattr(error, "lineno", None) or 1, getattr(error, "msg", None) or str(error)
     return None
-
-
-def _libcst() -> Any:
-    try:
-        import libcst
-    except ImportError as error:
-        raise SetupError(
-            "libcst is not installed",
-            found=str(error),
-            expected="libcst, which parses a script without losing its format",
-            action="pip install 'megaresume[patch]'",
-        ) from error
-    return libcst

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megaresume.patching.beside import Beside
-from megaresume.patching.library import shipped_recipes
+from megaresume.patching.choose import Beside
 from megaresume.patching.patch import Applied, apply
+from megaresume.patching.recipe import shipped_recipes
 
 RECIPES = shipped_recipes()
 

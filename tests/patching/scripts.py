@@ -86,7 +86,7 @@ V0_19 = with_call(
     """,
 )
 DEEPSPEED = with_call(
-    "from megatron import get_args, print_rank_0\nfrom megatron.core.enums import ModelType\n"
+    "import deepspeed\nfrom megatron import get_args, print_rank_0\nfrom megatron.core.enums import ModelType\n"
     "from megatron.training import pretrain\n",
     """
     pretrain(datasets_provider,
@@ -98,7 +98,7 @@ DEEPSPEED = with_call(
     """,
 )
 BIGSCIENCE = with_call(
-    "from megatron import get_args, print_rank_0\nfrom megatron.training import pretrain\n",
+    "from megatron import get_args, print_rank_0\nfrom megatron.training import pretrain\nimport deepspeed\n",
     """
     pretrain(datasets_provider, model_provider, forward_step,
              args_defaults={'tokenizer_type': 'GPT2BPETokenizer'})

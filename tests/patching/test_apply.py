@@ -157,14 +157,16 @@ def test_odd_forms(call, expected):
         ("from megatron.training import *", "pretrain"),
         ("from megatron.training.training import pretrain", "pretrain"),
         (
-            "try:\n    from megatron.training import pretrain\nexcept ImportError:\n    from old import pretrain",
+            "try:\n    from megatron.training import pretrain\nexcept ImportError:\n"
+            "    from megatron.training.training import pretrain",
             "pretrain",
         ),
+        ("from typing import *\nfrom megatron.training import pretrain", "pretrain"),
     ],
 )
 def test_ways_to_import_pretrain(imports, call):
     script = with_call(
-        imports + "\nfrom megatron.core.enums import ModelType\n",
+        imports + "\nfrom megatron.core.enums import ModelType\nfrom megatron.training import get_args\n",
         SHAPE.replace("pretrain", call, 1).format("datasets_provider"),
     )
     assert "megaresume.provider(datasets_provider)" in patch(script).data.decode()

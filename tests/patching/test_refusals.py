@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megaresume.patching.beside import Beside
+from megaresume.patching.choose import Beside
 from megaresume.patching.errors import PatchError
-from megaresume.patching.library import find_recipe
+from megaresume.patching.recipe import find_recipe
 from megaresume.stream.errors import UsageError
 from tests.patching.conftest import patch
 from tests.patching.scripts import LM, NEW, UP_TO_0_17, V0_18, with_call
@@ -57,10 +57,106 @@ def test_what_cannot_be_told_is_refused_with_its_line_and_the_change_by_hand(cal
     assert "megaresume.run train.py" in error.action
 
 
+RUN = "from megatron.core.enums import ModelType\nfrom megatron.training import get_args, pretrain, print_rank_0\n"
+
+
+@pytest.mark.parametrize(
+    ("imports", "statements", "found"),
+    [
+        # FlagScale's train_gpt.py: the second import rebinds the name.
+        (RUN + "from elsewhere.train import pretrain\n", "", ["line 8: from megatron", "line 9: from elsewhere"]),
+        ("from elsewhere.train import pretrain\n" + RUN, "", ["line 7: from elsewhere", "line 9: from megatron"]),
+        (
+            "try:\n    from megatron.training import get_args, pretrain\n"
+            "except ImportError:\n    from old import pretrain\n",
+            "",
+            ["line 8: from megatron", "line 10: from old"],
+        ),
+        (RUN + "if 1:\n    from elsewhere import train as pretrain\n", "", ["line 10: from elsewhere"]),
+        (RUN + "from elsewhere.train import *\n", "", ["line 8", "line 9: from elsewhere.train import *"]),
+        (
+            "from megatron.training import get_args\nfrom megatron.training import *\nfrom other import *\n",
+            "",
+            ["other"],
+        ),
+        (RUN, "def pretrain(*a): pass", ["def pretrain(*a)"]),
+        (RUN, "class pretrain: pass", ["class pretrain"]),
+        (RUN, "pretrain = timed(pretrain)", ["pretrain = timed(pretrain)"]),
+        (RUN, "pretrain = getattr(os, 'x', pretrain)", ["pretrain = getattr"]),
+        (RUN, "def f():\n    global pretrain\n    pretrain = 3", ["pretrain = 3"]),
+        (RUN, "with open('x') as pretrain: pass", ["with open"]),
+        (RUN + "import megatron.training\n", "megatron.training.pretrain = 3", []),
+        (RUN + "import megatron.training as t\nimport other as t\n", "t.pretrain = 3", []),
+    ],
+)
+def test_a_name_that_is_bound_more_than_once_is_ambiguous(imports, statements, found):
+    call = CALL.format("datasets_provider")
+    error = refused(with_call(imports, f"{statements}\n{call}" if statements else call))
+    if found:
+        assert "which function pretrain is cannot be told" in error.headline
+        assert "bound more than once" in error.cause and "megatron.training alone" not in error.action
+    for words in found:
+        assert words in str(error.found)
+
+
+def test_attributes_of_a_module_that_is_rebound_or_assigned_to():
+    imports = "from megatron.core.enums import ModelType\nfrom megatron.training import get_args\n"
+    call = CALL.format("datasets_provider").replace("pretrain", "training.pretrain")
+    good = imports + "from megatron import training\n"
+    assert patch(with_call(good, call)).recipe.name == "megatron-lm-0.17"
+    assert "from elsewhere" in refused(with_call(good + "from elsewhere import training\n", call)).found
+    assert "training.pretrain = mine" in refused(with_call(good, f"training.pretrain = mine\n{call}")).found
+
+
+def test_what_is_bound_elsewhere_under_the_same_name_does_not_matter():
+    more = "\n\ndef other():\n    from elsewhere import pretrain\n    return pretrain\n"
+    more += "\n\ndef third(pretrain):\n    return pretrain\n"
+    script = with_call(RUN + more, CALL.format("datasets_provider"))
+    assert patch(script).recipe.name == "megatron-lm-0.17"
+
+
+FLAT = "from megatron import get_args, print_rank_0\nfrom megatron.core.enums import ModelType\n"
+FLAT += "from megatron.training import pretrain\n"
+
+
+def flat(root, head=""):
+    """A Megatron whose training code is megatron/training.py."""
+    (root / "megatron").mkdir()
+    names = "train_valid_test_dataset_provider, model_provider, model_type, a, b, extra_args_provider"
+    (root / "megatron" / "training.py").write_text(f"{head}def pretrain({names}):\n    pass\n")
+    return Beside(root=root, version=None)
+
+
+def test_a_recipe_of_deepspeed_needs_deepspeed(tmp_path):
+    """Megatron-LM before core 0.6, bigcode's and Yuan-2.0 have the same imports and the same pretrain."""
+    script = with_call(FLAT, CALL.format("datasets_provider"))
+    error = refused(script)
+    assert "no recipe fits" in error.headline and "Megatron-LM from core 0.8 on" in error.expected
+    assert "deepspeed is imported neither by it nor by a megatron beside it" in error.found
+    beside = flat(tmp_path)
+    error = refused(script, beside=beside)
+    assert f"deepspeed is imported neither by it nor by {tmp_path / 'megatron' / 'training.py'}" in error.found
+    assert patch("import deepspeed\n" + script, beside=beside).recipe.name == "megatron-deepspeed"
+
+
+def test_deepspeed_beside_the_script_is_evidence(tmp_path):
+    script = with_call(FLAT, CALL.format("datasets_provider"))
+    beside = flat(tmp_path, "def setup():\n    from deepspeed.runtime import engine\n\n\n")
+    assert patch(script, beside=beside).recipe.name == "megatron-deepspeed"
+
+
+def test_a_script_without_evidence_for_any_layout():
+    script = with_call(
+        "from megatron.training import pretrain\nfrom megatron.core.enums import ModelType\n",
+        CALL.format("datasets_provider"),
+    )
+    assert "megatron-lm-0.17: it imports none of megatron.training.get_args" in refused(script).found
+
+
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
-        ("print(1)\n", "it does not import megatron.training"),
+        ("print(1)\n", "megatron-lm-0.19: it does not import megatron.training"),
         ("", "it does not import megatron.training"),
         (LM + "\n\ndef f(go):\n    go(pretrain)\n", "it calls no pretrain, but hands it on"),
         (with_call(LM, "pretrain(datasets_provider, model_provider, forward_step)"), "would be forward_step, not"),
@@ -113,6 +209,12 @@ def test_a_version_outside_the_range_with_the_right_parameters_is_only_noted(tmp
     names = "train_valid_test_dataset_provider, model_provider, model_type, a, b, extra_args_provider"
     done = patch(UP_TO_0_17, beside=megatron(tmp_path, names, "0.18.0"))
     assert "0.18.0" in done.notes[0] and "outside >=0.8,<0.18" in done.notes[0]
+
+
+def test_a_megatron_that_is_too_old_is_refused(tmp_path):
+    names = "train_valid_test_dataset_provider, model_provider, model_type, a, b, extra_args_provider"
+    error = refused(UP_TO_0_17, beside=megatron(tmp_path, names, "0.7.0"))
+    assert f"megatron 0.7.0 in {tmp_path} is older than 0.8" in error.found
 
 
 def test_changed_by_hand():

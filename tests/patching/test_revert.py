@@ -86,6 +86,13 @@ def test_line_ends_may_be_converted_after_the_patch():
     assert revert(done, "s.py").data == V0_19.replace("\n", "\r\n").encode()
 
 
+def edit(data: bytes, old: bytes, new: bytes) -> bytes:
+    """Change the script, not the comment."""
+    lines = data.splitlines(keepends=True)
+    assert any(old in line for line in lines)
+    return b"".join(line if line.startswith(b"# megaresume") else line.replace(old, new) for line in lines)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "found"),
     [
@@ -100,9 +107,7 @@ def test_line_ends_may_be_converted_after_the_patch():
     ],
 )
 def test_our_lines_edited_are_refused_by_line(old, new, found):
-    done = patch(V0_19).data
-    assert old in done
-    edited = done.replace(old, new)
+    edited = edit(patch(V0_19).data, old, new)
     with pytest.raises(PatchError, match="lines of the patch were edited") as caught:
         revert(edited, "s.py")
     assert found in str(caught.value.found)
@@ -121,7 +126,7 @@ def test_a_copied_line_is_told_apart_by_its_place_or_refused():
     assert "several times" in str(caught.value.found)
 
 
-@pytest.mark.parametrize("how", ["recipe megatron", "original ", "end ", "split", "cut"])
+@pytest.mark.parametrize("how", ["recipe megatron", "original ", "check ", '["', "split", "cut"])
 def test_an_edited_marker_is_refused(how):
     lines = patch(V0_19).data.splitlines(keepends=True)
     first = next(i for i, line in enumerate(lines) if line.startswith(b"# megaresume-patch"))
@@ -161,7 +166,7 @@ def test_not_patched():
 
 
 GOLDEN_ORIGINAL = """\
-from megatron.training import pretrain
+from megatron.training import get_args, pretrain
 from m import data_provider, M, step, ModelType
 
 pretrain(data_provider, M, ModelType.a, step)
@@ -169,12 +174,11 @@ pretrain(data_provider, M, ModelType.a, step)
 # ruff: noqa: E501
 GOLDEN = """\
 # megaresume-patch 1: recipe megatron-lm-0.17 version 1 (to undo: megaresume patch --revert SCRIPT)
-# megaresume-patch at 1 original f747d0769387962a389c4a699807b1eb204a8da9fb5e718684f3234cd8cf949e patched ce5113e09b4b9e33
-# megaresume-patch 6 1 8dedaa5d548ba472 [[0, "import megaresume\\n"]]
-# megaresume-patch 10 1 1ac0a8775c5e2a08 [[9, "megaresume.provider("], [42, ")"], [65, ", extra_args_provider=megaresume.extra_args_provider()"]]
-# megaresume-patch end 695f21443ce59da0
+# megaresume-patch 4 [] -> ["import megaresume"]
+# megaresume-patch 8 ["pretrain(data_provider, M, ModelType.a, step)"] -> ["pretrain(megaresume.provider(data_provider), M, ModelType.a, step, extra_args_provider=megaresume.extra_args_provider())"]
+# megaresume-patch original fcc5d9c1c18483c1e0569baa2a101981c138e7662cb55ddfc5cccff251f39afb check 9dc5dc732dd974eb
 import megaresume
-from megatron.training import pretrain
+from megatron.training import get_args, pretrain
 from m import data_provider, M, step, ModelType
 
 pretrain(megaresume.provider(data_provider), M, ModelType.a, step, extra_args_provider=megaresume.extra_args_provider())
@@ -186,3 +190,10 @@ def test_a_marker_of_format_1_stays_readable():
     back = revert(GOLDEN.encode(), "s.py")
     assert (back.recipe, back.version, back.exact) == ("megatron-lm-0.17", 1, True)
     assert back.data.decode() == GOLDEN_ORIGINAL
+    assert patch(GOLDEN_ORIGINAL).data.decode() == GOLDEN
+
+
+def test_a_name_that_is_replaced_everywhere_also_in_the_marker_is_refused():
+    data = patch(V0_19).data.replace(b"datasets_provider", b"data_provider")
+    with pytest.raises(PatchError, match="marker of the patch was edited"):
+        revert(data, "s.py")
