@@ -15,11 +15,13 @@ from pathlib import Path
 NAMES = (
     "planning",
     "packing",
+    "diversity",
     "assembly",
     "loader",
     "megatron",
     "guard",
     "resume",
+    "fingerprint",
     "state",
     "memory",
     "simulation",

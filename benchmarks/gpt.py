@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.corpora import END_OF_DOCUMENT, SEQ_LENGTH, VOCABULARY, WEIGHTS
 
-__all__ = ["Sampler", "build", "forget_index"]
+__all__ = ["Sampler", "build", "build_one", "forget_index"]
 
 
 class Tokenizer:
@@ -32,6 +32,16 @@ def build(paths: Mapping[str, Path], num_samples: int, *, apart: bool = False) -
         apart: keep documents apart as our batches do: position ids start again, no loss after the end of a document.
             Without it loss masks and position ids are made once and reused, which is the fastest that it can do.
     """
+    blend = [str(path) for path in paths.values()], list(WEIGHTS.values())
+    return _build(blend, num_samples, SEQ_LENGTH, apart)
+
+
+def build_one(path: Path, seq_length: int, num_samples: int) -> Any:
+    """The `GPTDataset` of one corpus."""
+    return _build(([str(path)], None), num_samples, seq_length, apart=False)
+
+
+def _build(blend: tuple[list[str], list[float] | None], num_samples: int, seq_length: int, apart: bool) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -39,8 +49,8 @@ def build(paths: Mapping[str, Path], num_samples: int, *, apart: bool = False) -
     logging.getLogger("megatron").setLevel(logging.ERROR)
     config = GPTDatasetConfig(
         random_seed=1234,
-        sequence_length=SEQ_LENGTH,
-        blend=([str(path) for path in paths.values()], list(WEIGHTS.values())),
+        sequence_length=seq_length,
+        blend=blend,
         split="1,0,0",
         tokenizer=Tokenizer(),
         reset_position_ids=apart,

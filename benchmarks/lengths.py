@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.corpora import WEIGHTS, document_lengths
+from megaresume.stream.pieces import LongDocuments, find_long
 from megaresume.stream.state import Fingerprint
 
 __all__ = ["LengthsOnDisk", "open_lengths", "write_lengths"]
@@ -26,10 +27,12 @@ class LengthsOnDisk:
 
     Args:
         lengths: int32[documents], memory-mapped.
+        beside: where the list of long documents is kept, as a corpus keeps its own; None: it is made anew.
     """
 
-    def __init__(self, lengths: npt.NDArray[np.int32]) -> None:
+    def __init__(self, lengths: npt.NDArray[np.int32], beside: Path | None = None) -> None:
         self._lengths = lengths
+        self._beside = beside
         self.token_view = np.ones(TOKENS, np.int32)
 
     def __len__(self) -> int:
@@ -44,6 +47,16 @@ class LengthsOnDisk:
         """Tokens of document i."""
         return int(self._lengths[i])
 
+    def long_documents(self, piece: int) -> LongDocuments:
+        """The documents longer than a piece, from a memory map."""
+        if self._beside is None:
+            return find_long(self, piece)
+        path = Path(f"{self._beside}.{len(self)}.{piece}.npy")
+        if not path.exists():
+            found = find_long(self, piece)
+            np.save(path, np.stack([found.ids, found.ends]))
+        return LongDocuments(*np.load(path, mmap_mode="r"))
+
     def token_starts(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Where each document starts in ``token_view``, int64[n]."""
         return ids % (TOKENS - self.lengths(ids))
@@ -56,7 +69,7 @@ class LengthsOnDisk:
         """Tokens of document i."""
         return self.read(i, 0, self.length(i))
 
-    def fingerprint(self, *, recompute: bool = False) -> Fingerprint:
+    def fingerprint(self, *, first: int | None = None, recompute: bool = False) -> Fingerprint:
         """Made up: a corpus keeps its own beside it, and a resume reads it in no time."""
         return Fingerprint(documents=len(self), tokens=600 * len(self), lengths="0" * 32)
 
@@ -79,4 +92,5 @@ def open_lengths(path: Path, num_documents: int | None = None) -> list[LengthsOn
         data.madvise(mmap.MADV_RANDOM)  # look-ups in a permuted order: reading on behind each one only delays
     lengths = np.frombuffer(data, np.int32)[:num_documents]
     ends = np.cumsum([int(len(lengths) * share) for share in WEIGHTS.values()])
-    return [LengthsOnDisk(part) for part in np.split(lengths, ends)[: len(WEIGHTS)]]
+    parts = np.split(lengths, ends)[: len(WEIGHTS)]
+    return [LengthsOnDisk(part, path.with_name(f"{path.name}.{k}")) for k, part in enumerate(parts)]

@@ -10,8 +10,10 @@ import numpy.typing as npt
 
 from benchmarks import gpt
 from benchmarks.corpora import SEQ_LENGTH, config
+from benchmarks.lengths import LengthsOnDisk
 from benchmarks.setup import Setup
 from benchmarks.table import Row
+from megaresume.stream.config import StreamConfig
 from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.stream.plan import Plan
 from megaresume.stream.stream import Stream
@@ -19,6 +21,9 @@ from megaresume.stream.stream import Stream
 __all__ = ["rows"]
 
 LEAST = 99.7
+#: Documents far shorter than a sample: tokens of a sample, mean tokens of a document.
+SHORT = ((8192, 100), (32768, 300), (131072, 600), (131072, 20))
+LEAST_SHORT = 99.0
 
 
 def rows(setup: Setup) -> Iterator[Row]:
@@ -52,6 +57,27 @@ def rows(setup: Setup) -> Iterator[Row]:
         must="0 %",
         holds=cut == 0,
     )
+    for seq_length, mean in SHORT:
+        yield _short(setup, seq_length, mean)
+
+
+def _short(setup: Setup, seq_length: int, mean: int) -> Row:
+    """``knapsack`` with documents of exponentially distributed lengths, against closing a sample that is too full."""
+    num_samples = max(setup.sizes.packed_documents * mean // seq_length // 4, 4)
+    lengths = np.random.default_rng(mean).exponential(mean, 1 << 18).astype(np.int32) + 1
+    data = {"seq_length": seq_length, "packing": "knapsack", "sources": {"short": {}}}
+    plan = Stream(StreamConfig.from_dict(data), [LengthsOnDisk(lengths)]).plan(0, num_samples)
+    ours = 100 * int(plan.tokens().sum()) / (num_samples * seq_length)
+    drawn = _as_drawn(plan)
+    return Row(
+        what=f"tokens in a sample of {seq_length:,}, knapsack, documents of {mean}",
+        ours=ours,
+        unit="%",
+        baseline=100 * int(drawn.sum()) / (next_fit(drawn, seq_length) * seq_length),
+        against="next-fit",
+        must=f">= {LEAST_SHORT:.0f} %",
+        holds=ours >= LEAST_SHORT,
+    )
 
 
 def best_fit_decreasing(lengths: npt.NDArray[np.int64], seq_length: int = SEQ_LENGTH) -> int:
@@ -68,13 +94,13 @@ def best_fit_decreasing(lengths: npt.NDArray[np.int64], seq_length: int = SEQ_LE
     return bins
 
 
-def next_fit(lengths: npt.NDArray[np.int64]) -> int:
+def next_fit(lengths: npt.NDArray[np.int64], seq_length: int = SEQ_LENGTH) -> int:
     """Samples when one is open at a time, and closed by the first document that does not fit."""
     bins, room = 0, 0
     for length in lengths.tolist():
         if length > room:
             bins += 1
-            room = SEQ_LENGTH
+            room = seq_length
         room -= length
     return bins
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 from benchmarks import gpt
-from benchmarks.corpora import WEIGHTS, config, document_lengths
+from benchmarks.corpora import SEQ_LENGTH, WEIGHTS, config, document_lengths
+from benchmarks.lengths import LengthsOnDisk
 from benchmarks.setup import Setup
 from benchmarks.table import Row
 from benchmarks.timing import interleaved, median, ratio
+from megaresume.stream.config import StreamConfig
 from megaresume.stream.reference import reference_samples
 from megaresume.stream.stream import Stream
 
@@ -19,12 +22,15 @@ BLOCK = 128
 #: Samples that the plain-Python reference plans in a repetition.
 REFERENCE_SAMPLES = 50
 LEAST = 5e6
+#: Sources of the last row, and of the speed with three what it must keep.
+MANY, LEAST_OF_FEW = 1000, 0.5
 
 
 def rows(setup: Setup) -> Iterator[Row]:
     """``best_fit`` against the same algorithm in plain Python, ``split`` against Megatron building its indexes."""
     yield _best_fit(setup)
     yield _split(setup)
+    yield _many(setup)
 
 
 class _Planning:
@@ -43,6 +49,37 @@ class _Planning:
 
     def documents(self, repetition: int) -> int:
         return self.planned[repetition] - self.planned[repetition - 1]
+
+
+class _Many(_Planning):
+    """The same over a thousand sources of random weights."""
+
+    def __init__(self, setup: Setup) -> None:
+        rng = random.Random(0)
+        self.num_samples = setup.sizes.planned_samples
+        weights = {f"source_{i}": {"weight": rng.random()} for i in range(MANY)}
+        lengths = [LengthsOnDisk(document_lengths(10_000, seed)) for seed in range(MANY)]
+        data = {"seq_length": SEQ_LENGTH, "packing": "best_fit", "sources": weights}
+        self.stream = Stream(StreamConfig.from_dict(data), lengths)
+        self.planned = {}
+
+
+def _many(setup: Setup) -> Row:
+    ours, few = _Many(setup), _Planning(setup, "best_fit")
+    seconds = interleaved({"ours": ours, "few": few}, setup.sizes.repetitions)
+    per_document = [s / ours.documents(r) for r, s in enumerate(seconds["ours"], 1)]
+    baseline = [s / few.documents(r) for r, s in enumerate(seconds["few"], 1)]
+    times = ratio(per_document, baseline)
+    return Row(
+        what=f"planning, best_fit, {MANY:,} sources",
+        ours=1 / median(per_document) / 1e6,
+        unit="M documents/s",
+        baseline=1 / median(baseline) / 1e6,
+        against="3 sources",
+        ratio=times,
+        must=f">= {LEAST_OF_FEW} x",
+        holds=times >= LEAST_OF_FEW,
+    )
 
 
 def _best_fit(setup: Setup) -> Row:

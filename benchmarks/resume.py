@@ -71,7 +71,8 @@ def _resumed(lengths: Path, texts: list[str], *, cold: bool) -> list[float]:
     seconds = []
     for text in texts[1:]:
         if cold:
-            _forget(lengths)
+            for path in lengths.parent.iterdir():
+                _forget(path)
         begin = wall()
         resume(lengths, text)
         seconds.append(wall() - begin)
@@ -99,12 +100,13 @@ def _after(stream: Stream, sources: list[LengthsOnDisk], epochs: float) -> Strea
     start = stream.state_at(0)
     total = int(epochs * 600 * sum(len(source) for source in sources))
     cursors = {}
-    for source, (name, share) in zip(sources, WEIGHTS.items(), strict=True):
+    for name, share in WEIGHTS.items():
         position = int(total * share) // 600
+        before = start.sources[name]
         cursors[name] = dataclasses.replace(
-            start.sources[name],
+            before,
             position=position,
-            epoch=position // len(source),
+            epoch=position // before.size,
             documents=position,
             tokens=600 * position,
             drawn_in_stage=600 * position,

@@ -35,10 +35,11 @@ class DocumentCounts:
     Args:
         lengths: by source: int64[documents], tokens of each.
         names: of the sources.
+        seq_length: tokens of a sample: longer documents are in more than one piece.
     """
 
-    def __init__(self, lengths: Sequence[npt.NDArray[np.int64]], names: Sequence[str]) -> None:
-        self._sources = [_Source(name, each) for name, each in zip(names, lengths, strict=True)]
+    def __init__(self, lengths: Sequence[npt.NDArray[np.int64]], names: Sequence[str], seq_length: int) -> None:
+        self._sources = [_Source(name, each, seq_length) for name, each in zip(names, lengths, strict=True)]
 
     def add(self, table: npt.NDArray[np.int64]) -> None:
         """Count segments that were trained for good.
@@ -74,8 +75,9 @@ class DocumentCounts:
 
 
 class _Source:
-    def __init__(self, name: str, lengths: npt.NDArray[np.int64]) -> None:
+    def __init__(self, name: str, lengths: npt.NDArray[np.int64], seq_length: int) -> None:
         self.name, self.lengths = name, lengths
+        self._pieces = int(np.maximum(-(-lengths // seq_length), 1).sum())
         self.oldest = self.tokens = self.missing = self.whole = 0
         # By epoch modulo WINDOW, by document.
         self._got = np.zeros((WINDOW, len(lengths)), np.int64)
@@ -85,7 +87,7 @@ class _Source:
     def add(self, table: npt.NDArray[np.int64]) -> None:
         if not len(table):
             return
-        epochs = table[:, POSITION] // len(self.lengths)
+        epochs = table[:, POSITION] // self._pieces
         newest = int(epochs.max())
         if newest - self.oldest >= WINDOW and int(epochs.min()) < newest - WINDOW + 1:
             # More than a window at a time: in the order of the epochs.

@@ -72,7 +72,7 @@ class SimulatedRun:
     def __init__(self, config: StreamConfig, sources: Sequence[LengthSource]) -> None:
         self.config, self.sources = config, list(sources)
         lengths = [source.lengths(np.arange(len(source))) for source in sources]
-        self.documents = DocumentCounts(lengths, [source.name for source in config.sources])
+        self.documents = DocumentCounts(lengths, [source.name for source in config.sources], config.seq_length)
         self.step = self.num_micro_batches = 0
         self.schedule = BatchSchedule.constant(1)
         # What was asked for: batch sizes from a sample on, a stage from a sample on, samples to leave out.
@@ -262,7 +262,7 @@ class SimulatedRun:
                 raise Wrong(f"source {name}: {missing} tokens never came, {source.left_out_tokens} were left out")
 
     def _uninterrupted(self, state: StreamState, update: Callable[[int], object]) -> None:
-        twin = Stream(self.config, self.sources, recorded=state.stages, left_out=state.skips)
+        twin = Stream(self.config, self.sources, past=state)
         position = 0
         for sample, digest in sorted(set(self.digests)):
             while position < sample:

@@ -1,51 +1,66 @@
-"""Taking the state for a checkpoint: time and size, with ten sources."""
+"""Taking the state for a checkpoint: time and size, with ten sources and with a thousand."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+
+import xxhash
 
 from benchmarks.corpora import config, document_lengths
 from benchmarks.lengths import LengthsOnDisk
 from benchmarks.setup import Setup
 from benchmarks.table import Row
 from benchmarks.timing import interleaved, median
+from megaresume.stream.state import Fingerprint
 from megaresume.stream.stream import Stream
 
 __all__ = ["rows"]
 
-NUM_SOURCES = 10
+#: Sources -> what taking the state may take: seconds, bytes.
+MOST = {10: (1e-3, 16384), 1000: (0.1, 65536)}
 #: Samples planned; the state is that before one of the last, as far behind as a loader reads ahead.
 PLANNED, BEHIND = 4096, 300
-MOST_SECONDS, MOST_BYTES = 1e-3, 16384
+
+
+class _Source(LengthsOnDisk):
+    """With hashes that do not repeat, as those of real corpora do not."""
+
+    def fingerprint(self, *, recompute: bool = False) -> Fingerprint:
+        """Of the lengths; the contents are made up."""
+        digest = xxhash.xxh3_128_hexdigest(self._lengths.tobytes())
+        return Fingerprint(
+            documents=len(self), tokens=int(self._lengths.sum()), lengths=digest, contents=digest[::-2].ljust(16, "0")
+        )
 
 
 def rows(setup: Setup) -> Iterator[Row]:
     """`Stream.state_at` and `to_json` at samples inside the planned blocks."""
-    names = [f"source_{i}" for i in range(NUM_SOURCES)]
-    num_documents = max(setup.sizes.corpus_documents // NUM_SOURCES, 100)
-    sources = [LengthsOnDisk(document_lengths(num_documents, seed)) for seed in range(NUM_SOURCES)]
-    for packing in ("best_fit", "split"):
-        stream = Stream(config(packing, sources=names), sources)
-        stream.plan(0, PLANNED)
-        texts: list[str] = []
+    for num_sources, (most_seconds, most_bytes) in MOST.items():
+        names = [f"source_{i}" for i in range(num_sources)]
+        num_documents = max(setup.sizes.corpus_documents // num_sources, 100)
+        sources = [_Source(document_lengths(num_documents, seed)) for seed in range(num_sources)]
+        for packing in ("best_fit", "split"):
+            stream = Stream(config(packing, sources=names), sources)
+            stream.plan(0, PLANNED)
+            texts: list[str] = []
 
-        def take(repetition: int, stream: Stream = stream, texts: list[str] = texts) -> None:
-            # 37 and 300 have no common divisor: every distance from the start of a block comes up.
-            texts.append(stream.state_at(PLANNED - 1 - repetition * 37 % BEHIND).to_json())
+            def take(repetition: int, stream: Stream = stream, texts: list[str] = texts) -> None:
+                # 37 and 300 have no common divisor: every distance from the start of a block comes up.
+                texts.append(stream.state_at(PLANNED - 1 - repetition * 37 % BEHIND).to_json())
 
-        seconds = median(interleaved({"take": take}, 100 * setup.sizes.slow_repetitions)["take"])
-        size = max(len(text) for text in texts)
-        yield Row(
-            what=f"taking the state, {NUM_SOURCES} sources, {packing}",
-            ours=seconds * 1e3,
-            unit="ms",
-            must="< 1 ms",
-            holds=seconds < MOST_SECONDS,
-        )
-        yield Row(
-            what=f"size of the state, {NUM_SOURCES} sources, {packing}",
-            ours=size / 1024,
-            unit="KB",
-            must="< 16 KB",
-            holds=size < MOST_BYTES,
-        )
+            seconds = median(interleaved({"take": take}, 100 * setup.sizes.slow_repetitions)["take"])
+            size = max(len(text) for text in texts)
+            yield Row(
+                what=f"taking the state, {num_sources:,} sources, {packing}",
+                ours=seconds * 1e3,
+                unit="ms",
+                must=f"< {most_seconds * 1e3:.0f} ms",
+                holds=seconds < most_seconds,
+            )
+            yield Row(
+                what=f"size of the state, {num_sources:,} sources, {packing}",
+                ours=size / 1024,
+                unit="KB",
+                must=f"< {most_bytes // 1024} KB",
+                holds=size < most_bytes,
+            )

@@ -19,8 +19,9 @@ from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.changes import Reconciled, changes_since, reconcile
 from megaresume.stream.config import OnChange, StreamConfig
 from megaresume.stream.errors import ConfigError, CorpusError, MegaresumeError, SetupError, StateError, UsageError
-from megaresume.stream.fingerprints import fingerprint_of
+from megaresume.stream.fingerprints import fingerprint_of, first_documents, same_corpora
 from megaresume.stream.ranges import Range
+from megaresume.stream.remaining import check_remaining
 from megaresume.stream.skips import check_documents, no_schedule, with_skip_files
 from megaresume.stream.stages import Stage
 from megaresume.stream.state import Fingerprint, StreamState
@@ -42,6 +43,8 @@ class Data:
     changes: list[tuple[str, Any, Any]] = field(default_factory=list)
     #: what would be kept in the state for ever, in words.
     accepted: tuple[str, ...] = ()
+    #: corpora that have grown, in words.
+    grown: tuple[str, ...] = ()
     #: what ``--megaresume-on-change stage`` would make of a change that is refused without it; None: refused as well.
     with_stage: tuple[str, ...] | None = None
     #: of today, as given.
@@ -158,7 +161,8 @@ def _reconcile(
     # What is to come begins later than here: only the new stage begins at the resume point.
     is_new = following is not None and following.unit == "samples" and following.at == state.samples
     data.outcome = "new stage" if is_new else "nothing"
-    data.accepted = going_on.accepted
+    data.accepted, data.grown = going_on.accepted, tuple(map(str, going_on.grown))
+    findings += [Finding(kind="warning", headline=line) for line in same_corpora(data.fingerprints)]
     new = len(state.skips.log)
     skips = going_on.course.skips
     findings += [Finding(kind="warning" if r.late else "note", headline=str(r)) for r in skips.log[new:]]
@@ -196,6 +200,8 @@ def _go_on(
         skip=(flags.skip,),
         steps_to_samples=samples_of,
         end=end,
+        first_of=lambda name, documents: first_documents(data.sources[name], name, documents),
     )
     check_documents(going_on.course.skips, {name: f.documents for name, f in data.fingerprints.items()})
+    check_remaining(going_on.course, data.sources, state)
     return going_on

@@ -48,7 +48,7 @@ def sources_ahead(
     end: Ending | None,
 ) -> list[Ahead]:
     """Every source under the config that holds from the resume point on."""
-    known = state.replace(fingerprints={**state.fingerprints, **fingerprints})
+    known = state.replace(fingerprints={**fingerprints, **state.fingerprints})
     rows = outlook(known, config)
     return [_ahead(row, source, known, schedule, step, end) for row, source in zip(rows, config.sources, strict=True)]
 
@@ -61,9 +61,7 @@ def _ahead(
     step: int,
     end: Ending | None,
 ) -> Ahead:
-    fingerprint, cursor = state.fingerprints.get(row.name), state.sources.get(row.name)
-    documents = 0 if fingerprint is None else fingerprint.documents
-    position = 0 if cursor is None else cursor.position
+    cursor = state.sources.get(row.name)
     left = None
     if source.max_epochs is not None and source.on_exhausted != "repeat":
         left = max(source.max_epochs - row.epoch, 0)
@@ -75,15 +73,15 @@ def _ahead(
         steps = None if schedule is None else step + steps_until(schedule, state.samples, sample)
         return sample, steps
 
-    # Samples that one document of the source takes, as `outlook` reckons.
+    # Samples that one piece of the source takes, as `outlook` reckons.
     rate = None if row.samples_left is None or not row.remaining else row.samples_left / row.remaining
-    last = None if rate is None or left is None else max(left * documents - position % max(documents, 1), 0) * rate
+    last = None if rate is None or left is None else max((left - 1) * row.size + row.remaining, 0) * rate
     sample, until = at(row.samples_left)
     last_sample, last_step = at(last)
     drawn = None
-    if documents and end is not None:
+    if row.size and end is not None:
         further = 0.0 if rate is None else (end.sample - state.samples) / max(rate, 1e-9)
-        drawn = (position + further) / documents
+        drawn = (0.0 if cursor is None else cursor.epochs) + further / row.size
         drawn = drawn if left is None else min(drawn, row.epoch + left)
     return Ahead(
         now=row,

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megaresume.encoding.blocks import Block
-from megaresume.encoding.documents import TextOptions, texts_of
-from megaresume.encoding.parts import Part, PartFiles
+from megaresume.encoding.documents import LeftOut, TextOptions, texts_of
+from megaresume.encoding.parts import SHOWN, Part, PartFiles
 from megaresume.encoding.tokenizers import Tokenizer, tokenizer_from_content
 from megaresume.stream.errors import CorpusError, SetupError
 
@@ -58,10 +58,11 @@ class Encoder:
         """
         arrays: list[npt.NDArray[Any]] = []
         lengths: list[int] = []
-        empty = skipped = text_bytes = 0
+        empty = text_bytes = 0
+        left_out: list[LeftOut] = []
         for texts in self._batches(block):
-            valid = [text for text in texts if text is not None]
-            skipped += len(texts) - len(valid)
+            valid = [text for text in texts if isinstance(text, str)]
+            left_out += [text for text in texts if isinstance(text, LeftOut)]
             for text, tokens in zip(valid, self._tokenizer.encode_batch(valid), strict=True):
                 if not len(tokens):
                     empty += 1
@@ -85,7 +86,9 @@ class Encoder:
                 np.array(lengths, "<i4"),
                 tokens_of_all,
                 empty=empty,
-                skipped=skipped,
+                skipped=sum(entry.option == "invalid" for entry in left_out),
+                bad_lines=sum(entry.option == "bad_lines" for entry in left_out),
+                first_left_out=[entry.why for entry in left_out[:SHOWN]],
                 text_bytes=text_bytes,
                 raw_bytes=block.raw_bytes,
                 end=block.end,
@@ -93,8 +96,8 @@ class Encoder:
         except OSError as error:
             raise disk_error(self._files.directory, error) from error
 
-    def _batches(self, block: Block) -> Iterator[list[str | None]]:
-        batch: list[str | None] = []
+    def _batches(self, block: Block) -> Iterator[list[str | LeftOut]]:
+        batch: list[str | LeftOut] = []
         for piece in block.pieces:
             for text in texts_of(piece, self._spec.text):
                 batch.append(text)

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from megaresume.encoding.directories import files_below
 from megaresume.stream.errors import CorpusError, SetupError, UsageError
 
-__all__ = ["Format", "InputFile", "InputStream", "find_inputs"]
+__all__ = ["Format", "InputFile", "InputStream", "Inputs", "find_inputs"]
 
 Format = Literal["text", "jsonl"]
 
@@ -51,11 +52,20 @@ class InputFile:
         return {"path": str(self.path), "format": self.format, "size": self.size, "mtime_ns": self.mtime_ns}
 
 
-def find_inputs(paths: Sequence[str | Path], *, glob: str = "**/*", format: Format | None = None) -> list[InputFile]:
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What is read."""
+
+    files: list[InputFile]
+    #: links to directories that are read already, by another path.
+    linked_twice: list[Path]
+
+
+def find_inputs(paths: Sequence[str | Path], *, glob: str = "**/*", format: Format | None = None) -> Inputs:
     """Files in the order given; the files of a directory that match, sorted by their path in it.
 
     In a directory, whatever has no suffix of JSON lines is text: source code is. Names that begin with a dot are
-    left out.
+    left out. Links to files and to directories are followed, each directory is read once.
 
     Args:
         paths: files and directories.
@@ -64,23 +74,13 @@ def find_inputs(paths: Sequence[str | Path], *, glob: str = "**/*", format: Form
 
     Raises:
         UsageError: nothing there, an unknown suffix, a directory without a match.
+        CorpusError: a link that leads nowhere, a directory that cannot be read.
     """
-    inputs = []
+    inputs, linked_twice = [], []
     for path in map(Path, paths):
         if path.is_dir():
-            try:
-                matching = list(path.glob(glob))
-            except (NotImplementedError, ValueError) as error:  # an absolute pattern; an empty one
-                raise UsageError(
-                    "bad --glob",
-                    found=f"{glob!r}: {error}",
-                    expected="a pattern of names below the directory",
-                    action="correct --glob, for example --glob '**/*.py'",
-                ) from error
-            files = sorted(
-                (f for f in matching if not _hidden(f, path) and f.is_file()),
-                key=lambda f: f.relative_to(path).as_posix(),
-            )
+            files, twice = files_below(path, glob)
+            linked_twice += twice
             if not files:
                 raise UsageError(
                     f"no file in {path} matches",
@@ -106,7 +106,7 @@ def find_inputs(paths: Sequence[str | Path], *, glob: str = "**/*", format: Form
                 expected="files and directories to read",
                 action="check the path",
             )
-    return inputs
+    return Inputs(inputs, linked_twice)
 
 
 class InputStream:
@@ -245,10 +245,6 @@ def _format(path: Path) -> Format | None:
     if suffixes and suffixes[-1] in COMPRESSIONS:
         suffixes = suffixes[:-1]
     return FORMATS.get(suffixes[-1].lower()) if suffixes else None
-
-
-def _hidden(file: Path, directory: Path) -> bool:
-    return any(part.startswith(".") for part in file.relative_to(directory).parts)
 
 
 def _unreadable(file: InputFile, error: OSError) -> CorpusError:

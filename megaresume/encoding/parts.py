@@ -16,7 +16,10 @@ import numpy.typing as npt
 from megaresume.encoding.blocks import Position
 from megaresume.encoding.workdir import WorkDirectory
 
-__all__ = ["Part", "PartFiles"]
+__all__ = ["SHOWN", "Part", "PartFiles"]
+
+#: documents that are left out of which a part says where they are.
+SHOWN = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,8 +30,11 @@ class Part:
     tokens: int
     #: documents without a token, left out.
     empty: int
-    #: documents that are not UTF-8, left out.
+    #: documents that are not UTF-8, and lines that are no JSON object with a text: left out.
     skipped: int
+    bad_lines: int
+    #: where the first few of both are, and what is wrong with them.
+    first_left_out: list[str]
     #: of the documents, UTF-8 bytes.
     text_bytes: int
     #: read for it from disk (about).
@@ -45,7 +51,7 @@ class PartFiles(WorkDirectory):
     """The parts of one corpus."""
 
     def write_part(
-        self, index: int, lengths: npt.NDArray[np.int32], tokens: npt.NDArray[Any], *, end: Position, **counts: int
+        self, index: int, lengths: npt.NDArray[np.int32], tokens: npt.NDArray[Any], *, end: Position, **counts: Any
     ) -> Part:
         """Write a part: all of it or nothing.
 

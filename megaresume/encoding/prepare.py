@@ -23,7 +23,7 @@ from megaresume.encoding.documents import TextOptions
 from megaresume.encoding.encode import Encoder, EncoderSpec, disk_error, encode_in_worker, start_worker
 from megaresume.encoding.inputs import Format, InputFile, find_inputs
 from megaresume.encoding.merge import merge_parts
-from megaresume.encoding.parts import Part, PartFiles
+from megaresume.encoding.parts import SHOWN, Part, PartFiles
 from megaresume.encoding.tokenizers import Tokenizer, read_tokenizer_file, tokenizer_from_content
 from megaresume.encoding.workers import check_workers, run_in_processes
 from megaresume.sources.layout import DTYPES, bin_path, idx_path, prefix_of
@@ -76,6 +76,12 @@ class PrepareSummary:
     empty: int
     #: documents that are not UTF-8, left out (``invalid: skip``).
     skipped: int
+    #: lines that are no JSON object with a text, left out (``bad_lines: skip``).
+    bad_lines: int
+    #: where the first few of both are, and what is wrong with them.
+    first_left_out: list[str]
+    #: directories that were left out, because they lead to one that is read already.
+    linked_twice: list[str]
     #: UTF-8 bytes of the documents.
     text_bytes: int
     #: size of the .bin.
@@ -106,11 +112,9 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
     """
     begin = time.monotonic()
     prefix = prefix_of(output)
-    files = [
-        file
-        for file in find_inputs(inputs, glob=options.glob, format=options.format)
-        if not _is_output(file.path, prefix)  # --output may lie in a directory that is read
-    ]
+    found = find_inputs(inputs, glob=options.glob, format=options.format)
+    # --output may lie in a directory that is read
+    files = [file for file in found.files if not _is_output(file.path, prefix)]
     content, name = read_tokenizer_file(options.tokenizer)
     tokenizer = tokenizer_from_content(content, name, eod_token=options.eod_token)
     dtype = _dtype(options.dtype, tokenizer)
@@ -151,6 +155,9 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
         tokens=sum(p.tokens for p in parts),
         empty=sum(p.empty for p in parts),
         skipped=sum(p.skipped for p in parts),
+        bad_lines=sum(p.bad_lines for p in parts),
+        first_left_out=[why for part in parts for why in part.first_left_out][:SHOWN],
+        linked_twice=[str(path) for path in found.linked_twice],
         text_bytes=sum(p.text_bytes for p in parts),
         bin_bytes=bin_path(prefix).stat().st_size,
         dtype=dtype,
@@ -273,10 +280,12 @@ def _check_output(prefix: Path, parts_files: PartFiles, *, overwrite: bool) -> N
 def _check_not_empty(parts: Sequence[Part], files: Sequence[InputFile]) -> None:
     if sum(part.documents for part in parts):
         return
-    empty, skipped = sum(p.empty for p in parts), sum(p.skipped for p in parts)
+    empty, skipped = sum(p.empty for p in parts), sum(p.skipped + p.bad_lines for p in parts)
+    first = next((f", the first: {why}" for part in parts for why in part.first_left_out), "")
     raise CorpusError(
         "the input has no document",
-        found=f"{len(files)} files with {sum(f.size for f in files)} bytes; {empty} documents empty, {skipped} skipped",
+        found=f"{len(files)} files with {sum(f.size for f in files)} bytes; {empty} documents empty, "
+        f"{skipped} left out{first}",
         expected="at least one document with text",
         cause="the wrong files, or the wrong --json-key or --text-unit",
         action="check the input",
@@ -294,6 +303,7 @@ def _plan(
         "text_unit": options.text_unit,
         "json_key": spec.text.json_key,
         "invalid": spec.text.invalid,
+        "bad_lines": spec.text.bad_lines,
         "block_bytes": size,
     }
 

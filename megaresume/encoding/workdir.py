@@ -30,6 +30,8 @@ __all__ = ["WorkDirectory"]
 
 FORMAT = "megaresume.prepare"
 VERSION = 1
+#: settings of a plan that say what to do with bad input.
+POLICIES = ("invalid", "bad_lines")
 
 
 class WorkDirectory:
@@ -86,8 +88,9 @@ class WorkDirectory:
             old = None
         if old == plan:
             return
-        # What was finished under "error" holds no invalid text: a milder policy changes nothing in it.
-        if isinstance(old, dict) and old.get("invalid") == "error" and old | {"invalid": plan["invalid"]} == plan:
+        # What was finished under "error" holds nothing of that kind: a milder policy changes nothing in it.
+        milder = {key: plan[key] for key in POLICIES if isinstance(old, dict) and old.get(key) == "error"}
+        if isinstance(old, dict) and old | milder == plan:
             write_json_atomically(path, plan)
             return
         raise UsageError(

@@ -108,7 +108,7 @@ class DocumentReader:
             source, position, document, offset, length = plan.table[k].tolist()
             total = self.sources[source].length(document)
             assert offset == 0 and length == total, f"document {document} of {self.names[source]} was cut"
-            epoch = position // int(plan.num_documents[source])
+            epoch = plan.orders[source].epoch_of(position)
             key = Key(seed=self.seed, source=self.names[source], document=document, epoch=epoch)
             with nullcontext() if images.room is None else images.room.given():
                 encoded = self.sources[source].encoded(document, key)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
+from megaresume.stream.compiled import compiled
 from megaresume.stream.kernel import LENGTH, OFFSET, SOURCE
 
 __all__ = ["copy_segments", "finish_rows", "lay_out"]
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def lay_out(table, starts, align, seq_length, rows, columns, bounds, num_bounds, order, num_of_source):  # type: ignore[no-untyped-def]
     """Where each segment of a plan goes, and where attention must not look across.
 
@@ -54,7 +54,7 @@ def lay_out(table, starts, align, seq_length, rows, columns, bounds, num_bounds,
     return written
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def copy_segments(  # type: ignore[no-untyped-def]
     stored, document_starts, document_lengths, which, table, rows, columns, tokens, labels, loss_mask
 ):
@@ -91,7 +91,7 @@ def copy_segments(  # type: ignore[no-untyped-def]
             to_mask[length - 1] = 0
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def finish_rows(starts, columns, table, align, pad_id, tokens, labels, loss_mask, position_ids):  # type: ignore[no-untyped-def]
     """Write padding and position ids; positions start again at every segment, and at the padding at the end.
 
@@ -114,13 +114,13 @@ def finish_rows(starts, columns, table, align, pad_id, tokens, labels, loss_mask
         _count(position_ids[row, end:])
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _count(out):  # type: ignore[no-untyped-def]
     for i in range(out.size):
         out[i] = i
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _pad(row, start, stop, pad_id, tokens, labels, loss_mask):  # type: ignore[no-untyped-def]
     for i in range(start, stop):
         tokens[row, i] = pad_id

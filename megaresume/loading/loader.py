@@ -22,6 +22,7 @@ from megaresume.loading.batch import Batch, make_batch
 from megaresume.loading.dataset import StreamDataset, whole
 from megaresume.loading.signals import outlive_signals
 from megaresume.stream.batches import BatchSchedule, micro_batches
+from megaresume.stream.errors import MegaresumeError
 from megaresume.stream.stream import Stream
 
 __all__ = ["StreamLoader"]
@@ -84,10 +85,16 @@ class StreamLoader:
             micro_batches(0, size, micro_batch_size=micro_batch_size, dp_rank=dp_rank, dp_size=dp_size)
 
     def indices(self) -> Iterator[range]:
-        """The sample numbers of every micro-batch of this rank, in order."""
+        """The sample numbers of every micro-batch of this rank, in order.
+
+        Raises:
+            StreamExhausted: the stream ends within a global batch. At its start, on every rank: one that was handed
+                batches while another one ran dry would wait for it for ever.
+        """
         sample = self.start
         while self.stop is None or sample < self.stop:
             size = self.schedule.size_at(sample)
+            self.stream.plan(sample + size - 1, sample + size)
             yield from micro_batches(
                 sample, size, micro_batch_size=self.micro_batch_size, dp_rank=self.dp_rank, dp_size=self.dp_size
             )
@@ -97,7 +104,7 @@ class StreamLoader:
         """Micro-batches from ``start`` on; every call begins there again.
 
         Raises:
-            StreamExhausted: the stream ends.
+            StreamExhausted: the stream ends within the next global batch; on every rank alike.
             CorpusError: a document is damaged.
         """
         if self.num_workers:
@@ -113,9 +120,10 @@ class StreamLoader:
             yield make_batch(plan, assembler, attention_mask=self._attention_mask, pin_memory=self.pin_memory)
 
     def _from_workers(self) -> Iterator[Batch]:
+        indices = _Indices(self)
         loader = torch.utils.data.DataLoader(
             self.dataset,
-            batch_sampler=_Indices(self),
+            batch_sampler=indices,
             num_workers=self.num_workers,
             collate_fn=whole,
             worker_init_fn=outlive_signals,
@@ -126,6 +134,8 @@ class StreamLoader:
             generator=torch.Generator(),
         )
         yield from loader
+        if indices.ended is not None:
+            raise indices.ended
 
     def _from_thread(self) -> Iterator[Batch]:
         ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=self.prefetch)
@@ -162,10 +172,18 @@ class StreamLoader:
 
 
 class _Indices:
-    """A batch sampler: lists of sample numbers."""
+    """A batch sampler: lists of sample numbers.
+
+    It is asked far ahead of the batches: what ends it must not be raised before those that are on their way are out.
+    """
 
     def __init__(self, loader: StreamLoader) -> None:
         self._loader = loader
+        self.ended: MegaresumeError | None = None
 
     def __iter__(self) -> Iterator[list[int]]:
-        return (list(samples) for samples in self._loader.indices())
+        try:
+            for samples in self._loader.indices():
+                yield list(samples)
+        except MegaresumeError as error:
+            self.ended = error

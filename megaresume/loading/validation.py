@@ -20,7 +20,7 @@ from typing import Any, cast
 from megaresume.sources import open_sources, sources_from_data_path
 from megaresume.sources.base import Source
 from megaresume.sources.catalog import read_data_config, read_validation
-from megaresume.sources.overlap import check_no_overlap
+from megaresume.sources.overlap import check_no_overlap, check_not_seen
 from megaresume.sources.shards.metadataset import expand_metadatasets
 from megaresume.sources.split import PARTS, Part
 from megaresume.stream.config import StreamConfig
@@ -85,13 +85,18 @@ def open_validation(
                 **common,
             )
         if entry.get("overlap", "refuse") == "refuse":
-            check_held_out(training, stream, name)
+            check_held_out(training, stream, name, common["state"])
         opened[name] = stream
     return opened
 
 
-def check_held_out(training: Stream, held_out: Stream, name: str) -> None:
-    """Refuse a validation stream that holds documents of the training stream's sources.
+def check_held_out(training: Stream, held_out: Stream, name: str, state: StreamState | None) -> None:
+    """Refuse a validation stream that holds documents of the training stream's sources, or of those that it once had.
+
+    Args:
+        training, held_out: the streams.
+        name: of the validation set.
+        state: of the run that goes on; None: it begins.
 
     Raises:
         ConfigError: naming both ranges.
@@ -101,6 +106,10 @@ def check_held_out(training: Stream, held_out: Stream, name: str) -> None:
         for stream in (training, held_out)
     )
     check_no_overlap(trained, held, name)
+    seen = {}
+    if state is not None:
+        seen = {source: state.fingerprints[source] for source, cursor in state.sources.items() if cursor.documents}
+    check_not_seen(seen | training.fingerprints, held, name)
 
 
 def open_part(

@@ -45,8 +45,13 @@ class Source(Protocol):
         """`length` tokens of document i from token `offset` on."""
         ...
 
-    def fingerprint(self, *, recompute: bool = False) -> Fingerprint:
-        """What the source is: documents, tokens, hash of the lengths, tokenizer."""
+    def fingerprint(self, *, first: int | None = None, recompute: bool = False) -> Fingerprint:
+        """What the source is: documents, tokens, hash of the lengths, tokenizer, contents.
+
+        Args:
+            first: of its first documents only, as if there were no more; None: of all.
+            recompute: believe nothing that was kept from an earlier time.
+        """
         ...
 
 

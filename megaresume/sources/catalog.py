@@ -25,8 +25,8 @@ from megaresume.sources.base import Source
 from megaresume.sources.indexed import IndexedSource
 from megaresume.sources.python import as_source
 from megaresume.sources.split import PARTS, Part, range_of, split_part
-from megaresume.sources.yaml_text import parse_yaml
-from megaresume.stream.errors import ConfigError
+from megaresume.sources.yaml_text import UniqueKeyLoader, parse_yaml
+from megaresume.stream.errors import ConfigError, NoFileError
 
 __all__ = ["open_sources", "read_data_config", "register_kind"]
 
@@ -129,9 +129,9 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
     """The mapping in a file, and its text."""
     try:
         text = path.read_text(encoding="utf-8")
-        data = parse_yaml(text, _UniqueKeys)
+        data = parse_yaml(text, UniqueKeyLoader)
     except OSError as error:
-        raise ConfigError(
+        raise NoFileError(
             f"{path} cannot be read",
             found=error.strerror,
             expected="a data config in YAML",
@@ -149,21 +149,6 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
             action=f"correct {path}",
         )
     return data, text
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """As YAML wants it: of two sources with one name the library would drop the first without a word."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node: yaml.MappingNode = super().compose_mapping_node(anchor)
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
-                raise yaml.composer.ComposerError(
-                    "in a mapping", node.start_mark, f"the key '{key.value}' stands there twice", key.start_mark
-                )
-            seen.add((key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key))
-        return node
 
 
 def _open(

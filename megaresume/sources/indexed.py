@@ -7,19 +7,25 @@ the first token is read, so that a process that only plans holds no descriptor f
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from megaresume.sources import sidecar
+from megaresume.sources.contents import Windows, hash_tokens
 from megaresume.sources.layout import HEADER_BYTES, IndexHeader, bin_path, idx_path, prefix_of
+from megaresume.sources.long_documents import kept_list
 from megaresume.stream.errors import CorpusError, SetupError
+from megaresume.stream.pieces import LongDocuments
 from megaresume.stream.progress import progress
 from megaresume.stream.state import Fingerprint
 
@@ -60,7 +66,8 @@ class IndexedSource:
                     cause="a wrong path, or a corpus that was not copied completely",
                     action="check the path, or build the corpus: megaresume prepare",
                 )
-        data, self._identity = _map(idx)
+        data, idx_identity = _map(idx)
+        self._identity = sidecar.CorpusIdentity(idx=idx_identity, bin=sidecar.FileIdentity.of(bin_.stat()))
         header = IndexHeader.unpack(bytes(data[:HEADER_BYTES]), idx, len(data))
         #: dtype of the tokens as stored.
         self.dtype = header.dtype
@@ -72,7 +79,7 @@ class IndexedSource:
         if len(data) > header.modes_at:
             self._modes = np.frombuffer(data, "i1", header.sequences, header.modes_at)
         #: size of the .bin.
-        self.bin_bytes = bin_.stat().st_size
+        self.bin_bytes = self._identity.bin.size
         self._token_view: npt.NDArray[Any] | None = None
         self._check_ends()
 
@@ -110,7 +117,7 @@ class IndexedSource:
             )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_reopened, (self.prefix, self._identity, self.bin_bytes))
+        return (_reopened, (self.prefix, self._identity))
 
     def __repr__(self) -> str:
         return f"IndexedSource({str(self.prefix)!r}: {self._documents} documents, {self.num_tokens} tokens)"
@@ -124,18 +131,24 @@ class IndexedSource:
         """Tokens of the whole corpus, without a scan."""
         return self.bin_bytes // self.dtype.itemsize
 
+    def tokens_before(self, document: int) -> int:
+        """Tokens of all documents before this one, without a scan; document in [0, len]."""
+        sequence = int(self._boundaries[document])
+        end = self.bin_bytes if sequence == len(self._lengths) else int(self._pointers[sequence])
+        return end // self.dtype.itemsize
+
     @property
     def token_view(self) -> npt.NDArray[Any]:
         """All tokens, read-only and memory-mapped: shape (num_tokens,), dtype as stored.
 
         Raises:
-            CorpusError: the .bin is gone or has another size than when the corpus was opened.
+            CorpusError: the .bin is gone, or is not the one that was there when the corpus was opened.
         """
         if self._token_view is None:
             path = bin_path(self.prefix)
             data, identity = _map(path)
-            if identity.size != self.bin_bytes:
-                raise _changed(path, identity.size, self.bin_bytes)
+            if not identity.is_the_file(self._identity.bin):
+                raise _changed(path, identity, self._identity.bin)
             self._token_view = np.frombuffer(data, self.dtype)
         return self._token_view
 
@@ -233,20 +246,24 @@ class IndexedSource:
     @property
     def tokenizer(self) -> dict[str, Any] | None:
         """What `megaresume prepare` recorded about the tokenizer; None for a corpus built by another program."""
-        idx_bytes = self._identity.size
-        known = sidecar.read_tokenizer(self.prefix, idx_bytes=idx_bytes, bin_bytes=self.bin_bytes)
+        known = sidecar.read_tokenizer(self.prefix, idx_bytes=self._identity.idx.size, bin_bytes=self.bin_bytes)
         return None if known is None else dict(known)
 
-    def fingerprint(self, *, recompute: bool = False) -> Fingerprint:
-        """What the corpus is, wherever it lies: see `range_fingerprint`."""
-        return self.range_fingerprint(0, len(self), recompute=recompute)
+    def fingerprint(self, *, first: int | None = None, recompute: bool = False) -> Fingerprint:
+        """What the corpus is, wherever it lies: see `range_fingerprint`.
+
+        Args:
+            first: of its first documents only, as if there were no more; None: of all.
+            recompute: ignore the cache (and renew it).
+        """
+        return self.range_fingerprint(0, len(self) if first is None else first, recompute=recompute)
 
     def range_fingerprint(self, start: int, stop: int, *, recompute: bool = False) -> Fingerprint:
         """The fingerprint of documents start to stop.
 
-        The first time, the .idx is read once, checked entirely, and the result cached beside the corpus (see
-        `megaresume.sources.sidecar`); later it costs nothing while the .idx is untouched. With many processes,
-        let one compute it first.
+        The first time, the .idx is read once and checked entirely, a few windows of the .bin are read (see
+        `megaresume.sources.contents`), and the result is cached beside the corpus (see `megaresume.sources.sidecar`);
+        later it costs nothing while both files are untouched. With many processes, let one compute it first.
 
         Args:
             start: first document.
@@ -254,28 +271,32 @@ class IndexedSource:
             recompute: ignore the cache (and renew it).
 
         Raises:
-            CorpusError: the .idx is damaged somewhere in the range, or changes while it is read.
+            CorpusError: the .idx is damaged somewhere in the range, or a file changes while it is read.
         """
-        known = None if recompute else sidecar.read_fingerprint(self.prefix, self._identity, start, stop)
+        identity = _unchanged(self.prefix, self._identity)
+        known = None if recompute else sidecar.read_fingerprint(self.prefix, identity, start, stop)
         if known is None:
-            known = self._scan(start, stop)
-            idx = idx_path(self.prefix)
-            if _identity(idx) != self._identity:
-                raise CorpusError(
-                    f"{idx} was changed or replaced since it was opened",
-                    found="another size, time of change or inode",
-                    expected="a corpus that nobody writes to while it is used",
-                    cause="the corpus is being rebuilt or copied",
-                    action="wait until that is done and start again",
-                )
-            sidecar.write_fingerprint(self.prefix, self._identity, start, stop, known)
+            known = replace(self._scan(start, stop), contents=self._contents(start, stop))
+            if sidecar.CorpusIdentity.of(self.prefix) != identity:
+                raise _changed(self.prefix)
+            sidecar.write_fingerprint(self.prefix, identity, start, stop, known)
         tokenizer = self.tokenizer
-        return Fingerprint(
-            documents=known.documents,
-            tokens=known.tokens,
-            lengths=known.lengths,
-            tokenizer=None if tokenizer is None else str(tokenizer["fingerprint"]),
-        )
+        return replace(known, tokenizer=None if tokenizer is None else str(tokenizer["fingerprint"]))
+
+    def _contents(self, start: int, stop: int) -> str:
+        """By reads of a file that is not mapped: a process that only plans keeps no descriptor of the .bin."""
+        windows = Windows.choose(stop - start, lambda ids: self.lengths(start + ids))
+        width = self.dtype.itemsize
+        starts = (self.token_starts(start + windows.documents) + windows.offsets) * width
+        path = bin_path(self.prefix)
+        with _open(path) as file:
+            places = zip(starts.tolist(), (windows.counts * width).tolist(), strict=True)
+            read = (os.pread(file.fileno(), size, at) for at, size in places)
+            return hash_tokens(np.frombuffer(tokens, self.dtype) for tokens in read)
+
+    def long_documents(self, piece: int) -> LongDocuments:
+        """The documents that are longer than a piece of so many tokens; of a large corpus kept beside it."""
+        return kept_list(self, self.prefix, self._identity.idx, piece)
 
     def _scan(self, start: int, stop: int) -> Fingerprint:
         from megaresume.sources.kernels import scan_documents
@@ -316,35 +337,49 @@ class IndexedSource:
         )
 
 
-def _reopened(prefix: Path, identity: sidecar.FileIdentity, bin_bytes: int) -> IndexedSource:
+def _reopened(prefix: Path, identity: sidecar.CorpusIdentity) -> IndexedSource:
     """The corpus that was pickled, not another one that has taken its place since.
 
     Raises:
-        CorpusError: it changed: what a worker would plan is not what its parent plans.
+        CorpusError: it changed: what a worker would plan or read is not what its parent does.
     """
     source = IndexedSource(prefix)
-    if source._identity != identity:
-        raise _changed(idx_path(source.prefix), source._identity.size, identity.size)
-    if source.bin_bytes != bin_bytes:
-        raise _changed(bin_path(source.prefix), source.bin_bytes, bin_bytes)
+    _unchanged(prefix, identity)
     return source
 
 
-def _identity(path: Path) -> sidecar.FileIdentity | None:
+def _unchanged(prefix: Path, opened: sidecar.CorpusIdentity) -> sidecar.CorpusIdentity:
+    """The two files as they are now, which must be those that were opened.
+
+    Raises:
+        CorpusError: one was removed or replaced.
+    """
     try:
-        return sidecar.FileIdentity.of(path.stat())
-    except FileNotFoundError:
-        return None
+        now = sidecar.CorpusIdentity.of(prefix)
+    except FileNotFoundError as error:
+        raise _changed(Path(error.filename)) from error
+    for path, found, before in ((idx_path(prefix), now.idx, opened.idx), (bin_path(prefix), now.bin, opened.bin)):
+        if not found.is_the_file(before):
+            raise _changed(path, found, before)
+    return now
 
 
 def _map(path: Path) -> tuple[mmap.mmap | bytes, sidecar.FileIdentity]:
     """Map a file read-only; an empty one, which cannot be mapped, is empty bytes."""
+    with _open(path) as file:
+        stat = os.fstat(file.fileno())
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if stat.st_size else b""
+    return data, sidecar.FileIdentity.of(stat)
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[BinaryIO]:
+    """A file to read or to map; what goes wrong with it, in words."""
     try:
         with open(path, "rb") as file:
-            stat = os.fstat(file.fileno())
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if stat.st_size else b""
+            yield file
     except FileNotFoundError as error:
-        raise _changed(path, 0, None) from error
+        raise _changed(path) from error
     except OSError as error:
         many = error.errno in (errno.EMFILE, errno.ENFILE)
         raise SetupError(
@@ -354,14 +389,18 @@ def _map(path: Path) -> tuple[mmap.mmap | bytes, sidecar.FileIdentity]:
             cause="every source holds two files open" if many else "permissions, or a file system without memory maps",
             action="raise the limit: ulimit -n 65536" if many else f"check: ls -l {path}",
         ) from error
-    return data, sidecar.FileIdentity.of(stat)
 
 
-def _changed(path: Path, size: int, expected: int | None) -> CorpusError:
+def _changed(
+    path: Path, now: sidecar.FileIdentity | None = None, opened: sidecar.FileIdentity | None = None
+) -> CorpusError:
+    found = "no such file, or another one"
+    if now is not None and opened is not None:
+        found = f"{now.size} bytes" if now.size != opened.size else "a file of the same size that was written since"
     return CorpusError(
         f"{path} changed after the corpus was opened",
-        found=f"{size} bytes" if size else "no such file, or an empty one",
-        expected="the same file" if expected is None else f"the same file of {expected} bytes, untouched",
+        found=found,
+        expected="the same file" if opened is None else f"the same file of {opened.size} bytes, untouched",
         cause="the corpus is being rebuilt, copied or removed",
         action="wait until that is done and start again",
     )

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
+
+from megaresume.stream.compiled import compiled
 
 __all__ = ["document_lengths", "document_starts", "scan_documents"]
 
 Array = np.ndarray[Any, Any]
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled
 def document_lengths(ids: Array, boundaries: Array, lengths: Array, out: Array) -> int:
     """Tokens of each document: ids int64[n], boundaries int64[D+1], lengths int32[S] to out int64[n].
 
@@ -52,7 +53,7 @@ def document_lengths(ids: Array, boundaries: Array, lengths: Array, out: Array) 
     return -1
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled
 def document_starts(
     ids: Array, boundaries: Array, lengths: Array, pointers: Array, item_shift: int, bin_bytes: int, out: Array
 ) -> int:
@@ -106,7 +107,7 @@ def document_starts(
     return -1
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled
 def scan_documents(
     first: int, boundaries: Array, lengths: Array, pointers: Array, item_bytes: int, bin_bytes: int, out: Array
 ) -> int:

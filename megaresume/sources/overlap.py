@@ -1,4 +1,8 @@
-"""Which documents of which files a source is, and whether two sources share some: held-out data must not leak."""
+"""Whether documents that are held out are, or were, trained on: by the files that they lie in, and by their contents.
+
+Files tell of any two opened sources whether they share a document. Contents tell of a copy at another place, and of a
+source that the run had and that is gone: all that is left of it is its fingerprint.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,16 @@ import os
 from collections.abc import Mapping, Sized
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
+from megaresume.sources.base import Source
 from megaresume.sources.indexed import IndexedSource
 from megaresume.sources.python import PythonSource
-from megaresume.sources.split import RangeSource
+from megaresume.sources.split import RangeSource, range_of
 from megaresume.stream.errors import ConfigError
+from megaresume.stream.state import Fingerprint
 
-__all__ = ["Extent", "check_no_overlap", "extent_of"]
+__all__ = ["Extent", "check_no_overlap", "check_not_seen", "extent_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,10 +45,7 @@ class Extent:
 
 def extent_of(source: object) -> Extent:
     """Where the documents of an opened source lie."""
-    start, stop = 0, len(source) if isinstance(source, Sized) else 0
-    while isinstance(source, RangeSource):
-        start, stop = start + source.start, stop + source.start
-        source = source.source
+    source, start, stop = _whole(source)
     if isinstance(source, IndexedSource):
         path = Path(f"{source.prefix}.bin")
         return Extent(corpus=frozenset([_file(path)]), name=str(source.prefix), start=start, stop=stop)
@@ -54,6 +58,15 @@ def extent_of(source: object) -> Extent:
         return Extent(corpus=corpus, name=str(index.path), start=start, stop=stop)
     thing = source.thing if isinstance(source, PythonSource) else source
     return Extent(corpus=frozenset([("object", id(thing))]), name=f"a {type(thing).__name__}", start=start, stop=stop)
+
+
+def _whole(source: object) -> tuple[object, int, int]:
+    """The source that a view is of, and the documents of it."""
+    start, stop = 0, len(source) if isinstance(source, Sized) else 0
+    while isinstance(source, RangeSource):
+        start, stop = start + source.start, stop + source.start
+        source = source.source
+    return source, start, stop
 
 
 def _file(path: Path) -> object:
@@ -87,3 +100,51 @@ def check_no_overlap(training: Mapping[str, object], held_out: Mapping[str, obje
                     cause="the same corpus in both, and one of them without the split that parts them",
                     action=f"give both the same split (split: 969,30,1), or write overlap: allow into the set '{name}'",
                 )
+
+
+def check_not_seen(trained: Mapping[str, Fingerprint], held_out: Mapping[str, object], name: str) -> None:
+    """Refuse a validation set that holds documents of a corpus which the run has trained on, wherever that lay.
+
+    Args:
+        trained: what every source is that was ever trained on, by name.
+        held_out: the sources of the set, by name.
+        name: of the set.
+
+    Raises:
+        ConfigError: naming both sources.
+    """
+    for source, opened in held_out.items():
+        known: dict[tuple[int, int], Fingerprint] = {}
+        for other, print_ in trained.items():
+            if (documents := _shared(opened, print_, known)) is not None:
+                raise ConfigError(
+                    f"validation set '{name}' holds documents that were trained on",
+                    found=f"its source '{source}': {documents:,} documents of {extent_of(opened).name} are those of "
+                    f"source '{other}' of the training, by their contents",
+                    expected="held-out documents in no source that the run ever had",
+                    cause=f"'{other}' was removed from the training, renamed or copied: the model has seen it",
+                    action=f"measure another corpus, or write overlap: allow into the set '{name}'",
+                )
+
+
+def _shared(opened: object, print_: Fingerprint, known: dict[tuple[int, int], Fingerprint]) -> int | None:
+    """How many documents a source has in common with a range of its corpus that has this fingerprint; None: with none.
+
+    ``known``: the fingerprints of ranges of the corpus that were asked for already.
+    """
+    root, start, stop = _whole(opened)
+    whole, count = cast(Source, root), print_.documents
+    if print_.contents is None or not print_.tokens or count > len(whole):
+        return None
+    index: Any = getattr(whole, "index", None)
+    parts = index.header["fingerprints"] if hasattr(index, "shards") else ()
+    for first in {0, *(part["range"][0] for part in parts if part["range"][1] - part["range"][0] == count)}:
+        shared: int = min(first + count, stop) - max(first, start)
+        if shared <= 0 or (isinstance(whole, IndexedSource) and whole.tokens_before(count) != print_.tokens):
+            continue  # told without a scan
+        if (first, count) not in known:
+            known[first, count] = range_of(whole, first, first + count).fingerprint()
+        # Not the lengths: another encoder gives the same records other ones. Those of text follow from the contents.
+        if known[first, count].contents == print_.contents:
+            return shared
+    return None

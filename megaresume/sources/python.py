@@ -152,22 +152,37 @@ class PythonSource:
             return self._checked(i, own(i, offset, length), length, f"read(i, {offset}, {length})")
         return self.get(i)[offset : offset + length]
 
-    def fingerprint(self, *, recompute: bool = False) -> Fingerprint:
-        """The object's own, if it has one (checked against its size); otherwise every length is asked for.
+    def fingerprint(self, *, first: int | None = None, recompute: bool = False) -> Fingerprint:
+        """The object's own, if it has one (checked against its size); otherwise every length is asked for, and the
+        tokens of 100 documents.
 
         Args:
+            first: of its first documents only; these are asked for, whatever the object says of itself.
             recompute: ask for every length even if the object has a fingerprint.
 
         Raises:
             CorpusError: the object answers with something that is no fingerprint, or not of this object.
         """
+        return self.range_fingerprint(0, len(self) if first is None else first, recompute=recompute)
+
+    def range_fingerprint(self, start: int, stop: int, *, recompute: bool = False) -> Fingerprint:
+        """As `fingerprint`, of documents start to stop."""
         own = getattr(self.thing, "fingerprint", None)
-        if not callable(own):
-            return scan_fingerprint(self.lengths, len(self), f"fingerprint of {self.name}")
-        given = self._checked_fingerprint(own())
-        if not recompute:
+        given = self._checked_fingerprint(own()) if callable(own) else None
+        if given is not None and stop - start == len(self) and not recompute:
             return given
-        return scan_fingerprint(self.lengths, len(self), f"fingerprint of {self.name}", tokenizer=given.tokenizer)
+
+        def read(i: int, offset: int, count: int) -> npt.NDArray[Any]:
+            return self.read(start + i, offset, count)
+
+        return scan_fingerprint(
+            lambda ids: self.lengths(start + ids),
+            stop - start,
+            f"fingerprint of {self.name}",
+            # An object that says what it is, and nothing of its contents, is not asked for them: they may be dear.
+            read=read if given is None or given.contents is not None else None,
+            tokenizer=None if given is None else given.tokenizer,
+        )
 
     def _checked_fingerprint(self, given: object) -> Fingerprint:
         try:
@@ -177,6 +192,7 @@ class PythonSource:
                 and print_.documents == len(self)
                 and re.fullmatch("[0-9a-f]{32}", print_.lengths) is not None
                 and isinstance(print_.tokenizer, str | None)
+                and isinstance(print_.contents, str | None)
             )
         except TypeError:
             fits = False
@@ -185,7 +201,7 @@ class PythonSource:
                 f"source '{self.name}': fingerprint() answers with something else",
                 found=f"{given!r:.200}",
                 expected=f"documents ({len(self)}), tokens, lengths (32 hex digits: xxh3_128 of all lengths as "
-                "little-endian int64), tokenizer (text or None)",
+                "little-endian int64), tokenizer and contents (text or None)",
                 action="correct fingerprint() of the class, or remove it: it is then computed",
             )
         return print_

@@ -3,11 +3,14 @@
     {"format": "megaresume.corpus", "version": 1,
      "tokenizer": {"fingerprint": ..., "name": ..., "vocab_size": ..., "eod": ..., "append_eod": ...,
                    "idx_bytes": ..., "bin_bytes": ...} or null,
-     "fingerprints": [{"idx": {"size": ..., "mtime_ns": ..., "inode": ...}, "range": [start, stop],
-                       "documents": ..., "tokens": ..., "lengths": "32 hex digits"}]}
+     "fingerprints": [{"idx": {"size": ..., "mtime_ns": ..., "ctime_ns": ..., "inode": ...}, "bin": {...},
+                       "range": [start, stop], "documents": ..., "tokens": ..., "lengths": "32 hex digits",
+                       "contents": "16 hex digits"}]}
 
 ``fingerprints`` is a cache: hashing the lengths of 10^9 documents takes a minute, and a resume must not wait for it. An
-entry holds as long as the .idx has the same size, time of change and inode. ``tokenizer`` was written by
+entry holds as long as the .idx and the .bin have the same size, times of change and inode. The time at which an inode
+changed (ctime) cannot be set back: a file that is written in place is noticed also if its mtime is restored, as
+``rsync --inplace --times`` and ``cp --preserve`` do. ``tokenizer`` was written by
 ``megaresume prepare``; it holds for files of those sizes, so that it survives a copy, but not a rebuild by
 another program. Where the corpus cannot be written to, the cache goes to ``$MEGARESUME_CACHE`` or the XDG cache
 directory.
@@ -22,12 +25,13 @@ import json
 import os
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from megaresume.sources.layout import bin_path, idx_path
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.json_text import parse_json
 from megaresume.stream.state import Fingerprint
@@ -35,6 +39,7 @@ from megaresume.stream.state import Fingerprint
 __all__ = [
     "FORMAT",
     "VERSION",
+    "CorpusIdentity",
     "FileIdentity",
     "cache_path",
     "read_fingerprint",
@@ -58,16 +63,34 @@ class FileIdentity:
     #: bytes.
     size: int
     mtime_ns: int
+    ctime_ns: int
     inode: int
 
     @classmethod
     def of(cls, stat: os.stat_result) -> FileIdentity:
         """From `os.stat` or `os.fstat`."""
-        return cls(size=stat.st_size, mtime_ns=stat.st_mtime_ns, inode=stat.st_ino)
+        return cls(size=stat.st_size, mtime_ns=stat.st_mtime_ns, ctime_ns=stat.st_ctime_ns, inode=stat.st_ino)
 
-    def to_dict(self) -> dict[str, int]:
-        """Plain JSON."""
-        return {"size": self.size, "mtime_ns": self.mtime_ns, "inode": self.inode}
+    def is_the_file(self, other: FileIdentity) -> bool:
+        """Whether a run may go on with it: a touch, a chmod or a hard link is no reason to stop one."""
+        return (self.size, self.inode) == (other.size, other.inode)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorpusIdentity:
+    """The two files of a corpus."""
+
+    idx: FileIdentity
+    bin: FileIdentity
+
+    @classmethod
+    def of(cls, prefix: Path) -> CorpusIdentity:
+        """As they are now.
+
+        Raises:
+            OSError: one cannot be looked at.
+        """
+        return cls(idx=FileIdentity.of(idx_path(prefix).stat()), bin=FileIdentity.of(bin_path(prefix).stat()))
 
 
 def sidecar_path(prefix: Path) -> Path:
@@ -91,25 +114,34 @@ def cache_path(prefix: Path) -> Path | None:
     return directory / f"{prefix.name}-{key}.json"
 
 
-def read_fingerprint(prefix: Path, idx: FileIdentity, start: int, stop: int) -> Fingerprint | None:
-    """The cached fingerprint of documents start to stop, if it was computed for this very .idx.
+def read_fingerprint(prefix: Path, identity: CorpusIdentity, start: int, stop: int) -> Fingerprint | None:
+    """The cached fingerprint of documents start to stop, if it was computed for these very files.
 
     Raises:
         CorpusError: the file next to the corpus is damaged or of a newer version.
     """
     for data in (_read(sidecar_path(prefix)), _read_cache(cache_path(prefix))):
         for entry in data.get("fingerprints", []):
-            if entry.get("idx") == idx.to_dict() and entry.get("range") == [start, stop]:
+            if _is_of(entry, identity) and entry.get("range") == [start, stop]:
                 try:
                     return Fingerprint(
-                        documents=int(entry["documents"]), tokens=int(entry["tokens"]), lengths=str(entry["lengths"])
+                        documents=int(entry["documents"]),
+                        tokens=int(entry["tokens"]),
+                        lengths=str(entry["lengths"]),
+                        contents=str(entry["contents"]),
                     )
                 except (KeyError, TypeError, ValueError):
                     continue  # it is only a cache: compute it again
     return None
 
 
-def write_fingerprint(prefix: Path, idx: FileIdentity, start: int, stop: int, fingerprint: Fingerprint) -> Path | None:
+def _is_of(entry: Mapping[str, Any], identity: CorpusIdentity) -> bool:
+    return {"idx": entry.get("idx"), "bin": entry.get("bin")} == asdict(identity)
+
+
+def write_fingerprint(
+    prefix: Path, identity: CorpusIdentity, start: int, stop: int, fingerprint: Fingerprint
+) -> Path | None:
     """Cache a fingerprint next to the corpus, or in the user's cache directory, or not at all.
 
     Returns:
@@ -119,20 +151,19 @@ def write_fingerprint(prefix: Path, idx: FileIdentity, start: int, stop: int, fi
         CorpusError: the file next to the corpus is damaged or of a newer version.
     """
     entry = {
-        "idx": idx.to_dict(),
+        **asdict(identity),
         "range": [start, stop],
         "documents": fingerprint.documents,
         "tokens": fingerprint.tokens,
         "lengths": fingerprint.lengths,
+        "contents": fingerprint.contents,
     }
     for path, read in ((sidecar_path(prefix), _read), (cache_path(prefix), _read_cache)):
         if path is None:
             break
         data = dict(read(path)) or {"format": FORMAT, "version": VERSION, "tokenizer": None}
-        # Entries of an older .idx will never be looked up again.
-        kept = [
-            e for e in data.get("fingerprints", []) if e.get("idx") == entry["idx"] and e.get("range") != entry["range"]
-        ]
+        # Entries of older files will never be looked up again.
+        kept = [e for e in data.get("fingerprints", []) if _is_of(e, identity) and e.get("range") != entry["range"]]
         data["fingerprints"] = [*kept[-(MAX_FINGERPRINTS - 1) :], entry]
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

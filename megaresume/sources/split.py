@@ -17,6 +17,7 @@ from megaresume.sources.base import DocumentSource, Source, TokenSource, VisionE
 from megaresume.sources.indexed import IndexedSource
 from megaresume.sources.scan import scan_fingerprint
 from megaresume.stream.errors import ConfigError
+from megaresume.stream.pieces import LongDocuments, find_long
 from megaresume.stream.state import Fingerprint
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def split_part(source: Source, split: str, part: Part) -> Source:
     return range_of(source, *found)
 
 
-def range_of(source: Source, start: int, stop: int) -> Source:
+def range_of(source: Source, start: int, stop: int) -> RangeSource:
     """Documents start to stop of a source, as a view that is zero-copy where the source is."""
     if isinstance(source, IndexedSource | TokenRangeSource):
         return TokenRangeSource(source, start, stop)
@@ -117,6 +118,11 @@ class RangeSource:
         self.start = start
         self.stop = stop
 
+    @property
+    def is_part(self) -> bool:
+        """Whether the source has documents before it or after it."""
+        return (self.start, self.stop) != (0, len(self.source))
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.source!r}, {self.start}, {self.stop})"
 
@@ -140,16 +146,26 @@ class RangeSource:
         """`length` tokens of document i from token `offset` on."""
         return self.source.read(self._inner(i), offset, length)
 
-    def fingerprint(self, *, recompute: bool = False) -> Fingerprint:
+    def fingerprint(self, *, first: int | None = None, recompute: bool = False) -> Fingerprint:
         """The fingerprint of this range alone, so that documents appended after it do not change it."""
+        return self.range_fingerprint(0, len(self) if first is None else first, recompute=recompute)
+
+    def range_fingerprint(self, start: int, stop: int, *, recompute: bool = False) -> Fingerprint:
+        """Of documents start to stop of this range."""
         own = getattr(self.source, "range_fingerprint", None)
         if own is not None:  # it knows it without a scan, or keeps it
-            found: Fingerprint = own(self.start, self.stop, recompute=recompute)
+            found: Fingerprint = own(self.start + start, self.start + stop, recompute=recompute)
             return found
-        if len(self) == len(self.source):
+        if stop - start == len(self.source):
             return self.source.fingerprint(recompute=recompute)
+        part = range_of(self, start, stop)
         tokenizer = self.source.fingerprint().tokenizer
-        return scan_fingerprint(self.lengths, len(self), "fingerprint of a range", tokenizer=tokenizer)
+        return scan_fingerprint(part.lengths, len(part), "fingerprint of a range", read=part.read, tokenizer=tokenizer)
+
+    def long_documents(self, piece: int) -> LongDocuments:
+        """The documents of the range that are longer than a piece of so many tokens."""
+        whole = getattr(self.source, "long_documents", None)
+        return find_long(self, piece) if whole is None else whole(piece).between(self.start, self.stop)
 
     def _inner(self, i: int) -> int:
         if not 0 <= i < len(self):

@@ -11,10 +11,25 @@ from typing import Any
 
 import yaml
 
-__all__ = ["load_yaml", "parse_yaml"]
+__all__ = ["UniqueKeyLoader", "load_yaml", "parse_yaml"]
 
 #: values that the aliases of a file may stand for, beyond which it is no configuration.
 MAX_VALUES = 1_000_000
+
+
+class UniqueKeyLoader(yaml.SafeLoader):
+    """As YAML wants it: of two values of one key the library would drop the first without a word."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
+                raise yaml.composer.ComposerError(
+                    "in a mapping", node.start_mark, f"the key '{key.value}' stands there twice", key.start_mark
+                )
+            seen.add((key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key))
+        return node
 
 
 def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:

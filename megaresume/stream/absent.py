@@ -30,8 +30,10 @@ class AbsentSource:
     def __len__(self) -> int:
         return self._fingerprint.documents
 
-    def fingerprint(self) -> Fingerprint:
+    def fingerprint(self, *, first: int | None = None) -> Fingerprint:
         """As it was."""
+        if first is not None:
+            self._missing()
         return self._fingerprint
 
     def lengths(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -16,7 +16,7 @@ __all__ = ["Anchors"]
 #: The i-th snapshot is kept until the front is this many times 2**(trailing zeros of i) snapshots ahead of it.
 DENSITY = 8
 #: Snapshots added between two clean-ups.
-CLEAN_UP = 64
+CLEAN_UP = 8
 
 
 class Anchors:

@@ -93,6 +93,17 @@ class BatchSchedule:
             index = self._index(sample)
         return sample
 
+    def step_of(self, sample: int) -> tuple[int, int]:
+        """[first, stop) samples of the step that trains ``sample``."""
+        begin = 0
+        for (_, size), end in zip(self.segments, [*(f for f, _ in self.segments[1:]), sample + 1], strict=True):
+            num = max(-(-(end - begin) // size), 0)
+            if sample < begin + num * size:
+                first = begin + (sample - begin) // size * size
+                return first, first + size
+            begin += num * size
+        raise AssertionError("the last segment has no end")
+
     def steps_before(self, sample: int) -> int:
         """Steps that end at or before ``sample``, counted from sample 0.
 

@@ -15,7 +15,8 @@ from megaresume.stream.aliases import renames, resolved
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import OnChange, SourceConfig, StageConfig, StreamConfig
 from megaresume.stream.errors import StateError
-from megaresume.stream.fingerprints import check_fingerprint, differences, listing
+from megaresume.stream.fingerprints import differences, listing
+from megaresume.stream.growth import Growth, check_corpora
 from megaresume.stream.ranges import Range
 from megaresume.stream.skips import SkipConfig, decide
 from megaresume.stream.stages import Course, Stage, declared
@@ -33,6 +34,8 @@ class Reconciled:
     course: Course
     #: what was accepted, in words, for the state.
     accepted: tuple[str, ...]
+    #: corpora that have grown since.
+    grown: tuple[Growth, ...] = ()
 
 
 def extended(config: StreamConfig, names: Sequence[str], last: StreamConfig | None = None) -> StreamConfig:
@@ -61,6 +64,7 @@ def reconcile(
     skip: Sequence[SkipConfig] = (),
     steps_to_samples: Callable[[Range], Range] | None = None,
     end: int | None = None,
+    first_of: Callable[[str, int], Fingerprint] | None = None,
 ) -> Reconciled:
     """Decide how to go on from a state.
 
@@ -70,6 +74,7 @@ def reconcile(
         state: the state.
         on_change: what to do where the stage at hand would not go on as it was.
         skip, steps_to_samples, end: what is skipped by other ways than the config; see `skips.decide`.
+        first_of: the fingerprint of the first documents of a source, for corpora that have grown.
 
     Raises:
         StateError: a change that is refused, with every field that differs.
@@ -77,8 +82,8 @@ def reconcile(
     """
     now = resolved(config, state.config["sources"])
     names = {given.name: source.name for given, source in zip(config.sources, now.sources, strict=True)}
-    fingerprints = {names.get(name, name): fingerprint for name, fingerprint in fingerprints.items()}
-    going_on = _reconcile(now, fingerprints, state, on_change)
+    grown = check_corpora(config, names, fingerprints, state, first_of)
+    going_on = _reconcile(now, grown, state, on_change)
     then = StreamConfig.from_dict(state.config)
     going_on.course.skips, said = decide(
         state.skips,
@@ -90,16 +95,11 @@ def reconcile(
         end=end,
     )
     renamed = tuple(f"at sample {state.samples}: {words}" for words in renames(then, now))
-    return replace(going_on, accepted=(*going_on.accepted, *renamed, *said))
+    return replace(going_on, accepted=(*going_on.accepted, *renamed, *said), grown=tuple(grown))
 
 
-def _reconcile(
-    config: StreamConfig, fingerprints: Mapping[str, Fingerprint], state: StreamState, on_change: OnChange
-) -> Reconciled:
-    """The same for the stages."""
-    for name, fingerprint in fingerprints.items():
-        if name in state.sources:
-            check_fingerprint(name, state.fingerprints.get(name), fingerprint)
+def _reconcile(config: StreamConfig, grown: Sequence[Growth], state: StreamState, on_change: OnChange) -> Reconciled:
+    """The same for the stages, when it is known which corpora have grown."""
     recorded = StreamConfig.from_dict(state.config)
     now = extended(config, list(state.sources), recorded)
     order = [source.name for source in now.sources]
@@ -108,22 +108,29 @@ def _reconcile(
     passed = [_passed(c.stages, state) for c in (then, now)]
     to_come = now.stages[passed[1] :]
     written, today = _plain_stages(then.stages), _plain_stages(now.stages)
+    current = wanted = StreamConfig.from_dict(history[-1].config)
+    accepted = []
     if then.without_stages() == now.without_stages() and written[: passed[0]] == today[: passed[1]]:
-        changed = "" if written == today else f"at sample {state.samples}: the stages to come were changed"
-        return _go_on(now, history, None, to_come, changed)
-    current, wanted = StreamConfig.from_dict(history[-1].config), Course.of(now).config(passed[1])
-    # Another seed or shuffle is no stage: every epoch that is begun would be ordered anew.
-    if on_change == "refuse" or now.seed != then.seed or _reshuffled(now, then):
-        raise _refusal(now, then, state)
-    _check_removed(config, state)
-    words = ", ".join(
-        f"{field} {json.dumps(before)} -> {json.dumps(after)}"
-        for field, after, before in differences(_plain(wanted), _plain(current))
-    )
-    if not words:
-        return _go_on(now, history, None, to_come, f"at sample {state.samples}: stages of the past were declared anew")
-    stage = Stage(name=f"stage {len(history) + 1}", config=wanted, unit="samples", at=state.samples)
-    return _go_on(now, history, stage, to_come, f"at sample {state.samples}: {words}")
+        if written != today:
+            accepted.append("the stages to come were changed")
+    else:
+        # Another seed or shuffle is no stage: every epoch that is begun would be ordered anew.
+        if on_change == "refuse" or now.seed != then.seed or _reshuffled(now, then):
+            raise _refusal(now, then, state)
+        _check_removed(config, state)
+        wanted = Course.of(now).config(passed[1])
+        changes = [
+            f"{field} {json.dumps(before)} -> {json.dumps(after)}"
+            for field, after, before in differences(_plain(wanted), _plain(current))
+        ]
+        accepted.append(", ".join(changes) or "stages of the past were declared anew")
+    stage: Stage | None = None
+    if grown or _plain(wanted) != _plain(current):
+        now_in = frozenset(growth.source for growth in grown if growth.append == "now")
+        name = f"stage {len(history) + 1}"
+        stage = Stage(name=name, config=wanted, unit="samples", at=state.samples, grown_now=now_in)
+    words = [f"at sample {state.samples}: {line}" for line in (*accepted, *grown)]
+    return _go_on(now, history, stage, to_come, tuple(words))
 
 
 def changes_since(config: StreamConfig, state: StreamState) -> list[tuple[str, Any, Any]]:
@@ -143,11 +150,11 @@ def _go_on(
     history: Sequence[StageRecord],
     stage: Stage | None,
     to_come: Sequence[StageConfig],
-    accepted: str,
+    accepted: tuple[str, ...],
 ) -> Reconciled:
     begun = [Stage.recorded(record) for record in history] + ([] if stage is None else [stage])
     course = Course((*begun, *declared(begun[-1].config, to_come)), [r.first for r in history])
-    return Reconciled(config=config, course=course, accepted=(accepted,) if accepted else ())
+    return Reconciled(config=config, course=course, accepted=accepted)
 
 
 def _passed(stages: Sequence[StageConfig], state: StreamState) -> int:
@@ -212,13 +219,13 @@ def _check_removed(config: StreamConfig, state: StreamState) -> None:
     """A source may go only when nothing of it waits to be trained."""
     here = {source.name for source in config.sources}
     names = list(state.sources)
-    waiting = [names[s.source] for s in (*(s for b in state.bins for s in b.segments), *state.pending)]
+    waiting = [names[s.source] for s in state.waiting]
     for name in names:
         if name not in here and name in waiting:
             raise StateError(
                 f"source '{name}' cannot be removed yet",
-                found=f"{waiting.count(name)} segments of '{name}' in open bins, none of the source in the data config",
+                found=f"{waiting.count(name)} segments of '{name}' that wait, none of the source in the data config",
                 expected="the source, until what was drawn of it is trained",
-                cause="documents that were drawn from it wait in open bins",
+                cause="documents that were drawn from it wait in open bins, or for a later sample",
                 action=f"keep '{name}' in the data config with weight 0; it can go at a later resume",
             )

@@ -21,6 +21,7 @@ from megaresume.stream.skips import NO_SKIP, SkipConfig
 from megaresume.stream.weights import integer_weights, parse_weight
 
 __all__ = [
+    "Append",
     "BlendConfig",
     "ExhaustedPolicy",
     "OnChange",
@@ -36,6 +37,8 @@ PackingMode = Literal["best_fit", "knapsack", "split", "none"]
 BlendUnit = Literal["tokens", "documents"]
 ExhaustedPolicy = Literal["repeat", "stop", "drop"]
 StageUnit = Literal["samples", "tokens", "step"]
+#: When documents that a corpus has won take part: from its next epoch on, or in the one that has begun.
+Append = Literal["next_epoch", "now"]
 #: Where the config is not the one that a state was made with: an error that names the fields, or a new stage there.
 OnChange = Literal["refuse", "stage"]
 
@@ -54,7 +57,7 @@ class PackingConfig:
     mode: PackingMode = "split"
     #: samples that are being filled at the same time (``best_fit``).
     open_bins: int = 16
-    #: documents that wait (``knapsack``).
+    #: documents that wait, small ones together (``knapsack``).
     lookahead: int = 64
     #: samples closed since a bin was opened, or a document began to wait, after which it goes next.
     max_age: int = 1024
@@ -73,10 +76,11 @@ class BlendConfig:
 class ShuffleConfig:
     """A shuffle in two levels: see ``block_shuffle.py``."""
 
-    #: documents that lie together, such as those of a shard.
-    block: int
-    #: blocks that are read at the same time: enough that neighbours in a shard rarely meet in a batch.
-    window: int = 8
+    #: documents that lie together and are worth one request to a store.
+    block: int = 32
+    #: blocks that are read at the same time: several times the documents of a global batch, so that few of one block
+    #: meet in it. See the table in docs/shards.md.
+    window: int = 2048
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +99,8 @@ class SourceConfig:
     shuffle: ShuffleConfig | None = None
     #: steps by which its images are changed, every default written out. No part of the order, but of what is trained.
     augment: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
+    #: what a resume does if the corpus has grown; None: it is refused. No part of the order: the state knows what came.
+    append: Append | None = field(default=None, compare=False)
     #: names that it was given since, the last one is that of today. See `megaresume.stream.aliases`.
     names: tuple[str, ...] = field(default=(), compare=False)
     #: whether it says by ``was`` that it was renamed.
@@ -307,7 +313,10 @@ def _source(name: str, entry: Mapping[str, Any], weight: int) -> SourceConfig:
             cause="a source without max_epochs never ends",
             action=f"add max_epochs to source '{name}' or remove on_exhausted",
         )
-    ours = {"was", "names"} | {"weight", "max_epochs", "on_exhausted", "shuffle", "was", "names"}
+    append = entry.get("append")
+    if append is not None:
+        append = _choice(append, get_args(Append), f"sources.{name}.append")
+    ours = {"weight", "max_epochs", "on_exhausted", "shuffle", "append", "was", "names"}
     first, *names = [name, *_names(entry, name)] if "was" not in entry else [*_was(entry["was"], name), name]
     return SourceConfig(
         name=first,
@@ -317,6 +326,7 @@ def _source(name: str, entry: Mapping[str, Any], weight: int) -> SourceConfig:
         max_epochs=max_epochs,
         on_exhausted=policy,
         shuffle=_shuffle(entry.get("shuffle"), f"sources.{name}.shuffle"),
+        append=cast("Append | None", append),
         augment=_augment(entry, f"sources.{name}.augment"),
         options={key: value for key, value in entry.items() if key not in ours},
     )
@@ -359,12 +369,14 @@ def _names(entry: Mapping[str, Any], name: str) -> list[str]:
 def _shuffle(value: object, where: str) -> ShuffleConfig | None:
     if value is None or value == "full":
         return None
+    standard = ShuffleConfig()
+    if value == "blocks":
+        return standard
     data = _mapping(value, where)
     _known_keys(data, {"block", "window"}, where)
-    block = _integer(data.get("block"), f"{where}.block", low=1, high=1 << 40)
-    if "window" not in data:
-        return ShuffleConfig(block=block)
-    return ShuffleConfig(block=block, window=_integer(data["window"], f"{where}.window", low=1, high=1 << 20))
+    block = _integer(data.get("block", standard.block), f"{where}.block", low=1, high=1 << 40)
+    window = _integer(data.get("window", standard.window), f"{where}.window", low=1, high=1 << 20)
+    return ShuffleConfig(block=block, window=window)
 
 
 def _stages(value: object, sources: tuple[SourceConfig, ...]) -> tuple[StageConfig, ...]:

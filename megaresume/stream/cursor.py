@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from megaresume.stream import kernel
-from megaresume.stream.block_shuffle import document_at
+from megaresume.stream.bins import segments_of, with_bins
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import StateError
 from megaresume.stream.kernel import Arrays
-from megaresume.stream.planner import fresh_arrays
-from megaresume.stream.stages import Course, pending_segments
+from megaresume.stream.order import Orders, SourceOrder
+from megaresume.stream.planner import fresh_arrays, orders_of
+from megaresume.stream.source import LengthSource
+from megaresume.stream.stages import Course, pending_segments, tail_segments
 from megaresume.stream.state import Bin, Segment, SourceCursor, StreamState
 
 __all__ = ["arrays_of", "comparable", "fields_of"]
@@ -22,19 +26,24 @@ __all__ = ["arrays_of", "comparable", "fields_of"]
 def fields_of(arrays: Arrays, course: Course) -> dict[str, Any]:
     """The fields of a `StreamState` that say where the stream is, from a planner's snapshot."""
     scalars, sources = arrays.scalars.tolist(), arrays.sources.T.tolist()
-    opened, slots = arrays.opened.tolist(), arrays.slot.tolist()
+    rows, counts = segments_of(arrays)
+    in_bins = iter([_segment(row) for row in rows.tolist()])
     stage = scalars[kernel.STAGE]
     config = course.config(stage)
     return {
         "samples": kernel.trained_samples(arrays),
         "documents": scalars[kernel.DOCUMENTS],
         "tokens": scalars[kernel.TOKENS],
-        "sources": {s.name: _source_cursor(column) for s, column in zip(config.sources, sources, strict=True)},
+        "sources": {
+            s.name: _source_cursor(column, order)
+            for s, column, order in zip(config.sources, sources, course.orders[stage], strict=True)
+        },
         "bins": tuple(
-            Bin(opened_at=opened[b], segments=tuple([_segment(row) for row in _rows(arrays, slots[b])]))
-            for b in range(scalars[kernel.NUM_OPEN])
+            Bin(opened_at=opened, segments=tuple(islice(in_bins, count)))
+            for opened, count in zip(arrays.opened.tolist(), counts.tolist(), strict=False)
         ),
         "pending": tuple([_segment(row) for row in pending_segments(arrays).tolist()]),
+        "tails": tuple([_segment(row) for row in tail_segments(arrays).tolist()]),
         "stages": course.records(stage),
         "digest": f"{int(arrays.digest[0]):016x}",
     }
@@ -42,13 +51,8 @@ def fields_of(arrays: Arrays, course: Course) -> dict[str, Any]:
 
 def comparable(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `fields_of`, or those fields of a state: to compare the two."""
-    names = ("samples", "documents", "tokens", "sources", "bins", "pending", "stages", "digest")
+    names = ("samples", "documents", "tokens", "sources", "bins", "pending", "tails", "stages", "digest")
     return {name: fields[name] for name in names}
-
-
-def _rows(arrays: Arrays, slot: int) -> list[list[int]]:
-    rows: list[list[int]] = arrays.bins[slot, : arrays.filled[slot]].tolist()
-    return rows
 
 
 def _segment(row: Sequence[int]) -> Segment:
@@ -56,67 +60,75 @@ def _segment(row: Sequence[int]) -> Segment:
     return Segment(source=source, position=position, offset=offset, length=length)
 
 
-def _source_cursor(column: Sequence[int]) -> SourceCursor:
-    position, documents = column[kernel.NEXT], column[kernel.DRAWN_DOCUMENTS]
+def _source_cursor(column: Sequence[int], order: SourceOrder) -> SourceCursor:
+    position = column[kernel.NEXT]
     return SourceCursor(
         position=position,
-        epoch=position // max(column[kernel.NUM_DOCUMENTS], 1),
-        documents=documents,
+        epoch=order.epoch_of(position),
+        documents=column[kernel.DRAWN_DOCUMENTS],
         tokens=column[kernel.DRAWN_TOKENS],
-        skipped=position - documents,
+        skipped=position - column[kernel.DRAWN_PIECES],
         drawn_in_stage=column[kernel.DRAWN_IN_STAGE],
         exhausted=bool(column[kernel.EXHAUSTED_ROW]),
         left_out_documents=column[kernel.LEFT_OUT_DOCUMENTS],
         left_out_tokens=column[kernel.LEFT_OUT_TOKENS],
+        eras=order.eras,
     )
 
 
-def arrays_of(state: StreamState, course: Course, num_documents: Sequence[int]) -> Arrays:
+def arrays_of(state: StreamState, course: Course, sources: Sequence[LengthSource]) -> Arrays:
     """The planner's arrays at a state: the inverse of `fields_of`.
 
+    Args:
+        state: where to go on.
+        course: the stages up to it and from it on; is told the orders of the sources.
+        sources: of the course.
+
     Raises:
-        StateError: the state's numbers contradict each other or the config.
+        StateError: the state's numbers contradict each other, the config or the sources.
     """
     stage = len(state.stages) - 1
     config, constants = course.config(stage), course.constants(stage)
-    arrays = fresh_arrays(config, num_documents)
+    arrays = fresh_arrays(config)
     _check_stages(state)
     _restore_sources(arrays, state, config)
     _check_sums(state)
-    _check_sources(state, config, num_documents)
+    orders = course.orders[stage] = orders_of(course.past or state, config, sources)
+    _check_sources(state, config, orders)
     scalars = arrays.scalars
     scalars[kernel.SAMPLES] = state.reached
     scalars[kernel.LEFT_OUT] = state.reached - state.samples
     scalars[kernel.DOCUMENTS] = state.documents
     scalars[kernel.TOKENS] = state.tokens
     scalars[kernel.STAGE_UNITS] = arrays.sources[kernel.DRAWN_IN_STAGE].sum()
-    scalars[kernel.NUM_OPEN] = len(state.bins)
     arrays.digest[0] = int(state.digest, 16)
     scalars[kernel.STAGE] = stage
     if state.pending:
-        rows = np.array([_row(segment, config, num_documents) for segment in state.pending], np.int64)
+        rows = _rows_of(state.pending, orders)
         scalars[kernel.PENDING : kernel.PENDING + kernel.SEGMENT_WIDTH] = rows[0]
         arrays = arrays._replace(carried=rows[1:])
+    if len(state.tails) > len(arrays.tails):
+        raise _contradiction(f"{len(state.tails)} ends of documents kept back", f"at most {len(arrays.tails)}")
+    scalars[kernel.NUM_TAILS] = len(state.tails)
+    arrays.tails[: len(state.tails)] = _rows_of(state.tails, orders)
     most_open = 0 if config.packing.mode == "none" else constants.open_bins
     opened = [b.opened_at for b in state.bins]
     if len(state.bins) > most_open or opened != sorted(opened):
         raise _contradiction(f"bins opened at samples {opened}", f"at most {most_open}, the oldest first")
-    most = max((len(b.segments) for b in state.bins), default=0)
-    if most > arrays.bins.shape[1]:
-        shape = (arrays.bins.shape[0], most, kernel.SEGMENT_WIDTH)
-        arrays = arrays._replace(bins=np.zeros(shape, np.int64))
-    for b, open_bin in enumerate(state.bins):
-        used = sum(-(-s.length // constants.align) * constants.align for s in open_bin.segments)
-        if not open_bin.segments or used >= constants.seq_length or open_bin.opened_at > state.reached:
-            raise _contradiction(
-                f"an open bin with {used} tokens, opened at sample {open_bin.opened_at}",
-                f"1 to {constants.seq_length - 1} tokens, opened at sample {state.reached} or before",
-            )
-        arrays.room[b] = constants.seq_length - used
-        arrays.opened[b] = open_bin.opened_at
-        arrays.filled[b] = len(open_bin.segments)
-        arrays.bins[b, : len(open_bin.segments)] = [_row(s, config, num_documents) for s in open_bin.segments]
-    return arrays
+    room = [_room(b, constants, state.reached) for b in state.bins]
+    in_bins = _rows_of([s for b in state.bins for s in b.segments], orders)
+    return with_bins(arrays, room, opened, in_bins, np.array([len(b.segments) for b in state.bins], np.int64))
+
+
+def _room(open_bin: Bin, constants: kernel.Config, reached: int) -> int:
+    """Tokens that an open bin has left."""
+    used = sum(-(-s.length // constants.align) * constants.align for s in open_bin.segments)
+    if not open_bin.segments or used >= constants.seq_length or open_bin.opened_at > reached:
+        raise _contradiction(
+            f"an open bin with {used} tokens, opened at sample {open_bin.opened_at}",
+            f"1 to {constants.seq_length - 1} tokens, opened at sample {reached} or before",
+        )
+    return constants.seq_length - used
 
 
 def _check_stages(state: StreamState) -> None:
@@ -135,6 +147,7 @@ def _restore_sources(arrays: Arrays, state: StreamState, config: StreamConfig) -
     cursors = [state.sources.get(source.name, new) for source in config.sources]
     sources = arrays.sources
     sources[kernel.NEXT] = [c.position for c in cursors]
+    sources[kernel.DRAWN_PIECES] = [c.position - c.skipped for c in cursors]
     sources[kernel.DRAWN_DOCUMENTS] = [c.documents for c in cursors]
     sources[kernel.DRAWN_TOKENS] = [c.tokens for c in cursors]
     sources[kernel.DRAWN_IN_STAGE] = [c.drawn_in_stage for c in cursors]
@@ -149,23 +162,27 @@ def _restore_sources(arrays: Arrays, state: StreamState, config: StreamConfig) -
     for i in np.flatnonzero(active).tolist():
         # Python's integers: the product may leave 64 bits.
         release = divmod(int(sources[kernel.DRAWN_IN_STAGE, i]) * total_weight, int(sources[kernel.WEIGHT, i]))
-        sources[kernel.RELEASE, i], sources[kernel.RELEASE_REST, i] = release
+        sources[kernel.RELEASE, i], sources[kernel.RELEASE_REST, i] = min(release, (kernel.LATE, 0))
 
 
-def _row(segment: Segment, config: StreamConfig, num_documents: Sequence[int]) -> list[int]:
-    if segment.source >= len(config.sources) or segment.length == 0:
-        raise _contradiction(
-            f"a segment of {segment.length} tokens of source {segment.source}",
-            f"at least 1 token of a source below {len(config.sources)}",
-        )
-    source = config.sources[segment.source]
-    _, document = document_at(segment.position, num_documents[segment.source], config.seed, source.name, source.shuffle)
-    return [segment.source, segment.position, document, segment.offset, segment.length]
+def _rows_of(segments: Sequence[Segment], orders: Orders) -> npt.NDArray[np.int64]:
+    """As the planner has them: int64[n, SEGMENT_WIDTH]."""
+    rows = np.array([[s.source, s.position, 0, s.offset, s.length] for s in segments], np.int64)
+    rows = rows.reshape(-1, kernel.SEGMENT_WIDTH)
+    for i in np.unique(rows[:, kernel.SOURCE]).tolist():
+        if i >= len(orders) or not orders[i].eras or not rows[:, kernel.LENGTH].all():
+            raise _contradiction(
+                f"a segment of {rows[:, kernel.LENGTH].min()} tokens of source {i}",
+                f"at least 1 token of a source below {len(orders)} that was drawn",
+            )
+        mine = rows[:, kernel.SOURCE] == i
+        rows[mine, kernel.DOCUMENT] = orders[i].documents_at(rows[mine, kernel.POSITION])
+    return rows
 
 
 def _check_sums(state: StreamState) -> None:
     """Every token and document drawn is trained, left out, in an open bin, or being placed."""
-    waiting = _waiting(state)
+    waiting = state.waiting
     drawn = {
         "tokens": (
             sum(c.tokens - c.left_out_tokens for c in state.sources.values()),
@@ -186,34 +203,37 @@ def _check_sums(state: StreamState) -> None:
             )
 
 
-def _waiting(state: StreamState) -> list[Segment]:
-    return [s for b in state.bins for s in b.segments] + list(state.pending)
-
-
-def _check_sources(state: StreamState, config: StreamConfig, num_documents: Sequence[int]) -> None:
+def _check_sources(state: StreamState, config: StreamConfig, orders: Orders) -> None:
     """Each source's numbers agree with each other, with its size and with the segments that wait."""
-    waiting = _waiting(state)
-    for i, (source, num) in enumerate(zip(config.sources, num_documents, strict=True)):
+    waiting = state.waiting
+    for i, (source, order) in enumerate(zip(config.sources, orders, strict=True)):
         if source.name not in state.sources:
             continue  # new, and not drawn yet
         c = state.sources[source.name]
         ends = source.max_epochs is not None and source.on_exhausted != "repeat"
         last = max((s.position for s in waiting if s.source == i), default=-1)
+        documents = order.eras[-1].documents if order.eras else 0
         in_stage = c.tokens if config.blend.unit == "tokens" else c.documents
         if (
-            c.epoch != c.position // max(num, 1)
-            or c.position != c.documents + c.skipped
+            c.epoch != order.epoch_of(c.position)
+            or (c.position > 0 and not order.eras)
+            or not 0 <= c.position - c.documents - c.skipped <= (c.epoch + 1) * _most_later(order)
             or c.drawn_in_stage > in_stage
             or c.position <= last
             or (c.exhausted and not ends)
             # A later stage may allow fewer epochs than an earlier one went through.
-            or (ends and len(state.stages) == 1 and c.position > (source.max_epochs or 0) * num)
+            or (ends and len(state.stages) == 1 and order.eras and c.position > order.start_of(source.max_epochs or 0))
         ):
             raise _contradiction(
-                f"source '{source.name}' of {num} documents at {c}, its last waiting segment at position {last}",
-                "epoch = position // documents, position = documents drawn + skipped and past what waits, "
+                f"source '{source.name}' of {documents} documents at {c}, its last waiting segment at position {last}",
+                "the epoch of the position, position = documents + later pieces drawn + skipped and past what waits, "
                 "no more drawn in the stage than in all, exhausted only at the end of its epochs",
             )
+
+
+def _most_later(order: SourceOrder) -> int:
+    """Pieces of an epoch that are not the first of their documents, at most."""
+    return max((era.pieces - era.documents for era in order.eras if not era.rest), default=0)
 
 
 def _contradiction(found: str, expected: str) -> StateError:

@@ -10,11 +10,27 @@ __all__ = [
     "ConfigError",
     "CorpusError",
     "MegaresumeError",
+    "NoFileError",
     "SetupError",
     "StateError",
     "StreamExhausted",
     "UsageError",
+    "missing_package",
 ]
+
+#: package that is imported -> the extra of ours that installs it.
+EXTRAS = {
+    "torch": "torch",
+    "deepspeed": "deepspeed",
+    "megatron": "megatron",
+    "tokenizers": "text",
+    "PIL": "vlm",
+    "fsspec": "vlm",
+    "matplotlib": "report",
+    "libcst": "patch",
+    "packaging": "patch",
+    "pydantic": "patch",
+}
 
 
 class MegaresumeError(Exception):
@@ -72,6 +88,10 @@ class ConfigError(MegaresumeError):
     """data.yaml (or what stands for it) is wrong. Whoever wrote the configuration must act."""
 
 
+class NoFileError(ConfigError):
+    """A path of a configuration leads to no file. On a command line it is bad usage: the command exits with 2."""
+
+
 class CorpusError(MegaresumeError):
     """A source's files are missing, damaged, or not what they were. Whoever keeps the corpora must act."""
 
@@ -90,3 +110,22 @@ class SetupError(MegaresumeError):
 
 class StreamExhausted(MegaresumeError):
     """The stream has an end (``max_epochs`` with ``on_exhausted: stop`` or ``drop``) and it was reached."""
+
+
+def missing_package(error: ModuleNotFoundError, what: str, extra: str | None = None) -> SetupError | None:
+    """What to install where an import failed; None: it is no package of our extras.
+
+    Args:
+        error: of the import.
+        what: that needs the package, for people.
+        extra: of this project that brings all that is needed; default: the smallest that has the package.
+    """
+    package = str(error.name).partition(".")[0]
+    if package not in EXTRAS:
+        return None
+    return SetupError(
+        f"{what} needs the package '{package}'",
+        found=str(error),
+        expected=f"an environment with {package}",
+        action=f"pip install 'megaresume[{extra or EXTRAS[package]}]'",
+    )

@@ -1,4 +1,4 @@
-"""`Feed`: the documents of one source in stream order, a chunk at a time, with their lengths."""
+"""`Feed`: the pieces of one source in stream order, a chunk at a time, with their lengths."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.stream.block_shuffle import documents_at
 from megaresume.stream.config import SourceConfig
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.masking import Masks, masked
+from megaresume.stream.order import SourceOrder
 from megaresume.stream.source import LengthSource
 
 __all__ = ["Feed"]
@@ -33,28 +33,29 @@ class Feed:
     Not safe to use from several threads at once.
     """
 
-    def __init__(self, source: LengthSource, name: str, seed: int) -> None:
+    def __init__(self, source: LengthSource, name: str) -> None:
         self.source = source
         self.name = name
-        self.seed = seed
         self.num_documents = len(source)
         self.chunk = FIRST_CHUNK
-        #: (first position, position after the last, int64[n, 3] rows of `fill`, its masks), the latest last.
-        self._recent: deque[tuple[int, int, npt.NDArray[np.int64], Masks]] = deque(maxlen=RECENT_CHUNKS)
+        #: (first position, position after the last, int64[n, 4] rows of `fill`, its masks, its order), the latest last.
+        self._recent: deque[tuple[int, int, npt.NDArray[np.int64], Masks, SourceOrder]] = deque(maxlen=RECENT_CHUNKS)
 
-    def _limit(self, config: SourceConfig) -> int | None:
-        """The position at which the source ends, if it does."""
-        if config.max_epochs is None or config.on_exhausted == "repeat":
-            return None
-        return config.max_epochs * self.num_documents
-
-    def fill(self, position: int, out: npt.NDArray[np.int64], config: SourceConfig, masks: Masks = ()) -> int:
-        """Write the next documents that are not empty, from ``position`` on.
+    def fill(
+        self,
+        position: int,
+        out: npt.NDArray[np.int64],
+        config: SourceConfig,
+        order: SourceOrder,
+        masks: Masks = (),
+    ) -> int:
+        """Write the next pieces that are not empty, from ``position`` on.
 
         Args:
             position: in the source, epochs included.
-            out: int64[A, 3]: position, document, length.
+            out: int64[A, 4]: position, document, offset, length.
             config: how often the source is gone through, in the stage at hand.
+            order: what comes at a position.
             masks: documents to pass over as if they were empty.
 
         Returns:
@@ -63,36 +64,60 @@ class Feed:
         Raises:
             CorpusError: a length that is negative or too large; nothing but empty documents.
         """
-        limit = self._limit(config)
+        ends = config.max_epochs is not None and config.on_exhausted != "repeat"
+        limit = order.start_of(config.max_epochs or 0) if ends else None
         if limit is not None and position >= limit:
             return 0
-        if rows := self._remembered(position, out, masks):
+        if rows := self._remembered(position, out, masks, order):
             return rows
         start = position
+        # Two epochs hold a whole one wherever they begin; a single one may miss its only document.
+        last = order.end_of_epoch(order.end_of_epoch(start))
         while limit is None or position < limit:
-            # Two epochs hold a whole one wherever they begin; a single one may miss its only document.
-            if position - start >= 2 * self.num_documents:
-                raise self._only_empty()
-            epoch, index = divmod(position, self.num_documents)
-            self._note_repeat(position, config)
-            num = min(self.chunk, len(out), self.num_documents - index)
-            documents = documents_at(index, num, self.num_documents, self.seed, self.name, epoch, config.shuffle)
-            lengths = masked(self.source.lengths(documents), documents, epoch, masks)
+            if position >= last:
+                position = self._after_skips(position, order, masks)
+                last = order.end_of_epoch(order.end_of_epoch(position))
+                continue
+            self._note_repeat(position, config, order)
+            num = min(self.chunk, len(out), order.left(position))
+            rows = self._look_up(position, num, out, order, masks)
             self.chunk = min(2 * self.chunk, len(out))
-            positions = np.arange(position, position + num)
-            if lengths.min() <= 0 or lengths.max() > MAX_DOCUMENT_TOKENS:
-                self._check(documents, lengths)
-                keep = lengths > 0
-                positions, documents, lengths = positions[keep], documents[keep], lengths[keep]
-            rows = len(documents)
-            out[:rows, 0], out[:rows, 1], out[:rows, 2] = positions, documents, lengths
             if rows:
-                self._recent.append((position, position + num, out[:rows].copy(), masks))
+                self._recent.append((position, position + num, out[:rows].copy(), masks, order))
                 return rows
             position += num
         if start == 0:
             raise self._only_empty()
         return 0
+
+    def _after_skips(self, position: int, order: SourceOrder, masks: Masks) -> int:
+        """Where after a whole epoch of nothing other documents are skipped than in it: it is the same until then."""
+        epoch = order.epoch_of(position)
+        following = min((bound for mask in masks for bound in mask.epochs or () if bound >= epoch), default=None)
+        if following is None:
+            raise self._only_empty()
+        return max(order.start_of(following), position)
+
+    def _look_up(self, position: int, num: int, out: npt.NDArray[np.int64], order: SourceOrder, masks: Masks) -> int:
+        """Write those of ``num`` pieces of one epoch that are not empty; how many they are."""
+        positions = np.arange(position, position + num)
+        documents, offsets = order.pieces_at(positions)
+        lengths = self.source.lengths(documents)
+        empty = lengths.min() <= 0 or lengths.max() > MAX_DOCUMENT_TOKENS
+        if empty:
+            self._check(documents, lengths)
+        if piece := order.piece_length(position):
+            lengths = np.minimum(lengths - offsets, piece)
+        if masks:
+            lengths = masked(lengths, documents, order.epoch_of(position), masks)
+        columns = (positions, documents, offsets, lengths)
+        if masks or empty:
+            keep = lengths > 0
+            columns = tuple(column[keep] for column in columns)  # type: ignore[assignment]
+        rows = len(columns[0])
+        for k, column in enumerate(columns):
+            out[:rows, k] = column
+        return rows
 
     def _only_empty(self) -> CorpusError:
         return CorpusError(
@@ -102,10 +127,10 @@ class Feed:
             action="give it weight 0, or check how it was prepared and what is skipped",
         )
 
-    def _remembered(self, position: int, out: npt.NDArray[np.int64], masks: Masks) -> int:
+    def _remembered(self, position: int, out: npt.NDArray[np.int64], masks: Masks, order: SourceOrder) -> int:
         """Answer from a remembered chunk; 0 if there is none."""
-        for first, stop, known, its_masks in self._recent:
-            if first <= position < stop and its_masks == masks:
+        for first, stop, known, its_masks, its_order in self._recent:
+            if first <= position < stop and its_masks == masks and its_order is order:
                 # Empty documents are not among the rows: the first at or after the position.
                 rows = known[int(known[:, 0].searchsorted(position)) :][: len(out)]
                 out[: len(rows)] = rows
@@ -124,11 +149,11 @@ class Feed:
                 action="build the index again: megaresume prepare",
             )
 
-    def _note_repeat(self, position: int, config: SourceConfig) -> None:
+    def _note_repeat(self, position: int, config: SourceConfig, order: SourceOrder) -> None:
         if config.max_epochs is None or config.on_exhausted != "repeat":
             return
         # Only where the epoch begins, or every checkpoint taken in it would say so again.
-        if position == config.max_epochs * self.num_documents:
+        if position == order.start_of(config.max_epochs):
             log.warning(
                 "source '%s' has been seen for max_epochs %d and goes on (on_exhausted: repeat)",
                 self.name,

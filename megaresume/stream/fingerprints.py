@@ -13,7 +13,7 @@ from megaresume.stream.errors import CorpusError, StateError
 from megaresume.stream.source import LengthSource
 from megaresume.stream.state import Fingerprint
 
-__all__ = ["check_fingerprint", "differences", "fingerprint_of", "hash_lengths", "listing"]
+__all__ = ["check_fingerprint", "differences", "fingerprint_of", "hash_lengths", "listing", "same_corpora"]
 
 #: Documents hashed at a time.
 CHUNK = 1 << 20
@@ -30,15 +30,19 @@ def hash_lengths(source: LengthSource) -> Fingerprint:
     return Fingerprint(documents=len(source), tokens=tokens, lengths=hasher.hexdigest())
 
 
-def fingerprint_of(source: LengthSource, name: str) -> Fingerprint:
+def fingerprint_of(source: LengthSource, name: str, *, first: int | None = None) -> Fingerprint:
     """The fingerprint that a source gives, checked against its length.
+
+    Args:
+        source, name: the source, and its name for errors.
+        first: of its first documents only, as if there were no more: what the source was before it grew. None: of all.
 
     Raises:
         CorpusError: it is of a corpus with another number of documents.
     """
-    given = source.fingerprint()
+    given = source.fingerprint() if first is None else source.fingerprint(first=first)
     fingerprint = given if isinstance(given, Fingerprint) else Fingerprint(**given)
-    if fingerprint.documents != len(source):
+    if fingerprint.documents != (len(source) if first is None else first):
         raise CorpusError(
             f"source '{name}' contradicts its fingerprint",
             found=f"{len(source)} documents",
@@ -47,6 +51,37 @@ def fingerprint_of(source: LengthSource, name: str) -> Fingerprint:
             action="remove the sidecar file (PREFIX.megaresume.json) and start again",
         )
     return fingerprint
+
+
+def first_documents(source: LengthSource, name: str, documents: int) -> Fingerprint:
+    """The fingerprint of what a source was before it grew.
+
+    Raises:
+        StateError: it is a part of a split, which moves when a corpus grows.
+    """
+    if getattr(source, "is_part", False):
+        raise StateError(
+            f"source '{name}' has grown, and is a part of a split",
+            found=f"{len(source):,} documents of a corpus that has more, {documents:,} before",
+            expected="the whole corpus as a source",
+            cause="the boundaries of a split move when a corpus grows: what was held out before would be trained",
+            action=f"keep '{name}' as it was and add the new documents as a source of its own, with a split of its own",
+        )
+    return fingerprint_of(source, name, first=documents)
+
+
+def same_corpora(fingerprints: Mapping[str, Fingerprint]) -> list[str]:
+    """A line for each corpus that several sources are; sources of which only lengths are known are left out."""
+    names: dict[Fingerprint, list[str]] = {}
+    for name, fingerprint in fingerprints.items():
+        if fingerprint.contents is not None and fingerprint.tokens:
+            names.setdefault(fingerprint, []).append(f"'{name}'")
+    return [
+        f"sources {', '.join(several[:-1])} and {several[-1]} are one corpus, by the lengths and contents of their "
+        f"{fingerprint.documents:,} documents: each document is seen in an epoch of every one of them"
+        for fingerprint, several in names.items()
+        if len(several) > 1
+    ]
 
 
 def differences(
@@ -69,7 +104,7 @@ def check_fingerprint(name: str, before: Fingerprint | None, now: Fingerprint) -
     """
     if before == now:
         return
-    fields = ("documents", "tokens", "lengths", "tokenizer")
+    fields = ("documents", "tokens", "lengths", "contents", "tokenizer")
     differ = [f for f in fields if before is None or getattr(before, f) != getattr(now, f)]
     cause, action = _likely_change(name, before, now)
     raise StateError(
@@ -95,7 +130,8 @@ def _likely_change(name: str, before: Fingerprint | None, now: Fingerprint) -> t
         return (
             f"the corpus, or the part of it that --split (or split in the data config) takes, has grown by "
             f"{now.documents - before.documents} documents",
-            f"give back the split, if it was changed; or {action}",
+            f"give back the split, if it was changed; if documents were appended to the corpus, declare that they take "
+            f"part: append: next_epoch (or now) for '{name}' in the data config; or {action}",
         )
     if now.documents < before.documents:
         return (
@@ -105,6 +141,8 @@ def _likely_change(name: str, before: Fingerprint | None, now: Fingerprint) -> t
         )
     if now.lengths != before.lengths:
         return "the corpus was prepared again, or its index is damaged", action
+    if now.tokenizer == before.tokenizer:
+        return _other_contents(name, before, now), action
     if now.tokenizer is None:
         return (
             "the lengths are the same, but which tokenizer made the corpus is not known any more: "
@@ -113,9 +151,14 @@ def _likely_change(name: str, before: Fingerprint | None, now: Fingerprint) -> t
         )
     if before.tokenizer is None:
         return "the tokenizer was not known when the state was made: the corpus was prepared again since", action
-    if now.tokenizer.partition(" of ")[0] == before.tokenizer.partition(" of ")[0]:
-        return (
-            "records have other contents of the same lengths: the shards were edited and their index made again",
-            action,
-        )
     return "the corpus was made with another tokenizer or image processor", action
+
+
+def _other_contents(name: str, before: Fingerprint, now: Fingerprint) -> str:
+    if before.contents is None or now.contents is None:
+        when = "when the state was made" if before.contents is None else "any more"
+        return f"the contents are not known {when}: fingerprint() of the class of '{name}' was added or changed"
+    return (
+        "documents of the same lengths have other contents: the corpus was prepared again from other data, a file of "
+        "it was replaced, or, of a Python object, get(i) does not give the same tokens each time"
+    )

@@ -6,26 +6,34 @@ Python; the tests hold this loop against it, sample by sample.
 Blend. Source i with integer weight ``w`` of ``W`` parts has drawn ``c`` units (tokens, or documents) of the ``T`` of
 all sources since its stage began, and its next document has ``l`` units. In the ideal blend that document occupies
 the units from ``c*W/w`` (its *release*) to ``(c+l)*W/w`` (its *deadline*) of all those drawn. The next document is
-the one with the earliest deadline among those released (ties: lowest index). This is WF2Q (Bennett and Zhang,
+the one with the earliest deadline among those released (ties: by name). This is WF2Q (Bennett and Zhang,
 "WF2Q: worst-case fair weighted fair queueing", INFOCOM 1996), for documents of one unit the quota method that solves
 the chairman assignment problem (Tijdeman 1980): no source is ever a document ahead of its share or behind it,
 whatever the number of sources. (Always taking the largest deficit instead is off by 1.8 documents with 100 equal
-sources beside a large one.) Release and deadline are kept as exact integer quotients and remainders.
+sources beside a large one.) Release and deadline are kept as exact integer quotients and remainders; what lies beyond
+`LATE` counts as `LATE`. So that a thousand sources cost little more than three, they are looked at in groups: only a
+group in which something was drawn or released since is looked through again.
 
-Packing. A drawn document is *pending* until it lies in a bin. ``best_fit`` puts it into the open bin that it fills
-best; where it fits nowhere it opens a bin, after closing the fullest if all are in use. ``knapsack`` lets every
-document wait in a bin of its own, and when all are in use it makes a sample of those that fill it best. Bins are kept
-in opening order, and every tie goes to the oldest, so that the state needs no slot numbers.
+What is drawn is a *piece*: a document, or a part of one that is longer than a sample (``order.py``). A later piece of a
+document counts as no further document.
+
+Packing. A drawn piece is *pending* until it lies in a bin. ``split`` concatenates and cuts; what it cuts off at the end
+of a sample waits until `TAILS` others were, and begins another one, so that both parts are in different batches. What
+fills a sample passes by uncut. ``best_fit`` puts a piece into the open bin that it fills best; where it fits nowhere it
+opens a bin, after closing the fullest if all are in use, or if `OPEN_SEGMENTS` lie in them: tiny documents need few.
+``knapsack`` lets every document wait in a bin of its own, or with the one before it as long as both are small
+(`Config.group`), and when all are in use it makes a sample of those that fill it best. Bins are kept in opening order,
+and every tie goes to the oldest, so that the state needs no slot numbers.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from megaresume.stream.compiled import compiled
 from megaresume.stream.knapsack import choose
 from megaresume.stream.mixing import GOLDEN, mix
 
@@ -58,28 +66,37 @@ REFILL_SOURCE, OUT_SAMPLES, OUT_SEGMENTS = 5, 6, 7
 PENDING = 8  # and the four after it: a segment; its length is 0 when nothing is pending
 STAGE, NEXT_CARRIED = 13, 14
 LEFT_OUT = 15  # of SAMPLES: closed, and left out of the stream
-NUM_SCALARS = 16
+NUM_WAITING, FREE = 16, 17  # segments in open bins; the first free row of `Arrays.segments`, or -1
+FIRST_TAIL, NUM_TAILS = 18, 19
+NUM_SCALARS = 20
 
 # Columns of a segment.
 SOURCE, POSITION, DOCUMENT, OFFSET, LENGTH = 0, 1, 2, 3, 4
 SEGMENT_WIDTH = 5
 
 # Rows of `Arrays.sources`: one column a source.
-WEIGHT, ACTIVE, NUM_DOCUMENTS = 0, 1, 2  # ACTIVE: 1 while the source is drawn
+WEIGHT, ACTIVE, DRAWN_PIECES = 0, 1, 2  # ACTIVE: 1 while the source is drawn
 NEXT, DRAWN_DOCUMENTS, DRAWN_TOKENS, DRAWN_IN_STAGE = 3, 4, 5, 6
 RELEASE, RELEASE_REST = 7, 8
 NEXT_RELEASE, NEXT_RELEASE_REST, DEADLINE = 9, 10, 11
 HEAD, NUM_AHEAD = 12, 13
 EXHAUSTED_ROW = 14
 LEFT_OUT_DOCUMENTS, LEFT_OUT_TOKENS = 15, 16  # of those drawn
-NUM_SOURCE_ROWS = 17
+SHARE, SHARE_REST = 17, 18  # quotient and remainder of all weights by its own: units of all sources to one of its own
+NUM_SOURCE_ROWS = 19
 
 #: Bits for the index of a bin: `config.MAX_OPEN_BINS` is below 2**INDEX_BITS.
 INDEX_BITS = 11
-#: Segments a bin at first; doubled when a bin needs more.
-BIN_SEGMENTS = 32
+#: Segments in open bins from which ``best_fit`` opens no further one.
+OPEN_SEGMENTS = 2048
+#: Ends of documents that ``split`` keeps back: about so many samples later each begins one.
+TAILS = 256
+#: Units that no stream comes to: later releases and deadlines count as this one.
+LATE = 1 << 61
 #: Later than any deadline.
 NEVER = np.int64(0x7FFFFFFFFFFFFFFF)
+#: Sources that are looked through together.
+GROUP = 32
 
 _GOLDEN = np.uint64(GOLDEN)
 _S32 = np.uint64(32)
@@ -94,10 +111,12 @@ class Config(NamedTuple):
     max_age: int
     align: int
     by_tokens: bool
+    #: ``knapsack``: tokens up to which documents wait together.
+    group: int
 
 
 class Arrays(NamedTuple):
-    """Everything that `advance` changes. K: open bins and a spare one, n: sources, C: segments a bin."""
+    """Everything that `advance` changes. K: open bins and a spare one, n: sources, P: rows of the pool."""
 
     #: int64[NUM_SCALARS].
     scalars: Int64Array
@@ -109,14 +128,18 @@ class Arrays(NamedTuple):
     room: Int64Array
     #: int64[K]: samples closed when the bin was opened, in opening order.
     opened: Int64Array
-    #: int64[K]: row of `bins` and `filled`; the open ones first in opening order, then the free ones.
-    slot: Int64Array
-    #: int64[K]: segments in a slot.
-    filled: Int64Array
-    #: int64[K, C, SEGMENT_WIDTH].
-    bins: Int64Array
+    #: int64[K]: first and last row of `segments`, in opening order.
+    head: Int64Array
+    tail: Int64Array
+    #: int64[P, SEGMENT_WIDTH]: the pool of all bins.
+    segments: Int64Array
+    #: int64[P]: the next row of the same bin, or the next one that is free; -1 at the end.
+    link: Int64Array
     #: int64[w, SEGMENT_WIDTH]: taken out of the bins of the stage before, to be placed before anything is drawn.
     carried: Int64Array
+    #: int64[TAILS, SEGMENT_WIDTH], of other packings than ``split`` int64[0, SEGMENT_WIDTH]: a ring of NUM_TAILS ends
+    #: of documents, the oldest at FIRST_TAIL.
+    tails: Int64Array
 
 
 def trained_samples(arrays: Arrays) -> int:
@@ -124,32 +147,66 @@ def trained_samples(arrays: Arrays) -> int:
     return int(arrays.scalars[SAMPLES] - arrays.scalars[LEFT_OUT])
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")  # no check for a weight of 0: such a source is never drawn
-def set_deadline(sources, i, total_weight, ahead, by_tokens):  # type: ignore[no-untyped-def]
-    """Compute the deadline of the document at the head of source i: the release of the one after it, rounded up."""
-    units = ahead[i, sources[HEAD, i], 2] if by_tokens else 1
-    weight = sources[WEIGHT, i]
-    total = sources[RELEASE_REST, i] + units * total_weight
-    quotient = np.int64(np.uint64(total) // np.uint64(weight))  # both are positive; signed division takes longer
-    rest = total - quotient * weight
-    sources[NEXT_RELEASE, i] = sources[RELEASE, i] + quotient
-    sources[NEXT_RELEASE_REST, i] = rest
-    sources[DEADLINE, i] = sources[NEXT_RELEASE, i] + (1 if rest else 0)
+@compiled(error_model="numpy")  # no check for a weight of 0: such a source is never drawn
+def set_deadline(sources, i, ahead, by_tokens):  # type: ignore[no-untyped-def]
+    """Compute the deadline of the document at the head of source i: the release of the one after it, rounded up.
+
+    ``units * W / w`` for W of up to 61 bits: ``units * (W // w)``, and ``units * (W % w) / w``, which is below 2**31.
+    The latter is estimated in floating point, to one at most, and then corrected by its exact remainder; the products
+    wrap around, but the remainder, their difference, is less than 63 bits long.
+    """
+    units = ahead[i, sources[HEAD, i], 3] if by_tokens else np.int64(ahead[i, sources[HEAD, i], 2] == 0)
+    weight, share, share_rest = sources[WEIGHT, i], sources[SHARE, i], sources[SHARE_REST, i]
+    quotient = np.int64(float(units) * (float(share_rest) / float(weight)))
+    taken = np.uint64(quotient) * np.uint64(weight)
+    rest = np.int64(np.uint64(units) * np.uint64(share_rest) + np.uint64(sources[RELEASE_REST, i]) - taken)
+    while rest < 0:
+        quotient -= 1
+        rest += weight
+    while rest >= weight:
+        quotient += 1
+        rest -= weight
+    too_far = (share >> 30) > 0 and share > LATE // max(units, 1)
+    release = np.int64(LATE) if too_far else sources[RELEASE, i] + units * share + quotient
+    if release >= LATE:
+        release, rest = np.int64(LATE), np.int64(0)
+    sources[NEXT_RELEASE, i], sources[NEXT_RELEASE_REST, i] = release, rest
+    sources[DEADLINE, i] = release + (1 if rest else 0)
 
 
-@numba.njit(cache=True, nogil=True)
-def _select(release, deadline, stage_units):  # type: ignore[no-untyped-def]
-    """The released source with the earliest deadline, or -1. Sources that are not drawn are never released."""
-    best, earliest = -1, NEVER
-    for i in range(release.size):
-        # No branch: which source comes next is what no processor can predict.
-        better = (release[i] <= stage_units) & (deadline[i] < earliest)
-        best = i if better else best
-        earliest = deadline[i] if better else earliest
-    return best
+@compiled
+def _select(release, deadline, stage_units, earliest, due):  # type: ignore[no-untyped-def]
+    """The place of the released source with the earliest deadline, or -1. What is not drawn is never released.
+
+    Args:
+        release, deadline: int64[n], of the sources in the order of their names.
+        stage_units: units drawn in the stage.
+        earliest: int64[groups], the earliest deadline of those released.
+        due: int64[groups], when a group is to be looked through again: at its next release; at 0 after a draw.
+    """
+    for g in range(due.size):
+        if due[g] <= stage_units:
+            first, next_release = NEVER, NEVER
+            for k in range(g * GROUP, min((g + 1) * GROUP, release.size)):
+                # No branch: which source comes next is what no processor can predict. Plain minima become vectors.
+                first = min(first, deadline[k] if release[k] <= stage_units else NEVER)
+                next_release = min(next_release, release[k] if release[k] > stage_units else NEVER)
+            earliest[g], due[g] = first, next_release
+    best = NEVER
+    for g in range(due.size):
+        best = min(best, earliest[g])
+    if best == NEVER:
+        return -1
+    g = 0
+    while earliest[g] != best:
+        g += 1
+    k = g * GROUP
+    while deadline[k] != best or release[k] > stage_units:
+        k += 1
+    return k
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _best_fit(room, num_open, length):  # type: ignore[no-untyped-def]
     """The open bin that ``length`` tokens fill best (ties: the oldest), or -1."""
     # Room and index in one number: a plain minimum, which the compiler turns into vector instructions.
@@ -159,7 +216,7 @@ def _best_fit(room, num_open, length):  # type: ignore[no-untyped-def]
     return best & ((1 << INDEX_BITS) - 1) if best != NEVER else -1
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _fullest(room, num_open):  # type: ignore[no-untyped-def]
     """The open bin with the least room (ties: the oldest)."""
     fullest = 0
@@ -169,7 +226,7 @@ def _fullest(room, num_open):  # type: ignore[no-untyped-def]
     return fullest
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def hash_sample(segments, first, stop, keys):  # type: ignore[no-untyped-def]
     """Hash of the identity of one sample: its segments, in order.
 
@@ -185,26 +242,23 @@ def hash_sample(segments, first, stop, keys):  # type: ignore[no-untyped-def]
     return h
 
 
-@numba.njit(cache=True, nogil=True)
-def _remove_bin(which, num_open, room, opened, slot, filled):  # type: ignore[no-untyped-def]
-    """Take a bin out of the opening order; its slot becomes the first free one."""
-    freed = slot[which]
+@compiled
+def _remove_bin(which, num_open, room, opened, head, tail):  # type: ignore[no-untyped-def]
+    """Take a bin out of the opening order."""
     for b in range(which, num_open - 1):
-        room[b], opened[b], slot[b] = room[b + 1], opened[b + 1], slot[b + 1]
-    slot[num_open - 1] = freed
-    filled[freed] = 0
+        room[b], opened[b], head[b], tail[b] = room[b + 1], opened[b + 1], head[b + 1], tail[b + 1]
 
 
-@numba.njit(cache=True, nogil=True)
-def advance(a, config, keys, total_weight, ahead, want, out, starts, hashes, digests):  # type: ignore[no-untyped-def]
+@compiled
+def advance(a, config, keys, by_name, ahead, want, out, starts, hashes, digests):  # type: ignore[no-untyped-def]
     """Plan until ``a.scalars[OUT_SAMPLES] == want`` or until the caller must help.
 
     Args:
         a: `Arrays`, changed in place.
         config: `Config`.
         keys: uint64[n], hash of each source's name.
-        total_weight: sum of the weights of the active sources.
-        ahead: int64[n, A, 3], the next documents of each source: position, document, length (never 0).
+        by_name: int64[n], the sources in the order of their names: its inverse breaks ties.
+        ahead: int64[n, A, 4], the next pieces of each source: position, document, offset, length (never 0).
         want: samples.
         out: int64[capacity, SEGMENT_WIDTH], segments of the samples planned.
         starts: int64[want + 1], first segment of each sample.
@@ -214,18 +268,24 @@ def advance(a, config, keys, total_weight, ahead, want, out, starts, hashes, dig
     Returns:
         DONE; REFILL (``ahead`` of source ``scalars[REFILL_SOURCE]`` is used up); GROW_BINS; GROW_OUT; EXHAUSTED.
     """
-    scalars, sources, bins = a.scalars, a.sources, a.bins
-    room, opened, slot, filled = a.room, a.opened, a.slot, a.filled
-    release, deadline = sources[RELEASE], sources[DEADLINE]
+    scalars, sources, segments, link = a.scalars, a.sources, a.segments, a.link
+    room, opened, head, tail = a.room, a.opened, a.head, a.tail
+    free, num_waiting = scalars[FREE], scalars[NUM_WAITING]
+    # By place in the order of names.
+    release, deadline = sources[RELEASE][by_name], sources[DEADLINE][by_name]
+    groups = (by_name.size + GROUP - 1) // GROUP
+    earliest, due = np.empty(groups, np.int64), np.zeros(groups, np.int64)
     # Scalars live in registers while the loop runs.
     samples, documents, tokens = scalars[SAMPLES], scalars[DOCUMENTS], scalars[TOKENS]
     carried, next_carried = a.carried, scalars[NEXT_CARRIED]
+    tails, first_tail, num_tails = a.tails, scalars[FIRST_TAIL], scalars[NUM_TAILS]
     stage_units, num_open = scalars[STAGE_UNITS], scalars[NUM_OPEN]
     num_out, num_segments = scalars[OUT_SAMPLES], scalars[OUT_SEGMENTS]
     source, position, document = scalars[PENDING], scalars[PENDING + 1], scalars[PENDING + 2]
     offset, length = scalars[PENDING + 3], scalars[PENDING + 4]
     digest = a.digest[0]
     status = DONE
+    ending = False  # nothing is drawn any more
     knapsack = config.mode == KNAPSACK
     chosen = np.zeros(room.size, np.bool_)
     order, tried = np.empty(room.size, np.int64), np.empty(room.size, np.int64)
@@ -233,7 +293,7 @@ def advance(a, config, keys, total_weight, ahead, want, out, starts, hashes, dig
     sums = np.empty((num_sums, words), np.uint64)
 
     while num_out < want:
-        if num_segments + bins.shape[1] > out.shape[0]:
+        if num_segments + num_waiting + 1 > out.shape[0]:
             status = GROW_OUT
             break
 
@@ -249,53 +309,84 @@ def advance(a, config, keys, total_weight, ahead, want, out, starts, hashes, dig
             fits_a_bin = (config.mode == BEST_FIT or knapsack) and length < config.seq_length
             if fits_a_bin and not knapsack:
                 b = _best_fit(room, num_open, length)
-            elif config.mode == SPLIT:
+            elif config.mode == SPLIT and length < config.seq_length:
                 b = num_open - 1
-            if b < 0 and fits_a_bin and num_open == config.open_bins:
+            elif fits_a_bin and num_open > 0:
+                used = config.seq_length - room[num_open - 1] + -(-length // config.align) * config.align
+                b = num_open - 1 if used <= config.group else -1
+            enough = num_open == config.open_bins or (not knapsack and num_waiting >= OPEN_SEGMENTS)
+            if b < 0 and fits_a_bin and enough:
                 gather = knapsack
                 close = -1 if knapsack else _fullest(room, num_open)
             else:
+                if free < 0:
+                    status = GROW_BINS
+                    break
                 if b < 0:
                     b = num_open
                     room[b], opened[b] = config.seq_length, samples
                     num_open += 1
-                row, k = slot[b], filled[slot[b]]
-                if k == bins.shape[1]:
-                    status = GROW_BINS
-                    break
+                k = free
+                free = link[k]
                 put = min(length, room[b])
-                bins[row, k, SOURCE], bins[row, k, POSITION], bins[row, k, DOCUMENT] = source, position, document
-                bins[row, k, OFFSET], bins[row, k, LENGTH] = offset, put
-                filled[row] = k + 1
+                segments[k, SOURCE], segments[k, POSITION], segments[k, DOCUMENT] = source, position, document
+                segments[k, OFFSET], segments[k, LENGTH] = offset, put
+                if room[b] == config.seq_length:
+                    head[b] = k
+                else:
+                    link[tail[b]] = k
+                tail[b], link[k] = k, -1
+                num_waiting += 1
                 offset += put
                 length -= put
                 room[b] -= put if config.align == 1 else -(-put // config.align) * config.align
+                if length > 0 and num_tails < tails.shape[0]:
+                    row = (first_tail + num_tails) % tails.shape[0]
+                    tails[row, 0], tails[row, 1], tails[row, 2] = source, position, document
+                    tails[row, 3], tails[row, 4] = offset, length
+                    num_tails += 1
+                    length = 0
                 if room[b] == 0 or config.mode == NONE:
                     close = b
         elif next_carried < carried.shape[0]:
             source, position, document = carried[next_carried, 0], carried[next_carried, 1], carried[next_carried, 2]
             offset, length = carried[next_carried, 3], carried[next_carried, 4]
             next_carried += 1
+        elif num_tails > 0 and ((num_tails == tails.shape[0] and num_open == 0) or ending):
+            source, position, document = tails[first_tail, 0], tails[first_tail, 1], tails[first_tail, 2]
+            offset, length = tails[first_tail, 3], tails[first_tail, 4]
+            first_tail = (first_tail + 1) % tails.shape[0]
+            num_tails -= 1
         else:
-            i = _select(release, deadline, stage_units)
-            if i >= 0:
-                head = sources[HEAD, i]
-                source, offset = i, 0
-                position, document, length = ahead[i, head, 0], ahead[i, head, 1], ahead[i, head, 2]
-                units = length if config.by_tokens else 1
+            place = _select(release, deadline, stage_units, earliest, due)
+            if place >= 0:
+                i = by_name[place]
+                at = sources[HEAD, i]
+                if at == sources[NUM_AHEAD, i]:
+                    scalars[REFILL_SOURCE] = i
+                    status = REFILL
+                    break
+                source, position, document = i, ahead[i, at, 0], ahead[i, at, 1]
+                offset, length = ahead[i, at, 2], ahead[i, at, 3]
+                units = length if config.by_tokens else np.int64(offset == 0)
                 stage_units += units
                 sources[NEXT, i] = position + 1
-                sources[DRAWN_DOCUMENTS, i] += 1
+                sources[DRAWN_PIECES, i] += 1
+                sources[DRAWN_DOCUMENTS, i] += offset == 0
                 sources[DRAWN_TOKENS, i] += length
                 sources[DRAWN_IN_STAGE, i] += units
                 sources[RELEASE, i] = sources[NEXT_RELEASE, i]
                 sources[RELEASE_REST, i] = sources[NEXT_RELEASE_REST, i]
-                sources[HEAD, i] = head + 1
-                if head + 1 == sources[NUM_AHEAD, i]:
+                sources[HEAD, i] = at + 1
+                if at + 1 == sources[NUM_AHEAD, i]:
                     scalars[REFILL_SOURCE] = i
                     status = REFILL
                     break
-                set_deadline(sources, i, total_weight, ahead, config.by_tokens)
+                set_deadline(sources, i, ahead, config.by_tokens)
+                release[place], deadline[place] = sources[RELEASE, i], sources[DEADLINE, i]
+                due[place // GROUP] = 0
+            elif num_tails > 0:
+                ending = True
             elif num_open > 0:
                 gather = knapsack
                 close = -1 if knapsack else 0  # the stream ends: what is open goes out, oldest first
@@ -304,23 +395,24 @@ def advance(a, config, keys, total_weight, ahead, want, out, starts, hashes, dig
                 break
 
         if gather:
-            if num_segments + num_open > out.shape[0]:
-                status = GROW_OUT
-                break
             choose(room, num_open, config.seq_length, config.align, overdue, order, tried, sums, chosen)
         if close >= 0 or gather:
             first = num_segments
             for b in range(num_open):
                 if b != close and not (gather and chosen[b]):
                     continue
-                row = slot[b]
-                for k in range(filled[row]):
+                k = head[b]
+                while k >= 0:
                     for column in range(SEGMENT_WIDTH):
-                        out[num_segments, column] = bins[row, k, column]
-                    tokens += bins[row, k, LENGTH]
-                    if bins[row, k, OFFSET] == 0:
+                        out[num_segments, column] = segments[k, column]
+                    tokens += segments[k, LENGTH]
+                    if segments[k, OFFSET] == 0:
                         documents += 1
                     num_segments += 1
+                    k = link[k]
+                link[tail[b]] = free
+                free = head[b]
+            num_waiting -= num_segments - first
             hashes[num_out] = hash_sample(out, first, num_segments, keys)
             digest = mix(digest ^ hashes[num_out])
             digests[num_out] = digest
@@ -329,12 +421,14 @@ def advance(a, config, keys, total_weight, ahead, want, out, starts, hashes, dig
             samples += 1
             for b in range(num_open - 1, -1, -1):
                 if b == close or (gather and chosen[b]):
-                    _remove_bin(b, num_open, room, opened, slot, filled)
+                    _remove_bin(b, num_open, room, opened, head, tail)
                     num_open -= 1
 
     scalars[SAMPLES], scalars[DOCUMENTS], scalars[TOKENS] = samples, documents, tokens
     scalars[STAGE_UNITS], scalars[NUM_OPEN], scalars[NEXT_CARRIED] = stage_units, num_open, next_carried
     scalars[OUT_SAMPLES], scalars[OUT_SEGMENTS] = num_out, num_segments
+    scalars[FREE], scalars[NUM_WAITING] = free, num_waiting
+    scalars[FIRST_TAIL], scalars[NUM_TAILS] = first_tail, num_tails
     scalars[PENDING], scalars[PENDING + 1], scalars[PENDING + 2] = source, position, document
     scalars[PENDING + 3], scalars[PENDING + 4] = offset, length
     a.digest[0] = digest

@@ -1,6 +1,6 @@
 """Which of the documents that wait make up the next sample: the ones that fill it best.
 
-    waiting   3900 3100 2500 2300 1700 900 400 ...   `lookahead` documents, as drawn
+    waiting   3900 3100 2500 2300 1700 900 400 ...   `lookahead` documents, as drawn; small ones in groups
     start     3900                                    the longest: what is hard to place later goes first
     room      4292 = 2500 + 900 + 892?  3100 + 1192?  the largest sum of others that fits, by dynamic programming
 
@@ -10,12 +10,16 @@ the one-dimensional bin-packing problem", Production Planning & Control 10, 1999
 as well as it can be. The start is one of the `STARTS` longest, whichever leaves least room, or the oldest document
 once it has waited for ``max_age`` samples. Candidates are tried from the longest on, and sums from the fullest on, so
 that a sample holds few long documents rather than many short ones, which fill the gaps of later samples.
+
+Small documents that follow each other wait as one, of at most ``2 * seq_length / lookahead`` tokens: any two neighbours
+have more, so that what waits fills more than a sample, however short documents are. Each stays whole.
 """
 
 from __future__ import annotations
 
-import numba
 import numpy as np
+
+from megaresume.stream.compiled import compiled
 
 __all__ = ["STARTS", "choose"]
 
@@ -23,12 +27,12 @@ __all__ = ["STARTS", "choose"]
 STARTS = 8
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _reachable(row, total):  # type: ignore[no-untyped-def]
     return (row[total >> 6] >> np.uint64(total & 63)) & np.uint64(1)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _add(sums, with_it, length, words):  # type: ignore[no-untyped-def]
     """``with_it`` = the sums, and each of them with ``length`` more. Bits above the room may be set: nobody asks."""
     whole, bits = length >> 6, np.uint64(length & 63)
@@ -44,7 +48,7 @@ def _add(sums, with_it, length, words):  # type: ignore[no-untyped-def]
         with_it[w] |= (sums[w - whole] << bits) | (sums[w - whole - 1] >> (np.uint64(64) - bits))
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def choose(room, num_waiting, capacity, align, overdue, order, tried, sums, chosen):  # type: ignore[no-untyped-def]
     """Choose the documents of the next sample.
 

@@ -15,8 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megaresume.stream import kernel
+from megaresume.stream.bins import segments_of, with_bins
 from megaresume.stream.kernel import Arrays
+from megaresume.stream.order import Orders
 from megaresume.stream.ranges import Range
+from megaresume.stream.stages import tail_segments
 
 __all__ = ["Mask", "Masks", "masked", "without_documents"]
 
@@ -51,23 +54,26 @@ def masked(lengths: Int64Array, documents: Int64Array, epoch: int, masks: Masks)
     return lengths
 
 
-def without_documents(arrays: Arrays, config: kernel.Config, masks: Mapping[int, Masks]) -> Arrays:
+def without_documents(arrays: Arrays, config: kernel.Config, masks: Mapping[int, Masks], orders: Orders) -> Arrays:
     """The planner's arrays without what waits of some documents; counted as left out.
 
     Args:
         arrays: of a stage.
         config: its constants.
         masks: by source number.
+        orders: of the sources.
     """
     arrays = Arrays._make(array.copy() for array in arrays)
-    scalars, num_open = arrays.scalars, int(arrays.scalars[kernel.NUM_OPEN])
+    scalars = arrays.scalars
 
     def kept(rows: Int64Array) -> Int64Array:
         """Rows that stay; the others are counted."""
         hit = np.zeros(len(rows), np.bool_)
         for source, of_source in masks.items():
             mine = np.flatnonzero(rows[:, kernel.SOURCE] == source)
-            epochs = rows[mine, kernel.POSITION] // arrays.sources[kernel.NUM_DOCUMENTS, source]
+            if not len(mine):
+                continue
+            epochs = orders[source].epochs(rows[mine, kernel.POSITION])
             for mask in of_source:
                 hit[mine] |= mask.hits(rows[mine, kernel.DOCUMENT], epochs)
         for row in rows[hit]:
@@ -79,20 +85,17 @@ def without_documents(arrays: Arrays, config: kernel.Config, masks: Mapping[int,
     if at_hand[kernel.LENGTH] and not len(kept(at_hand[None])):
         at_hand[:] = 0
     carried = kept(arrays.carried[int(scalars[kernel.NEXT_CARRIED]) :])
-    scalars[kernel.NEXT_CARRIED] = 0
-    staying, emptied = [], []
-    for b in range(num_open):
-        slot = int(arrays.slot[b])
-        rows = kept(arrays.bins[slot, : arrays.filled[slot]].copy())
-        arrays.filled[slot] = len(rows)
-        arrays.bins[slot, : len(rows)] = rows
-        used = int((-(-rows[:, kernel.LENGTH] // config.align) * config.align).sum())
-        if len(rows):
-            staying.append((config.seq_length - used, int(arrays.opened[b]), slot))
-        else:
-            emptied.append(slot)
-    for b, (room, opened, slot) in enumerate(staying):
-        arrays.room[b], arrays.opened[b], arrays.slot[b] = room, opened, slot
-    arrays.slot[len(staying) : num_open] = emptied
-    scalars[kernel.NUM_OPEN] = len(staying)
-    return arrays._replace(carried=carried)
+    tails = kept(tail_segments(arrays))
+    arrays.tails[: len(tails)] = tails
+    scalars[kernel.NEXT_CARRIED] = scalars[kernel.FIRST_TAIL] = 0
+    scalars[kernel.NUM_TAILS] = len(tails)
+    rows, counts = segments_of(arrays)
+    room, opened, staying = [], [], [rows[:0]]
+    for rows_of, opened_at in zip(np.split(rows, np.cumsum(counts)), arrays.opened.tolist(), strict=False):
+        if len(rows := kept(rows_of)):
+            used = int((-(-rows[:, kernel.LENGTH] // config.align) * config.align).sum())
+            room.append(config.seq_length - used)
+            opened.append(opened_at)
+            staying.append(rows)
+    sizes = np.array([len(rows) for rows in staying[1:]], np.int64)
+    return with_bins(arrays._replace(carried=carried), room, opened, np.concatenate(staying), sizes)

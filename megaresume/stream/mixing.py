@@ -9,6 +9,8 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+from megaresume.stream.compiled import compiled
+
 __all__ = ["GOLDEN", "mix"]
 
 #: 2**64 / golden ratio, made odd: the increment of splitmix64.
@@ -20,7 +22,7 @@ _C2 = np.uint64(0x94D049BB133111EB)
 _S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
-@numba.njit(numba.uint64(numba.uint64), inline="always", cache=True, nogil=True)
+@compiled(numba.uint64(numba.uint64), inline="always")
 def mix(x: np.uint64) -> np.uint64:
     """One splitmix64 step, uint64 to uint64."""
     x = x + _GOLDEN

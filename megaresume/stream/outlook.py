@@ -22,8 +22,9 @@ class SourceOutlook:
     tokens: int
     #: 0-based.
     epoch: int
-    #: documents of that epoch that were not drawn yet.
+    #: pieces of that epoch that were not drawn yet (documents, while nothing was), and all of them.
     remaining: int
+    size: int
     #: samples until the epoch is over, about; None: the source is not drawn.
     samples_left: int | None
 
@@ -42,12 +43,13 @@ def outlook(state: StreamState, config: StreamConfig) -> list[SourceOutlook]:
     for source in config.sources:
         cursor, fingerprint = state.sources.get(source.name), state.fingerprints.get(source.name)
         documents = 0 if fingerprint is None else fingerprint.documents
-        position = 0 if cursor is None else cursor.position
-        remaining = documents - position % documents if documents else 0
+        remaining = size = documents
+        if cursor is not None and cursor.eras:
+            remaining, size = cursor.left, cursor.size
         share = source.weight / total
         left: int | None = None
         if fingerprint is not None and documents and share:
-            tokens = fingerprint.tokens * remaining / documents
+            tokens = fingerprint.tokens * remaining / size
             # Of all tokens, or of all documents, the source has its share.
             per_sample = share * length
             if config.blend.unit == "documents":
@@ -64,8 +66,9 @@ def outlook(state: StreamState, config: StreamConfig) -> list[SourceOutlook]:
                 share=share,
                 documents=0 if cursor is None else cursor.documents,
                 tokens=0 if cursor is None else cursor.tokens,
-                epoch=position // documents if documents else 0,
+                epoch=0 if cursor is None else cursor.epoch,
                 remaining=remaining,
+                size=size,
                 samples_left=left,
             )
         )

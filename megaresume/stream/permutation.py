@@ -18,13 +18,13 @@ from __future__ import annotations
 import hashlib
 from functools import lru_cache
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from megaresume.stream.compiled import compiled
 from megaresume.stream.mixing import mix
 
-__all__ = ["permute_range", "round_keys", "unpermute_index", "width_bits"]
+__all__ = ["permute", "permute_range", "round_keys", "unpermute_index", "width_bits"]
 
 #: Rounds (even numbers). The fewer bits a half has, the slower it mixes. Over 20,000 seeds, the square of the
 #: correlation between the parities of index and document is, in units of what chance gives: 2 to 3 with four rounds
@@ -68,8 +68,8 @@ def round_keys(seed: int, source: str, epoch: int, part: str = "") -> npt.NDArra
     return keys
 
 
-@numba.njit(cache=True, nogil=True)
-def _permute_range(start, out, num_documents, left_bits, right_bits, keys, rounds):  # type: ignore[no-untyped-def]
+@compiled
+def _permute(indices, out, num_documents, left_bits, right_bits, keys, rounds):  # type: ignore[no-untyped-def]
     # A round at a time over all values, then again over those that fell outside: loops without a branch, which the
     # compiler turns into vector instructions. Value by value it takes three times as long.
     one = np.uint64(1)
@@ -77,7 +77,7 @@ def _permute_range(start, out, num_documents, left_bits, right_bits, keys, round
     num = out.size  # values still outside; those at `where`, with the halves `left` and `right`
     left, right, where = np.empty(num, np.uint64), np.empty(num, np.uint64), np.empty(num, np.int64)
     for i in range(num):
-        x = start + np.uint64(i)
+        x = np.uint64(indices[i])
         left[i], right[i], where[i] = x >> right_bits, x & right_mask, i
     while num:
         for r in range(0, rounds, 2):
@@ -95,7 +95,7 @@ def _permute_range(start, out, num_documents, left_bits, right_bits, keys, round
         num = outside
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _unpermute(x, num_documents, left_bits, right_bits, keys, rounds):  # type: ignore[no-untyped-def]
     one = np.uint64(1)
     left_mask, right_mask = (one << left_bits) - one, (one << right_bits) - one
@@ -115,14 +115,19 @@ def _network(num_documents: int) -> tuple[np.uint64, np.uint64, np.uint64]:
     return np.uint64(num_documents), np.uint64(left), np.uint64(right)
 
 
-def permute_range(start: int, num: int, num_documents: int, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """Documents at positions ``start .. start + num`` of an epoch: int64[num].
+def permute(indices: npt.NDArray[np.int64], num_documents: int, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """Documents at some indices of an epoch: int64[n] to int64[n].
 
-    Positions must lie in ``[0, num_documents)``; use `round_keys` for the epoch's keys.
+    Indices must lie in ``[0, num_documents)``; use `round_keys` for the epoch's keys.
     """
-    out = np.empty(num, np.int64)
-    _permute_range(np.uint64(start), out, *_network(num_documents), keys, num_rounds(num_documents))
+    out = np.empty(len(indices), np.int64)
+    _permute(indices, out, *_network(num_documents), keys, num_rounds(num_documents))
     return out
+
+
+def permute_range(start: int, num: int, num_documents: int, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """Documents at indices ``start .. start + num`` of an epoch: int64[num]."""
+    return permute(np.arange(start, start + num), num_documents, keys)
 
 
 def unpermute_index(value: int, num: int, keys: npt.NDArray[np.uint64]) -> int:

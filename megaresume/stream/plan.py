@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from megaresume.stream.order import Orders
+
 __all__ = ["Plan", "PlannedSegment"]
 
 
@@ -40,8 +42,8 @@ class Plan:
     hashes: npt.NDArray[np.uint64]
     #: uint64[samples]: rolling digest of the stream after each sample.
     digests: npt.NDArray[np.uint64]
-    #: int64[sources]: documents in each source.
-    num_documents: npt.NDArray[np.int64]
+    #: of the sources: say which epoch a position lies in.
+    orders: Orders
 
     def __len__(self) -> int:
         """Samples."""
@@ -62,7 +64,7 @@ class Plan:
             table=self.table[begin:end],
             hashes=self.hashes[a:b],
             digests=self.digests[a:b],
-            num_documents=self.num_documents,
+            orders=self.orders,
         )
 
     def segments(self, sample: int) -> list[PlannedSegment]:
@@ -71,7 +73,7 @@ class Plan:
         return [
             PlannedSegment(
                 source=source,
-                epoch=position // int(self.num_documents[source]),
+                epoch=self.orders[source].epoch_of(position),
                 document=document,
                 offset=offset,
                 length=length,
@@ -82,6 +84,10 @@ class Plan:
     def __iter__(self) -> Iterator[list[PlannedSegment]]:
         """The segments of each sample."""
         return (self.segments(sample) for sample in range(self.first, self.stop))
+
+    def epochs(self) -> npt.NDArray[np.int64]:
+        """The epoch of each segment: int64[s]."""
+        return self.orders.epochs(self.table[:, 0], self.table[:, 1])
 
     def tokens(self) -> npt.NDArray[np.int64]:
         """Tokens of documents in each sample: int64[samples]."""
@@ -103,5 +109,5 @@ def concatenate(plans: list[Plan]) -> Plan:
         table=np.concatenate([p.table for p in plans]),
         hashes=np.concatenate([p.hashes for p in plans]),
         digests=np.concatenate([p.digests for p in plans]),
-        num_documents=plans[0].num_documents,
+        orders=plans[-1].orders,  # which know what was before them
     )

@@ -18,19 +18,24 @@ from functools import lru_cache
 import numpy as np
 
 from megaresume.stream import kernel
+from megaresume.stream.absent import AbsentSource
+from megaresume.stream.bins import fresh_bins, grown, segments_of, with_bins
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.feed import Feed
 from megaresume.stream.kernel import Arrays
 from megaresume.stream.masking import without_documents
+from megaresume.stream.order import Orders, SourceOrder
+from megaresume.stream.pieces import PieceLists, may_be_cut
 from megaresume.stream.plan import Plan, concatenate
 from megaresume.stream.source import LengthSource
-from megaresume.stream.stages import Course, enter, fresh_bins
+from megaresume.stream.stages import Course, Stage, enter, fresh_tails, kernel_config
+from megaresume.stream.state import StreamState
 
-__all__ = ["Planner", "fresh_arrays", "source_key"]
+__all__ = ["Planner", "fresh_arrays", "orders_of", "source_key"]
 
 #: Documents looked ahead in all sources together, and at least and at most in each.
-LOOK_AHEAD, LOOK_AHEAD_LOW, LOOK_AHEAD_HIGH = 1 << 16, 32, 4096
+LOOK_AHEAD, LOOK_AHEAD_LOW, LOOK_AHEAD_HIGH = 1 << 19, 32, 4096
 #: Samples to be left out that are planned at a time.
 LEAVE_OUT = 1 << 13
 #: And at most in each by a planner that shares feeds: it goes a few samples, over what they remember.
@@ -44,18 +49,60 @@ def source_key(name: str) -> int:
     return int.from_bytes(digest, "little")
 
 
-def fresh_arrays(config: StreamConfig, num_documents: Sequence[int]) -> Arrays:
+def fresh_arrays(config: StreamConfig) -> Arrays:
     """The arrays at sample 0."""
     sources = np.zeros((kernel.NUM_SOURCE_ROWS, len(config.sources)), np.int64)
     sources[kernel.WEIGHT] = [s.weight for s in config.sources]
     sources[kernel.ACTIVE] = sources[kernel.WEIGHT] > 0
-    sources[kernel.NUM_DOCUMENTS] = num_documents
+    scalars = np.zeros(kernel.NUM_SCALARS, np.int64)
+    scalars[kernel.FREE] = -1
     return Arrays(
-        scalars=np.zeros(kernel.NUM_SCALARS, np.int64),
+        scalars=scalars,
         digest=np.zeros(1, np.uint64),
         sources=sources,
         carried=np.zeros((0, kernel.SEGMENT_WIDTH), np.int64),
-        **fresh_bins(config),
+        tails=fresh_tails(config),
+        **fresh_bins(kernel_config(config).open_bins + 1),
+    )
+
+
+def orders_of(state: StreamState | None, config: StreamConfig, sources: Sequence[LengthSource]) -> Orders:
+    """Those that a state knows; of the other sources, and without a state, nothing is known yet.
+
+    Raises:
+        StateError: what the state knows is not of these sources.
+    """
+    cursors = {} if state is None else state.sources
+    orders = Orders(
+        SourceOrder(
+            entry.name,
+            config.seed,
+            entry.shuffle,
+            PieceLists(source),
+            cursors[entry.name].eras if entry.name in cursors else (),
+        )
+        for entry, source in zip(config.sources, sources, strict=True)
+    )
+    for order, entry in zip(orders, config.sources, strict=True):
+        if entry.weight > 0 and not isinstance(order.lists.source, AbsentSource):
+            order.check()
+    return orders
+
+
+def revised_orders(orders: Orders, stage: Stage, sources: Sequence[LengthSource], arrays: Arrays) -> Orders:
+    """Those of the sources from the beginning of a stage on: of the ones that are drawn in it."""
+    config = stage.config
+    positions = arrays.sources[kernel.NEXT].tolist()
+    return Orders(
+        order.revised(
+            position,
+            documents=len(source),
+            piece=config.seq_length if may_be_cut(source) else 0,
+            now=entry.name in stage.grown_now,
+        )
+        if entry.weight > 0
+        else order
+        for order, entry, source, position in zip(orders, config.sources, sources, positions, strict=True)
     )
 
 
@@ -83,20 +130,21 @@ class Planner:
         first = course.config(0)
         self.course = course
         self._sources = sources
-        self.feeds = feeds or [Feed(s, c.name, first.seed) for s, c in zip(sources, first.sources, strict=True)]
+        self.feeds = feeds or [Feed(source, entry.name) for source, entry in zip(sources, first.sources, strict=True)]
         self._keys = np.array([source_key(s.name) for s in first.sources], np.uint64)
         most = LOOK_AHEAD_HIGH if feeds is None else LOOK_AGAIN
         num = min(max(LOOK_AHEAD // len(sources), LOOK_AHEAD_LOW), most)
-        self._ahead = np.zeros((len(sources), num, 3), np.int64)
-        self._arrays = _copy(arrays or fresh_arrays(first, [feed.num_documents for feed in self.feeds]))
-        self._total_weight = 0
+        self._ahead = np.zeros((len(sources), num, 4), np.int64)
+        self._arrays = _copy(arrays or fresh_arrays(first))
+        #: int64[n]: ties go by name.
+        self._by_name = np.array(sorted(range(len(sources)), key=lambda i: first.sources[i].name), np.int64)
         self._masks = course.masks_at(self.position)
         #: called with samples that are left out; ``first`` of such a plan is an absolute number.
         self.on_left_out: Callable[[Plan], object] = lambda plan: None
         self._set_stage()
         # A stage that begins right here may lack a source of the one before: only then is anything looked ahead.
         if not self._arrive():
-            self._refill_all()
+            self._look_ahead()
 
     def _set_stage(self) -> None:
         self._stage = int(self._arrays.scalars[kernel.STAGE])
@@ -110,6 +158,14 @@ class Planner:
                     expected="at least one, since its weight is positive",
                     action="give it weight 0, or check its path and split",
                 )
+        orders = self.course.orders
+        if self._stage not in orders:
+            past = self.course.past
+            before = orders.get(self._stage - 1) or orders_of(past, self._config, self._sources)
+            known = past is not None and self._stage < len(past.stages)
+            stage = self.course.stages[self._stage]
+            orders[self._stage] = before if known else revised_orders(before, stage, self._sources, self._arrays)
+        self._orders = orders[self._stage]
 
     def _arrive(self) -> bool:
         """Begin what begins here, so that every snapshot is one of the stage that the next sample is of."""
@@ -118,7 +174,7 @@ class Planner:
         if masks is not self._masks:
             self._masks, entered = masks, True
         if new := self.course.masks_from(self.position):
-            self._arrays = without_documents(self._arrays, self._constants, new)
+            self._arrays = without_documents(self._arrays, self._constants, new, self._orders)
         while self.course.is_due(self._stage + 1, self._arrays):
             self._arrays = enter(self._arrays, self._config, self.course.config(self._stage + 1))
             self.course.reached(self._stage + 1, self.position)
@@ -144,16 +200,18 @@ class Planner:
         return int(self._arrays.digest[0])
 
     def snapshot(self) -> Arrays:
-        """Where the planner is: a copy of its arrays, without the room in its bins that nothing has used."""
-        used = max(int(self._arrays.filled.max()), 1)
-        next_carried = int(self._arrays.scalars[kernel.NEXT_CARRIED])
-        arrays = self._arrays._replace(
-            bins=self._arrays.bins[:, :used],
-            carried=self._arrays.carried[next_carried:],
-            scalars=self._arrays.scalars.copy(),
+        """Where the planner is: a copy of its arrays, with a pool of just the segments in open bins."""
+        now = self._arrays
+        num_open, next_carried = int(now.scalars[kernel.NUM_OPEN]), int(now.scalars[kernel.NEXT_CARRIED])
+        arrays = now._replace(
+            scalars=now.scalars.copy(),
+            digest=now.digest.copy(),
+            sources=now.sources.copy(),
+            carried=now.carried[next_carried:].copy(),
+            tails=now.tails.copy(),
         )
         arrays.scalars[kernel.NEXT_CARRIED] = 0
-        return _copy(arrays)
+        return with_bins(arrays, now.room[:num_open], now.opened[:num_open], *segments_of(now))
 
     def advance(self, num_samples: int) -> Plan:
         """Plan the next samples: as many as asked for, fewer only where the stream ends."""
@@ -212,7 +270,7 @@ class Planner:
         scalars = self._arrays.scalars
         scalars[kernel.OUT_SAMPLES] = scalars[kernel.OUT_SEGMENTS] = 0
         first = self.position
-        table = np.empty((16 * num_samples + self._arrays.bins.shape[1], kernel.SEGMENT_WIDTH), np.int64)
+        table = np.empty((16 * num_samples + len(self._arrays.link) + 1, kernel.SEGMENT_WIDTH), np.int64)
         starts = np.zeros(num_samples + 1, np.int64)
         hashes = np.empty(num_samples, np.uint64)
         digests = np.empty(num_samples, np.uint64)
@@ -221,7 +279,7 @@ class Planner:
                 self._arrays,
                 self._constants,
                 self._keys,
-                self._total_weight,
+                self._by_name,
                 self._ahead,
                 num_samples,
                 table,
@@ -232,10 +290,9 @@ class Planner:
             if status == kernel.REFILL:
                 self._refill(int(scalars[kernel.REFILL_SOURCE]))
             elif status == kernel.GROW_OUT:
-                table = np.concatenate([table, np.empty_like(table), np.empty_like(self._arrays.bins[0])])
+                table = np.concatenate([table, np.empty_like(table), np.empty_like(self._arrays.segments)])
             elif status == kernel.GROW_BINS:
-                bins = self._arrays.bins
-                self._arrays = self._arrays._replace(bins=np.concatenate([bins, np.zeros_like(bins)], axis=1))
+                self._arrays = grown(self._arrays)
             else:
                 break
         num, num_segments = int(scalars[kernel.OUT_SAMPLES]), int(scalars[kernel.OUT_SEGMENTS])
@@ -245,26 +302,41 @@ class Planner:
             table=table[:num_segments].copy(),  # plans are kept, most of what was set aside for this one is not needed
             hashes=hashes[:num],
             digests=digests[:num],
-            num_documents=self._arrays.sources[kernel.NUM_DOCUMENTS],
+            orders=self._orders,
         )
+
+    def _look_ahead(self) -> None:
+        """A snapshot knows the deadlines: the documents are looked up when they are drawn, not of all sources now."""
+        sources = self._arrays.sources
+        num_ahead = sources[kernel.NUM_AHEAD, sources[kernel.ACTIVE] > 0]
+        if len(num_ahead) and num_ahead.all():
+            sources[kernel.HEAD] = sources[kernel.NUM_AHEAD]
+        else:
+            self._refill_all()
 
     def _refill_all(self) -> None:
         sources = self._arrays.sources
+        sources[kernel.HEAD] = sources[kernel.NUM_AHEAD] = 0
         self._activate()
         for i in np.flatnonzero(sources[kernel.ACTIVE]).tolist():
             self._refill(i)
 
     def _activate(self) -> None:
-        """Sum the weights of the sources that are drawn, and never release the others."""
+        """Set the shares of the sources that are drawn, and never release the others."""
         sources = self._arrays.sources
         active = sources[kernel.ACTIVE] > 0
-        self._total_weight = int(sources[kernel.WEIGHT, active].sum())
+        weights = sources[kernel.WEIGHT, active]
+        sources[kernel.SHARE, active], sources[kernel.SHARE_REST, active] = np.divmod(weights.sum(), weights)
         sources[kernel.RELEASE, ~active] = kernel.NEVER
 
     def _refill(self, i: int) -> None:
         sources = self._arrays.sources
         num = self.feeds[i].fill(
-            int(sources[kernel.NEXT, i]), self._ahead[i], self._config.sources[i], self._masks.get(i, ())
+            int(sources[kernel.NEXT, i]),
+            self._ahead[i],
+            self._config.sources[i],
+            self._orders[i],
+            self._masks.get(i, ()),
         )
         sources[kernel.HEAD, i], sources[kernel.NUM_AHEAD, i] = 0, num
         if num:
@@ -273,7 +345,7 @@ class Planner:
             self._exhaust(i)
 
     def _set_deadline(self, i: int) -> None:
-        kernel.set_deadline(self._arrays.sources, i, self._total_weight, self._ahead, self._constants.by_tokens)
+        kernel.set_deadline(self._arrays.sources, i, self._ahead, self._constants.by_tokens)
 
     def _exhaust(self, i: int) -> None:
         """A source has ended: the stream ends with it, or the others go on with deficits from zero."""
@@ -287,6 +359,8 @@ class Planner:
         for j in np.flatnonzero(sources[kernel.ACTIVE]).tolist():
             if sources[kernel.HEAD, j] < sources[kernel.NUM_AHEAD, j]:
                 self._set_deadline(j)
+            elif sources[kernel.NUM_AHEAD, j]:  # not looked up yet: see `_look_ahead`
+                self._refill(j)
 
 
 def _copy(arrays: Arrays) -> Arrays:

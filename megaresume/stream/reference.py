@@ -10,9 +10,10 @@ position is ever resumed. Only `StreamConfig` is shared. Imports neither numpy n
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from itertools import chain, islice
+from itertools import islice
 from math import ceil
 from typing import NamedTuple
 
@@ -29,8 +30,14 @@ __all__ = [
 ]
 
 
+#: Ends of documents that ``split`` keeps back.
+TAILS = 256
 #: Longest documents that ``knapsack`` tries a sample with.
 STARTS = 8
+#: Segments in open bins from which ``best_fit`` opens no further one.
+OPEN_SEGMENTS = 2048
+#: Units that no stream comes to.
+LATE = 1 << 61
 
 
 class ReferenceSegment(NamedTuple):
@@ -124,15 +131,44 @@ def epoch_order(num_documents: int, seed: int, name: str, epoch: int, shuffle: S
         yield from (here[permute(i, len(here), seed, name, epoch, f"window {window}")] for i in range(len(here)))
 
 
-def _documents_of(number: int, source: SourceConfig, lengths: Sequence[int], seed: int) -> Iterator[ReferenceSegment]:
-    """One source's documents that are not empty, epoch after epoch, until it is exhausted."""
-    ends = source.max_epochs is not None and source.on_exhausted != "repeat"
-    epoch = 0
-    while not ends or epoch < (source.max_epochs or 0):
-        for index, document in enumerate(epoch_order(len(lengths), seed, source.name, epoch, source.shuffle)):
-            if lengths[document]:
-                yield ReferenceSegment(number, epoch * len(lengths) + index, document, 0, lengths[document])
-        epoch += 1
+class _Walk:
+    """One source from its first piece on. An epoch keeps the pieces with which it was begun, whatever comes later."""
+
+    def __init__(self, number: int, source: SourceConfig, seed: int, lengths: Sequence[int]) -> None:
+        self.number, self.source, self.seed, self.lengths = number, source, seed, lengths
+        #: the epoch at hand, the position at which it begins, and how many of its pieces were drawn.
+        self.epoch = self.begin = self.drawn = 0
+        #: all its pieces, empty ones too; None: it has not begun.
+        self.now: list[ReferenceSegment] | None = None
+
+    def pieces(self, epoch: int, position: int, piece: int) -> list[ReferenceSegment]:
+        """All pieces of an epoch that begins at a position, in its order."""
+        firsts = [(document, 0) for document in range(len(self.lengths))]
+        later = [(document, at) for document, length in enumerate(self.lengths) for at in range(piece, length, piece)]
+        parts = firsts + later
+        order = epoch_order(len(parts), self.seed, self.source.name, epoch, self.source.shuffle)
+        return [
+            ReferenceSegment(self.number, position + k, document, at, min(self.lengths[document] - at, piece))
+            for k, (document, at) in enumerate(parts[i] for i in order)
+        ]
+
+    def ahead(self, source: SourceConfig, piece: int) -> Iterator[ReferenceSegment]:
+        """What comes from here on in one stage, without the empty ones; `take` says how far it was drawn."""
+        ends = source.max_epochs is not None and source.on_exhausted != "repeat"
+        epoch, begin, pieces, drawn = self.epoch, self.begin, self.now, self.drawn
+        while not ends or epoch < (source.max_epochs or 0):
+            pieces = self.pieces(epoch, begin, piece) if pieces is None else pieces
+            for here in range(drawn, len(pieces)):
+                if pieces[here].length:
+                    self._ahead = epoch, begin, pieces, here + 1
+                    yield pieces[here]
+            epoch, begin, pieces, drawn = epoch + 1, begin + len(pieces), None, 0
+
+    def take(self) -> None:
+        """The piece that `ahead` gave last is drawn."""
+        self.epoch, self.begin, self.now, self.drawn = self._ahead
+        if self.drawn == len(self.now):
+            self.epoch, self.begin, self.now, self.drawn = self.epoch + 1, self.begin + self.drawn, None, 0
 
 
 class _Blend:
@@ -140,16 +176,20 @@ class _Blend:
 
     With T units drawn in all since the stage began or a source ended, and c of a source whose share is s, its next
     document of l units may be drawn once s * (T + 1) exceeds c: at the latest when unit T + 1 is handed out, the source
-    is owed a part of it. Of those that may, the one goes first whose document should end first: by unit (c + l) / s.
+    is owed a part of it. Of those that may, the one goes first whose document should end first: by unit (c + l) / s;
+    among equals, and among those that should end later than any stream does, the first by name.
     """
 
-    def __init__(self, lengths: Mapping[str, Sequence[int]]) -> None:
-        self._lengths = lengths
-        self._positions: dict[int, int] = {}
+    def __init__(self, config: StreamConfig, lengths: Mapping[str, Sequence[int]]) -> None:
+        self._walks = [_Walk(i, s, config.seed, lengths[s.name]) for i, s in enumerate(config.sources)]
 
     def documents(self, config: StreamConfig) -> Iterator[ReferenceSegment]:
         """Documents in the order in which they are drawn in one stage."""
-        feeds = {i: self._feed(i, config) for i, source in enumerate(config.sources) if source.weight > 0}
+        feeds = {
+            i: self._walks[i].ahead(source, config.seq_length)
+            for i, source in enumerate(config.sources)
+            if source.weight > 0
+        }
         heads: dict[int, ReferenceSegment] = {}
         drawn: dict[int, int] = {}
 
@@ -170,34 +210,29 @@ class _Blend:
         while feeds:
             total = sum(drawn.values())
             parts = sum(config.sources[i].weight for i in feeds)
-            ends: list[tuple[int, int]] = []
+            ends: list[tuple[int, str, int]] = []
             for i in feeds:
                 share = Fraction(config.sources[i].weight, parts)
                 if drawn.get(i, 0) < share * (total + 1):
-                    ends.append((ceil((drawn.get(i, 0) + _units(heads[i], config)) / share), i))
-            _, chosen = min(ends)
+                    end = ceil((drawn.get(i, 0) + _units(heads[i], config)) / share)
+                    ends.append((min(end, LATE), config.sources[i].name, i))
+            *_, chosen = min(ends)
             document = heads[chosen]
             drawn[chosen] = drawn.get(chosen, 0) + _units(document, config)
-            self._positions[chosen] = document.position + 1
+            self._walks[chosen].take()
             goes_on = look_ahead(chosen)
             yield document
             if not goes_on:
                 return
 
-    def _feed(self, i: int, config: StreamConfig) -> Iterator[ReferenceSegment]:
-        """One source from where it stands."""
-        source = config.sources[i]
-        documents = _documents_of(i, source, self._lengths[source.name], config.seed)
-        return (d for d in documents if d.position >= self._positions.get(i, 0))
-
 
 def reference_documents(config: StreamConfig, lengths: Mapping[str, Sequence[int]]) -> Iterator[ReferenceSegment]:
     """Documents in the order in which the blend draws them; of the first stage alone."""
-    return _Blend(lengths).documents(config)
+    return _Blend(config, lengths).documents(config)
 
 
 def _units(document: ReferenceSegment, config: StreamConfig) -> int:
-    return document.length if config.blend.unit == "tokens" else 1
+    return document.length if config.blend.unit == "tokens" else int(document.offset == 0)
 
 
 class _Bin(NamedTuple):
@@ -208,14 +243,17 @@ class _Bin(NamedTuple):
 class _Packer:
     """Packs documents into samples. What is open when the iteration is given up is in ``bins`` and ``rest``."""
 
-    def __init__(self, config: StreamConfig, bins: list[_Bin], closed: int) -> None:
+    def __init__(self, config: StreamConfig, bins: list[_Bin], tails: deque[ReferenceSegment], closed: int) -> None:
         self.config = config
         self.bins = bins  # in the order in which they were opened
+        #: what ``split`` cut off at the ends of samples, the oldest first.
+        self.tails = tails
         self.closed = closed
         #: of the document at hand, what is in no bin.
         self.rest: list[ReferenceSegment] = []
 
-    def samples(self, documents: Iterable[ReferenceSegment]) -> Iterator[Sample]:
+    def samples(self, carried: Iterator[ReferenceSegment], documents: Iterable[ReferenceSegment]) -> Iterator[Sample]:
+        """Samples of what the stage before left, and then of documents."""
         modes = {"best_fit": self._best_fit, "knapsack": self._knapsack, "split": self._split, "none": self._none}
         mode = self.config.packing.mode
         place, best_fit, knapsack = modes[mode], mode == "best_fit", mode == "knapsack"
@@ -226,8 +264,14 @@ class _Packer:
                 full = self._close(self.bins[0])
             elif self.rest:
                 full = place()
+            elif (segment := next(carried, None)) is not None:
+                self.rest = [segment]
+            elif not self.bins and len(self.tails) == TAILS:
+                self.rest = [self.tails.popleft()]
             elif (document := next(documents, None)) is not None:
                 self.rest = [document]
+            elif self.tails:
+                self.rest = [self.tails.popleft()]
             elif self.bins:
                 full = self._gather() if knapsack else self._close(self.bins[0])
             else:
@@ -253,12 +297,22 @@ class _Packer:
         return [self._take(self.config.seq_length)]
 
     def _split(self) -> Sample | None:
-        """Concatenate and cut. A segment starts at a multiple of the alignment."""
-        if not self.bins:
-            self.bins.append(_Bin(self.closed, []))
-        (sample,) = self.bins
-        sample.segments.append(self._take(self.config.seq_length - _used(sample.segments, self.config)))
-        return self._close(sample) if _used(sample.segments, self.config) == self.config.seq_length else None
+        """Concatenate and cut. A segment starts at a multiple of the alignment.
+
+        What fills a sample goes past the open one. What is cut off waits until `TAILS` others were.
+        """
+        if self.rest[0].length >= self.config.seq_length:
+            self.closed += 1
+            full: Sample | None = [self._take(self.config.seq_length)]
+        else:
+            if not self.bins:
+                self.bins.append(_Bin(self.closed, []))
+            (sample,) = self.bins
+            sample.segments.append(self._take(self.config.seq_length - _used(sample.segments, self.config)))
+            full = self._close(sample) if _used(sample.segments, self.config) == self.config.seq_length else None
+        if self.rest and len(self.tails) < TAILS:
+            self.tails.append(self.rest.pop())
+        return full
 
     def _best_fit(self) -> Sample | None:
         """Whole documents into the open bin with the least room that holds them; `min` gives ties to the oldest."""
@@ -268,7 +322,8 @@ class _Packer:
             self.closed += 1
             return [self._take(config.seq_length)]
         fitting = [b for b in bins if _used(b.segments, config) + length <= config.seq_length]
-        if not fitting and len(bins) == config.packing.open_bins:
+        many = sum(len(b.segments) for b in bins) >= OPEN_SEGMENTS
+        if not fitting and (many or len(bins) == config.packing.open_bins):
             return self._close(max(bins, key=lambda b: _used(b.segments, config)))
         if not fitting:
             bins.append(_Bin(self.closed, []))
@@ -277,16 +332,19 @@ class _Packer:
         return self._close(best) if _used(best.segments, config) == config.seq_length else None
 
     def _knapsack(self) -> Sample | None:
-        """Every document waits in a bin of its own, until all are in use."""
+        """Documents wait in bins, a small one with the one before it if both are small, until all bins are in use."""
+        config, bins = self.config, self.bins
         length = self.rest[0].length
-        if length >= self.config.seq_length:
+        if length >= config.seq_length:
             self.closed += 1
-            return [self._take(self.config.seq_length)]
-        if len(self.bins) == self.config.packing.lookahead:
-            return self._gather()
-        waiting = _Bin(self.closed, [self._take(length)])
-        self.bins.append(waiting)
-        return self._close(waiting) if _used(waiting.segments, self.config) == self.config.seq_length else None
+            return [self._take(config.seq_length)]
+        small = min(2 * config.seq_length // config.packing.lookahead, config.seq_length)
+        if not bins or _used([*bins[-1].segments, self.rest[0]], config) > small:
+            if len(bins) == config.packing.lookahead:
+                return self._gather()
+            bins.append(_Bin(self.closed, []))
+        bins[-1].segments.append(self._take(length))
+        return self._close(bins[-1]) if _used(bins[-1].segments, config) == config.seq_length else None
 
     def _gather(self) -> Sample:
         """The documents that fill a sample best, with one of the longest, or with the oldest when it is due."""
@@ -339,14 +397,14 @@ def reference_samples(
 
 
 def _staged(config: StreamConfig, lengths: Mapping[str, Sequence[int]]) -> Iterator[Sample]:
-    blend = _Blend(lengths)
+    blend = _Blend(config, lengths)
     now = config.without_stages()
     to_come = list(config.stages)
-    packer = _Packer(now, [], 0)
+    packer = _Packer(now, [], deque(), 0)
     waiting: Iterator[ReferenceSegment] = iter(())
     num_samples = num_tokens = 0
     while True:
-        for sample in packer.samples(chain(waiting, blend.documents(now))):
+        for sample in packer.samples(waiting, blend.documents(now)):
             yield sample
             num_samples += 1
             num_tokens += sum(segment.length for segment in sample)
@@ -359,7 +417,7 @@ def _staged(config: StreamConfig, lengths: Mapping[str, Sequence[int]]) -> Itera
         while to_come and to_come[0].at <= (num_tokens if to_come[0].unit == "tokens" else num_samples):
             before, now = now, now.changed_by(to_come.pop(0))
             if (before.packing, before.seq_length) != (now.packing, now.seq_length):
-                unplaced = [segment for b in packer.bins for segment in b.segments] + unplaced
-                packer.bins = []
-        packer = _Packer(now, packer.bins, num_samples)
+                unplaced = [*(segment for b in packer.bins for segment in b.segments), *packer.tails, *unplaced]
+                packer.bins, packer.tails = [], deque()
+        packer = _Packer(now, packer.bins, packer.tails, num_samples)
         waiting = iter(unplaced)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from megaresume.stream import cursor
 from megaresume.stream.errors import MegaresumeError
+from megaresume.stream.state import SourceCursor
 from megaresume.stream.stream import Stream
 
 __all__ = ["Checked", "Recorded", "replay"]
@@ -78,6 +80,12 @@ def replay(
         yield Checked(recorded=point, digest=position["digest"], fields=_differ(position, point, declared))
 
 
+def _begun(source: SourceCursor) -> SourceCursor:
+    """A source with the eras that have begun: what was to come may have changed since."""
+    eras = tuple(era for era in source.eras if era.first < max(source.position, 1))
+    return dataclasses.replace(source, eras=eras)
+
+
 def _differ(position: dict[str, Any], point: Recorded, declared: Container[int]) -> tuple[str, ...]:
     """Names of the fields of a recorded position that are not those found."""
     if point.position is None:
@@ -85,14 +93,16 @@ def _differ(position: dict[str, Any], point: Recorded, declared: Container[int])
     then, now = dict(point.position), dict(position)
     # A source that came later was not drawn yet, and is in no config of the time.
     now["sources"] = {name: cursor for name, cursor in now["sources"].items() if name in then["sources"]}
+    for side in (then, now):
+        side["sources"] = {name: _begun(cursor) for name, cursor in side["sources"].items()}
     then["stages"], now["stages"] = ([(s.first, s.name) for s in p["stages"]] for p in (then, now))
     names = list(now)
     # A list of documents to skip that is declared there, at a resume, is taken out of the open bins.
-    moved = [name for name in ("sources", "bins", "pending") if now[name] != then.get(name)]
+    moved = [name for name in ("sources", "bins", "pending", "tails") if now[name] != then.get(name)]
     if moved and point.sample in declared:
         names = [name for name in names if name not in moved]
     later = now["stages"][len(then["stages"]) :]
     if later and now["stages"][: len(then["stages"])] == then["stages"] and all(s[0] == point.sample for s in later):
         # It was recorded before a resume began a stage there, which starts the deficits at zero and may empty the bins.
-        names = [name for name in names if name not in ("sources", "bins", "pending", "stages")]
+        names = [name for name in names if name not in ("sources", "bins", "pending", "tails", "stages")]
     return tuple(name for name in names if now[name] != then.get(name))

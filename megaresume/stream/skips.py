@@ -13,15 +13,19 @@ Imports neither numpy nor numba, as `megaresume.stream.state`.
 from __future__ import annotations
 
 import re
+import zlib
 from array import array
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import xxhash
 
-from megaresume.stream.errors import ConfigError, StateError
+from megaresume.stream.errors import ConfigError
 from megaresume.stream.ranges import Range, Ranges, absolute, common, length, minus, reached, union
 
 __all__ = [
@@ -40,13 +44,14 @@ __all__ = [
     "with_skip_files",
 ]
 
-#: Documents of a list that a state writes out; of a longer one it keeps the number and a hash.
+#: Documents of a list that a state writes out; a longer one it packs.
 MOST_WRITTEN = 256
+#: Documents of a list: packed they take 2 to 3 bytes each, in every checkpoint.
+MOST_DOCUMENTS = 1 << 20
+#: Epochs in which a list may hold.
+MOST_EPOCHS = 1 << 20
 
 Unit = Literal["samples", "steps"]
-
-#: long lists that this process has read, by their digest: a state names a list, a data config has it.
-_READ: dict[str, Sequence[int]] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +65,7 @@ class DocumentList:
     digest: str
     #: [first, stop) epochs in which they are left out; None: in all.
     epochs: Range | None = None
-    #: ascending; None: a long list, of which a state knows no more than the above.
+    #: ascending; None: a long list as the data config in a state names it. What a state skips has them.
     ids: Sequence[int] | None = field(default=None, compare=False)
     #: a file that holds them.
     file: str | None = field(default=None, compare=False)
@@ -70,28 +75,27 @@ class DocumentList:
         """The list of these documents, in any order."""
         numbers = array("q", sorted(set(ids)))
         digest = xxhash.xxh3_64_hexdigest(numbers.tobytes())
-        if len(numbers) > MOST_WRITTEN:
-            _READ[digest] = numbers
         return cls(source=source, count=len(numbers), digest=digest, epochs=epochs, ids=numbers, file=file)
 
     def numbers(self) -> Sequence[int]:
         """The documents, ascending.
 
         Raises:
-            StateError: it is a long list, of a state, and nobody has read it.
+            ConfigError: a long list that is only named.
         """
-        found = self.ids if self.ids is not None else _READ.get(self.digest)
-        if found is None:
-            raise _missing_list(self)
-        return found
+        if self.ids is None:
+            raise _bad_documents(f"skip.documents.{self.source}", f"{self.count} documents, digest {self.digest}")
+        return self.ids
 
-    def to_plain(self) -> dict[str, Any]:
-        """Plain JSON, without the file."""
+    def to_plain(self, *, whole: bool = False) -> dict[str, Any]:
+        """Plain JSON, without the file. A long list is named, or packed if ``whole``."""
         plain: dict[str, Any] = {"count": self.count, "digest": self.digest}
         if self.epochs is not None:
             plain["epochs"] = f"{self.epochs[0]}:{self.epochs[1]}"
         if self.ids is not None and self.count <= MOST_WRITTEN:
             plain["ids"] = list(self.ids)
+        elif whole:
+            plain["packed"] = _packed(self)
         return plain
 
     def __str__(self) -> str:
@@ -247,6 +251,13 @@ def _document_list(source: str, entry: object, where: str) -> DocumentList:
     if not isinstance(data, Mapping) or set(data) - {"ids", "file", "epochs", "count", "digest"}:
         raise _bad_documents(where, entry)
     epochs = None if data.get("epochs") is None else parse_range(data["epochs"], f"{where}.epochs")
+    if epochs is not None and epochs[1] > MOST_EPOCHS:
+        raise ConfigError(
+            f"bad range in {where}.epochs",
+            found=repr(data["epochs"]),
+            expected=f"epochs up to {MOST_EPOCHS:,}",
+            action="leave epochs out: the documents are then skipped in all of them",
+        )
     file, ids = data.get("file"), data.get("ids")
     if file is not None:
         ids = _read(Path(str(file)), where)
@@ -258,6 +269,13 @@ def _document_list(source: str, entry: object, where: str) -> DocumentList:
     if not ids or any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 1 << 62 for i in ids):
         raise _bad_documents(where, entry)
     found = DocumentList.of(source, ids, epochs, None if file is None else str(file))
+    if found.count > MOST_DOCUMENTS:
+        raise ConfigError(
+            f"{file or where} skips more documents than a data state can hold",
+            found=f"{found.count:,} documents",
+            expected=f"at most {MOST_DOCUMENTS:,} in a list: the list is part of every checkpoint",
+            action=f"prepare the corpus of '{source}' without them, before a run begins; or give it weight 0",
+        )
     if data.get("digest", found.digest) != found.digest:
         raise ConfigError(
             f"{file or where} holds other documents than when the run saved",
@@ -370,7 +388,9 @@ class Skips:
         return {
             "ranges": [list(r) for r in self.ranges],
             "log": [[r.at, r.action, r.unit, *r.asked, *r.samples, r.late] for r in self.log],
-            "documents": [[d.at, d.until, d.documents.source, d.documents.to_plain()] for d in self.documents],
+            "documents": [
+                [d.at, d.until, d.documents.source, d.documents.to_plain(whole=True)] for d in self.documents
+            ],
         }
 
     @classmethod
@@ -397,6 +417,10 @@ class Skips:
         for at, until, source, entry in plain["documents"]:
             if not isinstance(source, str):
                 raise ValueError(f"documents of {source!r}")
+            if "packed" in entry:
+                entry = {name: value for name, value in entry.items() if name != "packed"} | {"ids": _unpacked(entry)}
+            elif "ids" not in entry:
+                raise ValueError(f"documents of {source!r} without their numbers")
             found = _document_list(source, entry, "a state")
             until = None if until is None else _count(until)
             documents.append(DocumentSkip(documents=found, at=_count(at), until=until))
@@ -438,7 +462,6 @@ def decide(
 
     Raises:
         ConfigError: a range that begins beyond the end of the run, or is longer than the run.
-        StateError: the documents of a long list are not at hand.
     """
     here = reached(before.ranges, samples)
     future: Ranges = ((here, 1 << 62),)
@@ -483,8 +506,6 @@ def _decide_documents(
     said: list[str] = []
     result = []
     for skip in before:
-        if skip.documents in wanted and skip.documents.ids is None:
-            skip = replace(skip, documents=wanted[skip.documents])
         if skip.until is None and skip.documents not in wanted and skip.documents in then.documents:
             said.append(f"at sample {samples}: do not skip {skip.documents} any more")
             skip = replace(skip, until=samples)
@@ -492,10 +513,8 @@ def _decide_documents(
     for documents in wanted:
         if not any(skip.until is None and skip.documents == documents for skip in before):
             said.append(f"at sample {samples}: skip {documents}")
+            documents.numbers()
             result.append(DocumentSkip(documents=documents, at=samples))
-    for skip in result:
-        if skip.until is None:
-            skip.documents.numbers()
     return tuple(result), said
 
 
@@ -511,26 +530,44 @@ def check_documents(skips: Skips, sizes: Mapping[str, int]) -> None:
     """
     for skip in skips.documents:
         documents = skip.documents
-        num = sizes.get(documents.source)
-        if num is not None and documents.ids is not None and documents.ids[-1] >= num:
+        num, last = sizes.get(documents.source), documents.numbers()[-1]
+        if num is not None and last >= num:
             raise ConfigError(
-                f"source '{documents.source}' has no document {documents.ids[-1]} that could be skipped",
+                f"source '{documents.source}' has no document {last} that could be skipped",
                 found=f"skip of {documents}",
                 expected=f"documents from 0 to {num - 1}",
                 action="correct the numbers; they count the documents of the part that is trained",
             )
 
 
-def _missing_list(documents: DocumentList) -> StateError:
-    """The error where a long list is needed and nobody gave it."""
-    return StateError(
-        f"the list of documents of '{documents.source}' that the run skips is not at hand",
-        found=f"a state that skips {documents}, digest {documents.digest}, and keeps no list as long as that",
-        expected=f"skip: {{documents: {{{documents.source}: {{file: ...}}}}}} with the file of that list",
-        cause="the file was left out of data.yaml, or it holds other documents now",
-        action="put the list back; to verify or trace what is over: --data with a data.yaml that has that list beside "
-        f"the one of today, {documents.source}: [{{file: then.npy}}, {{file: now.npy}}]",
-    )
+@lru_cache(maxsize=64)
+def _packed(documents: DocumentList) -> str:
+    """Differences of the numbers, as int64 sorted by significance of their bytes, deflated, in base64."""
+    numbers = documents.numbers()
+    steps = array("q", (b - a for a, b in pairwise([0, *numbers]))).tobytes()
+    return b64encode(zlib.compress(b"".join(steps[k::8] for k in range(8)), 9)).decode()
+
+
+def _unpacked(entry: Mapping[str, Any]) -> list[int]:
+    """What `_packed` made.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    count = _count(entry.get("count"))
+    if count > MOST_DOCUMENTS:
+        raise ValueError(f"{count} documents in a list")
+    try:
+        # Never more than there may be, whatever a damaged text unfolds to.
+        planes = zlib.decompressobj().decompress(b64decode(entry["packed"], validate=True), 8 * count + 1)
+    except zlib.error as error:
+        raise ValueError(f"a list of documents: {error}") from error
+    if len(planes) != 8 * count:
+        raise ValueError(f"{len(planes) / 8} documents in a list of {count}")
+    steps = bytearray(len(planes))
+    for k in range(8):
+        steps[k::8] = planes[k * count : (k + 1) * count]
+    return list(accumulate(array("q", bytes(steps))))
 
 
 def no_schedule(steps: Range) -> ConfigError:

@@ -24,6 +24,10 @@ class LengthSource(Protocol):
         """Tokens of each document: int64[n] to int64[n]; ids in ``[0, len(self))``."""
         ...
 
-    def fingerprint(self) -> Fingerprint | dict[str, Any]:
-        """What the source is: documents, tokens, hash of the lengths, tokenizer."""
+    def fingerprint(self, *, first: int | None = None) -> Fingerprint | dict[str, Any]:
+        """What the source is: the fields of `Fingerprint`.
+
+        Args:
+            first: of its first documents only, as if there were no more; None: of all.
+        """
         ...

@@ -18,13 +18,14 @@ from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import StageConfig, StageUnit, StreamConfig
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.skips import NO_SKIPS, DocumentList, Skips
-from megaresume.stream.state import StageRecord
+from megaresume.stream.state import StageRecord, StreamState
 
 if TYPE_CHECKING:
     # Compiled code, half a second to import: `megaresume plan` decides about stages without it.
     from megaresume.stream import kernel
     from megaresume.stream.kernel import Arrays
     from megaresume.stream.masking import Masks
+    from megaresume.stream.order import Orders
 
 __all__ = ["FIRST", "Course", "Stage", "declared", "enter", "kernel_config"]
 
@@ -41,6 +42,8 @@ class Stage:
     #: it begins with the first sample before which the stream holds ``at`` of these.
     unit: StageUnit
     at: int
+    #: sources whose corpora have grown, and take part with all their documents at once.
+    grown_now: frozenset[str] = frozenset()
 
     @classmethod
     def recorded(cls, record: StageRecord) -> Stage:
@@ -71,6 +74,10 @@ class Course:
     schedule: BatchSchedule | None = None
     #: what is left out.
     skips: Skips = NO_SKIPS
+    #: of the sources in each stage that was reached, by its number.
+    orders: dict[int, Orders] = field(default_factory=dict)
+    #: a state of the run that has gone through the first stages: its sources know which pieces their epochs had.
+    past: StreamState | None = None
     _constants: dict[int, kernel.Config] = field(default_factory=dict)
     _masks: dict[tuple[int, ...], Mapping[int, Masks]] = field(default_factory=dict)
 
@@ -81,9 +88,9 @@ class Course:
         return cls((first, *declared(first.config, config.stages)), [0])
 
     @classmethod
-    def recorded(cls, records: Sequence[StageRecord], skips: Skips = NO_SKIPS) -> Course:
-        """Stages that were, and what was left out, to be planned again from sample 0."""
-        return cls(tuple(Stage.recorded(record) for record in records), [0], skips=skips)
+    def recorded(cls, past: StreamState) -> Course:
+        """What led to a state, to be planned again from sample 0."""
+        return cls(tuple(Stage.recorded(record) for record in past.stages), [0], skips=past.skips, past=past)
 
     def config(self, index: int) -> StreamConfig:
         """Of the stage with this number."""
@@ -169,11 +176,7 @@ class Course:
 
 
 def masks_of(lists: Sequence[DocumentList], names: Sequence[str]) -> Mapping[int, Masks]:
-    """Lists of documents as the planner needs them, by source number.
-
-    Raises:
-        StateError: a long list is not at hand.
-    """
+    """Lists of documents as the planner needs them, by source number."""
     if not lists:
         return {}
     from megaresume.stream.masking import Mask
@@ -190,8 +193,9 @@ def kernel_config(config: StreamConfig) -> kernel.Config:
     from megaresume.stream import kernel
 
     packing = config.packing
-    # A document that waits has a bin of its own.
+    # What waits together has a bin of its own.
     open_bins = {"best_fit": packing.open_bins, "knapsack": packing.lookahead}.get(packing.mode, 1)
+    group = min(2 * config.seq_length // packing.lookahead, config.seq_length) if packing.mode == "knapsack" else 0
     return kernel.Config(
         mode=kernel.MODES[config.packing.mode],
         seq_length=config.seq_length,
@@ -199,21 +203,15 @@ def kernel_config(config: StreamConfig) -> kernel.Config:
         max_age=packing.max_age if packing.mode in ("best_fit", "knapsack") else (1 << 62),
         align=config.packing.align,
         by_tokens=config.blend.unit == "tokens",
+        group=group,
     )
 
 
-def fresh_bins(config: StreamConfig) -> dict[str, Any]:
-    """The arrays of bins that are all free."""
+def fresh_tails(config: StreamConfig) -> Any:
+    """Room for what packing ``split`` keeps back: int64[t, SEGMENT_WIDTH]."""
     from megaresume.stream import kernel
 
-    num_bins = kernel_config(config).open_bins + 1
-    return {
-        "room": np.zeros(num_bins, np.int64),
-        "opened": np.zeros(num_bins, np.int64),
-        "slot": np.arange(num_bins, dtype=np.int64),
-        "filled": np.zeros(num_bins, np.int64),
-        "bins": np.zeros((num_bins, kernel.BIN_SEGMENTS, kernel.SEGMENT_WIDTH), np.int64),
-    }
+    return np.zeros((kernel.TAILS if config.packing.mode == "split" else 0, kernel.SEGMENT_WIDTH), np.int64)
 
 
 def enter(arrays: Arrays, before: StreamConfig, after: StreamConfig) -> Arrays:
@@ -224,6 +222,7 @@ def enter(arrays: Arrays, before: StreamConfig, after: StreamConfig) -> Arrays:
         before, after: the configs of the two stages, with the same sources in the same order.
     """
     from megaresume.stream import kernel
+    from megaresume.stream.bins import fresh_bins
 
     scalars, sources = arrays.scalars.copy(), arrays.sources.copy()
     scalars[kernel.STAGE] += 1
@@ -236,19 +235,27 @@ def enter(arrays: Arrays, before: StreamConfig, after: StreamConfig) -> Arrays:
     if (before.packing, before.seq_length) == (after.packing, after.seq_length):
         return arrays
     waiting = waiting_segments(arrays)
-    scalars[kernel.NUM_OPEN] = 0
+    for row in (kernel.NUM_OPEN, kernel.NUM_WAITING, kernel.NUM_TAILS, kernel.FIRST_TAIL):
+        scalars[row] = 0
+    scalars[kernel.FREE] = -1
     scalars[kernel.PENDING : kernel.PENDING + kernel.SEGMENT_WIDTH] = 0
     scalars[kernel.NEXT_CARRIED] = 0
-    return arrays._replace(carried=waiting, **fresh_bins(after))
+    return arrays._replace(carried=waiting, tails=fresh_tails(after), **fresh_bins(kernel_config(after).open_bins + 1))
 
 
 def waiting_segments(arrays: Arrays) -> Any:
     """What was drawn and is not in a sample yet, in the order in which it was placed: int64[w, SEGMENT_WIDTH]."""
+    from megaresume.stream.bins import segments_of
+
+    return np.concatenate([segments_of(arrays)[0], tail_segments(arrays), pending_segments(arrays)])
+
+
+def tail_segments(arrays: Arrays) -> Any:
+    """What packing ``split`` keeps back, the oldest first: int64[t, SEGMENT_WIDTH]."""
     from megaresume.stream import kernel
 
-    scalars = arrays.scalars
-    parts = [arrays.bins[arrays.slot[b], : arrays.filled[arrays.slot[b]]] for b in range(int(scalars[kernel.NUM_OPEN]))]
-    return np.concatenate([*parts, pending_segments(arrays)]).astype(np.int64)
+    first, num = arrays.scalars[kernel.FIRST_TAIL], arrays.scalars[kernel.NUM_TAILS]
+    return arrays.tails[(first + np.arange(num)) % max(len(arrays.tails), 1)]
 
 
 def pending_segments(arrays: Arrays) -> Any:

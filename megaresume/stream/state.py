@@ -3,13 +3,8 @@
 The state says how far the stream was *trained*, and holds everything needed to go on from there: nothing of ranks,
 workers, devices or paths. It is a few kilobytes; ``json.loads(json.dumps(state)) == state``.
 
-Version history (raise `VERSION` when the meaning of a field or the order of samples changes; keep an example of
-every version in tests/stream/states/, and a migration in `_MIGRATIONS`):
-
-    1  first version
-    2  ``pending`` is a list: documents carried over into a stage wait there. A stage records its config
-    3  ``faults``: documents that a fault policy was applied to. ``skips`` says what is left out, a source counts what
-       of it was. A bin's ``opened_at`` counts samples that are left out too. A source lists the names it goes by
+Raise `VERSION` when the meaning of a field or the order of samples changes, and keep an example of every version in
+tests/stream/states/.
 
 Imports neither numpy nor numba, so that ``megaresume inspect`` answers at once.
 """
@@ -19,15 +14,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
+from megaresume.stream.eras import Era, Eras
 from megaresume.stream.errors import ConfigError, StateError
 from megaresume.stream.faults import NO_FAULTS, Faults
 from megaresume.stream.json_text import parse_json
+from megaresume.stream.packed import pack, unpack
 from megaresume.stream.ranges import reached
 from megaresume.stream.skips import NO_SKIPS, Skips
 
@@ -44,7 +41,9 @@ __all__ = [
 ]
 
 FORMAT = "megaresume.stream-state"
-VERSION = 3
+#: Characters from which a state is packed.
+LARGE = 1 << 14
+VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,23 +54,26 @@ class Fingerprint:
     tokens: int
     #: xxh3_128 over the lengths of all documents, int64 little-endian, in document order; 32 hex digits.
     lengths: str
-    #: fingerprint of the tokenizer that made the corpus, if known.
+    #: fingerprint of the tokenizer that made the corpus, if known; of image-text data, of its whole encoder.
     tokenizer: str | None = None
+    #: xxh3_64 of tokens at fixed places (`megaresume.sources.contents`), or of the hashes of all records of shards;
+    #: None: not known, of a source that has lengths only.
+    contents: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceCursor:
     """How far one source was drawn."""
 
-    #: documents and empty documents passed since the start of the run; the next draw looks from here.
+    #: pieces drawn or passed over since the start of the run; the next draw looks from here.
     position: int
-    #: 0-based; position // documents of the source.
+    #: 0-based; that of the position.
     epoch: int
-    #: documents drawn, open bins included.
+    #: documents of which the first piece was drawn, open bins included.
     documents: int
     #: tokens drawn, open bins included.
     tokens: int
-    #: documents passed over: empty ones, and those that are skipped by their number.
+    #: pieces passed over: empty documents, and those that are skipped by their number.
     skipped: int
     #: tokens (or documents, by blend.unit) drawn since the deficits last started at zero.
     drawn_in_stage: int
@@ -80,6 +82,23 @@ class SourceCursor:
     #: of the documents and tokens drawn, those in samples that were left out, or taken out of open bins.
     left_out_documents: int = 0
     left_out_tokens: int = 0
+    #: of which pieces its epochs are made; none if it was never to be drawn. See `megaresume.stream.order`.
+    eras: tuple[Era, ...] = ()
+
+    @property
+    def left(self) -> int:
+        """Pieces of the epoch that were not drawn yet; 0 if that is not known."""
+        return Eras(self.eras).end_of_epoch(self.position) - self.position if self.eras else 0
+
+    @property
+    def size(self) -> int:
+        """Pieces of the epoch; 0 if that is not known."""
+        return self.left + self.position - Eras(self.eras).start_of(self.epoch) if self.eras else 0
+
+    @property
+    def epochs(self) -> float:
+        """Epochs drawn, with a fraction."""
+        return self.epoch + (1 - self.left / self.size if self.eras else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +107,7 @@ class Segment:
 
     #: index into the sources of the config.
     source: int
-    #: position in the source: epoch and document follow from it.
+    #: position in the source: epoch, document and piece follow from it.
     position: int
     #: tokens of the document before the segment.
     offset: int
@@ -136,6 +155,8 @@ class StreamState:
     bins: tuple[Bin, ...]
     #: segments that wait to be placed: what is left of a document that is being cut, or was carried over into a stage.
     pending: tuple[Segment, ...]
+    #: what packing ``split`` has cut off and keeps for a later sample, the oldest first.
+    tails: tuple[Segment, ...] = ()
     #: ranges of the stream with one blend and one packing, those that have begun.
     stages: tuple[StageRecord, ...]
     #: (first sample, global batch size in samples), ascending: maps steps to samples.
@@ -154,10 +175,19 @@ class StreamState:
         """Where the stream stands, counted with the samples that were left out."""
         return reached(self.skips.ranges, self.samples)
 
+    @property
+    def waiting(self) -> list[Segment]:
+        """What was drawn and is in no sample yet."""
+        return [*(s for b in self.bins for s in b.segments), *self.pending, *self.tails]
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON, with format, version and checksum."""
+        """Plain JSON, with format, version and checksum; a large state is packed (`megaresume.stream.packed`)."""
         body: dict[str, Any] = {"format": FORMAT, "version": VERSION} | _plain(self)
-        return body | {"checksum": checksum(body)}
+        text = _sorted(body)
+        if len(text) > LARGE:
+            body = pack(body)
+            text = _sorted(body)
+        return body | {"checksum": _hash(text)}
 
     def to_json(self) -> str:
         """`to_dict` as compact text."""
@@ -202,9 +232,7 @@ class StreamState:
                 action="load an older checkpoint: megaresume inspect DIR lists those that are whole",
             )
         try:
-            for old in range(version, VERSION):
-                body = _MIGRATIONS[old](body)
-            return _from_plain(body)
+            return _from_plain(unpack(body) if "packed" in body else body)
         except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
             raise StateError(
                 "the data state lacks a field or has one of the wrong kind",
@@ -215,38 +243,21 @@ class StreamState:
             ) from error
 
 
-#: version -> function that turns a body of that version into one of the next.
-_MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    1: lambda body: (
-        body
-        | {
-            "pending": [] if body["pending"] is None else [body["pending"]],
-            # Version 1 knew one stage for the whole run.
-            "stages": [[first, name, body["config"]] for first, name in body["stages"]],
-        }
-    ),
-    2: lambda body: (
-        {key: value for key, value in body.items() if key != "skipped_ranges"}
-        | {
-            "sources": {
-                name: cursor | {"left_out_documents": 0, "left_out_tokens": 0}
-                for name, cursor in body["sources"].items()
-            },
-            "faults": {"total": 0, "kept": []},
-            "skips": {"ranges": body["skipped_ranges"], "log": [], "documents": []},
-        }
-    ),
-}
-
-
 def _dumps(value: object) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
 def checksum(body: Mapping[str, Any]) -> str:
     """Of plain JSON: xxh3_128 of its compact text, 32 hex digits."""
+    return _hash(_sorted(body))
+
+
+def _sorted(body: Mapping[str, Any]) -> str:
     # Keys sorted: a container that reorders keys must not look like damage.
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
+def _hash(text: str) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
@@ -295,9 +306,10 @@ def _plain(state: StreamState) -> dict[str, Any]:
         "samples": state.samples,
         "documents": state.documents,
         "tokens": state.tokens,
-        "sources": {name: _flat(s) for name, s in state.sources.items()},
+        "sources": {name: _flat(s) | {"eras": [_flat_era(e) for e in s.eras]} for name, s in state.sources.items()},
         "bins": [[b.opened_at, [_short(s) for s in b.segments]] for b in state.bins],
         "pending": [_short(s) for s in state.pending],
+        "tails": [_short(s) for s in state.tails],
         "stages": [[s.first, s.name, json.loads(_dumps(s.config))] for s in state.stages],
         "batches": [list(batch) for batch in state.batches],
         "skips": state.skips.to_plain(),
@@ -310,6 +322,11 @@ def _plain(state: StreamState) -> dict[str, Any]:
 def _flat(fields: Fingerprint | SourceCursor) -> dict[str, Any]:
     # `dataclasses.asdict` copies deeply, which took longer than all the rest of taking a state.
     return {name: getattr(fields, name) for name in fields.__slots__}
+
+
+def _flat_era(era: Era) -> list[int]:
+    fields: list[int] = [getattr(era, name) for name in Era.__slots__]
+    return fields
 
 
 def _short(segment: Segment) -> list[int]:
@@ -334,7 +351,16 @@ def _cursor(fields: Mapping[str, Any]) -> SourceCursor:
         raise ValueError(f"exhausted: {exhausted!r} is not true or false")
     if set(fields) != set(SourceCursor.__slots__):
         raise KeyError(f"the fields of a source are {', '.join(fields)}")
-    return SourceCursor(exhausted=exhausted, **{k: _count(v) for k, v in fields.items() if k != "exhausted"})
+    eras = tuple(_era(e) for e in _list(fields["eras"]))
+    counts = {k: _count(v) for k, v in fields.items() if k not in ("exhausted", "eras")}
+    return SourceCursor(exhausted=exhausted, eras=eras, **counts)
+
+
+def _era(short: object) -> Era:
+    fields = [_count(n) for n in _list(short)]
+    if len(fields) != len(Era.__slots__) or not fields[Era.__slots__.index("pieces")]:
+        raise ValueError(f"{short!r} is not an era of a source")
+    return Era(**dict(zip(Era.__slots__, fields, strict=True)))
 
 
 def _fingerprint(fields: Mapping[str, Any]) -> Fingerprint:
@@ -345,6 +371,7 @@ def _fingerprint(fields: Mapping[str, Any]) -> Fingerprint:
         tokens=_count(fields["tokens"]),
         lengths=_text(fields["lengths"]),
         tokenizer=None if fields["tokenizer"] is None else _text(fields["tokenizer"]),
+        contents=None if fields["contents"] is None else _text(fields["contents"]),
     )
 
 
@@ -386,6 +413,7 @@ def _from_plain(body: Mapping[str, Any]) -> StreamState:
             for opened_at, segments in map(_list, _list(body["bins"]))
         ),
         pending=tuple(_segment(s) for s in _list(body["pending"])),
+        tails=tuple(_segment(s) for s in _list(body["tails"])),
         stages=tuple(
             StageRecord(
                 first=_count(first), name=_text(name), config={**config, "sources": _ordered(config["sources"], order)}

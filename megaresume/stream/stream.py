@@ -28,16 +28,17 @@ from megaresume.stream.changes import Reconciled, extended, reconcile
 from megaresume.stream.config import OnChange, StreamConfig
 from megaresume.stream.errors import ConfigError, MegaresumeError, StateError, StreamExhausted
 from megaresume.stream.faults import NO_FAULTS, FaultRecord
-from megaresume.stream.fingerprints import fingerprint_of
+from megaresume.stream.fingerprints import fingerprint_of, first_documents
 from megaresume.stream.kernel import Arrays
 from megaresume.stream.plan import Plan, concatenate
 from megaresume.stream.planner import Planner
 from megaresume.stream.progress import Progress, progress
 from megaresume.stream.ranges import Range
+from megaresume.stream.remaining import check_remaining
 from megaresume.stream.skips import NO_SKIP, NO_SKIPS, SkipConfig, Skips, check_documents, decide, no_schedule
 from megaresume.stream.source import LengthSource
 from megaresume.stream.stages import Course
-from megaresume.stream.state import Fingerprint, StageRecord, StreamState
+from megaresume.stream.state import Fingerprint, StreamState
 from megaresume.stream.whole import check_whole
 
 __all__ = ["Stream"]
@@ -46,8 +47,8 @@ __all__ = ["Stream"]
 BLOCK_TOKENS, BLOCK = 1 << 19, 128
 #: Samples planned at first, doubled until they are `BLOCK`: a resume must not wait for an index that lies on disk.
 FIRST_BLOCK = 8
-#: Blocks kept behind the front; what lies before them is planned again from an anchor.
-KEPT_BLOCKS = 256
+#: Blocks kept behind the front, and bytes; what lies before them is planned again from an anchor.
+KEPT_BLOCKS, KEPT_BYTES = 256, 24 << 20
 #: A seek over more samples than this shows a progress bar.
 LONG_SEEK = 200_000
 
@@ -58,6 +59,11 @@ log = logging.getLogger(__name__)
 class _Block:
     snapshot: Arrays
     plan: Plan
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays, nearly."""
+        return sum(array.nbytes for array in self.snapshot) + self.plan.table.nbytes
 
 
 class Stream:
@@ -73,8 +79,7 @@ class Stream:
             `megaresume verify`; never part of a state.
         fingerprints: what `fingerprints` gives, where it is known already.
         on_change: what a restore does where the config is not the one that the state was made with; see `OnChange`.
-        recorded: the stages as they were (`StreamState.stages`), to plan a past again from sample 0; and
-        left_out: what was left out of it (`StreamState.skips`).
+        past: a state that the run has come to, to plan all that led to it again from sample 0.
         copied: what a copy has from the stream that it is one of.
 
     Raises:
@@ -91,8 +96,7 @@ class Stream:
         origin: Mapping[str, Any] | None = None,
         fingerprints: dict[str, Fingerprint] | None = None,
         on_change: OnChange = "refuse",
-        recorded: Sequence[StageRecord] = (),
-        left_out: Skips = NO_SKIPS,
+        past: StreamState | None = None,
         copied: Mapping[str, Any] | None = None,
     ) -> None:
         if len(sources) != len(config.sources):
@@ -108,7 +112,7 @@ class Stream:
         self.origin = origin
         self.sources = list(sources)
         self.on_change = on_change
-        self._given = config, tuple(sources), tuple(recorded), left_out
+        self._given = config, tuple(sources), past
         copied = copied or {}
         self._skip: tuple[SkipConfig, ...] = copied.get("skip", ())
         self._end: int | None = copied.get("end")
@@ -123,15 +127,14 @@ class Stream:
     def __reduce__(self) -> tuple[object, ...]:
         """Copied or pickled, for another process: what it is made of, without its lock and what it has planned."""
         # With the fingerprints: a worker must not ask a slow source for all its lengths again.
-        config, sources, recorded, left_out = self._given
+        config, sources, past = self._given
         again = partial(
             Stream,
             state=self._base_state,
             origin=self.origin,
             fingerprints=self._fingerprints,
             on_change=self.on_change,
-            recorded=recorded,
-            left_out=left_out,
+            past=past,
             copied={"schedule": self._schedule, "skip": self._skip, "steps": self._steps, "end": self._end},
         )
         return again, (config, sources)
@@ -200,17 +203,17 @@ class Stream:
                 raise
 
     def _restore(self, state: StreamState | None) -> None:
-        config, sources, recorded, left_out = self._given
+        config, sources, past = self._given
         accepted: tuple[str, ...] = ()
         base: Arrays | None = None
         if state is not None:
             going_on = self._reconcile(state)
             given = resolved(config, state.config["sources"])
             config, course, accepted = going_on.config, going_on.course, going_on.accepted
-        elif recorded:
-            course = Course.recorded(recorded, left_out)
-            given = resolved(config, recorded[-1].config["sources"])
-            last = StreamConfig.from_dict(recorded[-1].config)
+        elif past is not None:
+            course = Course.recorded(past)
+            given = resolved(config, past.config["sources"])
+            last = StreamConfig.from_dict(past.stages[-1].config)
             config = extended(given, [s.name for s in last.sources], last)
         else:
             given, course = config, Course.of(config)
@@ -227,16 +230,18 @@ class Stream:
         names = [source.name for source in given.sources]
         by_name = dict(zip(names, sources, strict=True))
         check_documents(course.skips, {name: len(source) for name, source in by_name.items()})
+        check_remaining(course, by_name, state)
         here = [by_name[s.name] if s.name in by_name else AbsentSource(s.name, state) for s in config.sources]
         if state is not None:
-            base = cursor.arrays_of(state, course, [len(source) for source in here])
+            base = cursor.arrays_of(state, course, here)
         with self._lock:
             planner = Planner(course, here, base)
             self.config, self.sources, self._course, self._accepted = config, here, course, accepted
             #: of the sources that are here: the name that the run knows them by -> that of the config as it was given.
             self._first_names = dict(zip(names, (s.name for s in self._given[0].sources), strict=True))
             self._base_state, self._planner = state, planner
-            self._blocks: deque[_Block] = deque(maxlen=KEPT_BLOCKS)
+            self._blocks: deque[_Block] = deque()
+            self._kept_bytes = 0
             self._anchors = Anchors(planner.snapshot())
 
     def _reconcile(self, state: StreamState) -> Reconciled:
@@ -248,7 +253,14 @@ class Stream:
             skip=self._skip,
             steps_to_samples=self._samples_of,
             end=self._end,
+            first_of=self._first_of,
         )
+
+    def _first_of(self, name: str, documents: int) -> Fingerprint:
+        """The fingerprint of the first documents of a source, which has more."""
+        config, sources, _ = self._given
+        source = next(s for s, entry in zip(sources, config.sources, strict=True) if entry.name == name)
+        return first_documents(source, name, documents)
 
     def _samples_of(self, steps: Range) -> Range:
         """The samples of steps (first, last): those of the schedule when they were first asked for."""
@@ -260,7 +272,8 @@ class Stream:
 
     @property
     def _block_samples(self) -> int:
-        return min(max(BLOCK_TOKENS // self.config.seq_length, 1), BLOCK)
+        # A snapshot grows with the sources: the more there are, the longer the blocks.
+        return min(max(BLOCK_TOKENS // self.config.seq_length, 1), BLOCK) * (1 + len(self.sources) // BLOCK)
 
     def check(self, state: StreamState) -> None:
         """Raise a `StateError` naming what differs unless the stream can go on from the state."""
@@ -334,7 +347,7 @@ class Stream:
         return StreamState(
             config=self.config.to_dict(),
             # In the order of the sources; a source that is gone keeps the fingerprint that it had.
-            fingerprints={s.name: self._fingerprint(s.name) for s in self.config.sources},
+            fingerprints=self.fingerprints_of_all,
             batches=tuple(batches) or (before.batches if before is not None else ()),
             skips=self._course.skips,
             overrides=(*(before.overrides if before is not None else ()), *self._accepted, *overrides),
@@ -342,10 +355,14 @@ class Stream:
             **fields,
         )
 
-    def _fingerprint(self, name: str) -> Fingerprint:
-        if name in self._first_names:
-            return self.fingerprints[self._first_names[name]]
-        return self._base_state.fingerprints[name]  # type: ignore[union-attr]
+    @property
+    def fingerprints_of_all(self) -> dict[str, Fingerprint]:
+        """Of all sources that the run ever had, by the names that it knows them by; those of the gone as they were."""
+        before = {} if self._base_state is None else self._base_state.fingerprints
+        return {
+            s.name: self.fingerprints[self._first_names[s.name]] if s.name in self._first_names else before[s.name]
+            for s in self.config.sources
+        }
 
     def fields_at(self, sample: int) -> dict[str, Any]:
         """The fields of the state before ``sample`` that say where the stream is (see `cursor.fields_of`)."""
@@ -376,6 +393,7 @@ class Stream:
         elif sample < self._planner.position:
             self._planner = Planner(self._course, self.sources, self._anchors.before(sample))
             self._blocks.clear()
+            self._kept_bytes = 0
             log.info("planning samples %d to %d again", self._planner.position, sample)
         return self._plan_up_to(sample)
 
@@ -406,13 +424,19 @@ class Stream:
             size = min(max(self._planner.position - self.start, FIRST_BLOCK), self._block_samples)
             plan = self._planner.advance(size)
             if len(plan):
-                self._blocks.append(_Block(snapshot, plan))
+                self._keep(_Block(snapshot, plan))
                 self._anchors.add(snapshot)
             if len(plan) < size and self._planner.position <= sample:
                 raise self._exhausted(sample)
             if bar is not None:
                 bar.update(len(plan))
         return self._blocks[-1]
+
+    def _keep(self, block: _Block) -> None:
+        self._blocks.append(block)
+        self._kept_bytes += block.nbytes
+        while len(self._blocks) > KEPT_BLOCKS or (self._kept_bytes > KEPT_BYTES and len(self._blocks) > 1):
+            self._kept_bytes -= self._blocks.popleft().nbytes
 
     def _exhausted(self, sample: int) -> StreamExhausted:
         ended = [

@@ -1,22 +1,22 @@
 """When a document was or will be seen.
 
-The permutation is invertible, so that the position of a document in any epoch is known at once. Which sample holds it
-only planning tells: from the last state that had not drawn the position yet, found by halving, or ahead from the
-newest state.
+The permutation is invertible, so that the positions of a document's pieces in any epoch are known at once. Which
+samples hold them only planning tells: from the last state that had not drawn a position yet, found by halving, or ahead
+from the newest state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any, Literal
 
 import numpy as np
 
-from megaresume.stream.block_shuffle import position_of
 from megaresume.stream.errors import StreamExhausted, UsageError
 from megaresume.stream.kernel import DOCUMENT, LENGTH
+from megaresume.stream.order import SourceOrder
 from megaresume.stream.outlook import outlook
 from megaresume.stream.skips import DocumentSkip
 from megaresume.stream.state import StreamState
@@ -25,7 +25,7 @@ from megaresume.trace.trace import Trace, places
 
 __all__ = ["Found", "Occurrence", "Part", "as_json", "find", "parse_documents"]
 
-Status = Literal["trained", "waiting", "left out", "to come", "not planned", "never"]
+Status = Literal["trained", "partly trained", "waiting", "left out", "to come", "not planned", "never"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,15 +47,15 @@ class Occurrence:
     """A document in one epoch."""
 
     epoch: int
-    #: in the source, epochs included.
-    position: int
-    #: trained: its first segment was, when the newest state was saved. waiting: drawn then, in an open bin. to come:
-    #: planned ahead. left out: it lies in samples that are skipped, or is skipped by its number. not planned: further
-    #: ahead than was asked for. never: the stream ends before it.
+    #: of its pieces in the source, epochs included, as far as they are known.
+    positions: list[int]
+    #: trained: all of it was, when the newest state was saved. partly trained: some of it was. waiting: drawn then, in
+    #: an open bin. to come: planned ahead. left out: it lies in samples that are skipped, or is skipped by its number.
+    #: not planned: further ahead than was asked for. never: the stream ends before it.
     status: Status
     parts: list[Part] = field(default_factory=list)
-    #: documents of the source that come before it, and about which sample it comes with (not planned).
-    documents_ahead: int | None = None
+    #: pieces of the source that come before it, and about which sample it comes with (not planned).
+    pieces_ahead: int | None = None
     about_sample: int | None = None
     #: tokens of it in samples that are left out.
     left_out: int = 0
@@ -72,19 +72,18 @@ class Found:
     occurrences: list[Occurrence] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class _Target:
-    """An occurrence to be looked for."""
+    """What is looked for: a piece that was drawn, or what of a document is still to come in an epoch."""
 
     found: Found
     occurrence: Occurrence
     #: number of the source.
     source: int
-
-    @property
-    def complete(self) -> bool:
-        num_tokens = sum(part.length for part in self.occurrence.parts) + self.occurrence.left_out
-        return num_tokens >= self.found.tokens
+    #: None: whatever is to come.
+    position: int | None
+    #: of them as many are missing.
+    tokens: int
 
 
 def parse_documents(text: str) -> list[tuple[str, int]]:
@@ -133,28 +132,35 @@ def find(
     past: list[tuple[Record | None, _Target]] = []
     listed: list[tuple[Record | None, _Target]] = []
     ahead: list[_Target] = []
+    orders = trace.replan.orders
     for name, document in documents:
         source = _checked(trace, name, document)
+        order = orders[source]
         length = int(trace.replan.sources[source].lengths(np.array([document], np.int64))[0])
         found = Found(source=name, document=document, tokens=length)
         result.append(found)
         if not length:
             continue
         drawn = state.sources[name].position if name in state.sources else 0
-        for epoch, position in _positions(trace, source, document, drawn, epochs):
-            status: Status = "waiting" if position < drawn else "not planned"
-            occurrence = Occurrence(epoch=epoch, position=position, status=status)
+        for epoch, positions in _positions(trace, order, source, document, drawn, epochs):
+            status: Status = "waiting" if min(positions) < drawn else "not planned"
+            occurrence = Occurrence(epoch=epoch, positions=positions, status=status)
             found.occurrences.append(occurrence)
-            target = _Target(found=found, occurrence=occurrence, source=source)
             skipped = _skipped(trace, name, document, epoch)
-            if position < drawn:
-                (listed if skipped else past).append((trace.history.before_drawing(name, position), target))
-            elif any(skip.until is None for skip in skipped):
+            pieces = _pieces(order, found, occurrence, source)
+            for target in pieces:
+                if target.position is not None and target.position < drawn:
+                    (listed if skipped else past).append((trace.history.before_drawing(name, target.position), target))
+            coming = [t for t in pieces if t.position is not None and t.position >= drawn]
+            if not coming:
+                continue
+            if any(skip.until is None for skip in skipped):
                 occurrence.status = "left out"
             elif epochs is not None or until_sample is not None:
-                ahead.append(target)
+                tokens = sum(t.tokens for t in coming)
+                ahead.append(_Target(found=found, occurrence=occurrence, source=source, position=None, tokens=tokens))
             else:
-                _estimate(trace, target, state, drawn)
+                _estimate(trace, occurrence, name, min(t.position or 0 for t in coming) - drawn)
     _look_back(trace, past, progress)
     # Passed over or taken out of a bin, it is found nowhere: then the search ends with the past.
     _look_back(trace, listed, progress, stop=state.samples)
@@ -167,7 +173,7 @@ def find(
         _look_ahead(trace, ahead, until_sample, progress)
     for found in result:
         for occurrence in found.occurrences:
-            _set_status(occurrence, state)
+            _set_status(occurrence, found.tokens, state)
     return result
 
 
@@ -189,22 +195,32 @@ def _checked(trace: Trace, name: str, document: int) -> int:
     return source
 
 
-def _positions(trace: Trace, source: int, document: int, drawn: int, epochs: int | None) -> Iterator[tuple[int, int]]:
-    """(epoch, position) of a document: all that were drawn; of those to come as many as are wanted."""
-    name, num, config = trace.names[source], len(trace.replan.sources[source]), trace.replan.last_config
-    entry = config.sources[source]
+def _positions(
+    trace: Trace, order: SourceOrder, source: int, document: int, drawn: int, epochs: int | None
+) -> Iterator[tuple[int, list[int]]]:
+    """(epoch, positions) of a document: all that were drawn; of those to come as many as are wanted."""
+    entry = trace.replan.last_config.sources[source]
     last = entry.max_epochs if entry.max_epochs is not None and entry.on_exhausted != "repeat" else None
-    epoch = 0
-    while True:
-        position = position_of(document, num, config.seed, name, epoch, entry.shuffle)
-        if position >= drawn and last is not None and epoch >= last:
+    for epoch in count():
+        positions = order.positions_of(document, epoch)
+        if not positions:
+            continue  # it came to the corpus later
+        to_come = max(positions) >= drawn
+        if to_come and ((last is not None and epoch >= last) or (epochs is not None and epoch >= epochs)):
             return
-        if position >= drawn and epochs is not None and epoch >= epochs:
-            return
-        yield epoch, position
-        if position >= drawn and epochs is None:
+        yield epoch, positions
+        if to_come and epochs is None:
             return  # the next one; how many more lie before a sample only planning tells
-        epoch += 1
+
+
+def _pieces(order: SourceOrder, found: Found, occurrence: Occurrence, source: int) -> list[_Target]:
+    """The pieces of a document in one epoch."""
+    pieces, left = [], found.tokens
+    for position in occurrence.positions:
+        tokens = min(order.piece_length(position) or left, left)
+        left -= tokens
+        pieces.append(_Target(found=found, occurrence=occurrence, source=source, position=position, tokens=tokens))
+    return pieces
 
 
 def _skipped(trace: Trace, name: str, document: int, epoch: int) -> list[DocumentSkip]:
@@ -255,14 +271,15 @@ def _scan(
 
     Args:
         trace: the run.
-        targets: what to look for.
+        targets: what to look for: pieces by their positions, or what is to come of documents.
         first, stop, start, progress: see `Replan.plans`.
         later: go on to ``stop``, and look for the same documents in later epochs too.
     """
-    by_place = {(t.source, t.occurrence.position): t for t in targets}
-    by_document = {(t.source, t.found.document): t for t in targets}
-    documents = np.array(sorted({document for _, document in by_document}), np.int64)
-    missing = {place for place, target in by_place.items() if not target.complete}
+    drawn = {name: source.position for name, source in trace.history.state.sources.items()}
+    pieces = {(t.source, t.position): t for t in targets if t.position is not None}
+    coming = {(t.source, t.found.document, t.occurrence.epoch): t for t in targets if t.position is None}
+    founds = {(t.source, t.found.document): t.found for t in targets}
+    documents = np.array(sorted({document for _, document in founds}), np.int64)
     try:
         for planned in trace.replan.plans(first, stop, start=start, progress=progress, left_out=True):
             plan = planned.plan
@@ -270,37 +287,37 @@ def _scan(
             at = places(plan.table[:, LENGTH], plan.starts, planned.config.packing.align) if len(rows) else rows
             for k in rows.tolist():
                 source, position, document, offset, length = plan.table[k].tolist()
-                known = by_document.get((source, document))
-                if known is None:
+                target = pieces.get((source, position))
+                found = founds.get((source, document))
+                if target is None and found is not None and position >= drawn.get(found.source, 0):
+                    key = source, document, plan.orders[source].epoch_of(position)
+                    if later and key not in coming:
+                        coming[key] = _again(found, source, key[2], position)
+                    target = coming.get(key)
+                if target is None or target.tokens <= 0:
                     continue
-                target = by_place.get((source, position))
-                if target is None and later and position > known.occurrence.position:
-                    target = by_place[source, position] = _again(trace, known, position)
-                if target is None or target.complete:
-                    continue
+                target.tokens -= length
                 if planned.left_out:
                     target.occurrence.left_out += length
                     if not target.occurrence.parts:
                         target.occurrence.status = "left out"
                     continue
                 sample = plan.first + int(np.searchsorted(plan.starts, k, side="right")) - 1
-                part = _part(trace, sample, int(at[k]), offset, length)
-                target.occurrence.parts.append(part)
-            missing = {place for place in missing if not by_place[place].complete}
-            if not missing and not later:
+                target.occurrence.parts.append(_part(trace, sample, int(at[k]), offset, length))
+            if not later and all(target.tokens <= 0 for target in targets):
                 return
     except StreamExhausted:
-        for place in missing:
-            by_place[place].occurrence.status = "never"
+        for target in targets:
+            if target.tokens > 0 and not target.occurrence.parts:
+                target.occurrence.status = "never"
 
 
-def _again(trace: Trace, known: _Target, position: int) -> _Target:
+def _again(found: Found, source: int, epoch: int, position: int) -> _Target:
     """The same document in a later epoch."""
-    epoch = position // len(trace.replan.sources[known.source])
-    occurrence = Occurrence(epoch=epoch, position=position, status="not planned")
-    known.found.occurrences.append(occurrence)
-    known.found.occurrences.sort(key=lambda o: o.epoch)
-    return _Target(found=known.found, occurrence=occurrence, source=known.source)
+    occurrence = Occurrence(epoch=epoch, positions=[position], status="not planned")
+    found.occurrences.append(occurrence)
+    found.occurrences.sort(key=lambda o: o.epoch)
+    return _Target(found=found, occurrence=occurrence, source=source, position=None, tokens=found.tokens)
 
 
 def _part(trace: Trace, sample: int, place: int, offset: int, length: int) -> Part:
@@ -323,20 +340,23 @@ def _check_ends(trace: Trace, targets: list[_Target]) -> None:
             )
 
 
-def _estimate(trace: Trace, target: _Target, state: StreamState, drawn: int) -> None:
-    """About when an occurrence comes, without planning."""
-    target.occurrence.documents_ahead = target.occurrence.position - drawn
+def _estimate(trace: Trace, occurrence: Occurrence, name: str, pieces_ahead: int) -> None:
+    """About when an occurrence comes, or what is left of it, without planning."""
+    state = trace.history.state
+    occurrence.pieces_ahead = pieces_ahead
     for row in outlook(state, trace.replan.config_now):
-        if row.name == target.found.source and row.samples_left is not None and row.remaining:
-            ahead = target.occurrence.documents_ahead * row.samples_left / row.remaining
-            target.occurrence.about_sample = state.samples + round(ahead)
+        if row.name == name and row.samples_left is not None and row.remaining:
+            ahead = pieces_ahead * row.samples_left / row.remaining
+            occurrence.about_sample = state.samples + round(ahead)
 
 
-def _set_status(occurrence: Occurrence, state: StreamState) -> None:
+def _set_status(occurrence: Occurrence, tokens: int, state: StreamState) -> None:
     if not occurrence.parts:
         return
-    if occurrence.parts[0].sample < state.samples:
-        occurrence.status = "trained"
+    occurrence.parts.sort(key=lambda part: (part.sample, part.place))
+    trained = sum(part.length for part in occurrence.parts if part.sample < state.samples)
+    if trained:
+        occurrence.status = "trained" if trained + occurrence.left_out >= tokens else "partly trained"
     elif occurrence.status != "waiting":
         occurrence.status = "to come"
 

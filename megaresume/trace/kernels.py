@@ -13,15 +13,16 @@ A template is a program, int64[pieces, 3] of (what, which, more):
 
 from __future__ import annotations
 
-import numba
 import numpy as np
+
+from megaresume.stream.compiled import compiled
 
 __all__ = ["HASH", "IF_KNOWN", "LITERAL", "NAME", "SAMPLE", "SEGMENT", "UNLESS_ZERO", "write_rows"]
 
 LITERAL, SAMPLE, SEGMENT, NAME, HASH, UNLESS_ZERO, IF_KNOWN = 0, 1, 2, 3, 4, 5, 6
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _put_literal(out, at, literals, bounds, which):  # type: ignore[no-untyped-def]
     for i in range(bounds[which], bounds[which + 1]):
         out[at] = literals[i]
@@ -29,7 +30,7 @@ def _put_literal(out, at, literals, bounds, which):  # type: ignore[no-untyped-d
     return at
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _put_number(out, at, value):  # type: ignore[no-untyped-def]
     end = at + 1
     rest = value // 10
@@ -42,7 +43,7 @@ def _put_number(out, at, value):  # type: ignore[no-untyped-def]
     return end
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _put(out, at, program, literals, bounds, sample, identity, segment):  # type: ignore[no-untyped-def]
     piece = 0
     while piece < program.shape[0]:
@@ -67,7 +68,7 @@ def _put(out, at, program, literals, bounds, sample, identity, segment):  # type
     return at
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def write_rows(out, head, row, between, tail, literals, bounds, samples, hashes, segments, starts):  # type: ignore[no-untyped-def]
     """Write samples: the head of each, a row for each of its segments with ``between`` between them, the tail.
 

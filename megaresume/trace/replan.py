@@ -7,6 +7,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from megaresume.stream import cursor
 from megaresume.stream.absent import AbsentSource
@@ -15,8 +16,10 @@ from megaresume.stream.changes import reconcile
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import CheckpointError, StreamExhausted
 from megaresume.stream.fingerprints import check_fingerprint, fingerprint_of
+from megaresume.stream.order import Orders
+from megaresume.stream.pieces import may_be_cut
 from megaresume.stream.plan import Plan
-from megaresume.stream.planner import Planner
+from megaresume.stream.planner import Planner, orders_of
 from megaresume.stream.ranges import trained
 from megaresume.stream.source import LengthSource
 from megaresume.stream.stages import Course
@@ -85,6 +88,17 @@ class Replan:
         """Of the last stage that is known, begun or declared."""
         return self._stages[-1].config
 
+    @cached_property
+    def orders(self) -> Orders:
+        """Of the sources: as the newest state knows them, or as they will begin."""
+        piece = self.last_config.seq_length
+        return Orders(
+            order if order.eras else order.revised(0, documents=len(source), piece=piece if may_be_cut(source) else 0)
+            for order, source in zip(
+                orders_of(self.history.state, self.config_now, self.sources), self.sources, strict=True
+            )
+        )
+
     def plans(
         self,
         first: int,
@@ -109,8 +123,8 @@ class Replan:
         """
         state = start or self.history.before(first)
         course = Course(self._stages, [r.first for r in state.stages] if state is not None else [0], self._schedule)
-        course.skips = self.skips
-        arrays = None if state is None else cursor.arrays_of(state, course, [len(s) for s in self.sources])
+        course.skips, course.past = self.skips, self.history.state
+        arrays = None if state is None else cursor.arrays_of(state, course, self.sources)
         planner = Planner(course, self.sources, arrays)
         given_up: list[tuple[int, Plan]] = []
         if left_out:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, POSITION, SOURCE
+from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.stream.plan import Plan
 from megaresume.stream.ranges import trained
 from megaresume.stream.source import LengthSource
@@ -141,7 +141,7 @@ class Trace:
         num_columns = len(SEGMENT_COLUMNS) + (len(RECORD_COLUMNS) if self.records.shards else 0)
         segments = np.empty((len(table), num_columns), np.int64)
         segments[:, 0] = table[:, SOURCE]
-        segments[:, 1] = table[:, POSITION] // plan.num_documents[table[:, SOURCE]]
+        segments[:, 1] = plan.epochs()
         segments[:, 2] = table[:, DOCUMENT]
         segments[:, 3] = table[:, OFFSET]
         segments[:, 4] = table[:, LENGTH]

@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[2]
 
 #: A word of every requirement in docs/performance.md, as it stands in its row.
@@ -38,6 +42,7 @@ REQUIRED = (
 )
 
 
+@pytest.mark.release
 def test_every_row_is_printed(tmp_path: Path) -> None:
     """``make bench`` with ``--quick``: the rows, in the table and as JSON, and nothing left behind."""
     result = tmp_path / "result.json"

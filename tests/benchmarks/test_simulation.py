@@ -14,12 +14,13 @@ import benchmarks.simulated_run
 from benchmarks.simulated_cluster import NODE_RANKS, script
 from benchmarks.simulated_documents import DocumentCounts, Wrong
 from benchmarks.simulation import simulate
-from megaresume.stream import feed
+from megaresume.stream import order
 from megaresume.stream.batches import micro_batches
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.process
 def test_the_short_form(tmp_path: Path) -> None:
     """A table of events, all kinds of them, and the proof; the same again from the same seed."""
     command = [sys.executable, "-m", "benchmarks.simulation", "--steps", "250", "--events", str(tmp_path / "events")]
@@ -55,14 +56,14 @@ def test_a_rank_that_is_handed_other_samples_is_seen(monkeypatch: pytest.MonkeyP
 
 def test_a_document_that_comes_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A permutation that is none: no digest can tell, since an uninterrupted stream has it too."""
-    right = feed.documents_at
+    right = order.items_at
 
     def wrong(*args: Any, **options: Any) -> np.ndarray:
         documents = np.array(right(*args, **options))
         documents[documents == 17] = 18
         return documents
 
-    monkeypatch.setattr(feed, "documents_at", wrong)
+    monkeypatch.setattr(order, "items_at", wrong)
     with pytest.raises(Wrong, match="document 18 came more than once in epoch 0"):
         simulate(250)
 
@@ -73,7 +74,7 @@ def test_pieces_of_a_document_must_fit() -> None:
     def pieces(*cuts: tuple[int, int, int, int]) -> np.ndarray:
         return np.array([(0, position, document, offset, n) for position, document, offset, n in cuts])
 
-    counts = DocumentCounts(lengths, ["web"])
+    counts = DocumentCounts(lengths, ["web"], 1024)
     counts.add(pieces((0, 0, 4, 6), (0, 0, 0, 4), (1, 1, 0, 4)))
     counts.add(pieces((8, 0, 0, 10)))
     assert counts.missing == [0] and counts.documents == 2
@@ -81,7 +82,7 @@ def test_pieces_of_a_document_must_fit() -> None:
     assert counts.missing == [14]
     with pytest.raises(Wrong, match="long closed"):
         counts.add(pieces((0, 0, 0, 10)))
-    overlapping = DocumentCounts(lengths, ["web"])
+    overlapping = DocumentCounts(lengths, ["web"], 1024)
     overlapping.add(pieces((0, 0, 0, 5), (0, 0, 0, 5), (1, 1, 0, 4)))
     with pytest.raises(Wrong, match="do not fit"):
         overlapping.add(pieces((8, 0, 0, 10)))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megaresume.encoding import blocks
 from megaresume.encoding.blocks import BlockReader, Piece, Position
-from megaresume.encoding.documents import TextOptions, texts_of
+from megaresume.encoding.documents import LeftOut, TextOptions, texts_of
 from megaresume.encoding.inputs import find_inputs
 from megaresume.stream.errors import CorpusError
 
@@ -19,7 +19,7 @@ LINES = st.lists(st.sampled_from(["a", "bb b", "", "  ", "ü🦊", "\u2028x", "c
 
 def all_texts(paths, unit, size, start=None):
     """Every block from a position on: (end, texts)."""
-    reader = BlockReader(find_inputs(paths), unit, size)
+    reader = BlockReader(find_inputs(paths).files, unit, size)
     position, found = start or Position(), []
     while (block := reader.read(position)) is not None:
         found.append((block, [t for piece in block.pieces for t in texts_of(piece, TextOptions())]))
@@ -69,7 +69,7 @@ def test_blocks_cover_the_input_once_and_restart_at_every_end(files, size, unit,
 
 def test_lines_are_numbered_across_blocks(tmp_path):
     (path,) = write(tmp_path, [["x"] * 10 + ["bad"] + ["x"] * 10])
-    reader = BlockReader(find_inputs([path], format="jsonl"), "file", 7)
+    reader = BlockReader(find_inputs([path], format="jsonl").files, "file", 7)
     position = Position()
     with pytest.raises(CorpusError, match=r"000\.txt:11 is not JSON"):
         while (block := reader.read(position)) is not None:
@@ -120,12 +120,21 @@ def test_bad_json_line(line, text):
         list(texts_of(jsonl(b'{"text": "fine"}', line, line=6), TextOptions()))
     assert len(str(caught.value)) < 2000
     assert caught.value.action
+    if "UTF-8" not in text:
+        pieces = list(
+            texts_of(jsonl(b'{"text": "fine"}', line, b'{"text": "x"}', line=6), TextOptions(bad_lines="skip"))
+        )
+        assert pieces[::2] == ["fine", "x"] and pieces[1].option == "bad_lines" and pieces[1].why.startswith(text)
+        assert "--bad-lines skip" in caught.value.action
 
 
 @pytest.mark.parametrize("line", [b'{"text": "a\xffb"}', b'{"text": "a\\ud800b"}'])
 def test_policies_for_text_that_is_not_utf8(line):
     assert list(texts_of(jsonl(line, b'{"text": "x"}'), TextOptions(invalid="replace"))) == ["a\ufffdb", "x"]
-    assert list(texts_of(jsonl(line, b'{"text": "x"}'), TextOptions(invalid="skip"))) == [None, "x"]
+    assert list(texts_of(jsonl(line, b'{"text": "x"}'), TextOptions(invalid="skip"))) == [
+        LeftOut("invalid", "a.jsonl:1 is not UTF-8"),
+        "x",
+    ]
 
 
 @pytest.mark.parametrize(("unit", "line"), [("file", 3), ("line", 3), ("paragraph", 3)])

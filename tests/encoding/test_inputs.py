@@ -23,7 +23,7 @@ COMPRESS = {
 
 
 def stream(path, offset=0):
-    return InputStream(find_inputs([path], format="text")[0], offset)
+    return InputStream(find_inputs([path], format="text").files[0], offset)
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
@@ -71,7 +71,7 @@ def test_order_and_formats(tmp_path):
     for name in ("b/2.py", "b/1.py", "b/10.txt", "b/.hidden.py", "b/.git/x.py", "b/c/0.jsonl.gz", "a.txt", "z.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
-    found = find_inputs([tmp_path / "z.json", tmp_path / "b", tmp_path / "a.txt"])
+    found = find_inputs([tmp_path / "z.json", tmp_path / "b", tmp_path / "a.txt"]).files
     assert [(f.path.relative_to(tmp_path).as_posix(), f.format) for f in found] == [
         ("z.json", "jsonl"),
         ("b/1.py", "text"),
@@ -80,8 +80,48 @@ def test_order_and_formats(tmp_path):
         ("b/c/0.jsonl.gz", "jsonl"),
         ("a.txt", "text"),
     ]
-    assert [f.path.name for f in find_inputs([tmp_path], glob="**/*.py")] == ["1.py", "2.py"]
-    assert {f.format for f in find_inputs([tmp_path / "b"], format="jsonl")} == {"jsonl"}
+    assert [f.path.name for f in find_inputs([tmp_path], glob="**/*.py").files] == ["1.py", "2.py"]
+    assert {f.format for f in find_inputs([tmp_path / "b"], format="jsonl").files} == {"jsonl"}
+
+
+def test_links_are_followed_and_each_directory_is_read_once(tmp_path):
+    corpus, elsewhere = tmp_path / "corpus", tmp_path / "elsewhere"
+    for path in (corpus / "b/1.txt", corpus / "c/2.txt", elsewhere / "deep/3.txt", elsewhere / "4.txt"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(path.name)
+    (corpus / "a").symlink_to(elsewhere)  # a directory at another place
+    (corpus / "again").symlink_to(elsewhere)  # the same one once more
+    (corpus / "0b").symlink_to("b")  # one that is read without it
+    (elsewhere / "deep/up").symlink_to(corpus)  # round and round
+    (elsewhere / "self").symlink_to("self")
+    (corpus / "5.txt").symlink_to(elsewhere / "4.txt")  # a file
+    (elsewhere / "self").unlink()
+    found = find_inputs([corpus])
+    names = [f.path.relative_to(corpus).as_posix() for f in found.files]
+    assert names == ["5.txt", "a/4.txt", "a/deep/3.txt", "b/1.txt", "c/2.txt"]
+    assert {p.relative_to(corpus).as_posix() for p in found.linked_twice} == {"0b", "again", "a/deep/up"}
+    assert [f.path.name for f in find_inputs([corpus], glob="*/deep/*.txt").files] == ["3.txt"]
+    assert [f.path.name for f in find_inputs([corpus], glob="a/**/*.txt").files] == ["4.txt", "3.txt"]
+
+
+@pytest.mark.parametrize("target", ["nowhere", "broken.txt"])
+def test_a_link_that_leads_nowhere_is_no_file_less(tmp_path, target):
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "broken.txt").symlink_to(target)
+    with pytest.raises(CorpusError, match=r"broken\.txt is a link that leads nowhere"):
+        find_inputs([tmp_path])
+    assert len(find_inputs([tmp_path], glob="a*").files) == 1
+
+
+@pytest.mark.parametrize("glob", ["*", "**", "**/*", "b/*", "**/b/**/*.txt", "?/*.txt", "**/[12].txt", "b/**/1.txt"])
+def test_patterns_are_those_of_pathlib(tmp_path, glob):
+    for name in ("1.txt", "b/1.txt", "b/2.md", "b/b/1.txt", "b/c/d/2.txt", ".x/1.txt", "c/.1.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    matching = [f for f in tmp_path.glob("**/*" if glob == "**" else glob) if f.is_file()]
+    expected = sorted(n for f in matching if "/." not in (n := "/" + f.relative_to(tmp_path).as_posix()))
+    found = ["/" + f.path.relative_to(tmp_path).as_posix() for f in find_inputs([tmp_path], glob=glob).files]
+    assert found == expected
 
 
 def test_bad_inputs(tmp_path):
@@ -98,7 +138,7 @@ def test_bad_inputs(tmp_path):
             find_inputs([path])
 
 
-@pytest.mark.parametrize("glob", ["/tmp/**", ""])
+@pytest.mark.parametrize("glob", ["/tmp/**", "", "**.py"])
 def test_bad_glob(tmp_path, glob):
     with pytest.raises(UsageError, match="bad --glob"):
         find_inputs([tmp_path], glob=glob)
@@ -107,7 +147,7 @@ def test_bad_glob(tmp_path, glob):
 def test_file_changed_or_gone_since_it_was_found(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("one")
-    file = find_inputs([path])[0]
+    file = find_inputs([path]).files[0]
     path.write_text("three")
     with pytest.raises(CorpusError, match="changed while it was being prepared"):
         InputStream(file)

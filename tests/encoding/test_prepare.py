@@ -87,6 +87,7 @@ def test_any_text_round_trips(texts, block_bytes):
         assert [decode(opened.get(i)) for i in range(len(opened))] == [t for t in texts if t]
 
 
+@pytest.mark.process
 def test_result_does_not_depend_on_workers_or_blocks(source, tmp_path, tokenizer_json):
     results = []
     for i, (workers, block_bytes) in enumerate([(1, None), (1, 1000), (2, 3000), (3, 20_000)]):
@@ -268,6 +269,7 @@ def test_output_inside_the_directory_that_is_read(tmp_path, monkeypatch):
     assert prepare([tmp_path], tmp_path / "out", options).files == 2
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("workers", [1, 2])
 def test_bad_line_names_file_and_line_and_keeps_what_is_finished(source, tmp_path, workers):
     lines = source.read_text().splitlines()
@@ -308,6 +310,46 @@ def test_milder_policy_after_invalid_text_goes_on(tmp_path):
     summary = prepare([path], tmp_path / "out", PrepareOptions(text=TextOptions(invalid="skip"), **options))
     assert (summary.documents, summary.skipped) == (100, 1)
     assert summary.resumed_blocks == summary.blocks - 1 > 5
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bad_lines_are_counted_and_named_and_what_was_done_is_kept(tmp_path, workers):
+    path = tmp_path / "in.jsonl"
+    lines = [json.dumps({"text": f"document {i}"}) for i in range(300)]
+    bad = {250: '{"text": "cut', 260: "[1]", 270: '{"content": "x"}', 299: '{"text": 3}'}
+    for number, line in bad.items():
+        lines[number] = line
+    path.write_text("\n".join(lines))
+    options = {"block_bytes": 400, "workers": workers}
+    with pytest.raises(CorpusError, match=r"in\.jsonl:251 is not JSON") as error:
+        prepare([path], tmp_path / "out", PrepareOptions(**options))
+    assert "--bad-lines skip" in error.value.action
+    skip = TextOptions(bad_lines="skip")
+    summary = prepare([path], tmp_path / "out", PrepareOptions(text=skip, **options))
+    assert (summary.documents, summary.bad_lines, summary.skipped) == (296, 4, 0)
+    assert summary.first_left_out == [
+        f"{path}:251 is not JSON",
+        f"{path}:261 is not a JSON object",
+        f"{path}:271 has no key 'text'",
+    ]
+    assert summary.resumed_blocks > 10
+    prepare([path], tmp_path / "again", PrepareOptions(text=skip, **options))
+    assert (tmp_path / "again.bin").read_bytes() == (tmp_path / "out.bin").read_bytes()
+    # What was left out is not there for a run that would refuse it.
+    with pytest.raises(Stop), pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, 3)
+        prepare([path], tmp_path / "third", PrepareOptions(text=skip, block_bytes=400))
+    with pytest.raises(UsageError, match="bad_lines was 'skip', is 'error'"):
+        prepare([path], tmp_path / "third", PrepareOptions(block_bytes=400))
+
+
+def test_nothing_but_bad_lines(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"content": "x"}\n' * 3)
+    with pytest.raises(CorpusError, match="the input has no document") as error:
+        prepare([path], tmp_path / "out", PrepareOptions(text=TextOptions(bad_lines="skip")))
+    assert f"3 left out, the first: {path}:1 has no key 'text'" in str(error.value.found)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", b'{"text": ""}\n'])

@@ -143,7 +143,7 @@ class Pictures:
     def read(self, i: int, offset: int, length: int) -> np.ndarray:
         return self.get(i)[offset : offset + length]
 
-    def fingerprint(self, *, recompute: bool = False) -> Fingerprint:
+    def fingerprint(self, *, first: int | None = None, recompute: bool = False) -> Fingerprint:
         return scan_fingerprint(self.lengths, len(self), "pictures")
 
 

@@ -22,6 +22,8 @@ from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import ConfigError, CorpusError, StateError, StreamExhausted, UsageError
 from megaresume.testing import assert_same_samples
 
+pytestmark = pytest.mark.process
+
 KEYS = ("tokens", "labels", "loss_mask", "position_ids", "samples", "hashes")
 IMAGE_KEYS = ("pixel_values", "image_grid_thw", "num_tiles")
 
@@ -137,7 +139,7 @@ def test_a_stream_restored_after_the_loader_was_built(open_it, how):
     stream = open_it()
     loader = StreamLoader(stream, BatchSchedule.constant(8), micro_batch_size=8, **how)
     stream.restore(open_it().state_at(24))
-    with pytest.raises(StateError, match="sample 0 lies before the state"):
+    with pytest.raises(StateError, match=r"sample \d+ lies before the state"):
         next(iter(loader))
 
 
@@ -208,6 +210,27 @@ def test_the_end_of_the_stream_and_errors_reach_the_consumer(config, notes, how)
         for batch in loader:
             seen.extend(batch["samples"].tolist())
     assert seen == list(range(len(seen))) and len(seen) > 100
+
+
+@pytest.mark.parametrize("how", [{"prefetch": 0}, {"prefetch": 2}, {"num_workers": 2, "start_method": "fork"}])
+def test_all_ranks_end_at_the_same_step(config, notes, how):
+    """The stream ends within a global batch, of which rank 0 could still get samples."""
+    finite = {n: s | {"max_epochs": 1} for n, s in config["sources"].items()}
+    streams = [open_stream(config | {"sources": finite}, objects={"notes": notes}) for _ in range(2)]
+    with pytest.raises(StreamExhausted) as ended:
+        streams[0].plan(0, 10**6)
+    total = int(str(ended.value.found).split()[-2])
+    size = next(size for size in (40, 36, 44) if 0 < total % size < size / 2)
+    batches = []
+    for rank, stream in enumerate(streams):
+        batches.append(0)
+        loader = StreamLoader(
+            stream, BatchSchedule.constant(size), micro_batch_size=size // 4, dp_rank=rank, dp_size=2, **how
+        )
+        with pytest.raises(StreamExhausted, match="the stream has ended"):
+            for _ in loader:
+                batches[rank] += 1
+    assert batches == [total // size * 2] * 2
 
 
 def test_a_damaged_source_stops_the_consumer(config, notes):

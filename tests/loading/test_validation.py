@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megaresume.loading.open import open_stream
 from megaresume.loading.validation import open_validation
 from megaresume.sources.overlap import extent_of
 from megaresume.stream.errors import ConfigError
+from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 from tests.training.conftest import write_corpus
 
@@ -154,6 +156,54 @@ def test_an_overlap_is_refused_with_both_ranges(directory: Path, link: bool) -> 
     # Right behind what is trained on.
     sets = {"late": {"sources": {"late": {"path": name, "split": "8,2"}}}}
     assert list(open_validation(write(directory, BEGIN, validation=sets), training, split="8,2")) == ["late"]
+
+
+HELD_OUT = {
+    "the same documents": {"sources": {"late": {"path": "code", "split": "8,2"}}, "part": "train"},
+    "of a copy": {"sources": {"late": {"path": "elsewhere", "split": "8,2"}}, "part": "train"},
+    "by another split": {"sources": {"late": {"path": "code", "split": "7,3"}}},
+    "the whole corpus": {"sources": {"late": {"path": "code"}}},
+    "a copy's valid part": {"sources": {"late": {"path": "elsewhere", "split": "1,199"}}},
+}
+
+
+@pytest.mark.parametrize("how", HELD_OUT)
+@pytest.mark.parametrize("restored", [True, False])
+def test_a_source_that_was_removed_was_trained_on_all_the_same(directory: Path, how: str, restored: bool) -> None:
+    _copy(directory, "code")
+    common = {"seed": 5, "seq_length": 64, "packing": "none"}
+    path = write(directory, common, sources=BEGIN["sources"])
+    state = open_stream(path, split="8,2").state_at(40, batches=[(0, 8)])
+    never = write(directory, common, sources=BEGIN["sources"] | {"code": {"path": "code", "weight": 0}})
+    never_drawn = open_stream(never, split="8,2").state_at(40, batches=[(0, 8)])
+
+    def opened(held_out: dict[str, Any], state: StreamState) -> list[str]:
+        path = write(directory, common, sources={"web": {"path": "web"}}, validation={"late": held_out})
+        training = open_stream(path, split="8,2", state=state if restored else None, on_change="stage")
+        return list(open_validation(path, training, split="8,2", state=state))
+
+    with pytest.raises(ConfigError, match="validation set 'late' holds documents that were trained on") as error:
+        opened(HELD_OUT[how], state)
+    assert "those of source 'code' of the training, by their contents" in str(error.value.found)
+    assert opened(HELD_OUT[how] | {"overlap": "allow"}, state) == opened(HELD_OUT[how], never_drawn) == ["late"]
+    # The other documents of the corpus.
+    assert opened({"sources": {"late": {"path": "code", "split": "8,2"}}}, state) == ["late"]
+
+
+def _copy(directory: Path, name: str) -> None:
+    for suffix in (".bin", ".idx"):
+        shutil.copy(directory / f"{name}{suffix}", directory / f"elsewhere{suffix}")
+
+
+def test_a_copy_of_what_is_trained_on_is_refused(directory: Path) -> None:
+    _copy(directory, "web")
+    sets = {"late": {"sources": {"late": {"path": "elsewhere", "split": "1,9"}}}}
+    path = write(directory, BEGIN, validation=sets)
+    training = open_stream(path, split=SPLIT)
+    with pytest.raises(ConfigError, match="validation set 'late' holds documents that were trained on"):
+        open_validation(path, training, split=SPLIT)
+    sets["late"]["overlap"] = "allow"
+    assert list(open_validation(write(directory, BEGIN, validation=sets), training, split=SPLIT)) == ["late"]
 
 
 def test_one_corpus_twice_in_the_training_leaks_into_its_valid_part(directory: Path) -> None:

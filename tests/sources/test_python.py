@@ -57,7 +57,8 @@ def test_documents_lengths_and_tokens(cls):
 
 def test_fingerprint_is_computed_or_the_objects_own():
     hashed = xxhash.xxh3_128_hexdigest(np.array([3, 5, 0], "<i8").tobytes())
-    expected = Fingerprint(documents=3, tokens=8, lengths=hashed)
+    letters = np.frombuffer(b"onethree", np.uint8).astype("<i8").tobytes()
+    expected = Fingerprint(documents=3, tokens=8, lengths=hashed, contents=xxhash.xxh3_64_hexdigest(letters))
     assert PythonSource(Lines()).fingerprint() == expected
     assert PythonSource(Fast()).fingerprint().lengths == "0" * 32
     assert PythonSource(Fast()).fingerprint(recompute=True).lengths == hashed

@@ -122,7 +122,7 @@ def test_range_of_a_python_object_has_the_same_fingerprint(tmp_path, simple_corp
             return i + 1
 
         def get(self, i):
-            return np.zeros(i + 1, np.int64)
+            return (10 * i + np.arange(i + 1)) % 100
 
     part = split_part(PythonSource(Thing()), "80,15,5", "test")
     assert not isinstance(part, TokenSource)

@@ -16,6 +16,10 @@ from megaresume.stream.reference import permute
 
 #: source, position, offset, tokens.
 Piece = tuple[str, int, int, int]
+#: epoch, document, offset, tokens.
+Part = tuple[int, int, int, int]
+#: Ends of documents that `split` keeps back.
+TAILS = 256
 
 
 @dataclass
@@ -29,11 +33,14 @@ class Model:
     weights: dict[str, int] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     positions: dict[str, int] = field(default_factory=dict)
+    #: what comes at the positions of a source, written down an epoch at a time, when it is first looked at.
+    parts: dict[str, list[Part]] = field(default_factory=dict)
     #: tokens since the stage began.
     drawn: dict[str, int] = field(default_factory=dict)
     #: [sample after which it was opened, pieces].
     bins: list[tuple[int, list[Piece]]] = field(default_factory=list)
     pending: list[Piece] = field(default_factory=list)
+    tails: list[Piece] = field(default_factory=list)
     #: absolute numbers that are not trained.
     skipped: set[int] = field(default_factory=set)
     masked: dict[str, set[int]] = field(default_factory=dict)
@@ -43,18 +50,31 @@ class Model:
     left_out: list[Piece] = field(default_factory=list)
     passed_over: set[tuple[str, int]] = field(default_factory=set)
 
+    def part(self, name: str, position: int) -> Part:
+        parts = self.parts.setdefault(name, [])
+        while position >= len(parts):
+            lengths, epoch = self.lengths[name], parts[-1][0] + 1 if parts else 0
+            pieces, step = [(d, 0) for d in range(len(lengths))], self.seq_length
+            pieces += [(d, at) for d, n in enumerate(lengths) for at in range(step, n, step)]
+            order = (pieces[permute(i, len(pieces), self.seed, name, epoch)] for i in range(len(pieces)))
+            parts += [(epoch, d, at, min(lengths[d] - at, self.seq_length)) for d, at in order]
+        return parts[position]
+
     def document(self, name: str, position: int) -> int:
-        epoch, index = divmod(position, len(self.lengths[name]))
-        return permute(index, len(self.lengths[name]), self.seed, name, epoch)
+        return self.part(name, position)[1]
 
     def length(self, name: str, position: int) -> int:
-        return self.lengths[name][self.document(name, position)]
+        return self.part(name, position)[3]
 
     def begin_stage(self, weights: dict[str, int], packing: dict[str, Any], seq_length: int) -> None:
         self.order += [name for name in weights if name not in self.order]
         if (packing, seq_length) != (self.packing, self.seq_length):
-            self.pending = [piece for _, pieces in self.bins for piece in pieces] + self.pending
-            self.bins = []
+            self.pending = [piece for _, pieces in self.bins for piece in pieces] + self.tails + self.pending
+            self.bins, self.tails = [], []
+        for name, parts in self.parts.items():
+            # An epoch of which nothing was drawn is written down anew.
+            begun = {epoch for epoch, *_ in parts[: self.positions.get(name, 0)]}
+            self.parts[name] = [part for part in parts if part[0] in begun]
         self.weights, self.packing, self.seq_length, self.drawn = dict(weights), packing, seq_length, {}
 
     def skip(self, first: int, stop: int) -> None:
@@ -66,10 +86,11 @@ class Model:
         def gone(piece: Piece) -> bool:
             return piece[0] == name and self.document(name, piece[1]) in documents
 
-        waiting = [p for _, pieces in self.bins for p in pieces] + self.pending
+        waiting = [p for _, pieces in self.bins for p in pieces] + self.pending + self.tails
         self.left_out += [p for p in waiting if gone(p)]
         self.bins = [(at, kept) for at, pieces in self.bins if (kept := [p for p in pieces if not gone(p)])]
         self.pending = [p for p in self.pending if not gone(p)]
+        self.tails = [p for p in self.tails if not gone(p)]
 
     def train(self) -> None:
         """One sample more."""
@@ -82,16 +103,24 @@ class Model:
         while True:
             if mode == "best_fit" and self.bins and self.closed - self.bins[0][0] >= self.packing["max_age"]:
                 return self._close(0)
+            if not self.pending and mode == "split" and not self.bins and len(self.tails) == TAILS:
+                self.pending = [self.tails.pop(0)]
             if not self.pending:
                 self.pending = [self._draw()]
             length = self.pending[0][3]
             if mode == "none" or (mode == "best_fit" and length >= self.seq_length):
                 self.closed += 1
                 return [self._take(self.seq_length)]
+            if mode == "split" and length >= self.seq_length:
+                self.closed += 1
+                whole = [self._take(self.seq_length)]
+                self._keep_back(whole[0])
+                return whole
             if mode == "split":
                 if not self.bins:
                     self.bins = [(self.closed, [])]
                 self.bins[0][1].append(self._take(self.seq_length - self._used(0)))
+                self._keep_back(self.bins[0][1][-1])
                 if self._used(0) == self.seq_length:
                     return self._close(0)
                 continue
@@ -122,6 +151,11 @@ class Model:
             self.pending.insert(0, (name, position, offset + tokens, length - tokens))
         return name, position, offset, min(length, tokens)
 
+    def _keep_back(self, taken: Piece) -> None:
+        """What is left of a piece that was cut waits behind others."""
+        if self.pending and self.pending[0][:2] == taken[:2] and len(self.tails) < TAILS:
+            self.tails.append(self.pending.pop(0))
+
     def _head(self, name: str) -> int:
         position = self.positions.get(name, 0)
         while not self.length(name, position) or self.document(name, position) in self.masked.get(name, ()):
@@ -131,39 +165,46 @@ class Model:
     def _draw(self) -> Piece:
         parts, total = sum(self.weights.values()), sum(self.drawn.values())
         ends = []
-        for k, name in enumerate(self.order):
+        for name in self.order:
             if self.weights.get(name, 0):
                 share, mine = Fraction(self.weights[name], parts), self.drawn.get(name, 0)
                 if mine < share * (total + 1):
-                    ends.append((ceil((mine + self.length(name, self._head(name))) / share), k))
-        name = self.order[min(ends)[1]]
+                    ends.append((ceil((mine + self.length(name, self._head(name))) / share), name))
+        _, name = min(ends)
         position = self._head(name)
         for passed in range(self.positions.get(name, 0), position):
             self.passed_over.add((name, passed))
         length = self.length(name, position)
         self.positions[name] = position + 1
         self.drawn[name] = self.drawn.get(name, 0) + length
-        return name, position, 0, length
+        return name, position, self.part(name, position)[2], length
 
     def check(self) -> None:
-        """Every document of every source once an epoch: trained, waiting, left out, or passed over by its number."""
-        tokens: dict[tuple[str, int], list[tuple[int, int]]] = {}
-        waiting = [p for _, pieces in self.bins for p in pieces] + self.pending
+        """Every token of every source once an epoch: trained, waiting, left out, or passed over by its number."""
+        pieces: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        waiting = [p for _, pieces in self.bins for p in pieces] + self.pending + self.tails
         for name, position, offset, length in [*(p for s in self.trained for p in s), *waiting, *self.left_out]:
-            tokens.setdefault((name, position), []).append((offset, length))
+            pieces.setdefault((name, position), []).append((offset, length))
         for name, stop in self.positions.items():
-            num = len(self.lengths[name])
-            for epoch in range(-(-stop // num)):
-                documents = [self.document(name, p) for p in range(epoch * num, (epoch + 1) * num)]
-                assert sorted(documents) == list(range(num))
-            for position in range(stop):
-                parts = sorted(tokens.pop((name, position), []))
+            parts = [self.part(name, position) for position in range(stop)]
+            of_document: dict[tuple[int, int], list[tuple[int, int]]] = {}
+            for epoch, document, offset, length in parts:
+                of_document.setdefault((epoch, document), []).append((offset, length))
+            for epoch in range(parts[-1][0] if parts else 0):
+                for document, tokens in enumerate(self.lengths[name]):
+                    end = 0
+                    for offset, length in sorted(of_document[epoch, document]):
+                        assert offset == end
+                        end += length
+                    assert end == tokens
+            for position, (_, _, first, length) in enumerate(parts):
+                found = sorted(pieces.pop((name, position), []))
                 if (name, position) in self.passed_over:
-                    assert not parts
+                    assert not found
                     continue
-                ends = [offset + length for offset, length in parts]
-                assert [offset for offset, _ in parts] == [0, *ends[:-1]] and ends[-1] == self.length(name, position)
-        assert not tokens
+                ends = [offset + length for offset, length in found]
+                assert [offset for offset, _ in found] == [first, *ends[:-1]] and ends[-1] == first + length
+        assert not pieces
         parts, total = sum(self.weights.values()), sum(self.drawn.values())
         longest = max(max(self.lengths[name]) for name in self.weights)
         for name, weight in self.weights.items():

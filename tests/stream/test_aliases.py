@@ -45,7 +45,7 @@ def test_renamed_twice_and_without_a_word() -> None:
         assert fourth.state_at(80).digest == whole.state_at(80).digest
     last = _saved(fourth, 80)
     assert list(last.sources) == ["web", "code"] and last.config["sources"]["web"]["names"] == ["web2", "web3"]
-    again = _stream(last.config, recorded=last.stages, left_out=last.skips)  # type: ignore[arg-type]
+    again = _stream(last.config, past=last)  # type: ignore[arg-type]
     assert again.digest_at(80) == last.digest
 
 

@@ -99,6 +99,8 @@ def test_steps_and_samples_are_inverse(schedule: BatchSchedule, num: int) -> Non
     for k, sample in enumerate(boundaries):
         assert schedule.after(0, k) == sample
         assert schedule.steps_before(sample) == k
+        if k < num:
+            assert schedule.step_of(sample) == schedule.step_of(boundaries[k + 1] - 1) == (sample, boundaries[k + 1])
         for j in (0, k // 2, k):
             assert schedule.after(boundaries[j], k - j) == sample
     for sample in set(range(boundaries[-1])) - set(boundaries):

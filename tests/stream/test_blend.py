@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from megaresume.stream import kernel
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.planner import Planner
 from megaresume.stream.stages import Course
@@ -35,17 +38,19 @@ def _draw(config: StreamConfig, lengths: Sequence[Sequence[int]], num: int) -> D
 def _errors(
     weights: npt.NDArray[np.int64], sources: npt.NDArray[np.int64], units: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Largest c * W - w * T and smallest, over all steps: int64[n] each, parts of 1 / W units."""
+    """Largest c * W - w * T and smallest, over all steps: [n] each, parts of 1 / W units."""
     n, total_weight = len(weights), int(weights.sum())
+    if total_weight > 1 << 40:
+        weights = weights.astype(object)  # Python's integers: the products leave 64 bits
     counts, total = np.zeros(n, np.int64), 0
-    ahead, behind = np.zeros(n, np.int64), np.zeros(n, np.int64)
+    ahead, behind = np.zeros(n, weights.dtype), np.zeros(n, weights.dtype)
     for first in range(0, len(sources), 512):
         part = sources[first : first + 512]
         drawn = np.zeros((len(part), n), np.int64)  # (steps, sources)
         drawn[np.arange(len(part)), part] = units[first : first + 512]
         steps = counts + np.cumsum(drawn, axis=0)
         totals = total + np.cumsum(units[first : first + 512])
-        error = steps * total_weight - totals[:, None] * weights
+        error = steps.astype(weights.dtype) * total_weight - totals[:, None].astype(weights.dtype) * weights
         ahead, behind = np.maximum(ahead, error.max(axis=0)), np.minimum(behind, error.min(axis=0))
         counts, total = steps[-1], int(totals[-1])
     return ahead, behind
@@ -72,6 +77,7 @@ WEIGHTS: dict[str, list[Any]] = {
     "fibonacci": _fibonacci(35),
     "nearly equal primes": [97, 101, 103, 107, 109, 113],
     "as many parts as allowed": [MAX_PARTS // 2 - 1, MAX_PARTS // 4 + 1, MAX_PARTS // 4 - 1],
+    "sixteen digits": [0.8147236863931789, 0.9057919370756192, 0.1269868162935061, 0.0000000123456789],
     "zeros between": [0, 3, 0, 1, 0],
     **{f"random {n}": [RANDOM.choice([1, 5, RANDOM.randint(1, 10**6)]) for _ in range(n)] for n in (2, 3, 7, 30, 300)},
     "random 1000": [RANDOM.randint(1, 1000) for _ in range(1000)],
@@ -125,9 +131,9 @@ def test_tokens_below_the_longest_document(weights: list[Any], kind: str) -> Non
     parts = np.array([s.weight for s in config.sources], np.int64)
     sources, units = _draw(config, lengths, 3000)
     ahead, behind = _errors(parts, sources, units)
-    longest = np.array([max(n) for n in lengths])
+    longest = np.array([max(n) for n in lengths], object)
     drawn = parts > 0
-    assert np.all(ahead[drawn] < longest[drawn] * parts.sum())
+    assert np.all(ahead[drawn] < longest[drawn] * int(parts.sum()))
     assert np.all(behind > -int(longest[drawn].max()) * int(parts.sum()))
 
 
@@ -161,9 +167,32 @@ def test_after_a_drop_the_bound_holds_for_the_rest(unit: str) -> None:
     assert num_stages == 12 and len(sources) == 2 * sum(map(len, lengths)) and not left.any()
 
 
-def test_ties_go_to_the_first_source() -> None:
-    sources, _ = _draw(_config("documents", [1, 1, 1]), [[1]] * 3, 6)
-    assert sources.tolist() == [0, 1, 2, 0, 1, 2]
+@pytest.mark.parametrize("names", [["a", "b", "c"], ["c", "a", "b"], ["b", "c", "a"]])
+def test_ties_go_by_name(names: list[str]) -> None:
+    sources = {name: {"weight": 1} for name in names}
+    data = {"seq_length": 8, "packing": "none", "blend": {"unit": "documents"}, "sources": sources}
+    drawn, _ = _draw(StreamConfig.from_dict(data), [[1]] * 3, 6)
+    assert "".join(names[i] for i in drawn) == "abcabc"
+
+
+@given(
+    weights=st.lists(st.integers(1, 1 << 60), min_size=1, max_size=4).filter(lambda w: sum(w) < MAX_PARTS),
+    units=st.lists(st.one_of(st.integers(1, (1 << 31) - 1), st.sampled_from([1, (1 << 31) - 1])), max_size=20),
+)
+def test_deadlines_are_exact(weights: list[int], units: list[int]) -> None:
+    """The loop's 64-bit arithmetic against Python's integers, document by document."""
+    total, weight = sum(weights), weights[0]
+    sources = np.zeros((kernel.NUM_SOURCE_ROWS, 1), np.int64)
+    sources[kernel.WEIGHT] = weight
+    sources[kernel.SHARE], sources[kernel.SHARE_REST] = divmod(total, weight)
+    drawn = 0
+    for length in units:
+        kernel.set_deadline(sources, 0, np.array([[[0, 0, 0, length]]]), True)
+        drawn += length
+        quotient, rest = min(divmod(drawn * total, weight), (kernel.LATE, 0))
+        assert sources[kernel.NEXT_RELEASE, 0] == quotient and sources[kernel.NEXT_RELEASE_REST, 0] == rest
+        assert sources[kernel.DEADLINE, 0] == quotient + (rest > 0)
+        sources[kernel.RELEASE], sources[kernel.RELEASE_REST] = quotient, rest
 
 
 def test_a_weight_of_zero_is_never_drawn_even_without_documents() -> None:

@@ -17,7 +17,7 @@ DATA = {
     "packing": {"mode": "best_fit", "open_bins": 3, "align": 4},
     "sources": {"web": {"weight": 2}, "code": {"weight": 1, "max_epochs": 40}},
 }
-LENGTHS = {"web": [3, 40, 7, 0, 12, 64, 90, 1, 33], "code": [130, 5, 64, 20]}
+LENGTHS = {"web": [3, 40, 7, 0, 12, 64, 50, 1, 33], "code": [130, 5, 64, 20]}
 
 Edit = Callable[[StreamState], StreamState]
 

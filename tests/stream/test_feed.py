@@ -11,8 +11,10 @@ import pytest
 from megaresume.stream.config import SourceConfig, StreamConfig
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.feed import MAX_DOCUMENT_TOKENS, Feed
+from megaresume.stream.order import SourceOrder
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList
+from tests.stream.orders import order_of
 
 StreamOf = Callable[..., Stream]
 
@@ -60,12 +62,12 @@ def test_the_longest_document(stream_of: StreamOf) -> None:
 
 
 def _feed(lengths: list[int], **options: Any) -> tuple[Feed, SourceConfig]:
-    return Feed(LengthList(lengths), "a", seed=1), SourceConfig(name="a", weight=1, **options)
+    return Feed(LengthList(lengths), "a"), SourceConfig(name="a", weight=1, **options)
 
 
-def _walk(feed: Feed, config: SourceConfig, num: int) -> list[list[int]]:
-    out, rows, position = np.zeros((64, 3), np.int64), [], 0
-    while len(rows) < num and (filled := feed.fill(position, out, config)):
+def _walk(feed: Feed, config: SourceConfig, order: SourceOrder, num: int) -> list[list[int]]:
+    out, rows, position = np.zeros((64, 4), np.int64), [], 0
+    while len(rows) < num and (filled := feed.fill(position, out, config, order)):
         rows += out[:filled].tolist()
         position = rows[-1][0] + 1
     return rows
@@ -74,11 +76,13 @@ def _walk(feed: Feed, config: SourceConfig, num: int) -> list[list[int]]:
 def test_what_is_remembered_changes_nothing() -> None:
     """A feed asked again from a little behind gives what one gives that was never asked before."""
     lengths = [i % 3 for i in range(500)]
-    (feed, config), out = _feed(lengths), np.zeros((64, 3), np.int64)
-    walked = _walk(feed, config, 2000)
+    (feed, config), out = _feed(lengths), np.zeros((64, 4), np.int64)
+    order = order_of(500, 1, "a")
+    walked = _walk(feed, config, order, 2000)
     for position in (*range(1900, 1000, -1), *range(0, 2000, 3)):
-        fresh = np.zeros((64, 3), np.int64)
-        filled, filled_fresh = feed.fill(position, out, config), _feed(lengths)[0].fill(position, fresh, config)
+        fresh = np.zeros((64, 4), np.int64)
+        filled = feed.fill(position, out, config, order)
+        filled_fresh = _feed(lengths)[0].fill(position, fresh, config, order)
         common = min(filled, filled_fresh)
         assert common >= 1
         assert out[:common].tolist() == fresh[:common].tolist() == [r for r in walked if r[0] >= position][:common]
@@ -86,7 +90,7 @@ def test_what_is_remembered_changes_nothing() -> None:
 
 def test_an_end(caplog: pytest.LogCaptureFixture) -> None:
     for options in ({"max_epochs": 2}, {"max_epochs": 2, "on_exhausted": "stop"}):
-        rows = _walk(*_feed([3, 0, 5], **options), 100)
+        rows = _walk(*_feed([3, 0, 5], **options), order_of(3, 1, "a"), 100)
         assert [r[1] for r in rows] and sorted(r[1] for r in rows) == [0, 0, 2, 2]
-    assert len(_walk(*_feed([3, 0, 5], max_epochs=2, on_exhausted="repeat"), 100)) >= 100
+    assert len(_walk(*_feed([3, 0, 5], max_epochs=2, on_exhausted="repeat"), order_of(3, 1, "a"), 100)) >= 100
     assert len(caplog.records) == 1

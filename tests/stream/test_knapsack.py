@@ -77,3 +77,34 @@ def test_segments_lie_in_the_order_in_which_they_were_drawn() -> None:
 def test_bad_values(packing: dict) -> None:
     with pytest.raises(ConfigError, match="bad value of packing"):
         StreamConfig.from_dict({"seq_length": 8, "packing": {"mode": "knapsack", **packing}, "sources": {"a": {}}})
+
+
+@pytest.mark.parametrize(
+    ("seq_length", "mean", "num"), [(8192, 100, 200), (32768, 300, 100), (131072, 600, 20), (131072, 20, 20)]
+)
+def test_full_however_short_documents_are(seq_length: int, mean: int, num: int) -> None:
+    """And whole: nothing is cut."""
+    lengths = np.random.default_rng(mean).exponential(mean, 100_000).astype(int) + 1
+    data = {"seq_length": seq_length, "packing": "knapsack", "sources": {"a": {}}}
+    plan = Stream(StreamConfig.from_dict(data), [LengthList(lengths)]).plan(0, num)
+    assert plan.tokens().sum() >= 0.99 * num * seq_length
+    assert (plan.table[:, 3] == 0).all() and plan.table[:, 4].tolist() == lengths[plan.table[:, 2]].tolist()
+
+
+@pytest.mark.parametrize("open_bins", [16, 128])
+def test_best_fit_holds_few_tiny_documents(open_bins: int) -> None:
+    """What is open is bounded by segments: memory, state and resume of tiny documents in long samples."""
+    lengths = np.random.default_rng(1).exponential(20, 100_000).astype(int) + 1
+    data = {
+        "seq_length": 131072,
+        "packing": {"mode": "best_fit", "open_bins": open_bins},
+        "sources": {"a": {}, "b": {"weight": 0.37}},
+    }
+    stream = Stream(StreamConfig.from_dict(data), [LengthList(lengths), LengthList(lengths[::-1])])
+    plan = stream.plan(0, 200)
+    assert plan.tokens().sum() >= 0.999 * 200 * 131072
+    for sample in range(190, 200):
+        state = stream.state_at(sample)
+        assert sum(len(b.segments) for b in state.bins) < 16_000 and len(state.to_json()) < 1 << 16
+    kept = sum(block.nbytes for block in stream._blocks)
+    assert kept <= 32 << 20

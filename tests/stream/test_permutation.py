@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from megaresume.stream.block_shuffle import document_at, position_of
 from megaresume.stream.permutation import permute_range, round_keys
 from megaresume.stream.reference import permute
+from tests.stream.orders import document_at, order_of, position_of
 
 
 def _is_permutation(documents: npt.NDArray[np.int64]) -> bool:
@@ -35,29 +35,31 @@ def test_bijection_around_powers_of_two(bits: int) -> None:
 
 @pytest.mark.parametrize("n", [10**12, 2**53 + 1, 2**31 - 1, 2**32 + 1, 2**62])
 def test_sampled_inverse_of_large_sources(n: int) -> None:
-    rng = random.Random(n)
+    rng, order = random.Random(n), order_of(n, 11, "web")
     points = [0, 1, n - 2, n - 1, *(rng.randrange(n) for _ in range(2000))]
     found = set()
     for point in points:
-        epoch = rng.randrange(5)
-        position = position_of(point, n, 11, "web", epoch, None)
+        epoch = rng.randrange(5) if n < 2**60 else 0  # positions have 63 bits
+        position = position_of(point, order, epoch)
         assert epoch * n <= position < (epoch + 1) * n
-        assert document_at(position, n, 11, "web", None) == (epoch, point)
-        found.add(document_at(point, n, 11, "web", None)[1])
+        assert document_at(position, order) == (epoch, point)
+        found.add(document_at(point, order)[1])
     assert min(found) >= 0 and max(found) < n and len(found) == len(set(points))
 
 
 def test_inverse_of_every_document() -> None:
     for n in (1, 2, 3, 17, 128, 1000):
+        order = order_of(n, 5, "web")
         for document in range(n):
-            assert document_at(position_of(document, n, 5, "web", 2, None), n, 5, "web", None) == (2, document)
+            assert document_at(position_of(document, order, 2), order) == (2, document)
 
 
 def test_round_trip_of_every_position() -> None:
     """Of every number of documents up to some hundred, and around powers of two."""
     for n in [*range(1, 260), *(2**bits + more for bits in range(9, 13) for more in (-1, 0, 1))]:
         documents = permute_range(0, n, n, round_keys(9, "web", 3))
-        assert [position_of(d, n, 9, "web", 3, None) - 3 * n for d in documents.tolist()] == list(range(n)), n
+        order = order_of(n, 9, "web")
+        assert [position_of(d, order, 3) - 3 * n for d in documents.tolist()] == list(range(n)), n
 
 
 def test_a_range_from_the_middle_is_part_of_the_whole() -> None:
@@ -137,8 +139,8 @@ def test_correlations_are_those_of_chance(n: int, num_seeds: int) -> None:
 
 
 def test_first_and_last_position_of_an_epoch() -> None:
-    n = 10
-    assert [document_at(p, n, 1, "web", None)[0] for p in (0, n - 1, n, 2 * n - 1, 2 * n)] == [0, 0, 1, 1, 2]
-    first = [document_at(p, n, 1, "web", None)[1] for p in range(n)]
-    second = [document_at(p, n, 1, "web", None)[1] for p in range(n, 2 * n)]
+    n, order = 10, order_of(10, 1, "web")
+    assert [document_at(p, order)[0] for p in (0, n - 1, n, 2 * n - 1, 2 * n)] == [0, 0, 1, 1, 2]
+    first = [document_at(p, order)[1] for p in range(n)]
+    second = [document_at(p, order)[1] for p in range(n, 2 * n)]
     assert sorted(first) == sorted(second) == list(range(n)) and first != second

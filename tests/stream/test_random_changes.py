@@ -230,8 +230,7 @@ def _go_through(data: st.DataObject, num: int) -> None:
     again = Stream(
         StreamConfig.from_dict(last.config),
         [LengthList(LENGTHS[name]) for name in last.sources],
-        recorded=last.stages,
-        left_out=last.skips,
+        past=last,
     )
     for sample in range(run.sample):
         assert run._pieces(again, sample) == run.model.trained[sample]
@@ -255,7 +254,7 @@ def test_any_sequence_of_changes(data: st.DataObject) -> None:
     _go_through(data, 6)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_many_long_sequences_of_changes(data: st.DataObject) -> None:

@@ -28,6 +28,7 @@ def _assert_equal(data: dict[str, Any], lengths: dict[str, list[int]], num_sampl
     config = StreamConfig.from_dict(data)
     reference = list(reference_samples(config, lengths, num_samples))
     planner = Planner(Course.of(config), [LengthList(lengths[s.name]) for s in config.sources])
+    pieces = [sum(max(-(-n // config.seq_length), 1) for n in lengths[s.name]) for s in config.sources]  # of an epoch
     found, digests, hashes = [], [], set()
     while len(found) < num_samples:
         plan = planner.advance(min(at_once, num_samples - len(found)))
@@ -35,13 +36,10 @@ def _assert_equal(data: dict[str, Any], lengths: dict[str, list[int]], num_sampl
             break
         for k in range(len(plan)):
             found.append(plan.table[plan.starts[k] : plan.starts[k + 1]].tolist())
-            assert [
-                [s.source, s.epoch * len(lengths[config.sources[s.source].name]), s.document, s.offset, s.length]
-                for s in plan.segments(plan.first + k)
-            ] == [
-                [i, p // (n := len(lengths[config.sources[i].name])) * n, document, offset, length]
-                for i, p, document, offset, length in found[-1]
+            assert [[s.source, s.epoch, s.document, s.offset, s.length] for s in plan.segments(plan.first + k)] == [
+                [i, position // pieces[i], *rest] for i, position, *rest in found[-1]
             ]
+        assert plan.epochs().tolist() == [s.epoch for sample in plan for s in sample]
         assert plan.tokens().tolist() == [sum(s[4] for s in sample) for sample in found[plan.first : plan.stop]]
         digests += plan.digests.tolist()
         hashes.update(plan.hashes.tolist())
@@ -57,7 +55,7 @@ def _assert_equal(data: dict[str, Any], lengths: dict[str, list[int]], num_sampl
 
 @settings(max_examples=100)
 @given(drawn=st.data(), at_once=st.sampled_from([1, 7, NUM_SAMPLES]))
-@pytest.mark.parametrize("mode", ["best_fit", "split", "none"])
+@pytest.mark.parametrize("mode", ["best_fit", "knapsack", "split", "none"])
 def test_kernel_equals_reference(mode: str, configs: Configs, drawn: st.DataObject, at_once: int) -> None:
     data, lengths = drawn.draw(configs(modes=[mode]))
     _assert_equal(data, lengths, NUM_SAMPLES, at_once)
@@ -110,6 +108,11 @@ def test_many_segments_in_a_sample() -> None:
         assert _assert_equal(data, {"a": [1] * 50, "b": [1, 2, 149]}, 8, 3) == 8
 
 
+def test_many_tiny_documents_need_few_bins() -> None:
+    data = {"seq_length": 2100, "packing": {"mode": "best_fit", "open_bins": 4}, "sources": {"a": {}, "b": {}}}
+    assert _assert_equal(data, {"a": [1, 2, 1, 2, 1, 1], "b": [2, 1, 1]}, 4, 3) == 4
+
+
 def test_nothing_but_empty_documents_but_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one document may come at the start of an epoch and at the end of the next: two epochs' length apart."""
     monkeypatch.setattr("megaresume.stream.planner.LOOK_AHEAD_HIGH", 16)  # far less than an epoch
@@ -120,6 +123,7 @@ def test_nothing_but_empty_documents_but_one(monkeypatch: pytest.MonkeyPatch) ->
         assert _assert_equal(data, lengths, 3, 3) == 3
 
 
+@pytest.mark.process
 def test_the_reference_needs_no_numpy() -> None:
     code = "import sys, megaresume.stream.reference; sys.exit(bool({'numpy', 'numba', 'torch'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import subprocess
+import sys
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +16,9 @@ import pytest
 
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.errors import ConfigError, StateError, StreamExhausted
+from megaresume.stream.errors import ConfigError, StreamExhausted
 from megaresume.stream.ranges import absolute, common, left_out, minus, reached, trained, union
-from megaresume.stream.skips import NO_SKIPS, DocumentList, SkipConfig
+from megaresume.stream.skips import MOST_DOCUMENTS, MOST_WRITTEN, NO_SKIPS, SkipConfig, Skips, decide
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList, assert_exact_resume
@@ -123,8 +128,7 @@ def test_too_late_and_partly_too_late() -> None:
     again = Stream(
         StreamConfig.from_dict(last.config),
         [LengthList(LENGTHS[name]) for name in last.sources],
-        recorded=last.stages,
-        left_out=last.skips,
+        past=last,
     )
     assert _samples(again, 0, 50) == whole[:20] + whole[24:54]
     assert again.state_at(50).digest == last.digest and again.state_at(20).digest == state.digest
@@ -204,7 +208,7 @@ def test_documents_from_a_resume_on(packing: Any) -> None:
     seen_in_bins = 0
     for sample in range(3, 40):
         before = _saved(whole, sample)
-        waiting = [s for b in before.bins for s in b.segments] + list(before.pending)
+        waiting = before.waiting
         stream = _stream(skipped, before)
         later = _saved(stream, 60)
         plan = stream.plan(sample, 60)
@@ -219,8 +223,7 @@ def test_documents_from_a_resume_on(packing: Any) -> None:
         again = Stream(
             StreamConfig.from_dict(later.config),
             [LengthList(LENGTHS[name]) for name in later.sources],
-            recorded=later.stages,
-            left_out=later.skips,
+            past=later,
         )
         assert again.state_at(60).digest == later.digest and again.state_at(60).sources == later.sources
         assert again.digest_at(sample) == before.digest
@@ -231,33 +234,159 @@ def test_documents_from_a_resume_on(packing: Any) -> None:
     assert seen_in_bins if packing != "none" else True
 
 
-def test_a_long_list_is_kept_as_a_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megaresume.stream.skips.MOST_WRITTEN", 2)
+CHILD = """
+import json, sys
+from megaresume.stream.config import StreamConfig
+from megaresume.stream.state import StreamState
+from megaresume.stream.stream import Stream
+from megaresume.testing import LengthList
+data, lengths, text = json.load(sys.stdin)
+config, state = StreamConfig.from_dict(data), StreamState.from_json(text)
+sources = [LengthList(lengths[s.name]) for s in config.sources]
+past = Stream(StreamConfig.from_dict(state.config), sources, past=state)
+print(past.digest_at(state.samples), Stream(config, sources, state=state).digest_at(state.samples + 30))
+"""
+
+
+@pytest.mark.process
+def test_a_long_list_is_in_the_state(tmp_path: Path) -> None:
+    """A process that never read the list, nor has its file any more, goes on and plans the past again."""
+    lengths = LENGTHS | {"a": [(7 * i) % 23 for i in range(900)]}
+    skipped = sorted({i * i % 900 for i in range(900)} | set(range(100, 400)))
     file = tmp_path / "ids.npy"
-    np.save(file, np.array([6, 1, 4], np.int32))
-    data = DATA | {"skip": {"documents": {"a": {"file": str(file)}}}}
-    stream = _stream(data)
-    state = _saved(stream, 12)
-    (skip,) = state.skips.documents
-    assert skip.documents.ids is None and skip.documents.count == 3 and str(tmp_path) not in state.to_json()
-    assert _stream(data, state).state_at(50).digest == stream.state_at(50).digest
-    np.save(file, np.array([6, 1], np.int32))  # other documents: the old list is not at hand any more for the past,
-    changed = _stream(data, state)  # but from here on the new one holds
-    assert [(d.at, d.until) for d in changed.state_at(20).skips.documents] == [(0, 12), (12, None)]
-    given = _stream(DATA, None, SkipConfig(documents=(DocumentList.of("a", [6, 1, 4]),)))
-    monkeypatch.setattr("megaresume.stream.skips._READ", {})  # as in another process
-    with pytest.raises(StateError, match="is not at hand") as raised:
-        _stream(DATA, _saved(given, 10))
-    # Which `megaresume verify` and `trace` accept: both lists are known, one is asked for.
-    assert "a: [{file: then.npy}, {file: now.npy}]" in str(raised.value.action)
-    now = tmp_path / "now.npy"
-    np.save(file, np.array([6, 1, 4], np.int32))
-    np.save(now, np.array([6, 1], np.int32))
-    both = StreamConfig.from_dict(DATA | {"skip": {"documents": {"a": [{"file": str(file)}, {"file": str(now)}]}}})
-    state = changed.state_at(20)
-    sources = [LengthList(LENGTHS[s.name]) for s in both.sources]
-    again = Stream(both, sources, recorded=state.stages, left_out=state.skips)
-    assert again.digest_at(20) == state.digest
+    np.save(file, np.array(skipped[::-1], np.int32))
+
+    def stream(documents: object, state: StreamState | None = None) -> Stream:
+        config = StreamConfig.from_dict(DATA | ({"skip": {"documents": {"a": documents}}} if documents else {}))
+        return Stream(config, [LengthList(lengths[s.name]) for s in config.sources], state=state)
+
+    first = stream({"file": str(file)})
+    state = _saved(first, 12)
+    assert [list(d.documents.numbers()) for d in state.skips.documents] == [skipped] and str(
+        tmp_path
+    ) not in state.to_json()
+    assert len(skipped) > MOST_WRITTEN and len(json.dumps(state.skips.to_plain())) < 3 * len(skipped)
+    later = _saved(stream([5], state), 20)  # and the list taken back
+    assert [(d.at, d.until) for d in later.skips.documents] == [(0, 12), (12, None)]
+    file.unlink()
+    given = json.dumps([DATA | {"skip": {"documents": {"a": [5]}}}, lengths, later.to_json()])
+    child = subprocess.run([sys.executable, "-c", CHILD], input=given, capture_output=True, text=True, check=True)
+    whole = stream([5], state)
+    assert child.stdout.split() == [whole.digest_at(20), whole.digest_at(50)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"packed": "AAAA"},
+        {"packed": "!"},
+        {"packed": 3},
+        {"count": 10**9},
+        {"count": 299},
+        {"digest": "0" * 16},
+        {"packed": base64.b64encode(zlib.compress(bytes(10**7))).decode()},
+    ],
+)
+def test_a_packed_list_that_is_damaged(change: dict[str, Any]) -> None:
+    skip = SkipConfig.from_dict({"documents": {"a": list(range(0, 900, 3))}})
+    skips, _ = decide(NO_SKIPS, 0, then=SkipConfig(), now=skip)
+    plain = skips.to_plain()
+    assert Skips.from_plain(plain) == skips and Skips.from_plain(plain).documents[0].documents.ids[-1] == 897
+    plain["documents"][0][3] |= change
+    with pytest.raises((ValueError, TypeError, ConfigError)):
+        Skips.from_plain(plain)
+
+
+def test_a_list_that_is_too_long_for_a_state(tmp_path: Path) -> None:
+    file = tmp_path / "ids.npy"
+    np.save(file, np.arange(MOST_DOCUMENTS + 1))
+    with pytest.raises(ConfigError, match="more documents than a data state can hold"):
+        SkipConfig.from_dict({"documents": {"a": {"file": str(file)}}})
+
+
+def _all_but(*kept: int) -> list[int]:
+    return [i for i in range(8) if i not in kept]
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("kept", [[], [3]])
+def test_epochs_in_which_everything_is_skipped_are_passed_over(packing: Any, kept: list[int]) -> None:
+    """Also if a document is left that is empty. Five epochs of nothing, then the source goes on where it would."""
+    lengths = LENGTHS | {"a": [3, 9, 5, 0, 30, 7, 8, 1]}
+    data = DATA | {"packing": packing}
+    config = StreamConfig.from_dict(
+        data
+        | {"skip": {"documents": {"a": [{"ids": _all_but(*kept), "epochs": "2:7"}, {"ids": [4], "epochs": "7:9"}]}}}
+    )
+    sources = [LengthList(lengths[s.name]) for s in config.sources]
+    assert_exact_resume(lambda state: Stream(config, sources, state=state), num_samples=40)
+    drawn, epochs = _drawn_of_a(Stream(config, sources))
+    assert list(dict.fromkeys(epochs.tolist()))[:4] == [0, 1, 7, 8] and 9 in epochs
+    assert set(drawn[epochs == 7][:, 2].tolist()) == set(range(8)) - {3, 4}
+    whole, epochs_of_whole = _drawn_of_a(Stream(StreamConfig.from_dict(data), sources))
+    assert drawn[epochs < 2].tolist() == whole[epochs_of_whole < 2].tolist()
+
+
+def _drawn_of_a(stream: Stream) -> tuple[Any, Any]:
+    """The first segments of documents of source a, in the order in which they were drawn, and their epochs."""
+    plan = stream.plan(0, 700)
+    rows = np.flatnonzero((plan.table[:, 0] == 0) & (plan.table[:, 3] == 0))
+    rows = rows[np.argsort(plan.table[rows, 1])]
+    return plan.table[rows], plan.epochs()[rows]
+
+
+@pytest.mark.parametrize("on_exhausted", ["drop", "stop"])
+def test_a_source_that_ends_in_skipped_epochs_ends_as_configured(on_exhausted: str) -> None:
+    entry = {"weight": 2, "max_epochs": 6, "on_exhausted": on_exhausted}
+    sources = {"sources": {"a": entry, "b": {}}, "skip": {"documents": {"a": {"ids": list(range(8)), "epochs": "2:9"}}}}
+    stream = _stream(DATA | sources)
+    shorter = _stream(DATA | {"sources": {"a": entry | {"max_epochs": 2}, "b": {}}})
+    if on_exhausted == "drop":
+        assert (stream.plan(0, 90).table == shorter.plan(0, 90).table).all()
+        assert stream.state_at(90).sources["a"].exhausted
+    else:
+        ends = []
+        for one in (stream, shorter):
+            with pytest.raises(StreamExhausted) as error:
+                one.plan(0, 500)
+            ends.append(str(error.value.headline))
+        assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("kept", [[], [3]])
+def test_a_source_of_which_nothing_would_be_left_is_refused_at_once(kept: list[int]) -> None:
+    lengths = LENGTHS | {"a": [3, 9, 5, 0, 30, 7, 8, 1]}
+
+    def stream(data: Any, state: StreamState | None = None, on_change: Any = "stage") -> Stream:
+        config = StreamConfig.from_dict(data)
+        return Stream(config, [LengthList(lengths[s.name]) for s in config.sources], state=state, on_change=on_change)
+
+    gone = {"skip": {"documents": {"a": _all_but(*kept)}}}
+    state = _saved(stream(DATA | {"packing": "none"}), 20)
+    data = DATA | {"packing": "none"}
+    later = {"stages": [{"from_samples": 40, "weights": {"a": 1, "b": 1}}]}
+    none_yet = {"sources": {"a": {"weight": 0}, "b": {}}}
+    ended = {"sources": {"a": {"max_epochs": 3}, "b": {}}}
+    for bad, at in (
+        (data | gone, None),
+        (data | gone, state),
+        (data | none_yet | later | gone, None),
+        (
+            data
+            | {"skip": {"documents": {"a": [{"ids": _all_but(*kept), "epochs": "0:5"}, {"ids": _all_but(*kept)}]}}},
+            None,
+        ),
+        (data | {"skip": {"documents": {"a": [{"ids": [0, 1, 2, 3]}, {"ids": _all_but(0, 1, 2, *kept)}]}}}, None),
+        (data | ended | {"skip": {"documents": {"a": {"ids": _all_but(*kept), "epochs": "0:3"}}}}, None),
+    ):
+        with pytest.raises(ConfigError, match="nothing of source 'a' is left to train on") as error:
+            stream(bad, at)
+        assert "weight 0" in str(error.value.action)
+    # Not drawn any more from the same moment on.
+    assert stream(data | none_yet | gone, state).plan(20, 60).table[:, 0].tolist() == [1] * 40
+    assert stream(data | ended | {"skip": {"documents": {"a": {"ids": _all_but(*kept), "epochs": "0:2"}}}}).plan(0, 60)
+    with pytest.raises(ConfigError, match=r"bad range in skip.documents.a.epochs"):
+        stream(data | {"skip": {"documents": {"a": {"ids": [1], "epochs": "3:99999999999999"}}}})
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -172,24 +173,27 @@ def test_a_stage_by_tokens_begins_at_the_first_sample_that_has_them(stream_of: S
 
 
 def test_nothing_lost_and_nothing_twice(stream_of: StreamOf) -> None:
-    """Through all stages every document of every source comes once an epoch, whole, in the order of its source."""
+    """Through all stages, sequence lengths too, every token of every source comes exactly once an epoch."""
     stream = stream_of(DATA, LENGTHS)
     plan, state = stream.plan(0, 400), stream.state_at(400)
-    waiting = [s for b in state.bins for s in b.segments] + list(state.pending)
+    waiting = state.waiting
     for i, (name, lengths) in enumerate(LENGTHS.items()):
-        rows = [(p, o, n) for s, p, _, o, n in plan.table.tolist() if s == i]
-        rows += [(s.position, s.offset, s.length) for s in waiting if s.source == i]
-        tokens: dict[int, int] = {}
-        for position, offset, length in sorted(rows):
-            assert tokens.get(position, 0) == offset  # the pieces of a document, without a gap or an overlap
-            tokens[position] = offset + length
-        documents = {p: d for s, p, d, *_ in plan.table.tolist() if s == i}
-        for position, document in documents.items():
-            if position not in [s.position for s in waiting if s.source == i]:
-                assert tokens[position] == lengths[document]
-        num = state.sources[name].position
-        empty = [k for k, n in enumerate(lengths) if n == 0]
-        assert len(tokens) == num - state.sources[name].skipped and (empty or sorted(tokens) == list(range(num)))
+        mine = plan.table[:, 0] == i
+        rows = [(e, d, o, n) for e, (d, o, n) in zip(plan.epochs()[mine], plan.table[mine, 2:].tolist(), strict=True)]
+        order = plan.orders[i]
+        rows += [
+            (order.epoch_of(s.position), int(order.documents_at(np.array([s.position]))[0]), s.offset, s.length)
+            for s in waiting
+            if s.source == i
+        ]
+        assert state.sources[name].epoch >= 2
+        for epoch in range(state.sources[name].epoch):
+            for document, length in enumerate(lengths):
+                end = 0
+                for offset, num in sorted((o, n) for e, d, o, n in rows if (e, d) == (epoch, document)):
+                    assert offset == end
+                    end += num
+                assert end == length
 
 
 def test_the_blend_error_starts_at_zero_in_each_stage(stream_of: StreamOf) -> None:
@@ -240,15 +244,15 @@ def test_a_change_is_refused_unless_it_is_wanted(stream_of: StreamOf) -> None:
 
 
 def test_a_source_added_and_one_removed(stream_of: StreamOf) -> None:
-    data = {"seq_length": 64, "packing": "split", "sources": {"a": {"weight": 3}, "b": {"weight": 1}}}
+    data = {"seq_length": 64, "packing": "none", "sources": {"a": {"weight": 3}, "b": {"weight": 1}}}
     state = stream_of(data, LENGTHS).state_at(30)
     added = data | {"sources": {"new": {"weight": 2}, "a": {"weight": 3}, "b": {"weight": 1}}}
     stream = _stream(added, LENGTHS | {"new": [10, 20]}, state)
     assert [s.name for s in stream.config.sources] == ["a", "b", "new"]  # what was keeps its number
     later = stream.state_at(50)
     assert later.sources["new"].documents > 0 and later.sources["a"].position > state.sources["a"].position
-    sample = next(k for k in range(50, 80) if not {s.source for s in _waiting(stream.state_at(k))} & {0})
-    removed = {"seq_length": 64, "packing": "split", "sources": {"new": {"weight": 2}, "b": {"weight": 1}}}
+    sample = next(k for k in range(50, 90) if not {s.source for s in stream.state_at(k).waiting} & {0})
+    removed = {"seq_length": 64, "packing": "none", "sources": {"new": {"weight": 2}, "b": {"weight": 1}}}
     gone = _stream(removed, LENGTHS | {"new": [10, 20]}, stream.state_at(sample))
     last = gone.state_at(90)
     assert last.sources["a"] == stream.state_at(sample).sources["a"].__class__(
@@ -266,14 +270,10 @@ def test_a_source_added_and_one_removed(stream_of: StreamOf) -> None:
     assert first == last.sources["a"].position
 
 
-def _waiting(state: StreamState) -> list[Any]:
-    return [s for b in state.bins for s in b.segments] + list(state.pending)
-
-
 def test_a_source_whose_documents_wait_cannot_be_removed(stream_of: StreamOf) -> None:
     data = {"seq_length": 64, "packing": "split", "sources": {"a": {"weight": 3}, "b": {"weight": 1}}}
     stream = stream_of(data, LENGTHS)
-    sample = next(k for k in range(20, 50) if {s.source for s in _waiting(stream.state_at(k))} == {0})
+    sample = next(k for k in range(20, 50) if 0 in {s.source for s in stream.state_at(k).waiting})
     with pytest.raises(StateError, match="source 'a' cannot be removed yet") as error:
         _stream(data | {"sources": {"b": {}}}, LENGTHS, stream.state_at(sample))
     assert "weight 0" in str(error.value.action)
@@ -336,7 +336,7 @@ def test_the_recorded_stages_plan_the_past_again(stream_of: StreamOf) -> None:
     stream = _stream(data | {"packing": "split"}, LENGTHS, first.state_at(30))
     last = stream.state_at(80)
     config = StreamConfig.from_dict(data | {"packing": "split"})
-    again = Stream(config, [LengthList(LENGTHS[s.name]) for s in config.sources], recorded=last.stages)
+    again = Stream(config, [LengthList(LENGTHS[s.name]) for s in config.sources], past=last)
     assert again.digest_at(30) == first.digest_at(30) and again.digest_at(80) == last.digest
     assert again.state_at(80).stages == last.stages
 

@@ -172,9 +172,37 @@ def test_digest_that_is_none(state: StreamState, digest: str) -> None:
         StreamState.from_json(_resealed(state.to_dict() | {"digest": digest}))
 
 
+@pytest.mark.process
 def test_reading_a_state_needs_neither_numpy_nor_numba() -> None:
     code = (
         "import sys; from megaresume.stream.state import StreamState; import megaresume.stream.batches;"
         "sys.exit(bool({'numpy', 'numba', 'torch', 'yaml'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_thousand_sources_and_thousands_of_documents_take_little(stream_of: Callable[..., Stream]) -> None:
+    """Packed, at most 64 KB; what comes back is what was there, and it goes on as before."""
+    rng = random.Random(1)
+    names = [f"corpus-{k:04d}" for k in range(1000)]
+    sources = {
+        name: {"weight": rng.random()} | ({"max_epochs": 9} if k % 7 == 0 else {}) for k, name in enumerate(names)
+    }
+    data = {"seq_length": 64, "packing": "best_fit", "sources": sources}
+    many = stream_of(data, {name: [rng.randint(1, 90) for _ in range(rng.randint(1, 9))] for name in names})
+    tiny = stream_of(
+        {"seq_length": 1 << 16, "packing": "knapsack", "sources": {"a": {}, "b": {"weight": 2}}},
+        {name: [int(rng.expovariate(1 / 20)) + 1 for _ in range(5000)] for name in ("a", "b")},
+    )
+    for stream, sample in ((many, 200), (tiny, 3)):
+        state = stream.state_at(sample)
+        text = state.to_json()
+        packed = json.loads(text)
+        assert len(text) < 1 << 16 and packed["samples"] == sample and packed["digest"] == state.digest
+        assert StreamState.from_json(text) == state == StreamState.from_json(json.dumps(packed, sort_keys=True))
+        for damaged in (packed | {"samples": sample + 1}, packed | {"packed": packed["packed"][:-9]}):
+            with pytest.raises(StateError, match="damaged"):
+                StreamState.from_json(damaged)
+        with pytest.raises(StateError, match="lacks a field or has one of the wrong kind"):
+            StreamState.from_json(_resealed(packed | {"packed": packed["packed"][:-9]}))
+    assert sum(len(b.segments) for b in state.bins) > 3000

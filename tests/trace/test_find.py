@@ -11,13 +11,14 @@ import numpy.typing as npt
 import pytest
 
 from megaresume.checkpoint import Topology, begin_save, commit_save
-from megaresume.stream.block_shuffle import document_at
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import UsageError
+from megaresume.stream.pieces import LongDocuments
 from megaresume.stream.state import Fingerprint, SourceCursor
 from megaresume.stream.stream import Stream
 from megaresume.trace.find import Found, as_json, find, parse_documents
 from megaresume.trace.trace import Trace
+from tests.stream.orders import document_at, order_of
 from tests.trace.conftest import ToyRun, config
 
 Parts = dict[tuple[str, int, int], list[tuple[int, int, int, int]]]
@@ -63,28 +64,32 @@ def test_every_document_in_the_past_and_ahead(toy: ToyRun, packing: Any) -> None
         everywhere(trace, 150)
     )
     without = find(trace, documents)
-    waiting = 0
+    waiting = in_two = 0
     for one, other in zip(without, with_planning, strict=True):
         length = toy.lengths[one.source][one.document]
         assert one.tokens == length and (one.occurrences == []) == (length == 0)
-        num = len(toy.lengths[one.source])
         for occurrence, same in zip(one.occurrences, other.occurrences, strict=False):
-            assert document_at(occurrence.position, num, 5, one.source, None) == (occurrence.epoch, one.document)
-            if occurrence.position < newest.sources[one.source].position:
+            order = trace.replan.orders[trace.names.index(one.source)]
+            assert {document_at(p, order) for p in occurrence.positions} == {(occurrence.epoch, one.document)}
+            if max(occurrence.positions) < newest.sources[one.source].position:
                 assert occurrence.parts == same.parts and sum(p.length for p in occurrence.parts) == length
-                first = occurrence.parts[0].sample
-                assert occurrence.status == ("trained" if first < 96 else "waiting")
-                waiting += first >= 96
+                trained = [p.length for p in occurrence.parts if p.sample < 96]
+                partly = "partly trained" if trained else "waiting"
+                assert occurrence.status == ("trained" if sum(trained) == length else partly)
+                waiting += sum(trained) < length
                 for part in occurrence.parts:
                     if part.sample in toy.trained:
                         t = toy.trained[part.sample]
                         assert (part.step, part.rank, part.micro_batch) == (t.step, t.rank, t.micro_batch)
+            elif min(occurrence.positions) < newest.sources[one.source].position:
+                assert 0 < sum(p.length for p in occurrence.parts) < length and occurrence.parts[0] in same.parts
+                in_two += 1
             else:
                 assert (occurrence.status, occurrence.parts) == ("not planned", [])
                 assert same.status in ("to come", "not planned")
                 if same.parts and occurrence.about_sample is not None:
                     assert abs(occurrence.about_sample - same.parts[0].sample) < 40
-    assert (waiting > 0) == (packing == "best_fit")
+    assert waiting and in_two
 
 
 def test_so_many_epochs(toy: ToyRun) -> None:
@@ -139,6 +144,9 @@ class Endless:
         self.asked += len(ids)
         return 20 + ids % 40
 
+    def long_documents(self, piece: int) -> LongDocuments:
+        return LongDocuments(np.zeros(0, np.int64), np.zeros(0, np.int64))
+
     def fingerprint(self) -> Fingerprint:
         return Fingerprint(documents=10**9, tokens=39_500_000_000, lengths="0" * 32)
 
@@ -155,7 +163,8 @@ def test_a_billion_documents(tmp_path: Path) -> None:
         # No document is longer than a sample: one each, and any position is a state.
         at = SourceCursor(
             position=far,
-            epoch=far // 10**9,
+            epoch=0,
+            eras=state.sources["web"].eras,
             documents=far,
             tokens=30 * far,
             skipped=0,
@@ -175,12 +184,13 @@ def test_a_billion_documents(tmp_path: Path) -> None:
         positions.append(far + 1234)
     trace = Trace(tmp_path, {"web": source})
     source.asked = 0
-    documents = [document_at(position, 10**9, 1, "web", None) for position in positions]
+    order = order_of(10**9, 1, "web")
+    documents = [document_at(position, order) for position in positions]
     found = find(trace, [("web", document) for _, document in documents])
     for f, position in zip(found, positions, strict=True):
         first = f.occurrences[0]
         sample = first.parts[0].sample
-        assert (first.epoch, first.position, sample) == (0, position, position)
+        assert (first.epoch, first.positions, sample) == (0, [position], position)
         assert first.parts[0].step == position // 8 + 1
     # Planned by blocks, looked up by chunks.
     assert source.asked < 200_000

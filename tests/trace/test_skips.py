@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from megaresume.stream.ranges import absolute
-from megaresume.stream.skips import SkipConfig
 from megaresume.stream.state import StreamState
 from megaresume.trace.find import find
 from megaresume.trace.formats import Writer, csv_rows, heading
@@ -96,14 +95,14 @@ def test_verify(skipping: ToyRun) -> None:
     from megaresume.stream.config import StreamConfig
     from megaresume.stream.cursor import comparable
     from megaresume.stream.replay import Recorded, replay
+    from megaresume.stream.skips import NO_SKIPS
     from megaresume.stream.stream import Stream
 
     last = skipping.states[22]
     stream = Stream(
         StreamConfig.from_dict(last.config),
         [skipping.sources[name] for name in last.sources],
-        recorded=last.stages,
-        left_out=last.skips,
+        past=last,
     )
     points = [
         Recorded(origin=str(k), sample=s.samples, digest=s.digest, position=comparable(_fields(s)))
@@ -112,7 +111,9 @@ def test_verify(skipping: ToyRun) -> None:
     ]
     assert all(checked.holds for checked in replay(stream, points))
     wrong = Stream(
-        StreamConfig.from_dict(last.config), [skipping.sources[n] for n in last.sources], recorded=last.stages
+        StreamConfig.from_dict(last.config),
+        [skipping.sources[n] for n in last.sources],
+        past=last.replace(skips=NO_SKIPS),
     )
     assert not all(checked.holds for checked in replay(wrong, points))
 
@@ -121,13 +122,13 @@ def _fields(state: StreamState) -> dict[str, Any]:
     return {name: getattr(state, name) for name in StreamState.__slots__}
 
 
-def test_a_long_list_from_its_file(toy: ToyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_list_whose_file_is_gone(toy: ToyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megaresume.stream.skips.MOST_WRITTEN", 1)
     toy.attempt(config(), stop=4, saves=(4,))
     file = tmp_path / "ids.txt"
     file.write_text("7\n30\n55\n")
     toy.attempt(config(skip={"documents": {"web": {"file": str(file)}}}), start=4, stop=9, saves=(9,))
-    SkipConfig.from_dict({"documents": {"web": {"file": str(file)}}})  # as reading the run's data.yaml does
+    file.unlink()
     trace = Trace(toy.root, toy.sources)
     rows = [row for p in trace.pieces(0, 36) for row in p.rows()]
     assert [row["segments"] for row in rows] == [toy.trained[k].segments for k in range(36)]

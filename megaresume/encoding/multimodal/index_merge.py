@@ -6,7 +6,8 @@ The header holds
     shards         path (relative to the index where they lie below it), bytes, records of each, in order
     records, tokens, image_tokens, images, longest
     invalid        policy, count, and the first records that could not be measured, with the reason
-    fingerprints   range, tokens, hash of the lengths: of all documents, and of each part of an Energon data set
+    fingerprints   range, tokens, hash of the lengths, hash of the contents: of all documents, and of each part of an
+                   Energon data set
     columns        hash of each
     energon        hash of the metadata, and part -> [first, stop) (Energon data sets only), with fields
 
@@ -58,15 +59,22 @@ class _Range:
     def __init__(self, first: int, stop: int) -> None:
         self.first, self.stop = first, stop
         self.tokens = 0
-        self._hasher = xxhash.xxh3_128()
+        self._lengths, self._contents = xxhash.xxh3_128(), xxhash.xxh3_64()
 
-    def add(self, at: int, tokens: np.ndarray[Any, Any]) -> None:
-        mine = tokens[max(self.first - at, 0) : max(self.stop - at, 0)].astype("<i8")
-        self._hasher.update(mine.data if mine.size else b"")
-        self.tokens += int(mine.sum())
+    def add(self, at: int, columns: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        mine = slice(max(self.first - at, 0), max(self.stop - at, 0))
+        tokens = columns["tokens"][mine].astype("<i8")
+        self._lengths.update(tokens.tobytes())
+        self._contents.update(columns["content"][mine].tobytes())
+        self.tokens += int(tokens.sum())
 
     def entry(self) -> dict[str, Any]:
-        return {"range": [self.first, self.stop], "tokens": self.tokens, "hash": self._hasher.hexdigest()}
+        return {
+            "range": [self.first, self.stop],
+            "tokens": self.tokens,
+            "hash": self._lengths.hexdigest(),
+            "contents": self._contents.hexdigest(),
+        }
 
 
 def merge_parts(
@@ -113,7 +121,7 @@ def merge_parts(
                 file.write(columns[name].data)
                 hashers[name].update(columns[name].data)
             for part in ranges.values():
-                part.add(at, columns["tokens"])
+                part.add(at, columns)
             _add(totals, columns, head, at, task)
             at += head["records"]
             tick(head["records"])

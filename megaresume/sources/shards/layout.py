@@ -27,7 +27,7 @@ from megaresume.stream.errors import CorpusError
 __all__ = ["COLUMNS", "FORMAT", "MAX_RECORD_BYTES", "SUFFIX", "VERSION", "Preamble", "column_places", "index_path"]
 
 FORMAT = "megaresume.shards"
-VERSION = 2
+VERSION = 3
 SUFFIX = ".shards.idx"
 #: name -> dtype, in the order of the file.
 COLUMNS: Mapping[str, np.dtype[Any]] = {
@@ -105,7 +105,7 @@ class Preamble:
         if version < VERSION:
             raise CorpusError(
                 f"{path} was written by an older megaresume",
-                found=f"version {version}, which does not know the contents of records",
+                found=f"version {version}",
                 expected=f"version {VERSION}",
                 action="make it again: megaresume prepare --overwrite",
             )

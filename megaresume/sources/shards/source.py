@@ -9,11 +9,13 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from megaresume.sources.scan import scan_fingerprint
 from megaresume.sources.shards.files import ShardFiles
@@ -262,36 +264,43 @@ class ShardSource:
         members = {name: len(content) for name, content in record.members.items()}
         return {**place, "key": record.key, "members": members, "images": _image_sizes(record)}
 
-    def fingerprint(self, *, recompute: bool = False) -> Fingerprint:
+    def fingerprint(self, *, first: int | None = None, recompute: bool = False) -> Fingerprint:
         """What the source is; from the header of the index unless documents are cut.
 
         Args:
+            first: of its first documents only, as if there were no more; None: of all.
             recompute: read the whole index and compare it with its hashes.
 
         Raises:
             CorpusError: the index is damaged.
         """
-        return self.range_fingerprint(0, len(self), recompute=recompute)
+        return self.range_fingerprint(0, len(self) if first is None else first, recompute=recompute)
 
     def range_fingerprint(self, start: int, stop: int, *, recompute: bool = False) -> Fingerprint:
         """As `fingerprint`, of documents start to stop.
 
-        Besides the lengths it holds what made the documents: the encoder, and the contents of all records of the index.
+        Besides the lengths it holds what made the documents: the encoder, and the contents of every record when the
+        index was made; that a record is still the same one is checked whenever it is read.
         """
-        header = self.index.header
-        encoder = f"{header['encoder']['fingerprint']} of records {header['columns']['content'][:16]}"
+        encoder = self.index.header["encoder"]["fingerprint"]
         if recompute:
             self.index.verify()
         for part in self.index.header["fingerprints"] if self._limit is None and not recompute else ():
             if part["range"] == [start, stop]:
                 return Fingerprint(
-                    documents=stop - start, tokens=part["tokens"], lengths=part["hash"], tokenizer=encoder
+                    documents=stop - start,
+                    tokens=part["tokens"],
+                    lengths=part["hash"],
+                    tokenizer=encoder,
+                    contents=part["contents"],
                 )
         known = self._scanned.get((start, stop))
         if known is None or recompute:
-            known = self._scanned[start, stop] = scan_fingerprint(
+            lengths = scan_fingerprint(
                 lambda ids: self.lengths(ids + start), stop - start, f"fingerprint of {self.name}", tokenizer=encoder
             )
+            contents = xxhash.xxh3_64_hexdigest(self.index.column("content")[start:stop].tobytes())
+            known = self._scanned[start, stop] = replace(lengths, contents=contents)
         return known
 
     @functools.cached_property

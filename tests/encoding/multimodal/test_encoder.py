@@ -94,6 +94,7 @@ def test_measure_decodes_no_pixel(monkeypatch):
     assert build().measure(item).num_images == 1
 
 
+@pytest.mark.process
 def test_another_process_makes_the_same_document():
     encoder = build().augmented([{"crop": [0.3, 0.9]}, {"flip": 0.5}, {"gaussian_noise": 20}])
     item = record(png=file(picture()), txt=CAT)

@@ -54,6 +54,7 @@ def measured(monkeypatch) -> list[str]:
     return names
 
 
+@pytest.mark.process
 def test_the_same_bytes_whatever_the_workers(shards, tmp_path):
     one = prepare_shards(shards, tmp_path / "one", encoder())
     many = prepare_shards(shards, tmp_path / "many", encoder(), workers=3)
@@ -174,6 +175,7 @@ def mixed(tmp_path) -> tuple[str, list[int]]:
     return str(write_shard(tmp_path / "mixed.tar", records)), list(range(1, 12, 2))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_record_that_cannot_be_measured_stops_and_names_the_way_out(mixed, shards, tmp_path, workers):
     with pytest.raises(CorpusError) as error:
@@ -239,6 +241,7 @@ def command(tmp_path: Path, *more: str) -> list[str]:
     ]
 
 
+@pytest.mark.process
 def test_killed_and_run_again_gives_the_same_bytes(tmp_path):
     write_shards(tmp_path / "shards", [150] * 12)
     whole = prepare_shards([tmp_path / "shards/*.tar"], tmp_path / "whole", encoder())

@@ -19,6 +19,8 @@ from megaresume.stream.errors import ConfigError, CorpusError
 from tests.encoding.multimodal.kit import file, picture
 from tests.sources.shards.kit import captions, encoder, key, write_shard
 
+pytestmark = pytest.mark.process
+
 CAPTIONING = {
     "sample_type": {"__module__": "megatron.energon", "__class__": "CaptioningSample"},
     "field_map": {"image": "png", "caption": "txt"},

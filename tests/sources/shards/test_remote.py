@@ -82,6 +82,7 @@ def test_a_record_is_one_range_read(pairs, monkeypatch):
     assert calls == [("pairs-000001.tar", offset, nbytes)] and offset == 4096
 
 
+@pytest.mark.process
 def test_wildcards_and_an_index_made_here_of_what_lies_there(pairs, bucket, tmp_path):
     prepare_shards(["s3://pairs/shards/*.tar"], tmp_path / "again", encoder(), workers=2)
     assert (tmp_path / "again.shards.idx").read_bytes() == pairs.read_bytes()
@@ -97,6 +98,7 @@ def _tokens(source, queue) -> None:
     queue.put(source.get(13))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_other_processes_connect_for_themselves(pairs, method):
     source = ShardSource(pairs)

@@ -9,13 +9,15 @@ import threading
 
 import numpy as np
 import pytest
+import xxhash
 
 from megaresume.encoding.multimodal.prepare import prepare_shards
+from megaresume.loading.open import open_stream
 from megaresume.sources import as_source, range_of
 from megaresume.sources.base import DocumentSource, Source
 from megaresume.sources.shards import ShardIndex, ShardSource
 from megaresume.sources.shards.layout import column_places
-from megaresume.stream.errors import CorpusError, StateError
+from megaresume.stream.errors import CorpusError, StateError, StreamExhausted
 from megaresume.stream.fingerprints import check_fingerprint, hash_lengths
 from tests.encoding.multimodal.kit import file, picture
 from tests.sources.shards.kit import add, captions, encoder, key, same, write_shard, write_shards
@@ -67,7 +69,8 @@ def test_fingerprint_needs_no_scan_and_is_that_of_the_lengths(pairs, monkeypatch
     monkeypatch.setattr(ShardSource, "lengths", None)
     found = source.fingerprint()
     assert (found.documents, found.tokens, found.lengths) == (15, scanned.tokens, scanned.lengths)
-    assert found.tokenizer is not None and found.tokenizer.startswith(f"{encoder().fingerprint} of records ")
+    assert found.tokenizer == encoder().fingerprint
+    assert found.contents == xxhash.xxh3_64_hexdigest(np.array(source.index.column("content")).tobytes())
 
 
 def test_a_range_reads_shifted_and_keeps_the_key(pairs):
@@ -81,6 +84,8 @@ def test_a_range_reads_shifted_and_keeps_the_key(pairs):
     assert view.fingerprint() == ShardSource(pairs).range_fingerprint(4, 12)
     scanned = hash_lengths(view)
     assert (view.fingerprint().tokens, view.fingerprint().lengths) == (scanned.tokens, scanned.lengths)
+    assert view.fingerprint() == view.fingerprint(first=8) == range_of(view, 0, 8).fingerprint()
+    assert view.fingerprint(first=5) == source.range_fingerprint(4, 9) != view.fingerprint()
     with pytest.raises(IndexError):
         view.encoded(8, key(8))
 
@@ -89,6 +94,7 @@ def _pixels(source, queue) -> None:
     queue.put([source.encoded(i, key(i)).images[0].pixels for i in (2, 13)])
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_other_processes_read_the_same_pixels(pairs, method):
     source = ShardSource(pairs, augment=[{"flip": {"p": 0.5}}])
@@ -290,7 +296,16 @@ def test_other_contents_of_the_same_lengths_are_another_corpus(tmp_path):
     assert (before.documents, before.tokens, before.lengths) == (now.documents, now.tokens, now.lengths)
     with pytest.raises(StateError, match="not the corpus that the state was made with") as error:
         check_fingerprint("digits", before, now)
-    assert "other contents of the same lengths" in str(error.value.cause)
+    assert "documents of the same lengths have other contents" in str(error.value.cause)
+
+
+def test_shards_that_were_added_do_not_change_what_came_before(tmp_path):
+    shards = [write_shard(tmp_path / f"{k}.tar", captions(4, first=4 * k)) for k in range(2)]
+    prepare_shards(shards[:1], tmp_path / "one", encoder())
+    prepare_shards(shards, tmp_path / "two", encoder())
+    one, two = (ShardSource(tmp_path / f"{name}.shards.idx") for name in ("one", "two"))
+    assert two.fingerprint(first=4) == one.fingerprint()
+    assert two.fingerprint() != one.fingerprint()
 
 
 def test_a_shard_that_was_only_packed_anew_is_the_same(tmp_path):
@@ -311,3 +326,38 @@ def test_a_shard_that_was_only_packed_anew_is_the_same(tmp_path):
 def picture_bytes(i: int) -> bytes:
     """Pictures whose files have one size."""
     return file(picture(16, 16, seed=i), "PNG", compress_level=0)
+
+
+@pytest.mark.parametrize("shuffle", [None, {"block": 3, "window": 2}])
+@pytest.mark.parametrize("append", ["now", "next_epoch"])
+def test_a_run_goes_on_with_shards_that_were_added(tmp_path, append, shuffle):
+    """Every record once an epoch, by its key; those of the new shards in the epochs in which they should."""
+    sizes = [5, 3, 7, 6, 2]
+    write_shards(tmp_path / "shards", sizes)
+
+    def stream(shards, state=None):
+        index = tmp_path / f"pairs{shards}"
+        if state is None or not index.with_suffix(".shards.idx").exists():
+            prepare_shards([tmp_path / "shards" / f"pairs-{{000000..{shards - 1:06}}}.tar"], index, encoder())
+        entry = {"kind": "webdataset", "index": f"{index}.shards.idx", "max_epochs": 2, "append": append}
+        entry |= {} if shuffle is None else {"shuffle": shuffle}
+        return open_stream({"seed": 2, "seq_length": 64, "packing": "none", "sources": {"pairs": entry}}, state=state)
+
+    def records(stream, first, stop):
+        names = [stream.sources[0].describe(int(d))["key"] for d in stream.plan(first, stop).table[:, 2]]
+        return list(zip(stream.plan(first, stop).epochs().tolist(), names, strict=True))
+
+    before = stream(3)
+    seen = records(before, 0, 6)
+    grown = stream(5, before.state_at(6))
+    assert "grew from 15 to 23" in grown.accepted[0]
+    again = stream(5, grown.state_at(11))
+    total = 15 + 23 if append == "next_epoch" else 2 * 23
+    seen += records(grown, 6, 11) + records(again, 11, total)
+    with pytest.raises(StreamExhausted):
+        again.plan(total, total + 1)
+    every = {again.sources[0].describe(i)["key"] for i in range(23)}
+    old = {again.sources[0].describe(i)["key"] for i in range(15)}
+    assert len(every) == 23 and len(set(seen)) == len(seen) == total
+    assert {name for epoch, name in seen if epoch == 0} == (every if append == "now" else old)
+    assert {name for epoch, name in seen if epoch == 1} == every

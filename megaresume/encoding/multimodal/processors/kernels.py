@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import numba
+from megaresume.stream.compiled import compiled
 
 __all__ = ["fill_patches"]
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def fill_patches(values, top, left, table, merge, out):  # type: ignore[no-untyped-def]
     """Cut patches from an image, normalised.
 

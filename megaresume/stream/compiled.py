@@ -1,0 +1,159 @@
+"""`compiled`: the one way in which this package has a function compiled by numba and kept for the next process.
+
+numba's own cache ends a program where no directory can be written to, or where a file of it is cut; and it takes a
+function for the same one as long as its own file is, though what it calls in another file has changed. Here
+
+    no directory       the temporary directory of the user; else nothing is kept, and a line says what that costs
+    a damaged file     compiled again, and written anew
+    another release    compiled again, whichever module of `megaresume.stream` with compiled functions has changed
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import pickle
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+import xxhash
+from numba.core import caching
+
+__all__ = ["compiled"]
+
+log = logging.getLogger(__name__)
+#: the reason that was given: once is enough.
+_said: list[str] = []
+
+
+def compiled(*signatures: Any, **options: Any) -> Any:
+    """A decorator as ``numba.njit(nogil=True, cache=True, ...)``; also without brackets.
+
+    Args:
+        signatures: compile for these types at once, and for no others.
+        options: of ``numba.njit``.
+    """
+    if len(signatures) == 1 and callable(signatures[0]) and not options and hasattr(signatures[0], "__code__"):
+        return _decorate(signatures[0], (), {})
+    return lambda function: _decorate(function, signatures, options)
+
+
+def _decorate(function: Callable[..., Any], signatures: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    dispatcher = numba.njit(nogil=True, **options)(function)
+    try:
+        dispatcher._cache = _Cache(function)
+    except (RuntimeError, OSError) as error:
+        _say(f"compiled code cannot be kept: {error}")
+    for signature in signatures:
+        dispatcher.compile(signature)
+    if signatures:
+        dispatcher.disable_compile()
+    return dispatcher
+
+
+def _say(why: str) -> None:
+    if _said:
+        return
+    _said.append(why)
+    log.warning(
+        "megaresume: %s; every process compiles it again, some 10 s of one core at each start. Set NUMBA_CACHE_DIR to "
+        "a directory that can be written to",
+        why,
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _sources() -> str:
+    """A hash of all code that compiled functions may call: they are kept with what it was when they were compiled."""
+    hasher = xxhash.xxh3_128()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        if b"import compiled" in (content := path.read_bytes()):
+            hasher.update(content)
+    return hasher.hexdigest()
+
+
+class _OfUser(caching.UserProvidedCacheLocator):
+    """A directory of this user alone below the temporary one: code is loaded from it."""
+
+    def __init__(self, function: Any, file: str) -> None:
+        self._py_file, self._lineno = file, function.__code__.co_firstlineno
+        self._own = os.path.join(tempfile.gettempdir(), f"megaresume-{os.getuid()}")
+        self._cache_path = os.path.join(self._own, self.get_suitable_cache_subpath(file))
+
+    @classmethod
+    def from_function(cls, function: Any, file: str) -> Any:
+        """None if there is none."""
+        try:
+            self = cls(function, file)
+            self.ensure_cache_path()
+        except OSError:
+            return None
+        return self
+
+    def ensure_cache_path(self) -> None:
+        """Make it.
+
+        Raises:
+            OSError: it cannot be written to, or is another user's.
+        """
+        os.makedirs(self._own, mode=0o700, exist_ok=True)
+        found = os.lstat(self._own)
+        if found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise PermissionError(f"{self._own} is not of this user alone")
+        super().ensure_cache_path()
+
+
+class _Implementation(caching.CompileResultCacheImpl):
+    _locator_classes = [*caching.CompileResultCacheImpl._locator_classes, _OfUser]  # noqa: RUF012
+
+
+class _Files(caching.IndexDataCacheFile):
+    """An index that may be damaged, and data with a hash before it."""
+
+    def _load_index(self) -> Any:
+        try:
+            return super()._load_index()
+        except Exception:  # noqa: BLE001  whatever pickle makes of damaged bytes
+            return {}
+
+    def _save_data(self, name: str, data: Any) -> None:
+        content = self._dump(data)
+        with self._open_for_write(self._data_path(name)) as file:
+            file.write(xxhash.xxh3_128_digest(content))
+            file.write(content)
+
+    def _load_data(self, name: str) -> Any:
+        content = Path(self._data_path(name)).read_bytes()
+        if xxhash.xxh3_128_digest(content[16:]) != content[:16]:
+            raise OSError("damaged")  # which is as if it were not there
+        return pickle.loads(content[16:])
+
+
+class _Cache(caching.FunctionCache):
+    _impl_class = _Implementation
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(function)
+        self._cache_file = _Files(
+            cache_path=self._cache_path,
+            filename_base=self._impl.filename_base,
+            source_stamp=(self._impl.locator.get_source_stamp(), _sources()),
+        )
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """None if there is none that can be used."""
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception:  # noqa: BLE001  of another build of numba or LLVM
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Not at all where the disk is full."""
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:
+            _say(f"compiled code cannot be kept: {error}")

@@ -1,0 +1,103 @@
+"""Compiled code that cannot be kept, or was kept and is damaged or out of date: child processes with a package of their
+own, as it lies in site-packages."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megaresume
+
+PROGRAM = """
+from megaresume.stream.permutation import permute_range, round_keys
+print(permute_range(0, 12, 1000, round_keys(1, "web", 0)).tolist())
+"""
+
+
+class Installed:
+    """A copy of the package, without compiled code, and a home of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.package = directory / "site" / "megaresume"
+        ours = Path(megaresume.__file__).parent
+        shutil.copytree(ours / "stream", self.package / "stream", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ours / "__init__.py", self.package)
+        self.caches = self.package / "stream" / "__pycache__"
+        self.temporary = directory / "tmp"
+        self.temporary.mkdir()
+        self.directory = directory
+
+    def run(self, **environment: str) -> subprocess.CompletedProcess[str]:
+        known = {"PATH": os.environ["PATH"], "PYTHONPATH": str(self.package.parent), "HOME": "/proc/nowhere"}
+        known |= {"TMPDIR": str(self.temporary), "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [sys.executable, "-c", PROGRAM]
+        return subprocess.run(
+            command, env=known | environment, cwd=self.directory, capture_output=True, text=True, check=False
+        )
+
+    def kept(self, end: str) -> list[Path]:
+        return sorted(self.caches.glob(f"permutation._permute-*{end}"))
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Installed:
+    return Installed(tmp_path)
+
+
+@pytest.mark.process
+def test_nowhere_but_the_temporary_directory(installed: Installed) -> None:
+    """Read-only site-packages and no home, as in many containers. (Root may write anywhere: a file is in the way.)"""
+    expected = installed.run().stdout
+    assert installed.kept(".nbi")
+    shutil.rmtree(installed.caches)
+    installed.caches.write_text("")
+    done = installed.run(NUMBA_CACHE_DIR="/proc/nowhere")
+    assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
+    (own,) = installed.temporary.glob("megaresume-*")
+    assert own.stat().st_mode & 0o777 == 0o700 and list(own.rglob("*.nbc"))
+    # Code is loaded from there: not if others may have put it there. Then nothing is kept, and one line says so.
+    own.chmod(0o777)
+    done = installed.run(NUMBA_CACHE_DIR="/proc/nowhere")
+    assert (done.returncode, done.stdout) == (0, expected)
+    (line,) = done.stderr.splitlines()
+    assert "compiled code cannot be kept" in line and "Set NUMBA_CACHE_DIR" in line
+
+
+@pytest.mark.process
+def test_damaged_files_are_written_anew(installed: Installed) -> None:
+    expected = installed.run().stdout
+    for end in (".nbi", ".nbc"):
+        (path,) = installed.kept(end)
+        whole = path.read_bytes()
+        middle = len(whole) // 2
+        flipped = whole[:middle] + bytes([whole[middle] ^ 255]) + whole[middle + 1 :]
+        for damaged in (b"", whole[:middle], flipped):
+            path.write_bytes(damaged)
+            done = installed.run()
+            assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
+            assert installed.kept(end) == [path] and len(path.read_bytes()) == len(whole)
+            assert path.read_bytes() != damaged
+
+
+@pytest.mark.process
+def test_what_a_function_calls_in_another_file_is_part_of_it(installed: Installed) -> None:
+    """An upgrade that changes the mixing function changes the order, on every machine and at once."""
+    before = installed.run().stdout
+    path = installed.package / "stream" / "mixing.py"
+    text = path.read_text()
+    path.write_text(re.sub("0xBF58476D1CE4E5B9", "0xBF58476D1CE4E5BB", text))
+    after = installed.run().stdout
+    shutil.rmtree(installed.caches)
+    assert before != after == installed.run().stdout
+
+
+def test_every_kernel_is_compiled_by_it() -> None:
+    package = Path(megaresume.__file__).parent
+    users = {p.name for p in package.rglob("*.py") if re.search(r"numba\.(n?jit|vectorize)\b", p.read_text())}
+    assert users == {"compiled.py"}
