@@ -38,8 +38,8 @@ A save, and the next start::
 
 One idea a file: `layout` names and paths, `atomic` writing, `sealed` checksummed JSON, `topology`, `state_file`,
 `manifest`, `pointers`, `ledger`, `marker`, `commit`, `retention` (old ones make room), `candidates` (is this one
-whole?), `choose`, `confirm`, `start`, `progress` (or none of it, start after start), `survey` (all of a root, for
-`megaresume inspect`).
+whole?), `choose`, `confirm`, `fresh` (a start that loads nothing), `start`, `progress` (or none of it, start after
+start), `survey` (all of a root, for `megaresume inspect`).
 Nothing here imports torch or numpy, unpickles anything, or knows about ranks.
 """
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from megaresume.checkpoint.atomic import fsync_dir, fsync_file, make_dir, write_error
+from megaresume.checkpoint.beside import remove_orphans
 from megaresume.checkpoint.clock import utc
 from megaresume.checkpoint.layout import (
     check_tag,
@@ -239,6 +240,7 @@ def commit_save(
     publish(root, step, manifest, latest=pending.latest, tracker=pending.tracker, seconds=seconds, notes=notes)
     total = time.time() - pending.began
     pruned = prune(root, pending.retention, step)
+    remove_orphans(root)
     return Commit(step=step, manifest=manifest, seconds=total, notes=notes, pruned=pruned)
 
 

@@ -8,6 +8,8 @@
     <save>/megaresume/step_0000010.saving.json   marker: a save of this step has begun and has not ended
     <save>/megaresume/ledger.jsonl
     <save>/megaresume/owner_0000001/             lock: who writes here (`claim`)
+    <save>/megaresume/step_0000010.random/       one file of each rank: rank_00000.json (`beside`)
+    <save>/megaresume/step_0000010.loader/       likewise, where the run has a loader of its own: rank_00000.pkl
     <save>/megaresume/superseded/                states of steps that were saved again with other data
 
 A tag that is not the usual name of its iteration (``best`` at iteration 10) is part of the record's name:
@@ -30,6 +32,7 @@ __all__ = [
     "LEDGER",
     "RECORDS_DIR",
     "TRACKER",
+    "RankFileKind",
     "RecordKind",
     "RecordName",
     "check_tag",
@@ -39,7 +42,10 @@ __all__ = [
     "manifest_path",
     "marker_path",
     "megatron_tag",
+    "parse_rank_file",
     "parse_record_name",
+    "rank_file",
+    "rank_file_words",
     "records_dir",
     "split_root",
     "step_path",
@@ -53,9 +59,12 @@ TRACKER: Final = "latest_checkpointed_iteration.txt"
 LEDGER = "ledger.jsonl"
 
 RecordKind = Literal["state", "manifest", "saving"]
+RankFileKind = Literal["loader", "random"]
 
 _INFIX: dict[RecordKind, str] = {"state": "", "manifest": ".manifest", "saving": ".saving"}
 _RECORD = re.compile(r"step_([0-9]{7,18})(\.manifest|\.saving)?(?:@(.+))?\.json")
+_RANK_FILE = re.compile(r"step_[0-9]{7,18}(?:@.+)?\.(loader|random)/rank_([0-9]{5,})\.[a-z]+")
+_ENDING: dict[RankFileKind, str] = {"loader": "pkl", "random": "json"}
 _TAG = re.compile(r"global_step([0-9]{1,18})|iter_([0-9]{7,18})")
 #: bytes; a record's temporary file must stay below the 255 bytes that filesystems allow.
 _MAX_TAG_BYTES = 160
@@ -148,6 +157,28 @@ def marker_path(root: Path, iteration: int, tag: str) -> Path:
 def superseded_path(root: Path, iteration: int, tag: str, digest: str) -> Path:
     """Where the state of a step goes that is saved again with another digest."""
     return records_dir(root) / "superseded" / f"{step_path(root, iteration, tag).stem}.{digest}.json"
+
+
+def rank_file(iteration: int, tag: str, kind: RankFileKind, rank: int) -> str:
+    """A file that one rank adds to a checkpoint, relative to ``<save>/megaresume``."""
+    directory = step_path(Path(), iteration, tag).with_suffix(f".{kind}").name
+    return f"{directory}/rank_{rank:05d}.{_ENDING[kind]}"
+
+
+def parse_rank_file(path: str) -> tuple[RankFileKind, int] | None:
+    """Kind and rank that `rank_file` was given; None for other files."""
+    match = _RANK_FILE.fullmatch(path)
+    return None if match is None else ("random" if match[1] == "random" else "loader", int(match[2]))
+
+
+def rank_file_words(path: str) -> str:
+    """What `rank_file` is, for people: ``the random state of rank 1``. Other files by their path."""
+    found = parse_rank_file(path)
+    return (
+        path
+        if found is None
+        else f"the {'random state' if found[0] == 'random' else 'loader state'} of rank {found[1]}"
+    )
 
 
 def parse_record_name(name: str) -> RecordName | None:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import xxhash
 
-from megaresume.checkpoint.layout import records_dir
+from megaresume.checkpoint.layout import rank_file_words, records_dir
 from megaresume.checkpoint.sealed import count, read_sealed, rows, seal, text
 from megaresume.stream.errors import CheckpointError
 
@@ -134,7 +134,8 @@ class Manifest:
     #: digest of the data state that was committed with it.
     digest: str
     files: tuple[FileEntry, ...]
-    #: of the same save, relative to ``<save>/megaresume``: the states of a loader. Always with checksums.
+    #: of the same save, relative to ``<save>/megaresume``: what each rank added (`checkpoint.beside`). Always with
+    #: checksums.
     beside: tuple[FileEntry, ...] = ()
 
     @property
@@ -201,15 +202,20 @@ class Manifest:
                     detail = f"checksum is {checksum}, was {checked[path].checksum} when it was saved"
                     problems[path] = Problem(path=path, kind="checksum", detail=detail)
         found = [problems[entry.path] for entry in self.files if entry.path in problems]
-        return found + _problems_beside(records_dir(tag_dir.parent), self.beside, threads)
+        return found + self.verify_beside(tag_dir.parent, threads=threads)
 
-
-def _problems_beside(directory: Path, entries: tuple[FileEntry, ...], threads: int | None) -> list[Problem]:
-    if not entries:
-        return []
-    manifest = Manifest(iteration=0, tag="", save_id="", digest="", files=entries)
-    found = manifest.verify(directory, mode="checksums", threads=threads)
-    return [Problem(path=f"{directory.name}/{p.path}", kind=p.kind, detail=p.detail) for p in found]
+    def verify_beside(self, root: Path, *, threads: int | None = None) -> list[Problem]:
+        """Hold the files in ``<root>/megaresume`` against the manifest, with their checksums: as `verify`."""
+        if not self.beside:
+            return []
+        manifest = Manifest(iteration=0, tag="", save_id="", digest="", files=self.beside)
+        found = manifest.verify(records_dir(root), mode="checksums", threads=threads)
+        return [
+            Problem(
+                path=f"{records_dir(root).name}/{p.path}", kind=p.kind, detail=f"{rank_file_words(p.path)} {p.detail}"
+            )
+            for p in found
+        ]
 
 
 def _size_problem(tag_dir: Path, entry: FileEntry) -> Problem | None:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaresume.checkpoint.atomic import make_dir, remove_leftovers, write_atomic
+from megaresume.checkpoint.beside import remove_orphans
 from megaresume.checkpoint.candidates import Candidate, examine, list_candidates
 from megaresume.checkpoint.commit import run_of
 from megaresume.checkpoint.copying import copy_checked
@@ -221,6 +222,8 @@ class Stager:
             # Local ones first: a copy that has gone by the same rule is no copy.
             prune(self.local, self.retention, copied, copied_to=self.shared)
             prune(self.shared, self.retention, copied)
+            remove_orphans(self.local)
+            remove_orphans(self.shared)
 
 
 def stage(local: Path, shared: Path, iteration: int, tag: str) -> StepFile | None:

@@ -1,7 +1,11 @@
 """How the stream is attached to other people's training programs.
 
     deepspeed.py              `attach`: data for a DeepSpeed engine, its state in every checkpoint
+    deepspeed_hooks.py        the engine's methods that carry its data, hooked on the instance
     deepspeed_data.py         `TrainingData`: the micro-batches of a rank, clocked by the optimizer step
+    engine_data.py            `EngineData`: what that has in common with other people's loaders
+    taken.py                  `Taken`: each step trains the micro-batches that were taken for it, or the run stops
+    witness.py                `Witness`: which micro-batches the model's forward was given
     deepspeed_checkpoint.py   what happens around the engine's save_checkpoint and load_checkpoint
     deepspeed_tags.py         one tag directory: written and committed, chosen and checked
     deepspeed_engine.py       what an engine says of itself: sizes, ranks, the files that it writes

@@ -6,22 +6,20 @@
     for batch in data:
         loss = ...
         engine.backward(loss)
+        last = engine.is_gradient_accumulation_boundary()  # asked before the step: whether it ends one
         engine.step()
-        if engine.global_steps % 100 == 0: engine.save_checkpoint("checkpoints")
+        if last and engine.global_steps % 100 == 0: engine.save_checkpoint("checkpoints")
 
-`attach` hooks this engine's ``save_checkpoint`` and ``load_checkpoint`` (and ``train_batch`` of a pipeline engine), on
-the instance: other wrappers, before or after, stay in the chain. See docs/deepspeed.md.
+See `deepspeed_hooks` and docs/deepspeed.md.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from megaresume.checkpoint.progress import MAX_STARTS
 from megaresume.checkpoint.retention import Retention
@@ -31,6 +29,7 @@ from megaresume.integrations.claiming import claim_directory
 from megaresume.integrations.clocks import check_clocks
 from megaresume.integrations.deepspeed_checkpoint import Checkpoints
 from megaresume.integrations.deepspeed_data import TrainingData
+from megaresume.integrations.deepspeed_hooks import hook
 from megaresume.integrations.ranks import is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
 from megaresume.integrations.resume import Resume
 from megaresume.integrations.staged import Staged
@@ -42,17 +41,12 @@ from megaresume.loading.open import open_stream
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import OnChange
 from megaresume.stream.errors import UsageError
+from megaresume.stream.fingerprints import same_corpora
 from megaresume.stream.skips import SkipConfig
 from megaresume.stream.stream import Stream
 from megaresume.verification.ranks import RankLog
 
-if TYPE_CHECKING:
-    from megaresume.integrations.loaders.deepspeed import AttachedLoader
-
-__all__ = ["Attached", "attach", "hook"]
-
-#: where an engine keeps what is attached to it.
-_SLOT = "_megaresume_attached"
+__all__ = ["Attached", "attach"]
 
 
 class Attached(TrainingData):
@@ -91,12 +85,31 @@ class Attached(TrainingData):
             self.checkpoints.staged.close(left)
         self.checkpoints.release()
 
+    def __iter__(self) -> Attached:
+        """See `TrainingData`."""
+        super().__iter__()
+        if not len(self._taken):  # what was out was only looked at
+            self.checkpoints.random.step_begins_again()
+        return self
+
+    def __next__(self) -> Any:
+        """See `TrainingData`."""
+        is_first = self.checkpoints.random.step_begins()
+        batch = super().__next__()
+        if is_first:
+            self.checkpoints.random.first_is_out()
+        return batch
+
+    def before_train_batch(self) -> None:
+        """See `TrainingData`."""
+        self.checkpoints.random.step_begins()
+        super().before_train_batch()
+
     def _open_step(self) -> None:
         if self._stopper is not None and (reason := self._stopper.agreed()) is not None:
             self._stop(self._stopper, reason)
         super()._open_step()
-        self.checkpoints.record_start()
-        self.checkpoints.check_progress()
+        self.checkpoints.begin()
 
     def _stop(self, stopper: Stopper, reason: str) -> None:
         step = int(self.engine.global_steps)
@@ -238,6 +251,9 @@ def attach(
         cause="the nodes have different copies of data.yaml or of a corpus",
         action="compare data.yaml and the sizes of the .idx files on the nodes",
     )
+    if is_rank_0():
+        for line in same_corpora(stream.fingerprints):
+            print(f"megaresume: WARNING: {line}", flush=True)
     attached = Attached(
         engine,
         stream,
@@ -275,80 +291,3 @@ def _open_log(directory: str | os.PathLike[str]) -> RankLog:
     launch = on_rank_0(time.time_ns)
     rank = dist.get_rank() if dist.is_initialized() else 0
     return on_all_ranks(lambda: RankLog(directory, rank=rank, launch=launch))
-
-
-@dataclass(slots=True)
-class _Slot:
-    """What is attached to an engine now; the hooks look here at every call."""
-
-    data: Attached | AttachedLoader
-
-
-def hook(engine: Any, attached: Attached | AttachedLoader) -> None:
-    """Let the engine's methods carry this data from now on, in the place of what was attached before."""
-    slot: _Slot | None = engine.__dict__.get(_SLOT)
-    if slot is not None:
-        slot.data.detach("megaresume.attach was called again on the same engine")
-        slot.data = attached
-        return
-    slot = _Slot(attached)
-    setattr(engine, _SLOT, slot)
-    in_flight.watch(engine)
-    engine.save_checkpoint = _save_hook(engine.save_checkpoint, slot)
-    engine.load_checkpoint = _load_hook(engine.load_checkpoint, slot)
-    if facts.is_pipeline(engine):
-        engine.train_batch = _train_batch_hook(engine.train_batch, slot)
-
-
-def _save_hook(save: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
-    @functools.wraps(save)
-    def save_checkpoint(
-        save_dir: str,
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-        **more: Any,
-    ) -> Any:
-        if exclude_frozen_parameters:
-            more["exclude_frozen_parameters"] = True
-        write = functools.partial(save, **more)
-        return slot.data.checkpoints.save(write, os.fspath(save_dir), tag, client_state or {}, save_latest)
-
-    return save_checkpoint
-
-
-def _load_hook(load: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
-    @functools.wraps(load)
-    def load_checkpoint(
-        load_dir: str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable[..., Any] | None = None,
-        **more: Any,
-    ) -> Any:
-        read = functools.partial(
-            load,
-            load_module_strict=load_module_strict,
-            load_optimizer_states=load_optimizer_states,
-            load_lr_scheduler_states=load_lr_scheduler_states,
-            load_module_only=load_module_only,
-            custom_load_fn=custom_load_fn,
-            **more,
-        )
-        return slot.data.checkpoints.load(read, os.fspath(load_dir), tag, load_module_only)
-
-    return load_checkpoint
-
-
-def _train_batch_hook(train: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
-    @functools.wraps(train)
-    def train_batch(data_iter: Iterator[Any] | None = None, *args: Any, **more: Any) -> Any:
-        in_flight.settle(slot.data.engine)  # a pipeline changes its weights without waiting for its writer
-        slot.data.before_train_batch()
-        return train(slot.data if data_iter is None else data_iter, *args, **more)
-
-    return train_batch

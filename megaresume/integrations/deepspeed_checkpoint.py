@@ -1,10 +1,11 @@
 """What happens around an engine's ``save_checkpoint`` and ``load_checkpoint``.
 
     save   state of the trained samples -> client_state["megaresume"]
-           rank 0: marker -> all ranks: DeepSpeed's files -> rank 0: every file there? state, manifest, latest,
-           tracker, ledger
+           rank 0: marker -> all ranks: random state, DeepSpeed's files -> rank 0: every file there? state, manifest,
+           latest, tracker, ledger
     load   rank 0: choose -> all ranks: the same there? -> DeepSpeed's load of exactly that tag
            -> state from client_state, compared with the one beside the checkpoint -> the stream goes on from it
+           -> all ranks: random state
 
 What concerns one tag directory alone is in `deepspeed_tags`.
 """
@@ -13,12 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.choose import Choice
+from megaresume.checkpoint.fresh import check_fresh_start
 from megaresume.checkpoint.layout import deepspeed_tag, ledger_path
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.lock import release
@@ -39,7 +42,9 @@ from megaresume.integrations.deepspeed_tags import (
     state_within,
     write_tag,
 )
+from megaresume.integrations.generators import Snapshot
 from megaresume.integrations.loadable import BEGIN_ANEW, without_state
+from megaresume.integrations.random_state import RandomState
 from megaresume.integrations.ranks import gather, is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
 from megaresume.integrations.resume import Resume, change_lines
 from megaresume.integrations.staged import Staged
@@ -88,12 +93,16 @@ class Checkpoints:
         self.settled_step: int | None = None
         #: how long the last save took; None: none was made.
         self.save_seconds: float | None = None
+        self.random = RandomState(data.engine)
+        self._random_state: Snapshot = {}
         self._save_dir = save_dir
         self._retention = retention
         self._max_starts = max_starts
-        self._progress_checked = False
+        self._begun = False
         self._choice: Choice | None = None
         self._start_recorded_in: set[Path] = set()
+        #: directories that this run may save to: it went on from what is there, or there was nothing.
+        self._own: set[Path] = set()
         #: directories whose lock this run has held, the same on every rank.
         self._claimed = set() if save_dir is None else {Path(save_dir).resolve()}
 
@@ -111,7 +120,9 @@ class Checkpoints:
         """Save a checkpoint with ``write`` (DeepSpeed's method, its other arguments bound) and commit it.
 
         Raises, on every rank:
-            StateError: the optimizer steps and the batches do not fit; or the ranks' states differ.
+            StateError: the optimizer steps and the batches do not fit, the ranks' states differ, or an accumulation is
+                not over.
+            UsageError: the directory holds checkpoints that this run did not go on from.
             CheckpointError: files are missing or empty, another job writes there, or the disk refuses. The pointers
                 stay as they were.
             SetupError: a node does not see the directory.
@@ -120,6 +131,8 @@ class Checkpoints:
         began = time.monotonic()
         step = int(engine.global_steps)
         tag = deepspeed_tag(step) if tag is None else str(tag)
+        self._random_state = self.random.at_save(is_untouched=self.data.is_untouched)  # before anything else could draw
+        on_all_ranks(self.data.check_save)
         state = self._take_state()
         same_on_all_ranks(
             f"iteration {step}, sample {state.samples}, digest {state.digest}",
@@ -128,6 +141,7 @@ class Checkpoints:
             action="compare the corpora on the nodes: megaresume stream DATA.yaml",
         )
         self._claim(save_dir)
+        self._check_fresh(save_dir)
         self.record_start(save_dir)
         staged = self.staged if self.staged is not None and self.staged.holds(save_dir) else None
         result = write_tag(
@@ -141,7 +155,7 @@ class Checkpoints:
             client_state=client_state,
             latest=latest,
             origin=self._origin(),
-            write_beside=self._write_beside(save_dir, step, tag),
+            write_beside=lambda: self._write_beside(Path(os.path.abspath(save_dir)), step, tag),
             retention=self._retention if staged is None else KEEP_ALL,  # local ones go behind their copies
             checksums=self.verify,
             committed=None if staged is None else functools.partial(staged.submit, step, tag),
@@ -183,9 +197,9 @@ class Checkpoints:
         """For data.yaml."""
         return self.data.stream.origin
 
-    def _write_beside(self, save_dir: str, step: int, tag: str) -> Callable[[], tuple[FileEntry, ...]] | None:
-        """Writes what a save adds in ``<save>/megaresume``; see `write_tag`."""
-        return None
+    def _write_beside(self, root: Path, step: int, tag: str) -> tuple[FileEntry, ...]:
+        """Write what this rank adds in ``<save>/megaresume``; see `write_tag`."""
+        return (self.random.write(self._random_state, root, step, tag),)
 
     def _put_back(self, state: StreamState, choice: Choice) -> None:
         """Go on from a state. On every rank; raises on its own."""
@@ -225,14 +239,41 @@ class Checkpoints:
         elif not trains:
             release(save_dir)  # nothing more is written
 
-    def check_progress(self) -> None:
-        """Before the first step: raise a CheckpointError, on every rank, where starts lead to no save. Collective."""
-        if self._progress_checked:
+    def begin(self) -> None:
+        """Before a step, on every rank; what it does, it does before the first one. Collective.
+
+        Raises, on every rank:
+            UsageError: nothing was loaded, and the run would save over what is there.
+            CheckpointError: starts lead to no save.
+        """
+        if self._begun:
             return
-        self._progress_checked = True
         save_dir, step = self._save_dir, self.data.base[0]
         if save_dir is not None:
+            self._check_fresh(save_dir)
+            self.record_start()
             on_rank_0(lambda: check_progress(save_dir, iteration=step, max_starts=self._max_starts))
+        self._begun = True
+
+    def _check_fresh(self, save_dir: str) -> None:
+        """Raise a UsageError, on every rank, if a save would replace what this run did not go on from. Collective."""
+        place = Path(save_dir).resolve()
+        if place in self._own:
+            return
+        places = [place]
+        if self.staged is not None and self.staged.holds(save_dir):
+            places.append(self.staged.shared)
+
+        def check() -> None:
+            for directory in places:
+                check_fresh_start(
+                    directory,
+                    cause="engine.load_checkpoint was forgotten, was given another directory, or load_module_only=True",
+                    load=f"engine.load_checkpoint({save_dir!r}) before the first step",
+                )
+
+        on_rank_0(check)
+        self._own.add(place)
 
     # Load
 
@@ -252,6 +293,7 @@ class Checkpoints:
         shared = self.staged.shared if self.staged is not None and self.staged.holds(load_dir) else None
         choice, step_file = choose_tag(load_dir, tag, universal, checksums=self.verify, shared=shared)
         if choice is None:
+            self._own.add(Path(load_dir).resolve())
             return None, None  # as DeepSpeed, without its warning on every rank
 
         def check() -> None:
@@ -260,11 +302,13 @@ class Checkpoints:
 
         if not module_only:
             on_all_ranks(check)
+        facts.forget_gradients(self.data.engine)
         loaded, path, client_state = read_tag(
             self.data.engine, read, choice, step_file, elastic=self.elastic, optimizer=not module_only
         )
         if not module_only:
             self._restore(loaded, step_file, client_state)
+            self._own.add(Path(load_dir).resolve())
         return path, client_state
 
     def _restore(self, choice: Choice, step_file: StepFile | None, client_state: Mapping[str, Any] | None) -> None:
@@ -294,10 +338,12 @@ class Checkpoints:
             cause="ranks have read different files",
             action="mount the same directory on every node",
         )
+        before = None if step_file is None else step_file.topology
+        words = self.random.restore(choice, before, self.topology(), seed=int(state.config.get("seed", 0)))
         self._choice = choice
         self.settled_step = int(engine.global_steps)
         self._start_recorded_in.clear()
-        self.resume = self._resume(choice, step_file, state)
+        self.resume = self._resume(choice, before, state, words)
         if is_rank_0():
             # Printed, not logged: it must be in the job's output whatever the program does with its logging.
             print(self.resume.line(), flush=True)
@@ -320,7 +366,7 @@ class Checkpoints:
             print(f"megaresume: {note}; the stream begins behind them", flush=True)
         return self.data.stream.state_at(samples, batches=((0, size),), overrides=(note,))
 
-    def _resume(self, choice: Choice, step_file: StepFile | None, state: StreamState) -> Resume:
+    def _resume(self, choice: Choice, before: Topology | None, state: StreamState, random: str) -> Resume:
         engine = self.data.engine
         trained = int(engine.global_samples)
         return Resume(
@@ -328,8 +374,9 @@ class Checkpoints:
             samples=state.samples,
             digest=state.digest,
             tag=choice.tag,
-            before=None if step_file is None else step_file.topology,
+            before=before,
             now=self.topology(),
+            random=random,
             repeated=max(trained - state.samples, 0),
             skipped=max(state.samples - trained, 0),
         )

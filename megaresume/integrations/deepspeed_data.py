@@ -4,7 +4,8 @@ The only clock is ``engine.global_steps``. It says which samples are trained; wh
 yet stepped on, or lost in a step that a kill cut short does not count and is handed out again after a resume. Steps
 that were skipped for an overflow (fp16) do count: their samples were seen, as in Megatron.
 
-    samples handed out   >=   samples trained = schedule.after(base sample, global_steps - base step)
+    samples trained = schedule.after(base sample, global_steps - base step)
+    handed out      = up to one step more; `taken` sees to it that the next step trains exactly those
 
 Faults (records that were not as the index announced them) come with the batches of the rank that read them. Those of
 trained samples are put together at every save, so that the state has all of them, and is the same on every rank.
@@ -17,26 +18,31 @@ from itertools import chain
 from typing import Any
 
 from megaresume.integrations import deepspeed_engine as facts
+from megaresume.integrations.engine_data import EngineData
+from megaresume.integrations.taken import MicroBatch, Taken, TrainedStep
+from megaresume.integrations.witness import fingerprint
 from megaresume.loading.batch import Batch
+from megaresume.loading.dataset import StreamDataset
 from megaresume.loading.documents import FaultEntry
 from megaresume.loading.loader import StartMethod, StreamLoader
-from megaresume.stream.batches import BatchSchedule, check_sizes
-from megaresume.stream.errors import MegaresumeError, StateError, UsageError
+from megaresume.stream.batches import BatchSchedule, check_sizes, micro_batches
+from megaresume.stream.errors import MegaresumeError, StateError
 from megaresume.stream.faults import NO_FAULTS, Faults
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
-from megaresume.verification.ranks import RankLog
+from megaresume.verification.ranks import RankLog, noted
 
 __all__ = ["TrainingData"]
 
 
-class TrainingData:
+class TrainingData(EngineData):
     """Iterates over this rank's micro-batches for ever; made by `megaresume.attach`.
 
     Micro-step k of the step that begins at sample c gives data-parallel rank r of D the samples
     ``c + k*(D*m) + r*m .. + m``. Batch sizes are read from the engine at the first micro-batch of every step.
 
-    ``iter(data)`` is ``data`` itself: there is one position, that of the engine.
+    ``iter(data)`` is ``data`` itself: there is one position, that of the engine. What was taken before and not trained
+    is handed out again.
     """
 
     def __init__(
@@ -54,7 +60,7 @@ class TrainingData:
         transform: Callable[[Batch], Any] | None,
         log: RankLog | None = None,
     ) -> None:
-        self.engine = engine
+        super().__init__(engine)
         self.stream = stream
         self.num_workers = num_workers
         self._planned = schedule
@@ -68,11 +74,7 @@ class TrainingData:
         }
         self._transform = transform
         self._log = log
-        self._is_pipeline = facts.is_pipeline(engine)
         self._reader: Iterator[Batch] | None = None
-        self._failure: MegaresumeError | None = None
-        #: whether the position of the engine is one that the data has too.
-        self._ready = int(engine.global_steps) == 0
         self._set_base(int(engine.global_steps), None)
 
     def _set_base(self, step: int, state: StreamState | None) -> None:
@@ -84,11 +86,9 @@ class TrainingData:
         self._close()
         self._schedule = self.stream.schedule = schedule
         self._base_step, self._base_sample = step, sample
-        # Steps whose micro-batches were begun to be handed out, and the first sample of the last and of the next.
-        self._opened = 0
-        self._sample = self._next_sample = sample
-        # Micro-batches of the last opened step: handed out, in all.
-        self._handed = self._per_step = 0
+        #: first sample of the step that is handed out.
+        self._sample = sample
+        self._taken = Taken(self.engine, step, reads=not self._is_pipeline or facts.reads_batches(self.engine))
         self._layout: tuple[int, int] | None = None
         #: whether the log of samples has this beginning.
         self._log_begun = False
@@ -160,97 +160,79 @@ class TrainingData:
         """
         self.stream.restore(state)
         self._set_base(int(self.engine.global_steps) if step is None else step, state)
-        self._ready, self._failure = True, None
+        self._ready, self._closed, self._failure = True, False, None
 
     def __iter__(self) -> TrainingData:
+        """From the first micro-batch on that is not trained. In the middle of an accumulation: go on."""
+        if len(self._taken) and self._taken.is_untouched and not self._is_pipeline and self._failure is None:
+            self._taken.take_back()
+            self._close()
         return self
 
     def __next__(self) -> Any:
         """The next micro-batch: a `Batch`, or what ``transform`` made of it.
 
         Raises:
-            StateError: the engine was loaded from a checkpoint and the data was not, or steps and batches do not fit.
+            StateError: the engine was loaded from a checkpoint and the data was not, steps and batches do not fit, or
+                a micro-batch was taken and not trained.
             StreamExhausted: the stream ends within this global batch; raised at its start, on every rank alike.
             CorpusError: a document is damaged. Only on the rank that reads it: the process must end, and the
                 launcher with it the others.
         """
-        if self._failure is not None:
-            raise self._failure
-        try:
-            batch = self._next_batch()
-        except MegaresumeError as error:
-            self._failure = error
-            self._close()
-            raise
-        self._handed += 1
-        if self._log is not None:
-            self._note(self._log, batch)
-        self._new_faults += batch.get("faults", ())
-        return batch if self._transform is None else self._transform(batch)
+        return self._next()
 
-    def _note(self, log: RankLog, batch: Batch) -> None:
-        """Write down what is handed out."""
-        if not self._log_begun:
-            self._log_begun = True
-            log.start(
-                step=self._base_step,
-                samples=self._base_sample,
-                dp_rank=facts.data_rank(self.engine),
-                dp=facts.data_size(self.engine),
-                micro_batch_size=int(self.engine.train_micro_batch_size_per_gpu()),
-                pad_id=int(self._loading["pad_id"]),
-                digest=self.stream.digest_at(self._base_sample),
-            )
-        log.add_batch(batch)
-        if self._handed == self._per_step:
-            log.end_step(self._base_step + self._opened)
-
-    def _next_batch(self) -> Batch:
-        if not self._is_pipeline:
-            self._check_clock()
-        if self._handed == self._per_step:
-            if self._is_pipeline:
-                raise UsageError(
-                    "a pipeline engine's batches are handed out within train_batch only",
-                    found=f"a batch was asked for after {self._handed} of {self._per_step} micro-batches",
-                    expected="engine.train_batch(data_iter=data)",
-                    action="do not call next(data) yourself, and do not save or restore engine.train_batch",
-                )
-            self._open_step()
+    def _read(self) -> tuple[Any, MicroBatch]:
         if self._reader is None:
             self._reader = self._read_from(self._sample)
-        return next(self._reader)
+        batch = next(self._reader)
+        self._new_faults += batch.get("faults", ())
+        samples, tokens = batch["samples"], batch["tokens"]
+        what = MicroBatch(
+            name=f"samples {int(samples[0])} to {int(samples[-1])}",
+            key=None if self._is_pipeline else int(fingerprint(tokens)),
+            tokens=tokens.numel(),
+            noted=None if self._log is None else noted(batch),
+        )
+        return batch if self._transform is None else self._transform(batch), what
 
-    def before_train_batch(self) -> None:
-        """Begin a step of a pipeline engine, on every rank: only its first and last stages ask for batches.
+    def peek(self) -> Any:
+        """The micro-batch that ``next(data)`` gives next, without taking it: for shapes, warm-ups, graph captures.
+
+        Any rank may ask alone. Read on its own each time; ``transform`` is applied.
 
         Raises:
-            StateError: the last step did not use up its micro-batches.
+            StateError: as ``next(data)``.
+            StreamExhausted: the stream ends before it.
         """
-        reads = self.engine.is_first_stage() or self.engine.is_last_stage()
-        if reads and self._handed != self._per_step:
-            raise StateError(
-                "the pipeline did not use up the micro-batches of its last step",
-                found=f"{self._handed} micro-batches handed out",
-                expected=f"{self._per_step} in a step",
-                cause="train_batch failed in the middle, or was given another iterator",
-                action="pass data_iter=data to train_batch; to go on, load the last checkpoint",
-            )
-        self._open_step()
+        if self._failure is not None:
+            raise self._failure
+        self._check_clock()
+        sample, index = self.samples_trained, len(self._taken)
+        size = self._schedule.size_at(sample) if self._planned else int(self.engine.train_batch_size())
+        if self._taken.is_full:  # what comes after the step that is out
+            sample, index = sample + size, 0
+            size = self._schedule.size_at(sample) if self._planned else size
+        numbers = micro_batches(
+            sample,
+            size,
+            micro_batch_size=int(self.engine.train_micro_batch_size_per_gpu()),
+            dp_rank=facts.data_rank(self.engine),
+            dp_size=facts.data_size(self.engine),
+        )[index]
+        options = {name: self._loading[name] for name in ("attention_mask", "pad_id")}
+        batch = StreamDataset(self.stream, **options).__getitems__(numbers)
+        if not self._is_pipeline:
+            self._taken.looked_at(int(fingerprint(batch["tokens"])))
+        return batch if self._transform is None else self._transform(batch)
 
     def close(self) -> None:
         """Stop reading ahead, at the end of a run; nothing is handed out any more."""
         self.detach("it was closed")
 
-    def detach(self, why: str) -> None:
-        """Hand out nothing any more: the engine has other data now."""
-        self._close()
-        self._failure = StateError("this data hands out nothing any more", cause=why)
-
     def _open_step(self) -> None:
         """Settle the sizes of the next step and make sure that all of its samples exist."""
         self._check_clock()
-        sample = self._next_sample
+        sample = self.samples_trained
         size = self._settle_size(sample)
         micro = int(self.engine.train_micro_batch_size_per_gpu())
         # A reader knows the planned sizes ahead; one that they did not tell needs a new reader.
@@ -259,9 +241,8 @@ class TrainingData:
         self._layout = (size if self._planned is None else 0, micro)
         # Every rank raises here if the stream ends within the batch: one that ran dry alone would hang the others.
         self.stream.plan(sample + size - 1, sample + size)
-        self._handed, self._per_step = 0, size // (micro * facts.data_size(self.engine))
-        self._sample, self._next_sample = sample, sample + size
-        self._opened += 1
+        self._sample = sample
+        self._taken.open(size // (micro * facts.data_size(self.engine)))
 
     def _settle_size(self, sample: int) -> int:
         """The global batch size of the step at ``sample``, in force in the engine."""
@@ -272,13 +253,6 @@ class TrainingData:
                 schedule = BatchSchedule.constant(engine_size).resumed(self._schedule.segments, sample)
                 self._schedule = self.stream.schedule = schedule
         elif engine_size != (size := self._schedule.size_at(sample)):
-            if self._opened > self._steps_trained():
-                raise UsageError(
-                    "the batch size changes while batches are read ahead of the optimizer step",
-                    found=f"{self._opened - self._steps_trained()} steps ahead at sample {sample}",
-                    expected="next(data) after engine.step() of the step before",
-                    action="remove the wrapper that reads ahead; prefetch= of megaresume.attach does that",
-                )
             facts.set_batch_size(engine, size)
             engine_size = size
         return engine_size
@@ -286,30 +260,34 @@ class TrainingData:
     def _steps_trained(self) -> int:
         return int(self.engine.global_steps) - self._base_step
 
-    def _check_clock(self) -> None:
-        """Raise a StateError where steps were made that these batches cannot have led to."""
-        if not self._ready:
-            raise StateError(
-                "the engine is past its first step, but no data state was restored",
-                found=f"iteration {self.engine.global_steps}, no data state",
-                expected="the data state of the checkpoint that the engine was loaded from",
-                cause="load_checkpoint was called before megaresume.attach, or not through the engine",
-                action="call megaresume.attach right after deepspeed.initialize, before engine.load_checkpoint",
-            )
-        steps = self._steps_trained()
-        unfinished = not self._is_pipeline and self._handed < self._per_step
-        if 0 <= steps <= self._opened - unfinished:
-            return
-        raise StateError(
-            "the optimizer steps and the batches that were handed out do not fit",
-            found=f"iteration {self.engine.global_steps}, {steps} steps since iteration {self._base_step}; batches of "
-            f"{self._opened} steps" + (f", the last only {self._handed} of {self._per_step}" * unfinished),
-            expected="all micro-batches of a step before engine.step() ends it",
-            cause="the engine trained on other batches, was loaded without its load_checkpoint method, or its batch "
-            "size was changed in the middle of a step",
-            action="feed the engine from this data alone; for a ramp-up of the batch size pass schedule= to "
-            "megaresume.attach",
+    def _not_restored(self) -> StateError:
+        return StateError(
+            "the engine is past its first step, but no data state was restored",
+            found=f"iteration {self.engine.global_steps}, no data state",
+            expected="the data state of the checkpoint that the engine was loaded from",
+            cause="load_checkpoint was called before megaresume.attach, or not through the engine",
+            action="call megaresume.attach right after deepspeed.initialize, before engine.load_checkpoint",
         )
+
+    def _note_step(self, done: TrainedStep) -> None:
+        """Write down what the step trained."""
+        if self._log is None or not done.batches:
+            return
+        if not self._log_begun:
+            self._log_begun = True
+            self._log.start(
+                step=self._base_step,
+                samples=self._base_sample,
+                dp_rank=facts.data_rank(self.engine),
+                dp=facts.data_size(self.engine),
+                micro_batch_size=int(self.engine.train_micro_batch_size_per_gpu()),
+                pad_id=int(self._loading["pad_id"]),
+                digest=self.stream.digest_at(self._base_sample),
+            )
+        for batch in done.batches:
+            if batch.noted is not None:
+                self._log.add_noted(batch.noted)
+        self._log.end_step(done.number, seen=done.seen)
 
     def _read_from(self, sample: int) -> Iterator[Batch]:
         schedule = self._schedule
@@ -324,6 +302,10 @@ class TrainingData:
             **self._loading,
         )
         return iter(loader)
+
+    def _fail(self, error: MegaresumeError) -> None:
+        super()._fail(error)
+        self._close()
 
     def _close(self) -> None:
         """Stop reading ahead."""

@@ -21,7 +21,9 @@ __all__ = [
     "check_engine",
     "data_rank",
     "data_size",
+    "ends_step",
     "expected_files",
+    "forget_gradients",
     "has_writer",
     "is_decoupled",
     "is_pipeline",
@@ -29,6 +31,7 @@ __all__ = [
     "model_file",
     "partitions",
     "rank",
+    "reads_batches",
     "set_batch_size",
     "topology",
     "zero_stage",
@@ -38,6 +41,18 @@ __all__ = [
 def is_pipeline(engine: Any) -> bool:
     """Whether the engine pulls its micro-batches itself, in ``train_batch``."""
     return hasattr(engine, "train_batch") and hasattr(engine, "set_dataiterator")
+
+
+def reads_batches(engine: Any) -> bool:
+    """Whether this rank of a pipeline engine is given batches."""
+    return bool(engine.is_first_stage() or engine.is_last_stage())
+
+
+def ends_step(engine: Any) -> bool:
+    """Before ``engine.step()``: whether it changes the weights. With ``managed_gradient_accumulation: false`` (from
+    DeepSpeed 0.19 on) every call does."""
+    managed = getattr(engine, "managed_gradient_accumulation", None)
+    return (managed is not None and not managed()) or bool(engine.is_gradient_accumulation_boundary())
 
 
 def check_engine(engine: Any) -> None:
@@ -149,6 +164,20 @@ def set_batch_size(engine: Any, size: int) -> None:
         engine.micro_steps = 0
     if hasattr(engine.optimizer, "gradient_accumulation_steps"):
         engine.optimizer.gradient_accumulation_steps = engine.gradient_accumulation_steps()
+
+
+def forget_gradients(engine: Any) -> None:
+    """Clear what a step that was not finished has left; DeepSpeed's load and its ``zero_grad`` leave some of it."""
+    if is_pipeline(engine) or engine.optimizer is None:
+        return
+    optimizer = engine.optimizer
+    engine.micro_steps = 0
+    optimizer.zero_grad()
+    if hasattr(optimizer, "clear_hp_grads"):  # bfloat16 without ZeRO: the float32 sums
+        optimizer.clear_hp_grads()
+    if zero_stage(engine) in (1, 2):  # as its constructor leaves them
+        optimizer.micro_step_id = -1
+        optimizer.averaged_gradients, optimizer.all_grad_tensors = {}, {}
 
 
 def topology(engine: Any, *, num_workers: int) -> Topology:

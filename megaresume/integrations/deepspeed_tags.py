@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from megaresume.integrations.elastic.restore import check_restorable, restore_re
 from megaresume.integrations.elastic.universal import remove_converted
 from megaresume.integrations.explained import reading, writing
 from megaresume.integrations.loadable import choose_to_load, without_state
-from megaresume.integrations.ranks import gather, is_rank_0, on_all_ranks, on_rank_0
+from megaresume.integrations.ranks import gather, is_rank_0, on_all_ranks, on_rank_0, written_by_all
 from megaresume.stream.errors import CheckpointError, StateError
 from megaresume.stream.state import StreamState
 
@@ -66,7 +66,7 @@ def write_tag(
     client_state: Mapping[str, Any],
     latest: bool,
     origin: Mapping[str, Any] | None,
-    write_beside: Callable[[], tuple[FileEntry, ...]] | None = None,
+    write_beside: Callable[[], Sequence[FileEntry]] = tuple,
     retention: Retention = KEEP_ALL,
     checksums: bool = False,
     committed: Callable[[], None] | None = None,
@@ -74,7 +74,7 @@ def write_tag(
     """Write a tag directory with ``write`` (DeepSpeed's method, save_dir bound) and commit it. On all ranks. Where
     DeepSpeed writes in the background, the commit follows when it is done: see `in_flight`.
 
-    ``write_beside`` writes what this rank has to add in ``<save>/megaresume``, and returns what all ranks add there.
+    ``write_beside`` writes what this rank has to add in ``<save>/megaresume``, and returns what it wrote.
     ``checksums``: rank 0 reads every file and puts its checksum into the manifest.
     ``committed``: called on rank 0 behind the commit.
 
@@ -100,7 +100,7 @@ def write_tag(
         )
 
     begin = on_rank_0(announce)
-    beside = () if write_beside is None else on_all_ranks(write_beside)
+    beside = written_by_all(write_beside)
     with writing(Path(save_dir, tag)):
         result = write(tag=tag, client_state={**client_state, KEY: state.to_dict()}, save_latest=False)
     files = written_files(engine, save_dir, tag)

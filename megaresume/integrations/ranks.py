@@ -12,9 +12,19 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from megaresume.checkpoint.manifest import FileEntry
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError
 
-__all__ = ["gather", "is_rank_0", "known_to_all", "on_all_ranks", "on_rank_0", "same_on_all_ranks", "world_size"]
+__all__ = [
+    "gather",
+    "is_rank_0",
+    "known_to_all",
+    "on_all_ranks",
+    "on_rank_0",
+    "same_on_all_ranks",
+    "world_size",
+    "written_by_all",
+]
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
@@ -92,6 +102,12 @@ def on_all_ranks(function: Callable[[], T]) -> T:
             other.headline = f"rank {rank}: {other.headline}"
             raise known_to_all(other)
     return value  # type: ignore[return-value]
+
+
+def written_by_all(write: Callable[[], Sequence[FileEntry]]) -> tuple[FileEntry, ...]:
+    """Every rank writes files of its own beside a checkpoint; what all of them wrote, by path, on every rank."""
+    entries = {entry.path: entry for mine in gather(on_all_ranks(write)) for entry in mine}
+    return tuple(entries[path] for path in sorted(entries))
 
 
 def same_on_all_ranks(value: Any, what: str, *, cause: str, action: str) -> None:

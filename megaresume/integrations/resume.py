@@ -28,6 +28,8 @@ class Resume:
     #: Counted against the framework's own count of trained samples, which rides in the same file as the weights.
     repeated: int
     skipped: int
+    #: what became of the random state, in words; None: it is the framework's business.
+    random: str | None = None
     #: why another order begins here, as it was accepted: NAME@SAMPLES. What it repeats and skips nobody has counted.
     order_changed: tuple[str, ...] = ()
 
@@ -41,7 +43,7 @@ class Resume:
             counts = f"repeated unknown skipped unknown (order changed: {', '.join(self.order_changed)})"
         return (
             f"megaresume: resumed at sample {self.samples} | digest {self.digest} | {layout} | "
-            f"{counts} | step {self.step} from {self.tag}"
+            f"{counts} | step {self.step} from {self.tag}" + (f" | {self.random}" if self.random else "")
         )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megaresume.checkpoint import Commit, Topology, begin_save, commit_save
+from megaresume.stream.eras import Era
 from megaresume.stream.state import Bin, Fingerprint, Segment, SourceCursor, StageRecord, StreamState
 
 MODEL = "mp_rank_00_model_states.pt"
@@ -27,6 +28,7 @@ def make_state(samples: int, *, salt: int = 0) -> StreamState:
         skipped=0,
         drawn_in_stage=samples * 16,
         exhausted=False,
+        eras=(Era(first=0, epoch=0, documents=10_000, piece=64, pieces=10_000),),
     )
     names = ("web", "code")
     return StreamState(

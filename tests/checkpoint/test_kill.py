@@ -13,6 +13,8 @@ from megaresume.checkpoint import Choice, Commit, choose, read_ledger, read_poin
 from megaresume.checkpoint.sealed import unseal
 from megaresume.stream.state import StreamState
 
+pytestmark = pytest.mark.process
+
 MODEL = "mp_rank_00_model_states.pt"
 OPTIM = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 

@@ -124,6 +124,7 @@ def test_another_run_is_left_alone(tmp_path: Path, save: Save) -> None:
     assert weights(root) == tags(10, 30)
 
 
+@pytest.mark.process
 def test_a_kill_in_the_middle_of_deleting(tmp_path: Path, save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 10)
     save(tmp_path, 20)

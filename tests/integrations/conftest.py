@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megaresume.training.jobs import Launcher, LocalJob
+from megaresume.training.jobs import Launcher
+from tests.warm import WarmJob
 
 HERE = Path(__file__).parent
 VOCAB = 64
@@ -59,11 +60,11 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
         num_processes: int = 2,
         launcher: Launcher = "env",
         env: dict[str, str] | None = None,
-        timeout: float = 300,
+        timeout: float = 1200,
     ) -> tuple[int, str]:
         output = tmp_path_factory.mktemp("job") / "output.txt"
         cache = {"MEGARESUME_CACHE": str(tmp_path_factory.getbasetemp()), "DS_ACCELERATOR": "cpu"}
-        with LocalJob(
+        with WarmJob(
             program,
             [str(a) for a in arguments],
             num_processes=num_processes,

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.release)])
 def test_a_damaged_document_ends_the_whole_job(launch: Any, tmp_path: Path, num_workers: int) -> None:
-    began = time.monotonic()
-    status, output = launch(
-        str(Path(__file__).parent / "failing.py"), "-", tmp_path, num_workers, launcher="torchrun", timeout=120
-    )
+    status, output = launch(str(Path(__file__).parent / "failing.py"), "-", tmp_path, num_workers, launcher="torchrun")
     assert status != 0
     assert "document 37 is damaged" in output
     assert "it was not noticed" not in output
-    assert time.monotonic() - began < 100

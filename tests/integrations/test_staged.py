@@ -43,6 +43,7 @@ def where(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.process
 def test_killed_and_its_node_lost(where: Path) -> None:
     """The twin is never stopped. The run is killed behind a save, goes on locally, loses its node, and goes on from the
     copies: every step gets the twin's samples, and the old ones go in both places.

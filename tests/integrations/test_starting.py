@@ -51,7 +51,7 @@ def test_a_job_that_lost_the_directory_commits_nothing(outcome: tuple[Results, s
         assert kind == "CheckpointError" and headline.startswith("this job has lost its --save directory")
         assert f"{root}/lost is held by" in found and "Slurm job 7, restart 1" in found and "end this job" in action
         assert unchanged and saved == "global_step1"
-        assert records == ["step_0000001.json", "step_0000001.manifest.json"]
+        assert records == ["step_0000001.json", "step_0000001.manifest.json", "step_0000001.random"]
 
 
 def test_a_directory_that_is_not_shared(outcome: tuple[Results, str, Path]) -> None:

@@ -6,8 +6,9 @@
     for batch in data:
         ...
         engine.backward(loss)
+        last = engine.is_gradient_accumulation_boundary()  # asked before the step: whether it ends one
         engine.step()
-        if engine.global_steps % 100 == 0: engine.save_checkpoint("checkpoints")
+        if last and engine.global_steps % 100 == 0: engine.save_checkpoint("checkpoints")
 
 Hooks, clock and commit are those of `megaresume.attach`; see docs/loaders.md.
 """
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,18 @@ from megaresume.checkpoint.manifest import FileEntry
 from megaresume.integrations import deepspeed_engine as facts
 from megaresume.integrations.claiming import claim_directory
 from megaresume.integrations.clocks import check_clocks
-from megaresume.integrations.deepspeed import hook
 from megaresume.integrations.deepspeed_checkpoint import Checkpoints
-from megaresume.integrations.loaders import files
+from megaresume.integrations.deepspeed_hooks import hook
+from megaresume.integrations.engine_data import EngineData
 from megaresume.integrations.loaders.adapters import Facts, adapter_of
 from megaresume.integrations.loaders.gathering import Captured, capture, restore_states
 from megaresume.integrations.loaders.reader import LoaderReader
 from megaresume.integrations.loaders.record import LoaderRecord
-from megaresume.integrations.ranks import is_rank_0, on_all_ranks
+from megaresume.integrations.ranks import on_all_ranks
 from megaresume.integrations.resume import Resume
+from megaresume.integrations.taken import MicroBatch, Taken
 from megaresume.stream.batches import BatchSchedule
-from megaresume.stream.errors import MegaresumeError, StateError, UsageError
+from megaresume.stream.errors import StateError, UsageError
 from megaresume.stream.state import StreamState
 
 __all__ = ["AttachedLoader", "attach_loader"]
@@ -71,7 +72,7 @@ def attach_loader(engine: Any, loader: Any, *, save_dir: str | os.PathLike[str] 
     return attached
 
 
-class AttachedLoader:
+class AttachedLoader(EngineData):
     """The batches of an engine from a loader with a state of its own. Iterate over it; made by `attach_loader`.
 
     As in `TrainingData`, ``engine.global_steps`` is the only clock: what was handed out and not yet stepped on does not
@@ -81,11 +82,10 @@ class AttachedLoader:
     checkpoints: LoaderCheckpoints
 
     def __init__(self, engine: Any, loader: Any) -> None:
-        self.engine = engine
+        super().__init__(engine)
         self.reader = None if loader is None else LoaderReader(adapter_of(loader), lambda: self.batches_trained)
-        self._is_pipeline = facts.is_pipeline(engine)
-        self._failure: MegaresumeError | None = None
-        self._ready = int(engine.global_steps) == 0
+        #: a batch that was looked at and not taken.
+        self._ahead: list[Any] = []
         self._set_base(int(engine.global_steps), 0, 0, ())
 
     def _set_base(self, step: int, samples: int, batches: int, sizes: tuple[tuple[int, int], ...]) -> None:
@@ -94,7 +94,8 @@ class AttachedLoader:
         # (step, samples, batches of a rank) after every step that was begun and of the last one that was trained.
         self._marks: deque[tuple[int, int, int]] = deque([(step, samples, batches)])
         self._sizes = list(sizes)
-        self._handed = self._per_step = 0
+        reads = self.reader is not None and (not self._is_pipeline or facts.reads_batches(self.engine))
+        self._taken = Taken(self.engine, step, reads=reads, maker="megaresume.attach_loader")
 
     @property
     def resume(self) -> Resume | None:
@@ -141,20 +142,32 @@ class AttachedLoader:
         """The next micro-batch, as the loader made it.
 
         Raises:
-            StateError: the engine was loaded from a checkpoint and the loader was not, or steps and batches do not fit.
+            StateError: the engine was loaded from a checkpoint and the loader was not, steps and batches do not fit, or
+                a micro-batch was taken and not trained.
             UsageError: this rank has no loader, or the loader no batches.
         """
-        if self._failure is not None:
-            raise self._failure
-        try:
-            batch = self._next_batch()
-        except MegaresumeError as error:
-            self._failure = error
-            raise
-        self._handed += 1
+        is_first = self.checkpoints.random.step_begins()
+        batch = self._next()
+        if is_first:
+            self.checkpoints.random.first_is_out()
         return batch
 
-    def _next_batch(self) -> Any:
+    def _read(self) -> tuple[Any, MicroBatch]:
+        number = self._marks[-1][2] - self._taken.per_step + len(self._taken)
+        batch = self._ahead.pop() if self._ahead else next(self._the_reader())
+        return batch, MicroBatch(f"batch {number} of this rank")
+
+    def peek(self) -> Any:
+        """The batch that ``next(data)`` gives next, without taking it: for shapes, warm-ups, graph captures. After
+        ``engine.load_checkpoint``: a loader cannot go back."""
+        if self._failure is not None:
+            raise self._failure
+        self._check_clock()
+        if not self._ahead:
+            self._ahead.append(next(self._the_reader()))
+        return self._ahead[0]
+
+    def _the_reader(self) -> LoaderReader:
         if self.reader is None:
             raise UsageError(
                 "this rank has no loader",
@@ -162,22 +175,24 @@ class AttachedLoader:
                 expected="a rank that is sent its batches by another",
                 action="give attach_loader the loader on the ranks that read batches",
             )
-        if not self._is_pipeline:
-            self._check_clock()
-            if self._handed == self._per_step:
-                self._open_step()
-        elif self._handed == self._per_step:
-            raise UsageError(
-                "a pipeline engine's batches are handed out within train_batch only",
-                found=f"a batch was asked for after {self._handed} of {self._per_step} micro-batches",
-                expected="engine.train_batch(data_iter=data)",
-                action="do not call next(data) yourself, and do not save or restore engine.train_batch",
-            )
-        return next(self.reader)
+        return self.reader
+
+    def before_step(self) -> None:
+        """Before ``engine.step()``: here all ranks are, also those that read no batches."""
+        self.checkpoints.begin()
+        super().before_step()
 
     def before_train_batch(self) -> None:
-        """Begin a step of a pipeline engine, on every rank: only its first and last stages ask for batches."""
-        self._open_step()
+        """Begin a step of a pipeline engine, on every rank."""
+        self.checkpoints.random.step_begins()
+        self.checkpoints.begin()
+        super().before_train_batch()
+
+    def check_save(self) -> None:
+        """Raise a StateError if a checkpoint would not be one of a step."""
+        if self.reader is None:
+            self.follow()
+        super().check_save()
 
     def follow(self) -> None:
         """Count a step on a rank that reads no batches: it has none that could tell."""
@@ -186,41 +201,25 @@ class AttachedLoader:
             self._open_step()
 
     def _open_step(self) -> None:
-        if not self._ready:
-            raise _not_restored(self.engine)
         step, samples, batches = self._marks[-1]
         size, per_step = int(self.engine.train_batch_size()), int(self.engine.gradient_accumulation_steps())
         if not self._sizes or self._sizes[-1][1] != size:
             self._sizes.append((samples, size))
         self._marks.append((step + 1, samples + size, batches + per_step))
-        self._handed, self._per_step = 0, per_step
-        self.checkpoints.record_start()
+        self._taken.open(per_step)
 
-    def _check_clock(self) -> None:
-        if not self._ready:
-            raise _not_restored(self.engine)
-        steps, last = int(self.engine.global_steps), self._marks[-1][0]
-        # A step that is being handed out cannot have been trained.
-        if self.base[0] <= steps <= last - (self._handed < self._per_step and not self._is_pipeline):
-            return
-        raise StateError(
-            "the optimizer steps and the batches that were handed out do not fit",
-            found=f"iteration {steps}, {steps - self.base[0]} steps since iteration {self.base[0]}; batches of "
-            f"{last - self.base[0]} steps were begun to be handed out",
-            expected="all micro-batches of a step before engine.step() ends it",
-            cause="the engine trained on other batches, or was loaded without its load_checkpoint method",
-            action="feed the engine from this data alone",
+    def _not_restored(self) -> StateError:
+        return StateError(
+            "the engine is past its first step, but no state of the loader was restored",
+            found=f"iteration {self.engine.global_steps}, a loader at its beginning",
+            expected="the states of the checkpoint that the engine was loaded from",
+            cause="load_checkpoint was called before megaresume.attach_loader, or not through the engine",
+            action="call megaresume.attach_loader right after deepspeed.initialize, before engine.load_checkpoint",
         )
 
     def capture(self) -> Captured:
         """The states of all ranks for exactly the trained batches. Collective."""
 
-        def check() -> None:
-            if self.reader is None:
-                self.follow()
-            self._check_clock()
-
-        on_all_ranks(check)
         return capture(
             self.reader,
             dp_rank=facts.data_rank(self.engine),
@@ -241,26 +240,12 @@ class AttachedLoader:
             dp_rank=facts.data_rank(self.engine),
             dp=facts.data_size(self.engine),
         )
-        self._ready, self._failure = True, None
+        self._ready, self._closed, self._failure = True, False, None
 
     def close(self) -> None:
         """Hand out nothing any more."""
         self.detach("it was closed")
         self.checkpoints.release()
-
-    def detach(self, why: str) -> None:
-        """Hand out nothing any more: the engine has other data now."""
-        self._failure = StateError("this data hands out nothing any more", cause=why)
-
-
-def _not_restored(engine: Any) -> StateError:
-    return StateError(
-        "the engine is past its first step, but no state of the loader was restored",
-        found=f"iteration {engine.global_steps}, a loader at its beginning",
-        expected="the states of the checkpoint that the engine was loaded from",
-        cause="load_checkpoint was called before megaresume.attach_loader, or not through the engine",
-        action="call megaresume.attach_loader right after deepspeed.initialize, before engine.load_checkpoint",
-    )
 
 
 class LoaderCheckpoints(Checkpoints):
@@ -288,18 +273,9 @@ class LoaderCheckpoints(Checkpoints):
     def _origin(self) -> None:
         return None
 
-    def _write_beside(self, save_dir: str, step: int, tag: str) -> Callable[[], tuple[FileEntry, ...]]:
-        captured = self._captured
-        assert captured is not None
-        root = Path(os.path.abspath(save_dir))
-
-        def write() -> tuple[FileEntry, ...]:
-            captured.write(root, step, tag)
-            if is_rank_0():
-                files.remove_pruned(root, keep=files.loader_dir(root, step, tag))
-            return files.beside(root, step, tag, captured.record)
-
-        return write
+    def _write_beside(self, root: Path, step: int, tag: str) -> tuple[FileEntry, ...]:
+        assert self._captured is not None
+        return (*super()._write_beside(root, step, tag), *self._captured.write(root, step, tag))
 
     def _put_back(self, state: StreamState, choice: Choice) -> None:
         self.data.restore(state, choice, step=int(self.data.engine.global_steps))

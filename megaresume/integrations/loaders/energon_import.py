@@ -78,8 +78,16 @@ def read_states(paths: Sequence[Path]) -> list[Any]:
             directory of a run with `megaresume.attach_loader`.
 
     Raises:
-        StateError, CheckpointError: a file is missing, or holds no state of Energon.
+        StateError, CheckpointError: a file holds no state of Energon.
+        UsageError: a file is missing.
     """
+    if missing := [path for path in paths if not path.exists()]:
+        raise UsageError(
+            f"{missing[0]} does not exist",
+            found="no such file",
+            expected="the saved states of the loader, or the directory of a run",
+            action="check the path",
+        )
     if len(paths) == 1 and paths[0].is_dir():
         return _from_checkpoint(paths[0])
     import torch
@@ -116,8 +124,8 @@ def _no_state(path: Path, found: str) -> StateError:
 
 
 def _from_checkpoint(root: Path) -> list[Any]:
+    from megaresume.checkpoint import beside
     from megaresume.checkpoint.choose import choose
-    from megaresume.integrations.loaders.files import read_rank
     from megaresume.integrations.loaders.record import LoaderRecord
 
     choice = choose(root)
@@ -127,8 +135,8 @@ def _from_checkpoint(root: Path) -> list[Any]:
     if record.facts.kind != "energon":
         raise _no_state(root, f"states of {record.facts.library}")
     states = []
-    for rank in record.ranks:
-        state = pickle.loads(read_rank(root, choice.iteration, choice.tag, rank))["state"]
+    for rank, entry in zip(record.ranks, record.entries(choice.iteration, choice.tag), strict=True):
+        state = pickle.loads(beside.read(root, entry))["state"]
         if state is None:
             raise _no_state(root, "a loader at its beginning: nothing to carry over")
         for step in range(rank.skip):  # handed out by the workers in turn

@@ -10,7 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaresume.integrations.loaders import files
+import xxhash
+
+from megaresume.checkpoint import beside
+from megaresume.checkpoint.layout import rank_file
+from megaresume.checkpoint.manifest import FileEntry
 from megaresume.integrations.loaders.adapters import Facts
 from megaresume.integrations.loaders.reader import LoaderReader
 from megaresume.integrations.loaders.record import LoaderRecord, RankState, check_fits
@@ -25,13 +29,15 @@ class Captured:
     """The states of a save that has begun, on one rank."""
 
     record: LoaderRecord
-    #: what this rank writes; None: another replica does.
-    mine: tuple[RankState, bytes] | None
+    #: data-parallel rank and state, which this rank writes; None: another replica does.
+    mine: tuple[int, bytes] | None
 
-    def write(self, root: Path, iteration: int, tag: str) -> None:
-        """Write this rank's file, if it has one."""
-        if self.mine is not None:
-            files.write_rank(root, iteration, tag, *self.mine)
+    def write(self, root: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
+        """Write this rank's file, if it has one. Returns what it wrote."""
+        if self.mine is None:
+            return ()
+        dp_rank, state = self.mine
+        return (beside.write(root, rank_file(iteration, tag, "loader", dp_rank), state),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +72,7 @@ def capture(reader: LoaderReader | None, *, dp_rank: int, dp_size: int, trained:
             facts = None if reader is None else reader.adapter.facts()
             return _Offer(dp_rank=dp_rank, facts=facts, handed=0, trained=trained, rank=None), b""
         state, skip = reader.state()
-        rank = files.describe(dp_rank, state, skip)
+        rank = RankState(size=len(state), checksum=xxhash.xxh3_128_hexdigest(state), skip=skip)
         facts = reader.adapter.facts()
         return _Offer(dp_rank=dp_rank, facts=facts, handed=reader.handed, trained=trained, rank=rank), state
 
@@ -78,7 +84,7 @@ def capture(reader: LoaderReader | None, *, dp_rank: int, dp_size: int, trained:
     ranks = tuple(rank for writer in writers if (rank := offers[writer].rank) is not None)
     record = LoaderRecord(facts=first.facts, batches=trained, ranks=ranks)
     here = _position(offers, offer)
-    mine = (offer.rank, state) if here in writers and offer.rank is not None else None
+    mine = (dp_rank, state) if here in writers and offer.rank is not None else None
     return Captured(record=record, mine=mine)
 
 
@@ -133,5 +139,5 @@ def restore_states(
     if reader is None:
         return
     check_fits(record, reader.adapter.facts(), dp)
-    rank = record.ranks[dp_rank]
-    reader.restore(files.read_rank(root, iteration, tag, rank), rank.skip)
+    entry = record.entries(iteration, tag)[dp_rank]
+    reader.restore(beside.read(root, entry), record.ranks[dp_rank].skip)

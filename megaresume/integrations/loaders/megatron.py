@@ -19,15 +19,14 @@ from typing import Any
 
 from megaresume.checkpoint.layout import megatron_tag
 from megaresume.checkpoint.manifest import FileEntry
-from megaresume.integrations.loaders import files
 from megaresume.integrations.loaders.adapters import Facts, adapter_of
 from megaresume.integrations.loaders.gathering import Captured, capture, restore_states
 from megaresume.integrations.loaders.reader import LoaderReader
 from megaresume.integrations.loaders.record import LoaderRecord
-from megaresume.integrations.megatron import hooks
+from megaresume.integrations.megatron import calls, hooks
 from megaresume.integrations.megatron.session import Session
 from megaresume.integrations.megatron.state import Kind
-from megaresume.integrations.ranks import is_rank_0, on_all_ranks
+from megaresume.integrations.ranks import on_all_ranks
 from megaresume.integrations.refusals import show_refusals
 from megaresume.stream.errors import StateError, UsageError
 from megaresume.stream.state import StreamState
@@ -55,6 +54,7 @@ def loader_provider(base: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(base)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         hooks.check_installed()
+        calls.check_provider()
         return base(*args, **kwargs)
 
     setattr(wrapped, _MARK, True)
@@ -119,13 +119,9 @@ class LoaderOrder:
         self._captured = captured, state
 
     def write_beside(self, root: Path, iteration: int) -> tuple[FileEntry, ...]:
-        """Write this rank's state; returns those of all ranks."""
+        """Write this rank's state, if it is the one to do so. Returns what it wrote."""
         assert self._captured is not None
-        captured, tag = self._captured[0], megatron_tag(iteration)
-        captured.write(root, iteration, tag)
-        if is_rank_0():
-            files.remove_pruned(root, keep=files.loader_dir(root, iteration, tag))
-        return files.beside(root, iteration, tag, captured.record)
+        return self._captured[0].write(root, iteration, megatron_tag(iteration))
 
     def stream_state(self, samples: int) -> StreamState:
         """The state after so many samples: of the save that is going on, or of the start."""

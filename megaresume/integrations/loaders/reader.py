@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from megaresume.integrations.generators import kept
 from megaresume.integrations.loaders.adapters import Adapter
 from megaresume.stream.errors import StateError, UsageError
 
@@ -47,6 +48,8 @@ class LoaderReader:
         self.handed = 0
         self._epoch = 0
         self._start = 0
+        #: in the middle of what an earlier process began.
+        self._is_restored = False
         #: (batches handed out, pickled state there).
         self._snapshots: deque[tuple[int, bytes]] = deque([(0, _pickled(None, 0, 0))])
 
@@ -67,7 +70,7 @@ class LoaderReader:
     def _next(self) -> Any:
         for _ in range(3):  # a restored iterator may be at the end of its epoch
             if self._batches is None:
-                self._batches = self.adapter.batches(self._epoch)
+                self._batches = self._begin()
             try:
                 return next(self._batches)
             except StopIteration:
@@ -79,6 +82,14 @@ class LoaderReader:
             cause="fewer samples than a batch, with drop_last; or it can be iterated only once",
             action="look at the length of its dataset on this rank",
         )
+
+    def _begin(self) -> Iterator[Any]:
+        if not self._is_restored:
+            return self.adapter.batches(self._epoch)
+        self._is_restored = False
+        # A DataLoader draws a number when it begins. A run that nobody stopped has drawn it long ago.
+        with kept():
+            return self.adapter.batches(self._epoch)
 
     def _take(self) -> bytes:
         if self._batches is None:  # nothing handed out since the beginning, or since a restore
@@ -149,6 +160,7 @@ class LoaderReader:
                     cause="the dataset, the sampler or the library was changed between save and resume",
                     action="make the loader as it was made when the checkpoint was saved",
                 ) from error
+        self._is_restored = state is not None
         self.handed, self._epoch = handed, epoch
         self._start = handed + skip
         self._snapshots = deque([(handed, pickled)])

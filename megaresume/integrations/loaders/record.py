@@ -3,7 +3,7 @@
     StreamState.config = {"sources": {}, "loader": {
         "version": 1, "kind": "energon", "library": "megatron-energon 7.4.1", "dp": 2, "workers": 2, "batch_size": 4,
         "batches": 40,                                      trained, by each data-parallel rank
-        "ranks": [["rank_00000.pkl", 31022, "<xxh3_128>", 0], ...]}}     by data-parallel rank: file, bytes, skip
+        "ranks": [[31022, "<xxh3_128>", 0], ...]}}     by data-parallel rank: bytes, checksum, batches to pass over
 
 It rides where the state of a stream would: in the weights' own file, and beside the checkpoint.
 
@@ -20,9 +20,11 @@ from typing import Any
 
 import xxhash
 
+from megaresume.checkpoint.layout import rank_file
+from megaresume.checkpoint.manifest import FileEntry
 from megaresume.integrations.loaders.adapters import Facts
 from megaresume.stream.errors import StateError
-from megaresume.stream.state import FORMAT, StreamState, checksum
+from megaresume.stream.state import StreamState
 
 __all__ = ["VERSION", "LoaderRecord", "RankState", "check_fits", "is_of_loader"]
 
@@ -35,8 +37,6 @@ _KEY = "loader"
 class RankState:
     """The state of one data-parallel rank."""
 
-    #: within the directory of the step.
-    file: str
     #: bytes.
     size: int
     #: xxh3_128, 32 hex digits.
@@ -60,6 +60,13 @@ class LoaderRecord:
         """Data-parallel size."""
         return len(self.ranks)
 
+    def entries(self, iteration: int, tag: str) -> tuple[FileEntry, ...]:
+        """The files of the states, by data-parallel rank: paths relative to ``<save>/megaresume``."""
+        return tuple(
+            FileEntry(path=rank_file(iteration, tag, "loader", dp_rank), size=rank.size, checksum=rank.checksum)
+            for dp_rank, rank in enumerate(self.ranks)
+        )
+
     def to_state(self, *, samples: int, batches: Sequence[tuple[int, int]]) -> StreamState:
         """The state of the run.
 
@@ -76,29 +83,24 @@ class LoaderRecord:
             "workers": facts.workers,
             "batch_size": facts.batch_size,
             "batches": self.batches,
-            "ranks": [[rank.file, rank.size, rank.checksum, rank.skip] for rank in self.ranks],
+            "ranks": [[rank.size, rank.checksum, rank.skip] for rank in self.ranks],
         }
         identity = "|".join([str(samples), *(rank.checksum for rank in self.ranks)])
-        # A stream without sources, in the words of the state's first version, which every later one reads.
-        body: dict[str, Any] = {
-            "format": FORMAT,
-            "version": 1,
-            "config": {_KEY: fields, "sources": {}},
-            "order": [],
-            "fingerprints": {},
-            "samples": samples,
-            "documents": 0,
-            "tokens": 0,
-            "sources": {},
-            "bins": [],
-            "pending": None,
-            "stages": [],
-            "batches": [list(batch) for batch in batches],
-            "skipped_ranges": [],
-            "overrides": [],
-            "digest": xxhash.xxh3_64_hexdigest(identity.encode()),
-        }
-        return StreamState.from_json(body | {"checksum": checksum(body)})
+        # A stream without sources.
+        return StreamState(
+            config={_KEY: fields, "sources": {}},
+            fingerprints={},
+            samples=samples,
+            documents=0,
+            tokens=0,
+            sources={},
+            bins=(),
+            pending=(),
+            stages=(),
+            batches=tuple(batches),
+            overrides=(),
+            digest=xxhash.xxh3_64_hexdigest(identity.encode()),
+        )
 
     @classmethod
     def from_state(cls, state: StreamState) -> LoaderRecord:
@@ -136,8 +138,8 @@ class LoaderRecord:
                 ),
                 batches=int(fields["batches"]),
                 ranks=tuple(
-                    RankState(file=str(file), size=int(size), checksum=str(checksum_), skip=int(skip))
-                    for file, size, checksum_, skip in fields["ranks"]
+                    RankState(size=int(size), checksum=str(checksum_), skip=int(skip))
+                    for size, checksum_, skip in fields["ranks"]
                 ),
             )
         except (KeyError, TypeError, ValueError) as error:

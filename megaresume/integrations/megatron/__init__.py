@@ -9,6 +9,7 @@
     the run        arguments.py      our flags
                    session.py        one training process
                    checks.py         loud where stock Megatron is silent
+                   calls.py          proof that training calls what is wrapped (call_errors.py: what it says)
     checkpoints    state.py          the data state, a JSON string on Megatron's args
                    checkpointing.py  around save_checkpoint and load_checkpoint
                    engine.py         around DeepSpeed's, under Megatron-DeepSpeed

@@ -22,10 +22,11 @@ from typing import Any
 
 from megaresume.checkpoint.lock import check_owned
 from megaresume.integrations.megatron import checks, records
+from megaresume.integrations.megatron.calls import check_save
 from megaresume.integrations.megatron.session import Loaded, Session, session
 from megaresume.integrations.megatron.state import KEY, SavedState, read_state, state_on, write_state
 from megaresume.integrations.megatron.stopping import listen
-from megaresume.integrations.ranks import is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
+from megaresume.integrations.ranks import is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks, written_by_all
 from megaresume.integrations.resume import Resume
 from megaresume.stream.errors import CheckpointError, StateError
 
@@ -113,7 +114,11 @@ def put_state(current: Session, iteration: int) -> None:
 
     Without an order (a conversion between formats) the state that was loaded is handed on, if it still belongs to the
     counter; otherwise there is none.
+
+    Raises:
+        SetupError: see `check_save`.
     """
+    check_save(current)
     args, order = current.args, current.order
     samples = int(args.consumed_train_samples)
 
@@ -165,7 +170,7 @@ def _with_records(current: Session, iteration: int, write: Callable[[], Any]) ->
         pending = on_rank_0(lambda: records.begin(current, iteration, state, tracker=not is_async))
         write_beside = getattr(order, "write_beside", None)
         root = Path(args.save).absolute()
-        beside = () if write_beside is None else on_all_ranks(lambda: write_beside(root, iteration))
+        beside = () if write_beside is None else written_by_all(lambda: write_beside(root, iteration))
         save = records.Save(
             pending=pending, origin=order.origin, beside=beside, checksums=current.settings.verify_checkpoint
         )
@@ -237,6 +242,7 @@ def around_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             raise _not_loaded(current, ending) from ending
         finally:
             _underway.loading, _underway.checkpoint_args = False, None
+        current.first_samples = int(getattr(current.args, "consumed_train_samples", 0) or 0)
         iteration = result[0] if isinstance(result, tuple) else result
         _restore(current, int(iteration), seen)
         return result
@@ -346,6 +352,7 @@ def after_data_is_built(current: Session) -> None:
     if current.settings.mode == "off" or order is None:
         return
     checks.check_arguments(current)
+    _warn_of_no_random_state(args)
     listen(current)
     iteration, position = int(args.iteration), int(args.consumed_train_samples)
     state = on_all_ranks(lambda: order.stream_state(position))
@@ -364,6 +371,23 @@ def after_data_is_built(current: Session) -> None:
     on_rank_0(lambda: records.settle_start(current, iteration, state))
 
 
+def _random_state(args: Any, saved_with: Any) -> str | None:
+    """What to say of the random state, which is Megatron's own business; None: nothing, it restores it."""
+    for flag, its in (("no_load_rng", args), ("no_save_rng", saved_with)):
+        if getattr(its, flag, None):
+            return f"random state NOT restored (--{flag.replace('_', '-')}): with dropout, losses differ"
+    return None
+
+
+def _warn_of_no_random_state(args: Any) -> None:
+    if is_rank_0() and getattr(args, "save", None) and getattr(args, "no_save_rng", None):
+        print(
+            "megaresume: warning: --no-save-rng: the checkpoints of this run hold no random state. With dropout, "
+            "losses after a resume differ from those of a run that was never stopped",
+            flush=True,
+        )
+
+
 def _resume(current: Session, iteration: int, position: int, digest: str) -> Resume:
     loaded, source = current.loaded, current.loaded_from
     assert loaded is not None and source is not None
@@ -374,6 +398,7 @@ def _resume(current: Session, iteration: int, position: int, digest: str) -> Res
         tag=records.tag_of(current.project, source.iteration),
         before=records.topology_of(source.args, loaded.samples),
         now=records.topology_of(current.args, position, current.project),
+        random=_random_state(current.args, source.args),
         repeated=max(loaded.samples - position, 0),
         skipped=max(position - loaded.samples, 0),
         order_changed=tuple(getattr(current.order, "changed", ())),

@@ -166,19 +166,19 @@ def _open_held_out(
     if data.part != name:
         return _open(data, args, "refuse")  # corpora of its own, named as such
     of_training, sources = training.mapping["sources"], data.mapping["sources"]
-    if any(_weight(sources[n]) != _weight(of_training[n]) for n in sources):
-        state = None  # corpora without weights are weighed by their documents, which no flag moves
+    # Corpora without weights are weighed by their documents, which no flag moves.
+    moved = any(_weight(sources[n]) != _weight(of_training[n]) for n in sources)
     stream = open_part(
         data.mapping,
         part=name,
-        state=state,
+        state=None if moved else state,
         seq_length=args.seq_length,
         seed=args.seed,
         split=data.split,
         base_dir=data.base_dir,
         left_out=[n for n in of_training if n not in sources],
     )
-    check_held_out(train, stream, name)
+    check_held_out(train, stream, name, state)
     return stream
 
 

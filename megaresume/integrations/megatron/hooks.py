@@ -17,6 +17,7 @@ from typing import Any
 from megaresume.integrations.megatron.importing import when_imported, wrap
 from megaresume.integrations.megatron.project import current_project, modules_to_watch
 from megaresume.integrations.megatron.seams import seams_of
+from megaresume.stream.errors import SetupError
 
 __all__ = ["CHILDREN_VARIABLE", "check_installed", "install", "install_in_children"]
 
@@ -30,10 +31,13 @@ _CHILDREN = Path(__file__).with_name("children")
 _CHECKED = {"checkpointing": "load_checkpoint", "training": "build_train_valid_test_data_iterators"}
 
 
-def install() -> None:
+def install(*, launched: bool = False) -> None:
     """Wrap Megatron's functions, now or when their modules are imported. Installing twice changes nothing.
 
     After another patcher has replaced a function, installing again wraps the replacement.
+
+    Args:
+        launched: by `megaresume.run`: then any training in this process is meant to be hooked.
 
     Raises:
         SetupError: at once or from the import of the module: a name that we need is not there, or this is no Megatron
@@ -41,6 +45,19 @@ def install() -> None:
     """
     for name in modules_to_watch():
         _watch(name)
+    if launched:
+        _launched.append(True)
+    when_imported("torch.optim.optimizer", _watch_steps)
+
+
+#: not empty: the launcher runs this process.
+_launched: list[bool] = []
+
+
+def _watch_steps(module: ModuleType) -> None:
+    from megaresume.integrations.megatron.calls import watch_optimizers  # deferred: it costs more than the rest
+
+    watch_optimizers(module, launched=bool(_launched))
 
 
 def _watch(name: str) -> None:
@@ -55,8 +72,13 @@ _seen: set[str] = set()
 
 def _on_import(module: ModuleType) -> None:
     """Wrap what we need of a module that has just been imported."""
-    project = current_project()
     _seen.add(module.__name__)
+    try:
+        project = current_project()
+    except SetupError:
+        if not module.__name__.endswith(".schedules"):
+            raise
+        return  # a program on megatron-core alone; its optimizer steps are watched
     for role, name in project.modules.items():
         if name != module.__name__:
             continue
@@ -92,7 +114,7 @@ def check_installed() -> None:
     for seam in seams_of(project):
         for role in (seam.role, *seam.used_by):
             module = sys.modules.get(project.modules.get(role, ""))
-            if module is not None and not seam.is_reached_from(module):
+            if module is not None and not seam.replaceable and not seam.is_reached_from(module):
                 raise seam.lost(module)
 
 

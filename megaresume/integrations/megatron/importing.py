@@ -21,7 +21,7 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-__all__ = ["ask", "find_spec", "reaches", "watched", "when_imported", "wrap"]
+__all__ = ["STRANGERS", "ask", "find_spec", "reaches", "watched", "when_imported", "wrap"]
 
 #: On each of our wrappers: the factory that made it.
 _MARK = "__megaresume__"
@@ -30,7 +30,7 @@ _MARK = "__megaresume__"
 _MOST_WRAPPERS = 200
 
 #: Modules that cannot hold a function of Megatron: by far the most, and some act when looked at.
-_STRANGERS = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "triton", "deepspeed", "megaresume"}
+STRANGERS = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "triton", "deepspeed", "megaresume"}
 
 _lock = threading.RLock()
 _callbacks: dict[str, list[Callable[[ModuleType], None]]] = {}
@@ -176,7 +176,7 @@ def _rebind(old: Any, new: Any) -> None:
     """Replace the object in modules that did ``from … import name`` before we came."""
     for name, module in list(sys.modules.items()):
         # By its type: the library objects of cffi say that they are modules, and have no names.
-        if name.partition(".")[0] in _STRANGERS or not issubclass(type(module), ModuleType):
+        if name.partition(".")[0] in STRANGERS or not issubclass(type(module), ModuleType):
             continue
         names = object.__getattribute__(module, "__dict__")  # no lazy module is woken
         for key in [key for key, value in list(names.items()) if value is old]:

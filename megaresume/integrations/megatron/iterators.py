@@ -17,10 +17,12 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import xxhash
 
+from megaresume.integrations.megatron.calls import check_load, is_built
 from megaresume.integrations.megatron.launch import check_mode
 from megaresume.integrations.megatron.order import StreamOrder
 from megaresume.integrations.megatron.provider import coordinates, end_of_document, stream_provider
@@ -31,6 +33,7 @@ from megaresume.integrations.ranks import gather, is_rank_0, on_all_ranks, on_ra
 from megaresume.integrations.resume import change_lines
 from megaresume.sources.base import is_document_source
 from megaresume.stream.errors import StateError
+from megaresume.stream.fingerprints import same_corpora
 from megaresume.stream.state import StreamState
 
 __all__ = ["around_build_data_iterators", "check_replicas"]
@@ -53,13 +56,17 @@ def around_build_data_iterators(original: Callable[..., Any]) -> Callable[..., A
         if current.settings.mode == "off":
             return original(provider, *args, **kwargs)
         begin_start(current)
+        on_all_ranks(lambda: check_load(current))
+        current.building = True
         if _gives_loaders(provider):
             from megaresume.integrations.loaders.megatron import build_with_loaders
 
-            return build_with_loaders(current, original, provider, *args, **kwargs)
-        if current.settings.mode == "guard":
-            return _guarded(current, original, provider, *args, **kwargs)
-        return _streamed(current, original, provider, *args, **kwargs)
+            iterators = build_with_loaders(current, original, provider, *args, **kwargs)
+        elif current.settings.mode == "guard":
+            iterators = _guarded(current, original, provider, *args, **kwargs)
+        else:
+            iterators = _streamed(current, original, provider, *args, **kwargs)
+        return is_built(current, iterators)
 
     return build
 
@@ -83,7 +90,8 @@ def _streamed(
     order = _begin(current)
     form = on_all_ranks(lambda: _form(current, order))
     if is_rank_0():
-        for warning in warnings_of(current.args, form, order.stream.config.packing):
+        warnings = warnings_of(current.args, form, order.stream.config.packing)
+        for warning in (*warnings, *same_corpora(order.stream.fingerprints)):
             print(f"megaresume: WARNING: {warning}", flush=True)
     _check_streams(current, order)
     current.order = order
@@ -193,7 +201,7 @@ def _check_loaded(current: Session) -> None:
 
 def _check_streams(current: Session, order: StreamOrder) -> None:
     stream = order.stream
-    corpora = {name: print_.lengths for name, print_ in stream.fingerprints.items()}
+    corpora = {name: asdict(print_) for name, print_ in stream.fingerprints.items()}
     facts = {
         "sample": order.position,
         "data config": _hash(stream.config.to_dict()),

@@ -50,6 +50,7 @@ _LAYOUTS: Mapping[Kind, Mapping[str, tuple[str, ...]]] = {
         # moved in 0.16
         "samplers": ("training.datasets.data_samplers", "legacy.data.data_samplers"),
         "builder": ("core.datasets.blended_megatron_dataset_builder",),
+        "schedules": ("core.pipeline_parallel.schedules",),
         "parallel_state": ("core.parallel_state",),
     },
     "megatron-deepspeed": {
@@ -60,6 +61,7 @@ _LAYOUTS: Mapping[Kind, Mapping[str, tuple[str, ...]]] = {
         "signals": ("dist_signal_handler",),
         "initialize": ("initialize",),
         "samplers": ("data.data_samplers",),
+        "schedules": ("core.pipeline_parallel.schedules",),
         "parallel_state": ("core.parallel_state",),
     },
     "bigscience": {
@@ -87,7 +89,7 @@ class Project:
     #: of Megatron-LM and deepspeedai's Megatron-DeepSpeed: megatron-core's; of bigscience's: the package's own.
     version: str
     #: role -> dotted name, of those that exist: arguments, checkpointing, training, global_vars, initialize,
-    #: samplers, parallel_state; builder, async_utils, inprocess_restart, signals; engine (DeepSpeed's).
+    #: samplers, schedules, parallel_state; builder, async_utils, inprocess_restart, signals; engine (DeepSpeed's).
     modules: Mapping[str, str]
 
     def at_least(self, major: int, minor: int) -> bool:
@@ -106,7 +108,7 @@ def parse_version(version: str) -> tuple[int, int]:
 
 def modules_to_watch() -> list[str]:
     """Every module below the package that holds a name to wrap in one of the projects, by dotted name."""
-    roles = ("arguments", "checkpointing", "training", "initialize", "builder", "signals")
+    roles = ("arguments", "checkpointing", "training", "initialize", "builder", "signals", "schedules")
     layouts = [layout[role] for layout in _LAYOUTS.values() for role in roles if role in layout]
     return list(dict.fromkeys(f"{package_name()}.{name}" for names in layouts for name in names))
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.atomic import make_dir
-from megaresume.checkpoint.candidates import list_candidates
 from megaresume.checkpoint.choose import Choice
 from megaresume.checkpoint.clock import utc
 from megaresume.checkpoint.commit import PendingCheckpoint, begin_save, commit_save, run_of
 from megaresume.checkpoint.data_file import write_data_file
+from megaresume.checkpoint.fresh import check_fresh_start
 from megaresume.checkpoint.layout import deepspeed_tag, manifest_path, marker_path, megatron_tag, step_path
 from megaresume.checkpoint.lock import check_owned, release, take
 from megaresume.checkpoint.manifest import FileEntry
@@ -24,7 +24,6 @@ from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.state_file import StepFile, new_id, read_step_file
 from megaresume.checkpoint.superseded import retire_records
 from megaresume.checkpoint.topology import Topology
-from megaresume.integrations.loaders import files
 from megaresume.integrations.loaders.record import LoaderRecord, is_of_loader
 from megaresume.integrations.megatron.schedule import schedule_from_args
 from megaresume.integrations.megatron.session import Session
@@ -211,6 +210,7 @@ def settle_start(current: Session, iteration: int, state: StreamState | None) ->
         state: the stream where training begins; None: under guard, which has no ledger.
 
     Raises:
+        UsageError: nothing was loaded, and the run would save over what is there.
         CheckpointError: the directory cannot be written, or start after start leads to no save.
     """
     args, source = current.args, current.loaded_from
@@ -220,8 +220,10 @@ def settle_start(current: Session, iteration: int, state: StreamState | None) ->
     if root in current.start_recorded_in:
         return
     current.start_recorded_in.add(root)
-    if iteration == 0:
-        _warn_of_others(root)
+    if iteration == 0 or source is None or not _same_place(source.load_dir, root):
+        check_fresh_start(
+            root, cause="--load was forgotten, or --finetune left in", load=f"--load {root} without --finetune"
+        )
     is_over = _is_over(args, iteration, int(args.consumed_train_samples))
     if state is None:
         if is_over:
@@ -254,17 +256,6 @@ def _is_over(args: Any, iteration: int, samples: int) -> bool:
     return (iters is not None and iteration >= iters) or (end is not None and samples >= end)
 
 
-def _warn_of_others(root: Path) -> None:
-    """A run that begins saves over what is there, step by step; a forgotten --load looks like that."""
-    there = max((c.iteration for c in list_candidates(root) if c.has_dir and c.iteration is not None), default=None)
-    if there is not None:
-        print(
-            f"megaresume: WARNING: training begins at iteration 0, and {root} holds checkpoints up to "
-            f"{megatron_tag(there)}: they will be saved over. To go on from them: --load {root}, without --finetune",
-            flush=True,
-        )
-
-
 def _same_place(first: Path, second: Path) -> bool:
     try:
         return os.path.samefile(first, second)
@@ -291,5 +282,5 @@ def _write_missing(current: Session) -> StepFile | None:
     )
     beside: tuple[FileEntry, ...] = ()
     if is_of_loader(state):  # whose states were written before Megatron's own files
-        beside = files.beside(root, iteration, tag, LoaderRecord.from_state(state))
+        beside = LoaderRecord.from_state(state).entries(iteration, tag)
     return commit_save(pending, beside=beside).step

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megaresume.integrations.megatron import hooks
+from megaresume.integrations.megatron import calls, hooks
 from megaresume.integrations.megatron.arguments import add_arguments
 from megaresume.integrations.refusals import show_refusals
 from megaresume.stream.errors import UsageError
@@ -45,6 +45,7 @@ def provider(base: F | None = None) -> F:
     @functools.wraps(base)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         hooks.check_installed()
+        calls.check_provider()
         return base(*args, **kwargs)
 
     return wrapped

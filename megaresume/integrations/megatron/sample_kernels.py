@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import numba
+from megaresume.stream.compiled import compiled
 
 __all__ = ["count_from", "cross_documents"]
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def cross_documents(bounds, num_bounds, filled, follows, tokens, labels, loss_mask):  # type: ignore[no-untyped-def]
     """Give the last token of every document the label that GPTDataset gives it: the token after it.
 
@@ -30,7 +30,7 @@ def cross_documents(bounds, num_bounds, filled, follows, tokens, labels, loss_ma
         first += num_bounds[row]
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def count_from(tokens, eod, position_ids):  # type: ignore[no-untyped-def]
     """Position ids that begin again behind every ``eod``: int64[m, S], written."""
     for row in range(tokens.shape[0]):

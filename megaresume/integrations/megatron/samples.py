@@ -281,7 +281,7 @@ class SampleDataset(torch.utils.data.Dataset[Item]):
             One item a sample, in the order of ``indices``; with images one `Batch`.
 
         Raises:
-            StreamExhausted: the stream ends before.
+            StreamExhausted: the stream ends within the global batch of these samples; on every rank alike.
             CorpusError: a document is damaged; or, for ``text``, does not end with the end-of-document token.
         """
         if torch.utils.data.get_worker_info() is not None:
@@ -303,16 +303,25 @@ class SampleDataset(torch.utils.data.Dataset[Item]):
         return items
 
     def _batch(self, samples: list[int]) -> Any:
+        self._check_end(samples[-1])
         batch: Any = self._inner.__getitems__(samples)
         if self.form.identity or self.form.logged:
             batch[SAMPLE_KEY], batch[HASH_KEY] = batch["samples"], batch["hashes"]
         return batch
 
     def _plan(self, samples: list[int]) -> Plan:
+        self._check_end(samples[-1])
         first, stop = samples[0], samples[-1] + 1
         if samples == list(range(first, stop)):
             return self.stream.plan(first, stop)
         return concatenate([self.stream.plan(sample, sample + 1) for sample in samples])
+
+    def _check_end(self, sample: int) -> None:
+        """All samples of its global batch must exist: a rank that ran dry alone would leave the others waiting."""
+        schedule = self.stream.schedule
+        if schedule is not None:
+            _, stop = schedule.step_of(sample)
+            self.stream.plan(stop - 1, stop)
 
     def _following(self, samples: list[int], arrays: Arrays, filled: Int64Array) -> Int64Array:
         """The token behind each sample that ends with a document: int64[m]; -1 for the others, and at the end of all.

@@ -6,6 +6,7 @@ have kept their names and their place since core 0.8. ``docs/launcher.md`` shows
 
 from __future__ import annotations
 
+import functools
 import importlib
 from dataclasses import dataclass
 from types import ModuleType
@@ -15,7 +16,7 @@ from megaresume.integrations.megatron.importing import reaches, wrap
 from megaresume.integrations.megatron.project import Kind, Project, parse_version
 from megaresume.stream.errors import SetupError
 
-__all__ = ["SEAMS", "Factory", "Seam", "seams_of"]
+__all__ = ["ITERATORS", "LOAD", "SAVE", "SEAMS", "SIGNALS", "Factory", "Seam", "called", "seams_of"]
 
 _LM: tuple[Kind, ...] = ("megatron-lm",)
 _DEEPSPEED: tuple[Kind, ...] = ("megatron-deepspeed", "bigscience")
@@ -23,6 +24,13 @@ _ALL: tuple[Kind, ...] = (*_LM, *_DEEPSPEED)
 _READ_METADATA: tuple[Kind, ...] = ("megatron-lm", "megatron-deepspeed")
 
 _HOME = "megaresume.integrations.megatron"
+
+#: factories that `megaresume.integrations.megatron.calls` asks for: which of them this process has come through.
+ITERATORS, SAVE = "iterators.around_build_data_iterators", "checkpointing.around_save_checkpoint"
+LOAD, SIGNALS = "checkpointing.around_load_checkpoint", "stopping.around_signals_received"
+
+#: paths of the factories whose wrappers were called in this process.
+called: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +42,14 @@ class Factory:
 
     def __call__(self, original: Any) -> Any:
         module, _, name = self.path.rpartition(".")
-        return getattr(importlib.import_module(f"{_HOME}.{module}"), name)(original)
+        replacement = getattr(importlib.import_module(f"{_HOME}.{module}"), name)(original)
+
+        @functools.wraps(replacement)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            called.add(self.path)
+            return replacement(*args, **kwargs)
+
+        return noted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +69,8 @@ class Seam:
     until: tuple[int, int] | None = None
     #: whether a training without it would be a silent failure.
     required: bool = True
+    #: whether another patcher may put something else in its place: what it does is done elsewhere as well.
+    replaceable: bool = False
     #: roles of the modules that import it by name and call it from there.
     used_by: tuple[str, ...] = ()
 
@@ -183,13 +200,6 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         role="builder",
-        name="BlendedMegatronDatasetBuilder.__init__",
-        factory=Factory("guard.around_builder_init"),
-        kinds=_LM,
-        why="is told the sizes and the blend that define the order of Megatron's own datasets",
-    ),
-    Seam(
-        role="builder",
         name="BlendedMegatronDatasetBuilder.build",
         factory=Factory("guard.around_builder_build"),
         kinds=_LM,
@@ -202,6 +212,18 @@ SEAMS: tuple[Seam, ...] = (
         kinds=_READ_METADATA,
         required=False,
         why="asks all ranks at every step whether to save and exit: also for a file, the end of the job, other signals",
+    ),
+    *(
+        Seam(
+            role="schedules",
+            name=f"forward_backward_{schedule}",
+            factory=Factory("calls.around_forward_backward"),
+            kinds=_READ_METADATA,
+            required=False,
+            replaceable=True,
+            why="begins every training step: the data must have been built through our hook by then",
+        )
+        for schedule in ("no_pipelining", "pipelining_with_interleaving", "pipelining_without_interleaving")
     ),
     Seam(
         role="engine",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megaresume.integrations.stopping import Stopper
     from megaresume.stream.state import StreamState
 
-__all__ = ["Loaded", "Order", "Session", "session"]
+__all__ = ["Loaded", "Order", "Session", "latest", "session"]
 
 
 class Order(Protocol):
@@ -73,6 +73,16 @@ class Session:
     launch: int = 0
     #: chunks of a virtual pipeline that have their data.
     chunks: int = 0
+    #: whether our hook is building the data just now.
+    building: bool = False
+    #: whether the data was built through our hook.
+    built: bool = False
+    #: micro-batches taken from it by this rank; None: it reads none, or in a way that cannot be counted.
+    num_read: int | None = None
+    #: samples trained before this process.
+    first_samples: int = 0
+    #: what Megatron's tracker in ``--save`` said when the data was built.
+    tracker_at_start: str | None = None
     #: listens for reasons to stop; None: none are asked for.
     stopper: Stopper | None = None
     #: how long the last save took; None: none was made.
@@ -100,5 +110,13 @@ def session() -> Session:
     project = current_project()
     args = importlib.import_module(project.modules["global_vars"]).get_args()
     if _current is None or _current.args is not args:
-        _current = Session(project=project, args=args, settings=Settings.from_args(args))
+        first = int(getattr(args, "consumed_train_samples", 0) or 0)
+        if _current is not None:  # a copy of the arguments in the middle of a run begins where the run did
+            first = min(first, _current.first_samples)
+        _current = Session(project=project, args=args, settings=Settings.from_args(args), first_samples=first)
+    return _current
+
+
+def latest() -> Session | None:
+    """The session that was last asked for; None: nobody has."""
     return _current

@@ -70,6 +70,7 @@ def test_unasked_it_is_refused_with_the_command(one: dict[str, Any], case: str) 
 
 def test_it_says_what_goes_on(one: dict[str, Any]) -> None:
     lines = [line for line in one["output"].splitlines() if line.startswith("megaresume: convert")]
+    lines = [line for line in lines if " written in " not in line]  # said every 15 s, on a machine that is busy
     assert len(lines) == 2 * len(CASES)
     assert lines[0].startswith("megaresume: converting global_step4 into global_step4_universal; needs 0.1 MB")
     assert lines[1].startswith("megaresume: converted in ")
@@ -84,7 +85,7 @@ def test_nobody_waits_in_a_collective(launch: Any, data_yaml: Path, tmp_path: Pa
         assert f"RANK {rank} done after at least 5 s: True | SetupError: the disk is full" in output
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2), (2, 4), (4, 2)])
 def test_a_hundred_steps(run: Any, data_yaml: Path, tmp_path: Path, first: int, then: int) -> None:
     whole = run(first, data_yaml, tmp_path, "first", 120, 20, 0)

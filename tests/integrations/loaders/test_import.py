@@ -71,6 +71,7 @@ def planned(config: Path, epoch: int = 0) -> list[str]:
         first += 1
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("batches", "options"),
     [(5, {"workers": 2}), (3, {"workers": 2, "packing": 9}), (6, {"workers": 0})],

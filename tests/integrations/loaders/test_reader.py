@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from kit import energon_loader, torchdata_loader
 from lives import lives
 
@@ -19,6 +20,7 @@ from megaresume.integrations.loaders.reader import LoaderReader
 from megaresume.stream.errors import StateError, UsageError
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["iterable", "map", "shuffle"])
 def test_torchdata(kind: str, workers: int) -> None:
@@ -28,6 +30,7 @@ def test_torchdata(kind: str, workers: int) -> None:
     assert lives(make, stops) == lives(make, stops[-1:])
 
 
+@pytest.mark.process
 def test_torchdata_read_ahead() -> None:
     make = functools.partial(torchdata_loader, "iterable", workers=2)
     assert lives(make, [5, 40, 41, 60], ahead=3) == lives(make, [60])
@@ -100,6 +103,25 @@ def test_an_ended_loader_begins_again_and_an_empty_one_is_refused() -> None:
     assert [next(reader) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
     with pytest.raises(UsageError, match="the loader has no batches"):
         next(reader_of(Counter(0), lambda: 0))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("kind", "workers"), [("map", 0), ("iterable", 2)])
+def test_a_restored_loader_draws_nothing_that_a_whole_run_did_not(kind: str, workers: int) -> None:
+    """A DataLoader draws the seed of its workers when it begins: dropout on a CPU would change."""
+    done = 0
+    reader = reader_of(torchdata_loader(kind, workers=workers), lambda: done)
+    for _ in range(20):  # into the second epoch, which draws once more
+        next(reader)
+        done += 1
+    state = reader.state()
+    at_save = torch.get_rng_state()
+    expected = [next(reader) for _ in range(15)], torch.rand(1)
+    again = reader_of(torchdata_loader(kind, workers=workers), lambda: done)
+    again.restore(*state)
+    torch.set_rng_state(at_save)
+    found = [next(again) for _ in range(15)], torch.rand(1)
+    assert repr(found) == repr(expected)
 
 
 def test_refusals() -> None:

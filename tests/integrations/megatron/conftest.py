@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.training.jobs import LocalJob
+from tests.warm import WarmJob
 
 MINI = Path(__file__).parent / "mini"
 SCRIPTS = ("pretrain_until_0_17.py", "pretrain_0_18.py", "pretrain_from_0_19.py")
@@ -68,12 +68,12 @@ def mini(tmp_path_factory: pytest.TempPathFactory) -> Mini:
         num_processes: int = 2,
         hooks: bool = True,
         env: dict[str, str] | None = None,
-        timeout: float = 240,
+        timeout: float = 1200,
     ) -> Run:
         directory = tmp_path_factory.mktemp("run")
         path, words = str(MINI / script), [str(a) for a in arguments]
         variables = {"MEGARESUME_CACHE": str(tmp_path_factory.getbasetemp()), "TORCHDYNAMO_DISABLE": "1"}
-        with LocalJob(
+        with WarmJob(
             "megaresume.run" if hooks else path,
             [*([path] if hooks else []), *words, "--mini-log", str(directory / "log")],
             num_processes=num_processes,

@@ -21,7 +21,7 @@ from megaresume.integrations.megatron.arguments import Settings
 from megaresume.integrations.megatron.data import open_streams
 from megaresume.integrations.megatron.order import StreamOrder
 from megaresume.integrations.megatron.project import Project
-from megaresume.integrations.megatron.session import Session
+from megaresume.integrations.megatron.session import Loaded, Session
 from megaresume.integrations.megatron.state import read_state, write_state
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import MegaresumeError
@@ -47,6 +47,8 @@ def session_of(corpus: Path, *, iteration: int = 0, restored: bool = False, **ch
     for name, value in changes.items():
         setattr(args, name, value)
     current = Session(project=project, args=args, settings=Settings(mode="stream"))
+    if iteration:
+        current.loaded_from = Loaded(load_dir=Path(), iteration=iteration, args=args)
     if restored:
         whole = open_streams(args, None)
         order = StreamOrder(whole, saved=None, position=0, iteration=0, schedule=BatchSchedule.constant(8))

@@ -133,12 +133,12 @@ def test_what_is_refused(train: Train, tmp_path: Path) -> None:
     assert lost.status != 0 and "nothing says which of them to load" in lost.output and not lost.steps
 
 
-def test_a_tag_that_is_asked_for_and_weights_alone(train: Train) -> None:
+def test_a_tag_that_is_asked_for_and_weights_alone(train: Train, tmp_path: Path) -> None:
     whole = train("x")
     assert whole.status == 0, whole.output[-3000:]
     tagged = train("x", "--load-tag", "global_step4")
     assert tagged.steps == {s: whole.steps[s] for s in range(4 * SIZE, 8 * SIZE, SIZE)}, tagged.output[-3000:]
-    weights = train("x", "--finetune", until=2)
+    weights = train("x", "--finetune", "--save", tmp_path / "anew", until=2)
     assert weights.steps == {s: whole.steps[s] for s in range(0, 2 * SIZE, SIZE)}, weights.output[-3000:]
 
 

@@ -14,7 +14,7 @@ import stream_kit as kit
 
 from megaresume.integrations.megatron.iterators import check_replicas
 from megaresume.stream.errors import StateError
-from megaresume.training.jobs import LocalJob
+from tests.warm import WarmJob
 
 pytest.importorskip("megatron.core")
 
@@ -32,7 +32,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     output = directory / "output.txt"
     variables = {"MEGARESUME_CACHE": str(directory)}
     program = str(HERE / "replicas.py")
-    with LocalJob(program, [str(directory)], num_processes=2, output=output, launcher="env", env=variables) as job:
+    with WarmJob(program, [str(directory)], num_processes=2, output=output, launcher="env", env=variables) as job:
         status = job.wait(240)
         text = job.text()
     assert status == 0, text
@@ -54,6 +54,7 @@ REFUSALS = {
 }
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", REFUSALS)
 def test_all_ranks_refuse_what_is_wrong_on_one(refusals: dict[str, list[str]], name: str) -> None:
     headline, also = REFUSALS[name]

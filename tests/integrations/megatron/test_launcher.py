@@ -13,6 +13,8 @@ from megaresume.integrations.megatron.seams import SEAMS, seams_of
 from megaresume.stream.errors import SetupError
 from tests.integrations.megatron.layouts import DOUBLES, HOOKED_RUN, run_python, script, write_flat, write_lm
 
+pytestmark = pytest.mark.process
+
 LM_SCRIPT = """
 from megatron.training import pretrain
 
@@ -43,7 +45,6 @@ LM_HOOKS = [
     "checks.around_read_metadata",
     "checkpointing.around_check_checkpoint_args",
     "iterators.around_build_data_iterators",
-    "guard.around_builder_init",
     "guard.around_builder_build",
     "checkpointing.around_save_checkpoint",
     "checkpointing.around_schedule_async_save",

@@ -174,6 +174,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_two_resumes_into_another_layout_change_nothing(
     project: Project, blend: list[str], uninterrupted: list[Step], layout: Layout

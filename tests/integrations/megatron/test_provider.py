@@ -167,6 +167,7 @@ def test_phases_go_on_in_one_stream(project: Project, order: StreamOrder) -> Non
 # --dataloader-type external
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_external_iterators_are_where_the_sampler_would_be(
     project: Project, ranks: Ranks, order: StreamOrder, num_workers: int

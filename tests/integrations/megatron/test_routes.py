@@ -13,11 +13,11 @@ import pytest
 
 import megaresume
 from megaresume.integrations.megatron import hooks, routes
-from megaresume.stream.errors import UsageError
-from megaresume.training.jobs import LocalJob
+from megaresume.stream.errors import SetupError, UsageError
 from tests.integrations.megatron.conftest import MINI, SCRIPTS
 from tests.integrations.megatron.layouts import DOUBLES, run_python, script, write_lm
 from tests.integrations.megatron.test_launcher import LM_HOOKS, LM_SCRIPT, hooks_of
+from tests.warm import WarmJob
 
 
 @pytest.fixture
@@ -27,6 +27,7 @@ def calls(monkeypatch):
     monkeypatch.setattr(routes, "show_refusals", lambda: None)
     monkeypatch.setattr(hooks, "install", lambda: seen.append("install"))
     monkeypatch.setattr(hooks, "check_installed", lambda: seen.append("check"))
+    monkeypatch.setattr(routes.calls, "check_provider", lambda: None)
     return seen
 
 
@@ -49,6 +50,21 @@ def test_a_provider_keeps_its_looks(calls, monkeypatch):
 def test_a_partial_as_provider(calls):
     wrapped = megaresume.provider(functools.partial(base_provider, vp_stage=7))
     assert wrapped([1]) == ([1], 7) and not getattr(wrapped, "is_distributed", False)
+
+
+def test_a_provider_that_a_copy_calls(calls, monkeypatch):
+    """Without the launcher too: a fork's own build_train_valid_test_data_iterators calls it, past ours."""
+    monkeypatch.undo()
+    monkeypatch.setattr(routes.calls, "_process", routes.calls._Process())  # or this process would end with status 1
+    monkeypatch.setattr(hooks, "install", lambda: None)
+    monkeypatch.setattr(hooks, "check_installed", lambda: None)
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py"])
+    wrapped = megaresume.provider(base_provider)
+    with pytest.raises(SetupError, match="training begins") as error:
+        wrapped([1, 2, 3])
+    assert "build_train_valid_test_data_iterators" in error.value.expected
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--megaresume-mode", "off"])
+    assert wrapped([1, 2, 3]) == ([1, 2, 3], None)
 
 
 def test_no_provider_works_with_the_stream_alone(calls):
@@ -79,6 +95,7 @@ EDITED = LM_SCRIPT.replace(
 )
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_an_edited_script_without_the_launcher(tmp_path, where):
     """The hooks come when Megatron is imported already, and reach the names that others have imported from it."""
@@ -86,15 +103,17 @@ def test_an_edited_script_without_the_launcher(tmp_path, where):
     text = f"import megaresume\n{DOUBLES}\n" + EDITED
     if where == "before":
         text = text.replace("seams.Factory.__call__ = around", "seams.Factory.__call__ = around\nmegaresume.provider()")
-    done = run_python(script(write_lm(tmp_path) / "pretrain_gpt.py", text))
+    # The doubles stand in the place of our hooks: off, or the provider would refuse to be called past them.
+    done = run_python(script(write_lm(tmp_path) / "pretrain_gpt.py", text), "--megaresume-mode", "off")
     assert hooks_of(done.stdout) == LM_HOOKS, done.stderr
     assert done.stdout.endswith("built [1, 2, 3]\n") and done.returncode == 0
 
 
+@pytest.mark.process
 def test_an_edited_script_under_the_launcher(tmp_path):
     root = write_lm(tmp_path)
     text = f"import megaresume\n{DOUBLES}\n" + EDITED
-    done = run_python("-m", "megaresume.run", script(root / "pretrain_gpt.py", text))
+    done = run_python("-m", "megaresume.run", script(root / "pretrain_gpt.py", text), "--megaresume-mode", "off")
     assert hooks_of(done.stdout) == LM_HOOKS, done.stderr
 
 
@@ -114,6 +133,7 @@ megaresume.provider()
 """
 
 
+@pytest.mark.process
 def test_a_refusal_is_a_message(tmp_path):
     done = run_python(script(tmp_path / "own.py", WITH_A_HOOK + "raise UsageError('no such thing', action='--other')"))
     assert done.returncode == 1
@@ -121,11 +141,13 @@ def test_a_refusal_is_a_message(tmp_path):
     assert "theirs" not in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.process
 def test_other_errors_go_to_the_hook_that_was_there(tmp_path):
     done = run_python(script(tmp_path / "own.py", WITH_A_HOOK + "raise ValueError('of the script')"))
     assert (done.returncode, done.stderr) == (1, "theirs: ValueError: of the script\n")
 
 
+@pytest.mark.process
 def test_no_megatron_is_refused_without_a_traceback(tmp_path):
     root = write_lm(tmp_path)
     checkpointing = root / "megatron" / "training" / "checkpointing.py"
@@ -173,6 +195,7 @@ elif sys.argv[1] == "gone":
 )
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("case", "who"), [("all", ""), ("alone", "rank 1: "), ("caught", "rank 1: "), ("gone", "rank 1: ")]
 )
@@ -181,7 +204,7 @@ def test_ranks_refuse_once_and_end(tmp_path, case, who):
     pytest.importorskip("torch")
     own = str(script(tmp_path / "own.py", GROUP))
     env = {"PATIENCE": "1"} if case == "caught" else {}
-    with LocalJob(own, [case], num_processes=2, output=tmp_path / "out", launcher="env", env=env) as job:
+    with WarmJob(own, [case], num_processes=2, output=tmp_path / "out", launcher="env", env=env) as job:
         status, output = job.wait(60), job.text()
     assert status == 1, output
     assert re.findall("megaresume: error: (.*)no such thing", output) == [who], output

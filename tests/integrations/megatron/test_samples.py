@@ -26,8 +26,9 @@ from megaresume.integrations.megatron.samples import (
     warnings_of,
 )
 from megaresume.loading.open import open_stream
+from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import PackingConfig
-from megaresume.stream.errors import CorpusError, UsageError
+from megaresume.stream.errors import CorpusError, StreamExhausted, UsageError
 from megaresume.stream.stream import Stream
 
 SEQ = 64
@@ -113,14 +114,20 @@ def test_items_are_those_of_the_real_gpt_dataset(one_each: str, flags: dict[str,
     assert compared == 49
 
 
+def goes_on_with(last: int, after: int) -> set[int]:
+    """What may follow the last token of a sample: after the end of a document, the next sample; else, its own document,
+    whose rest lies in a later sample."""
+    if last == kit.EOD:
+        return {after}
+    return {b for document in kit.documents(1, 300) for a, b in itertools.pairwise(document) if a == last}
+
+
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "default")
-def test_split_is_one_text_cut_every_seq_length(corpus: str, flags: dict[str, bool]) -> None:
-    """Labels of a sample are its tokens one later, and the last one is the first token of the next sample."""
-    dataset = dataset_of(stream_of(corpus), kit.arguments(**flags))
-    items = dataset.__getitems__(range(60))
-    text = torch.cat([item["tokens"] for item in items])
-    for i, item in enumerate(items[:-1]):
-        assert torch.equal(item["labels"], text[i * SEQ + 1 : (i + 1) * SEQ + 1])
+def test_a_label_of_split_is_the_token_after_it(corpus: str, flags: dict[str, bool]) -> None:
+    items = dataset_of(stream_of(corpus), kit.arguments(**flags)).__getitems__(range(60))
+    for item, after in itertools.pairwise(items):
+        assert torch.equal(item["labels"][:-1], item["tokens"][1:])
+        assert int(item["labels"][-1]) in goes_on_with(int(item["tokens"][-1]), int(after["tokens"][0]))
         expected = torch.ones(SEQ)
         if flags.get("eod_mask_loss"):
             expected[item["tokens"] == kit.EOD] = 0
@@ -269,10 +276,10 @@ def test_text_gives_what_the_keys_say(corpus: str) -> None:
         assert torch.equal(mask[counts], item["attention_mask"][0][counts])
 
 
-def test_text_over_split_is_one_text(corpus: str) -> None:
+def test_text_over_split_ends_with_the_token_after_it(corpus: str) -> None:
     items = dataset_of(stream_of(corpus), kit.arguments(), text=True).__getitems__(range(50))
     for item, after in itertools.pairwise(items):
-        assert item["text"][-1] == after["text"][0]
+        assert int(item["text"][-1]) in goes_on_with(int(item["text"][-2]), int(after["text"][0]))
     whole = torch.cat([item["text"][:-1] for item in items])
     keys = dataset_of(stream_of(corpus), kit.arguments()).__getitems__(range(50))
     assert torch.equal(whole, torch.cat([item["tokens"] for item in keys]))
@@ -295,6 +302,18 @@ def test_a_stream_that_ends_is_padded_without_loss(tmp_path: Path) -> None:
     item = dataset_of(stream_of(path, max_epochs=1), kit.arguments())[4]
     assert item["loss_mask"].tolist() == [1] * 43 + [0] * 21
     assert item["tokens"][44:].tolist() == [0] * 20
+
+
+def test_a_global_batch_that_the_stream_does_not_have_is_refused_as_a_whole(tmp_path: Path) -> None:
+    """5 samples, global batches of 2 and then of 4: no rank is given one of a batch that others find empty."""
+    path = kit.write_corpus(tmp_path / "short", [[*range(i, i + 9), kit.EOD] for i in range(1, 31)])
+    stream = stream_of(path, max_epochs=1)
+    stream.schedule = BatchSchedule(((0, 2), (2, 4)))
+    dataset = dataset_of(stream, kit.arguments())
+    assert len(dataset.__getitems__([0, 1])) == 2
+    for sample in (2, 3, 4, 5):
+        with pytest.raises(StreamExhausted, match="sample 5 was asked for, the stream has 5 samples"):
+            dataset.__getitems__([sample])
 
 
 def test_which_tokenizer_is_asked() -> None:

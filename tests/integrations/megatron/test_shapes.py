@@ -222,10 +222,13 @@ def test_modes_do_not_mix(mini: Any, tmp_path: Path, stream_flags: list[object],
     second = mini(*guard_flags, *sizes(), *where, num_processes=1)
     assert second.status not in (0, -9)
     assert "--megaresume-mode stream" in second.output
-    # Begun anew, as the message offers: the records of the stream are none of these checkpoints'.
-    anew = mini(*guard_flags, *sizes(iterations=3), *where, "--finetune", num_processes=1)
+    # Begun anew, in another directory: nothing is saved over.
+    refused = mini(*guard_flags, *sizes(iterations=3), *where, "--finetune", num_processes=1)
+    assert refused.status == 1 and "would save over those that are there" in refused.output
+    where = ["--save", tmp_path / "anew", "--save-interval", 3, "--ckpt-format", "torch", "--load"]
+    anew = mini(*guard_flags, *sizes(iterations=3), *where, tmp_path / "save", "--finetune", num_processes=1)
     assert anew.status == 0, anew.output
-    assert anew.output.count("holds checkpoints up to iter_0000003") == 1 and "holds checkpoints" not in first.output
+    where.append(tmp_path / "anew")
     longer = mini(*guard_flags, *sizes(iterations=6), *where, num_processes=1)
     assert longer.status == 0 and "resumed at sample 24" in longer.output, longer.output
     assert "holds checkpoints" not in longer.output

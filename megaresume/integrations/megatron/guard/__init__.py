@@ -31,14 +31,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megaresume.integrations.megatron.guard.build import around_builder_build, around_builder_init
+    from megaresume.integrations.megatron.guard.build import around_builder_build
     from megaresume.integrations.megatron.guard.order import GuardOrder, guarded, shared
     from megaresume.integrations.megatron.guard.show import describe, read_record, write_record
 
 __all__ = [
     "GuardOrder",
     "around_builder_build",
-    "around_builder_init",
     "describe",
     "guarded",
     "read_record",
@@ -49,7 +48,6 @@ __all__ = [
 _HOME = {
     "GuardOrder": "order",
     "around_builder_build": "build",
-    "around_builder_init": "build",
     "describe": "show",
     "guarded": "order",
     "read_record": "show",

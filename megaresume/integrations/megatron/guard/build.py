@@ -13,16 +13,7 @@ from megaresume.integrations.megatron.guard.order import Pass, current_pass
 from megaresume.integrations.megatron.guard.record import SPLITS, Blend, BuilderRecord, SplitRecord
 from megaresume.stream.errors import StateError
 
-__all__ = ["around_builder_build", "around_builder_init"]
-
-
-def around_builder_init(original: Callable[..., None]) -> Callable[..., None]:
-    """``__init__(self, cls, sizes, is_built_on_rank, config)``: nothing is decided before it is asked to build."""
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-
-    return init
+__all__ = ["around_builder_build"]
 
 
 def around_builder_build(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -121,7 +121,7 @@ def run(spec: Spec) -> dict[str, Any]:
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
     from megaresume.integrations.megatron.arguments import Settings
-    from megaresume.integrations.megatron.guard import around_builder_build, around_builder_init, guarded
+    from megaresume.integrations.megatron.guard import around_builder_build, guarded
     from megaresume.integrations.megatron.session import Session
     from megaresume.integrations.megatron.state import read_state, write_state
 
@@ -129,7 +129,6 @@ def run(spec: Spec) -> dict[str, Any]:
     gpt_dataset.MockGPTLowLevelDataset.size = 300
 
     class Builder(BlendedMegatronDatasetBuilder):
-        __init__ = around_builder_init(BlendedMegatronDatasetBuilder.__init__)
         build = around_builder_build(BlendedMegatronDatasetBuilder.build)
 
     loaded = None

@@ -21,13 +21,14 @@ def test_the_line_after_an_accepted_change(mini: Any, corpora: Corpora, tmp_path
         assert done.status == 0, done.output
         return str(done.output)
 
-    run(0.6, 3)
+    assert "--no-save-rng: the checkpoints of this run hold no random state" in run(0.6, 3, "--no-save-rng")
     accept = ("--megaresume-accept", "data-path@24")
     changed = run(0.7, 6, *accept)
     assert "| repeated unknown skipped unknown (order changed: data-path@24) | step 3 from iter_0000003" in changed
-    assert "repeated 0" not in changed
+    assert "repeated 0" not in changed and "random state NOT restored (--no-save-rng)" in changed
     # The flag stays in the launch script; the new order is the recorded one now.
-    assert "| repeated 0 skipped 0 | step 6 from iter_0000006" in run(0.7, 9, *accept)
+    again = run(0.7, 9, *accept, "--no-load-rng")
+    assert "| repeated 0 skipped 0 | step 6 from iter_0000006 | random state NOT restored (--no-load-rng)" in again
 
 
 def test_only_changes_of_the_training_set_count() -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from tests.integrations.megatron.guard.conftest import Corpora, Run, run_program
 
+pytestmark = pytest.mark.process
+
 WEIGHTS = [0.6, 0.3, 0.1]
 
 

@@ -8,8 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megaresume.integrations.megatron.guard import describe, read_record, write_record
 from tests.integrations.megatron.guard.conftest import Corpora, Run
+
+pytestmark = pytest.mark.process
 
 
 def test_inspect_shows_the_order(build: Run, corpora: Corpora, tmp_path: Path) -> None:

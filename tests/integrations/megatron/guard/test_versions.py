@@ -35,7 +35,10 @@ def fetched(version: str) -> Path:
     return target
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "version", [VERSIONS[0], *(pytest.param(version, marks=pytest.mark.release) for version in VERSIONS[1:])]
+)
 def test_another_version(corpora: Corpora, build: Run, tmp_path: Path, version: str) -> None:
     core = fetched(version)
     spec: dict[str, Any] = {"paths": corpora.paths, "weights": WEIGHTS}

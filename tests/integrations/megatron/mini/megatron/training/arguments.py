@@ -110,6 +110,8 @@ def _add_training_args(parser):
 def _add_checkpointing_args(parser):
     group = parser.add_argument_group(title="checkpointing")
     group.add_argument("--save", default=None)
+    group.add_argument("--no-save-rng", action="store_true", default=None)
+    group.add_argument("--no-load-rng", action="store_true", default=None)
     group.add_argument("--save-interval", type=int, default=None)
     group.add_argument("--load", default=None)
     group.add_argument("--pretrained-checkpoint", default=None)

@@ -1,0 +1,128 @@
+"""The methods of a DeepSpeed engine that carry its data, hooked on the instance: other wrappers stay in the chain.
+
+save_checkpoint, load_checkpoint   the data state goes with the weights: `deepspeed_checkpoint`
+step, forward                      a step trains exactly its micro-batches: `taken`
+train_batch                        of a pipeline engine: the same
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megaresume.integrations import deepspeed_engine as facts
+from megaresume.integrations import in_flight
+
+if TYPE_CHECKING:
+    from megaresume.integrations.deepspeed import Attached
+    from megaresume.integrations.loaders.deepspeed import AttachedLoader
+
+__all__ = ["hook"]
+
+#: where an engine keeps what is attached to it.
+_SLOT = "_megaresume_attached"
+
+
+@dataclass(slots=True)
+class _Slot:
+    """What is attached to an engine now; the hooks look here at every call."""
+
+    data: Attached | AttachedLoader
+
+
+def hook(engine: Any, attached: Attached | AttachedLoader) -> None:
+    """Let the engine's methods carry this data from now on, in the place of what was attached before."""
+    slot: _Slot | None = engine.__dict__.get(_SLOT)
+    if slot is not None:
+        slot.data.detach("megaresume.attach was called again on the same engine")
+        slot.data = attached
+        return
+    slot = _Slot(attached)
+    setattr(engine, _SLOT, slot)
+    in_flight.watch(engine)
+    engine.save_checkpoint = _save_hook(engine.save_checkpoint, slot)
+    engine.load_checkpoint = _load_hook(engine.load_checkpoint, slot)
+    if facts.is_pipeline(engine):
+        engine.train_batch = _train_batch_hook(engine.train_batch, slot)
+    else:
+        engine.step = _step_hook(engine.step, slot)
+        engine.forward = _forward_hook(engine.forward, slot)
+
+
+def _save_hook(save: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
+    @functools.wraps(save)
+    def save_checkpoint(
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        **more: Any,
+    ) -> Any:
+        if exclude_frozen_parameters:
+            more["exclude_frozen_parameters"] = True
+        write = functools.partial(save, **more)
+        return slot.data.checkpoints.save(write, os.fspath(save_dir), tag, client_state or {}, save_latest)
+
+    return save_checkpoint
+
+
+def _load_hook(load: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def load_checkpoint(
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+        **more: Any,
+    ) -> Any:
+        read = functools.partial(
+            load,
+            load_module_strict=load_module_strict,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+            custom_load_fn=custom_load_fn,
+            **more,
+        )
+        return slot.data.checkpoints.load(read, os.fspath(load_dir), tag, load_module_only)
+
+    return load_checkpoint
+
+
+def _train_batch_hook(train: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
+    @functools.wraps(train)
+    def train_batch(data_iter: Iterator[Any] | None = None, *args: Any, **more: Any) -> Any:
+        in_flight.settle(slot.data.engine)  # a pipeline changes its weights without waiting for its writer
+        slot.data.before_train_batch()
+        result = train(slot.data if data_iter is None else data_iter, *args, **more)
+        slot.data.after_train_batch()
+        return result
+
+    return train_batch
+
+
+def _step_hook(step: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def engine_step(*args: Any, **more: Any) -> Any:
+        slot.data.before_step()
+        result = step(*args, **more)
+        slot.data.after_step()
+        return result
+
+    return engine_step
+
+
+def _forward_hook(forward: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def engine_forward(*inputs: Any, **more: Any) -> Any:
+        slot.data.saw((*inputs, *more.values()))
+        return forward(*inputs, **more)
+
+    return engine_forward

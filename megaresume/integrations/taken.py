@@ -1,0 +1,218 @@
+"""`Taken`: the micro-batches of one rank that were handed out, and that no optimizer step has trained yet.
+
+The engine's own calls are the clock. A step trains `per_step` micro-batches, so on every rank
+
+    next(data)            is refused while all micro-batches of a step are out: one of them would never be trained
+    engine.step()         within an accumulation: needs a micro-batch more than there were calls before it
+                          at its end: all micro-batches of the step are out, and the model was given each of them
+                          (`witness`); refused before a weight has changed
+    engine.global_steps   went up by one: what was out is trained
+
+Whatever a loop does with the iterator, a step trains exactly its samples, or the run stops and names the others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megaresume.integrations import deepspeed_engine as facts
+from megaresume.integrations.witness import Witness
+from megaresume.stream.errors import StateError
+from megaresume.verification.ranks import Noted
+
+__all__ = ["MicroBatch", "Taken", "TrainedStep"]
+
+_ACTION = (
+    "data.peek() shows the next batch without taking it, prefetch= reads ahead, skip= leaves samples out; "
+    "docs/loops.md has each of these loops and its cure"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One that is out."""
+
+    #: in words: its samples.
+    name: str
+    #: fingerprint of its tokens, and their number; None: it cannot be recognised.
+    key: int | None = None
+    tokens: int = 0
+    #: for the log of samples.
+    noted: Noted | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedStep:
+    """An optimizer step that was made."""
+
+    number: int
+    #: in the order of the model's forwards where they were recognised, else as they were handed out.
+    batches: tuple[MicroBatch, ...]
+    #: whether the model's forwards were recognised.
+    seen: bool
+
+
+class Taken:
+    """The micro-batches that are out.
+
+    Args:
+        engine: whose steps train them.
+        step: optimizer steps that it has made.
+        reads: whether this rank is given batches at all; other stages of a pipeline are not.
+        maker: of the batches, in words.
+    """
+
+    def __init__(self, engine: Any, step: int, *, reads: bool = True, maker: str = "megaresume.attach") -> None:
+        self.engine = engine
+        self.witness = Witness()
+        #: of the step that is being handed out: 0 before its first micro-batch.
+        self.per_step = 0
+        #: calls of ``engine.step()`` since the last optimizer step.
+        self.micro_steps = 0
+        self._step = step
+        self._reads = reads
+        self._maker = maker
+        self._out: list[MicroBatch] = []
+        #: fingerprints of micro-batches that were trained lately, or only looked at.
+        self._others: deque[int] = deque(maxlen=256)
+
+    def __len__(self) -> int:
+        return len(self._out)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all micro-batches of the step are out."""
+        return 0 < self.per_step == len(self._out)
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing of the step can have been trained: what is out may be handed out again."""
+        return not self.micro_steps and not self.witness.graphs
+
+    def open(self, per_step: int) -> None:
+        """Begin to hand out a step."""
+        self.per_step = per_step
+
+    def add(self, batch: MicroBatch) -> None:
+        """It is handed out."""
+        self._out.append(batch)
+
+    def looked_at(self, key: int) -> None:
+        """A micro-batch with this fingerprint is shown, and not taken."""
+        self._others.append(key)
+
+    def take_back(self) -> None:
+        """Whatever is out is handed out once more."""
+        self._out.clear()
+
+    def saw(self, inputs: Sequence[Any]) -> None:
+        """The model is given these inputs."""
+        self.witness.look(inputs, frozenset(batch.tokens for batch in self._out if batch.key is not None))
+
+    # What is refused
+
+    def check_more(self) -> None:
+        """Raise a StateError if a step's micro-batches are all out, and one more is asked for."""
+        if not self.is_full:
+            return
+        raise StateError(
+            "a micro-batch was taken and not trained",
+            found=f"{self._names()} taken, {self._calls()}, and next(data) asks for more{self._unseen()}",
+            expected=f"engine.step() for each of the {self.per_step} micro-batches of step {self._step + 1} first",
+            cause="one was used for something else (its shape, a warm-up, an evaluation), was passed over with "
+            "`continue`, or a wrapper reads ahead",
+            action=_ACTION,
+        )
+
+    def check_step(self) -> None:
+        """Before ``engine.step()``, on every rank: raise a StateError if it would train other micro-batches."""
+        if not self._reads:
+            return
+        if not facts.ends_step(self.engine):
+            if len(self._out) > self.micro_steps:
+                return
+            raise self._lacks("engine.step() was called again, and no micro-batch was taken for it")
+        if not self.is_full:
+            raise self._lacks("the optimizer step would not train all of its micro-batches")
+        if missing := self._unseen():
+            raise StateError(
+                "a micro-batch was taken and not trained",
+                found=f"{self._names()} taken for step {self._step + 1}{missing}",
+                expected="each of them in a forward of the engine, with gradients",
+                cause="one was evaluated or dropped, and another trained in its place",
+                action=_ACTION,
+            )
+
+    def check_save(self) -> None:
+        """Raise a StateError if micro-batches of a step are trained whose gradients no checkpoint holds."""
+        if not self.micro_steps:
+            return
+        raise StateError(
+            "a checkpoint was asked for in the middle of an accumulation",
+            found=f"{self._calls()} since step {self._step}, of {self.per_step}",
+            expected="a save right after the engine.step() that ends a step",
+            cause="the loop asks after every micro-step, or asks is_gradient_accumulation_boundary() after "
+            "engine.step(), which then speaks of the next micro-step",
+            action="ask before engine.step(): last = engine.is_gradient_accumulation_boundary(); save if last",
+        )
+
+    def _lacks(self, headline: str) -> StateError:
+        return StateError(
+            headline,
+            found=f"{self._names() if self._out else 'no micro-batch'} taken, {self._calls()}",
+            expected=f"{self.per_step or 'all'} micro-batches for step {self._step + 1}, one for each engine.step() or "
+            "all before it",
+            cause="a micro-batch was trained twice, or one that is not of this data; iter(data) was called while "
+            "one was out, which is then handed out again; or the batch size was changed in the middle of a step",
+            action=f"train what next(data) gives, once; for a ramp-up pass schedule= to {self._maker}; see "
+            "docs/loops.md",
+        )
+
+    def _calls(self) -> str:
+        return f"engine.step() called {self.micro_steps} time{'s' * (self.micro_steps != 1)}"
+
+    def _names(self) -> str:
+        names = [batch.name for batch in self._out]
+        return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+    def _unseen(self) -> str:
+        """Which micro-batches the model was not given, if that is known."""
+        seen = self._seen()
+        missing = [] if seen is None else [b.name for k, b in enumerate(self._out) if k not in seen]
+        return f"; the model was not given {', '.join(missing)}" if missing else ""
+
+    def _seen(self) -> list[int] | None:
+        keys = [batch.key for batch in self._out if batch.key is not None]
+        return self.witness.seen(keys, self._others) if len(keys) == len(self._out) else None
+
+    # What is trained
+
+    def settle(self) -> TrainedStep | None:
+        """Take note of an optimizer step that was made since the last call.
+
+        Raises:
+            StateError: steps were made that these micro-batches cannot have led to.
+        """
+        steps = int(self.engine.global_steps)
+        if steps == self._step:
+            return None
+        if self._reads and (steps != self._step + 1 or not self.is_full):
+            raise StateError(
+                "the optimizer steps and the batches that were handed out do not fit",
+                found=f"iteration {steps}; batches were handed out up to iteration {self._step}"
+                + (f", and {len(self._out)} of {self.per_step} of the next" if self._out else ""),
+                expected="all micro-batches of a step before engine.step() ends it",
+                cause="the engine trained on other batches, or was loaded without its load_checkpoint method",
+                action="feed the engine from this data alone; for a ramp-up of the batch size pass schedule= to "
+                f"{self._maker}",
+            )
+        seen = self._seen() if self._out else None
+        batches = self._out if seen is None else [self._out[index] for index in seen]
+        done = TrainedStep(steps, tuple(batches), seen is not None)
+        self._others += [batch.key for batch in self._out if batch.key is not None]
+        self._step, self.per_step, self.micro_steps, self._out = steps, 0, 0, []
+        self.witness.clear()
+        return done
