@@ -1,13 +1,16 @@
-# Two commands for a newcomer: `make demo` and `make test`. Each sets up everything that it needs.
+# `make demo` and `make test` are for a newcomer, `make check` is for every edit; CONTRIBUTING.md says which runs what.
+# Each sets up everything that it needs.
 
 PYTHON ?= python3
 VENV   ?= .venv
-# Test files at the same time; most start two processes.
+# Test files at the same time; many start two processes.
 WORKERS ?= 2
 BIN    := $(VENV)/bin
+# A file stays in one worker, which makes its fixtures once; tests/tiers.py puts the longest files first.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint types bench clean
+.PHONY: demo check test test-all upstream lint types bench clean
 
 # The constraints file pins what CI runs; a GPU machine gets the CUDA build of the same torch.
 $(STAMP): pyproject.toml constraints.txt
@@ -20,11 +23,38 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/megaresume demo --overwrite
 
-test: $(STAMP) lint types
-	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile --durations 25
+check: $(STAMP) lint types
+	$(PYTEST) -m "not process and not release"
 
-test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow
+test: $(STAMP) lint types
+	$(PYTEST) -m "not release" --durations 25
+
+test-all: $(STAMP) lint types
+	$(PYTEST) --durations 25
+
+# docs/compatibility.md, from real upstream code: hours. CLONES is a folder of git clones, CLONES/OWNER/NAME; what is
+# missing is said. ONLY="main runs" repeats a part; other results are kept in SCRATCH.
+PYTHON311 ?= python3.11
+PYTHON312 ?= python3.12
+CLONES    ?= clones
+SCRATCH   ?= .upstream/scratch
+UPSTREAM  := .upstream/3.11/.installed .upstream/3.12/.installed
+.PHONY: upstream-clones
+
+.upstream/3.11/.installed: UPSTREAM_PYTHON = $(PYTHON311)
+.upstream/3.12/.installed: UPSTREAM_PYTHON = $(PYTHON312)
+$(UPSTREAM): .upstream/%/.installed: pyproject.toml tests/upstream/requirements.txt | upstream-clones
+	$(UPSTREAM_PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[text,patch]' -r tests/upstream/requirements.txt
+	touch $@
+
+upstream-clones:
+	@$(PYTHON) -m tests.upstream.trees $(CLONES) $(ONLY)
+
+upstream: upstream-clones $(UPSTREAM)
+	.upstream/3.11/bin/python -m tests.upstream --clones $(CLONES) --scratch $(SCRATCH) \
+	  --python312 .upstream/3.12/bin/python $(if $(ONLY),--only $(ONLY))
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+pytest_plugins = ["tests.tiers"]
+
+# Before torch is imported, here and in what is started: threads of many processes at once are in each other's way.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Derandomized: a run that fails in CI fails on the next machine too. No deadline: CI machines are slow and shared.
 settings.register_profile(

@@ -15,6 +15,8 @@ from megaresume.cli.main import main
 from tests.cli.conftest import Run, megaresume, run  # noqa: F401  a fixture
 from tests.cli.test_latest import WRITERS, archive, write_hugging_face, write_megatron, write_verl, write_zero
 
+pytestmark = pytest.mark.process
+
 
 def doctor(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, list[dict[str, str]]]:
     """(exit status, checks of the directory and the logs)."""

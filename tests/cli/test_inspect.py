@@ -7,7 +7,6 @@ import pickle
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -233,16 +232,11 @@ def test_nothing_is_unpickled(root: Path, tmp_path: Path, inspect: Inspect) -> N
     assert not (tmp_path / "sprung").exists()
 
 
-def test_quick_and_without_heavy_imports(root: Path) -> None:
+@pytest.mark.process
+def test_nothing_heavy_is_imported(root: Path) -> None:
     helpers.save_checkpoint(root, 40)
     command = [sys.executable, "-X", "importtime", "-m", "megaresume.cli.main", "inspect", str(root)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     imported = {line.split("|")[-1].strip().split(".")[0] for line in result.stderr.splitlines()}
     assert "xxhash" in imported
     assert not imported & {"numpy", "numba", "torch", "deepspeed", "megatron", "yaml", "tqdm", "concurrent"}
-    seconds = []
-    for _ in range(5):
-        began = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "megaresume.cli.main", "inspect", str(root)], check=True)
-        seconds.append(time.perf_counter() - began)
-    assert min(seconds) < 0.5

@@ -136,6 +136,7 @@ def test_the_manifest_decides(run: Run, capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out == "global_step2\n"
 
 
+@pytest.mark.process
 def test_as_a_program(tmp_path: Path) -> None:
     path = write_zero(tmp_path / "a b", 4)
     done = megaresume("latest", tmp_path / "a b")
@@ -147,6 +148,7 @@ def test_as_a_program(tmp_path: Path) -> None:
     assert not {"torch", "numpy", "deepspeed", "transformers"}.intersection(done.stdout.split())
 
 
+@pytest.mark.process
 def test_names_that_are_no_text(tmp_path: Path) -> None:
     root = tmp_path / os.fsdecode(b"\xff dir")
     path = write_zero(root, 4)

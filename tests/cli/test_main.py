@@ -8,11 +8,12 @@ import pytest
 
 from megaresume.cli.flags import normalise
 from megaresume.cli.main import COMMANDS, main
-from tests.cli.conftest import megaresume
+from tests.cli.conftest import megaresume, megaresume_process
 
 
+@pytest.mark.process
 def test_help_names_every_command():
-    done = megaresume("--help")
+    done = megaresume_process("--help")
     assert done.returncode == 0
     for name in COMMANDS:
         assert re.search(rf"^    {name}\s", done.stdout, re.MULTILINE), name
@@ -21,6 +22,13 @@ def test_help_names_every_command():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself(command):
     assert "usage: megaresume " + command in megaresume(command, "--help").stdout
+
+
+@pytest.mark.process
+def test_the_exit_status_is_that_of_the_process(tmp_path):
+    done = megaresume_process("inspect", tmp_path / "nowhere")
+    assert done.returncode == 2
+    assert done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -50,6 +58,7 @@ def test_dashes_and_underscores_are_the_same_in_flags_only():
     ]
 
 
+@pytest.mark.process
 def test_a_closed_pipe_is_no_crash(run):
     import subprocess
     import sys
@@ -59,6 +68,7 @@ def test_a_closed_pipe_is_no_crash(run):
     assert done.stdout.startswith("sample         0") and "Traceback" not in done.stderr
 
 
+@pytest.mark.process
 def test_the_cheap_commands_import_nothing_heavy(run):
     import subprocess
     import sys

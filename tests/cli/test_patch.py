@@ -14,6 +14,7 @@ from megaresume.patching.errors import PatchError
 from megaresume.patching.files import replace_script
 from tests.cli.conftest import megaresume
 from tests.patching.scripts import MINDSPEED, UP_TO_0_17, V0_19
+from tests.patching.test_revert import edit
 
 
 @pytest.fixture
@@ -48,6 +49,7 @@ def test_the_whole_way(script):
     assert stat.S_IMODE(script.stat().st_mode) == 0o754
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("text", [V0_19, V0_19.replace("\n", "\r\n"), UP_TO_0_17.rstrip("\n"), MINDSPEED])
 def test_the_diff_is_one_that_patch_takes(tmp_path, text):
     path = tmp_path / "train.py"
@@ -108,7 +110,7 @@ def test_what_cannot_be_done_is_status_1_and_changes_nothing(tmp_path, flags):
 
 def test_an_edited_patch_is_named_by_check(script):
     megaresume("patch", script)
-    script.write_bytes(script.read_bytes().replace(b".provider(datasets_provider)", b".provider(other)"))
+    script.write_bytes(edit(script.read_bytes(), b".provider(datasets_provider)", b".provider(other)"))
     done = megaresume("patch", script, "--check")
     assert done.returncode == 1 and "edited" in done.stdout and "megaresume.provider(other)" in done.stdout
     assert megaresume("patch", script).returncode == 1

@@ -14,6 +14,8 @@ import pytest
 
 from megaresume.sources import IndexedSource
 
+pytestmark = pytest.mark.process
+
 PROGRAM = """
 import argparse, sys
 from megaresume.cli import prepare

@@ -75,6 +75,7 @@ def test_errors_have_a_status_and_no_traceback(there, capsys, args, status, text
     assert text in err and "Traceback" not in err
 
 
+@pytest.mark.process
 def test_a_blend_of_shards_and_text_is_a_stream(there, capsys):
     assert main(["prepare", "shards/*.tar", "--output", "pairs", "--processor", PATCHES]) == 0
     assert main(["prepare", "text.jsonl", "--output", "text"]) == 0

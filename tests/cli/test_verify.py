@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 
@@ -14,6 +15,8 @@ from megaresume.checkpoint.data_file import write_data_file
 from megaresume.checkpoint.state_file import read_step_file
 from megaresume.loading.open import open_stream
 from megaresume.sources.layout import HEADER_BYTES
+from megaresume.stream.errors import StateError
+from megaresume.stream.fingerprints import same_corpora
 from tests.cli.conftest import megaresume
 
 
@@ -54,6 +57,39 @@ def test_one_byte_of_a_length_is_found_and_named(run, document):
     assert ("first difference" in done.stdout) == (document in [d for d, _ in of_web])
 
 
+def test_other_tokens_of_the_same_lengths(run):
+    """No length differs, so every digest is right; a resume, verify and plan refuse all the same."""
+    before = open_stream(run.data).state_at(96)
+    path = run.corpora / "web.bin"
+    path.write_bytes(bytes(reversed(path.read_bytes())))
+    with pytest.raises(StateError, match="source 'web' is not the corpus that the state was made with") as error:
+        open_stream(run.data, state=before)
+    assert "web.contents" in str(error.value.found) and "web.lengths" not in str(error.value.found)
+    report = json.loads(megaresume("verify", run.save, "--json").stdout)
+    assert not report["holds"] and all(point["holds"] for point in report["points"])
+    assert len(report["corpora"]) == 1 and "web.contents" in report["corpora"][0]
+    plan = megaresume("plan", run.save, "--data", run.data)
+    assert plan.returncode == 1 and "web.contents" in plan.stdout + plan.stderr
+
+
+def test_one_corpus_under_two_names_is_said(run):
+    config = yaml.safe_load(run.data.read_text())
+    for end in (".bin", ".idx", ".megaresume.json"):
+        shutil.copy(run.corpora / f"code{end}", run.corpora / f"copy{end}")
+    config["sources"]["again"] = {"path": "corpora/copy", "weight": 0.1}
+    twice = run.data.with_name("twice.yaml")
+    twice.write_text(yaml.safe_dump(config, sort_keys=False))
+    stream = open_stream(twice)
+    (line,) = same_corpora(stream.fingerprints)
+    assert line.startswith("sources 'code' and 'again' are one corpus") and "120 documents" in line
+    assert not same_corpora(open_stream(run.data).fingerprints)
+    # What only lengths are known of may be the same corpus, or not.
+    known = {name: dataclasses.replace(f, contents=None) for name, f in stream.fingerprints.items()}
+    assert not same_corpora(known)
+    plan = megaresume("plan", run.save, "--data", twice, "--on-change", "stage")
+    assert line in " ".join(plan.stdout.split())
+
+
 def test_the_first_differing_sample_is_bracketed(run):
     """A length in use is changed; the difference lies between the two recorded points around its sample."""
     stream = open_stream(run.data)
@@ -78,13 +114,12 @@ def test_the_last_length_does_not_even_open(run):
 
 
 def test_a_corpus_with_other_lengths_that_fit_each_other(run):
-    """The same number of documents and tokens, two lengths exchanged: only their hash tells."""
+    """The same number of documents and tokens in another order: only the hash of their lengths tells."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
     old = IndexedDataset(str(run.corpora / "web"))
     documents = [np.array(old[i]) for i in range(len(old))]
-    assert len(documents[3]) != len(documents[4])
-    documents[3], documents[4] = documents[4], documents[3]
+    documents.reverse()
     del old
     import torch
 
@@ -127,7 +162,10 @@ def test_bad_input(run):
 
 
 def test_a_split_that_was_a_flag(run, tmp_path):
-    """The run's config was given with --split; the data.yaml passed to verify does not have it."""
+    """The run's config was given with --split; the data.yaml passed to verify does not have it.
+
+    The training part is the beginning of the corpus, as of one that has grown since: it is found either way.
+    """
     from megaresume.checkpoint import begin_save, commit_save
 
     stream = open_stream(run.data, split="8,1,1")
@@ -136,9 +174,10 @@ def test_a_split_that_was_a_flag(run, tmp_path):
     (save / "global_step2").mkdir()
     (save / "global_step2" / "model.pt").write_bytes(b"weights")
     commit_save(pending, expected_files=["model.pt"])
-    assert megaresume("verify", save, "--data", run.data).returncode == 1
-    done = megaresume("verify", save, "--data", run.data, "--split", "8,1,1")
-    assert done.returncode == 0, done.stdout + done.stderr
+    for flags in ((), ("--split", "8,1,1")):
+        done = megaresume("verify", save, "--data", run.data, *flags)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert megaresume("verify", save, "--data", run.data, "--split", "7,2,1").returncode == 1
 
 
 def test_a_branch_that_was_given_up_is_not_judged(run):

@@ -26,6 +26,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.process
 def test_commands(directory: Path) -> None:
     assert len(COMMANDS) == 5
     printed = ""
@@ -51,6 +52,7 @@ def test_the_table(tmp_path: Path) -> None:
     assert sorted(hit.line for hit in scan(tmp_path / "log")) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.process
 def test_every_flag_is_explained() -> None:
     done = subprocess.run([sys.executable, "-m", "megaresume", "doctor", "--help"], capture_output=True, text=True)
     flags = re.findall(r"^  (--[a-z][a-z-]+)", done.stdout, flags=re.MULTILINE)

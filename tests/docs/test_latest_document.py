@@ -32,6 +32,7 @@ def lay_out(root: Path, call: str) -> str:
     return names[call]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("call", CALLS)
 def test_launch_lines(call: str, tmp_path: Path) -> None:
     (block,) = [block for block in BLOCKS if call in block]

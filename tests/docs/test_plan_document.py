@@ -24,6 +24,7 @@ def directory(run: Run) -> Path:  # noqa: F811
     return run.save.parent
 
 
+@pytest.mark.process
 def test_the_commands(directory: Path) -> None:
     text = DOCUMENT.read_text()
     commands = SHOWN.findall(text)
@@ -44,6 +45,7 @@ def test_the_commands(directory: Path) -> None:
     assert (directory / "plan.json").stat().st_size > 100
 
 
+@pytest.mark.process
 def test_every_flag_is_explained() -> None:
     done = subprocess.run([sys.executable, "-m", "megaresume", "plan", "--help"], capture_output=True, text=True)
     flags = re.findall(r"^  (--[a-z][a-z-]+)", done.stdout, flags=re.MULTILINE)

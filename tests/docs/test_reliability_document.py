@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.reliability.command import FLIP, SAVE
 from tests.reliability.faults import FAULTS
 from tests.reliability.session import masked
@@ -29,6 +31,7 @@ def test_the_table() -> None:
         assert (resumed + refused, lost) == (tried, 0), name
 
 
+@pytest.mark.process
 def test_the_session_and_the_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.reliability", "--session"], cwd=ROOT, capture_output=True, text=True, check=False

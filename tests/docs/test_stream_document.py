@@ -42,6 +42,7 @@ def test_the_commands(directory):
         assert "wiki" in done.stdout
 
 
+@pytest.mark.process
 def test_the_code(directory):
     (code,) = blocks("python")
     code += (

@@ -24,6 +24,7 @@ def layout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conftest, "Topology", functools.partial(Topology, micro_batch_size=2))
 
 
+@pytest.mark.process
 def test_the_commands(layout: None, run: Run) -> None:
     commands = re.findall(r"^    megaresume (trace .*)$", DOCUMENT.read_text(), flags=re.MULTILINE)
     output = ""

@@ -83,6 +83,7 @@ def test_the_commands(
         assert line in output.splitlines(), line
 
 
+@pytest.mark.process
 def test_the_validation_sets(tmp_path: Path) -> None:
     text = (DOCS / "validation.md").read_text()
     (config,) = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)

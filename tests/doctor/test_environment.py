@@ -39,6 +39,7 @@ def test_versions(version: str, status: str) -> None:
     assert (check.action is None) == (status == "ok")
 
 
+@pytest.mark.process
 def test_this_environment() -> None:
     found = {check.name: check for check in environment_checks()}
     assert found["python"].status == "ok" and found["torch"].status == "ok"
@@ -106,6 +107,7 @@ def test_mounts(tmp_path: Path) -> None:
     assert mount_of(tmp_path, Path("/proc/self/mountinfo").read_text())[0] != "unknown"
 
 
+@pytest.mark.process
 def test_locks_and_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def status(size: int | None) -> dict[str, str]:
         return {check.name: check.status for check in filesystem_checks(tmp_path, size, 3)}

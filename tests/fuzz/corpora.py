@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import struct
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,13 +17,13 @@ import xxhash
 
 from megaresume.integrations.megatron.guard.show import describe, read_record
 from megaresume.integrations.megatron.state import read_state, write_state
-from megaresume.patching.recipe_file import read_recipe
+from megaresume.patching.recipe import read_recipe
 from megaresume.sources import read_data_config
 from megaresume.sources.catalog import read_validation
 from megaresume.sources.indexed import IndexedSource
 from megaresume.sources.shards.index import ShardIndex
 from megaresume.sources.shards.layout import COLUMNS, COLUMNS_AT, FORMAT, PREAMBLE_BYTES, Preamble, column_places
-from megaresume.sources.sidecar import FileIdentity, read_fingerprint, read_tokenizer, sidecar_path
+from megaresume.sources.sidecar import CorpusIdentity, read_fingerprint, read_tokenizer, sidecar_path
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import ConfigError, MegaresumeError, StateError
 from megaresume.stream.skips import with_skip_files
@@ -197,7 +198,7 @@ def _shards() -> bytes:
         "invalid": {"policy": "error", "count": 0, "first": []},
         "encoder": {"fingerprint": "0" * 32, "spec": {"tokenizer": {}}},
         "shards": [{"path": "a.tar", "size": 10240, "records": 2}, {"path": "b.tar", "size": 10240, "records": 3}],
-        "fingerprints": [{"range": [0, records], "tokens": 15, "hash": "0" * 32}],
+        "fingerprints": [{"range": [0, records], "tokens": 15, "hash": "0" * 32, "contents": "0" * 16}],
         "columns": {name: xxhash.xxh3_128_hexdigest(column.data) for name, column in columns.items()},
     }
     body = bytearray(places["end"])
@@ -255,7 +256,7 @@ def _beside() -> Path:
 def check_sidecar(data: bytes) -> None:
     prefix = _beside()
     sidecar_path(prefix).write_bytes(data)
-    identity = FileIdentity.of(Path(f"{prefix}.idx").stat())
+    identity = CorpusIdentity.of(prefix)
     with contextlib.suppress(MegaresumeError):
         read_fingerprint(prefix, identity, 0, 3)
     with contextlib.suppress(MegaresumeError):
@@ -267,8 +268,8 @@ def check_sidecar(data: bytes) -> None:
 def _sidecars() -> list[bytes]:
     from megaresume.sources import sidecar
 
-    identity = FileIdentity.of(Path(f"{_beside()}.idx").stat())
-    entry = {"idx": identity.to_dict(), "range": [0, 3], "documents": 3, "tokens": 24, "lengths": "0" * 32}
+    entry = {**asdict(CorpusIdentity.of(_beside())), "range": [0, 3], "documents": 3, "tokens": 24}
+    entry |= {"lengths": "0" * 32, "contents": "0" * 16}
     content = {"format": sidecar.FORMAT, "version": sidecar.VERSION, "fingerprints": [entry]}
     tokenizer = {"fingerprint": "x", "idx_bytes": 1, "bin_bytes": 1}
     return [json.dumps(c).encode() for c in (content, content | {"tokenizer": tokenizer})] + [b"[" * 100_000]

@@ -18,15 +18,18 @@ NAMES = [name for name in TARGETS if name not in PLANTED]
 KEPT = sorted(path for path in FINDINGS.glob("*/*"))
 
 
-def test_nothing_is_found(tmp_path: Path) -> None:
+@pytest.mark.process
+@pytest.mark.parametrize("names", [NAMES[::4], pytest.param(NAMES, marks=pytest.mark.release)], ids=["some", "all"])
+def test_nothing_is_found(tmp_path: Path, names: list[str]) -> None:
     """No crash, no hang, no damaged file that passes for another one."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        outcomes = list(pool.map(lambda name: fuzz(name, seconds=SECONDS, findings=tmp_path, seed=1), NAMES))
+        outcomes = list(pool.map(lambda name: fuzz(name, seconds=SECONDS, findings=tmp_path, seed=1), names))
     found = [f"{outcome.name}:\n{outcome.text[-4000:]}" for outcome in outcomes if outcome.status]
     assert not found, f"try one again: python -m tests.fuzz --only NAME --try FILE (in {tmp_path})\n" + "\n".join(found)
     assert all("runs" in outcome.text for outcome in outcomes)
 
 
+@pytest.mark.process
 def test_a_fault_is_found(tmp_path: Path) -> None:
     """The fuzzer itself works: it gets behind three conditions, and keeps what it found."""
     outcome = fuzz("planted-fault", seconds=20, findings=tmp_path, seed=1)

@@ -15,6 +15,8 @@ from megaresume.checkpoint import begin_save, commit_save, record_start
 from megaresume.checkpoint.data_file import write_data_file
 from megaresume.loading.open import open_stream
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[2]
 
 #: Runs the command line in a process that a class looked up by any unpickler, of C, Python, torch or numpy, ends.

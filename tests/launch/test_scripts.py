@@ -198,7 +198,7 @@ def test_deepspeed_is_started_again_after_a_failure(start: Start, directory: Pat
     ]
 
 
-@pytest.mark.slow  # tests/training/test_restart_in_place.py does the same with torchrun itself
+@pytest.mark.release
 def test_torchrun_goes_on_in_place_without_a_lost_node(start: Start, directory: Path) -> None:
     place = {"NNODES": "1:2", "MASTER_PORT": free_port(), "PROCS_PER_NODE": 1, "MAX_RESTARTS": 2}
     place["RENDEZVOUS"] = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=2"

@@ -144,6 +144,7 @@ def test_a_signal_a_requeue_a_cancel_and_the_end(slurm: Cluster, directory: Path
     assert run.is_whole(last)
 
 
+@pytest.mark.release
 def test_the_time_limit_where_requeue_is_not_allowed(slurm: Cluster, directory: Path) -> None:
     run = Run("chain", directory, slurm)
     options = ("--nodes=1", "--no-requeue", "--time=30", "--signal=B:USR1@40")
@@ -170,7 +171,7 @@ def test_the_time_limit_where_requeue_is_not_allowed(slurm: Cluster, directory: 
     assert run.is_whole(run.steps()[-1])
 
 
-@pytest.mark.slow  # test_smoke_slurm.py kills a rank under the same script
+@pytest.mark.release
 def test_a_killed_rank_under_deepspeed(slurm: Cluster, directory: Path) -> None:
     run = Run("killed", directory, slurm)
     flags = f"{ENDLESS} --save-interval 5 --megaresume-keep-last 2"
@@ -236,7 +237,7 @@ def test_refusals(slurm: Cluster, directory: Path) -> None:
     assert not run.steps()
 
 
-@pytest.mark.slow  # a minute until the limit, the least that Slurm knows
+@pytest.mark.release
 def test_a_time_limit_without_a_signal_before_it(slurm: Cluster, directory: Path) -> None:
     run = Run("limit", directory, slurm)
     # 28 is WINCH, which means nothing to a batch script.

@@ -72,6 +72,7 @@ def through_every_stop(record: Callable[[str, object], None], out: Path, *words:
     assert costs_steps(result, "sigkill")
 
 
+@pytest.mark.release
 @pytest.mark.timeout(1800)
 def test_torchrun_through_every_stop(
     slurm: Cluster, tmp_path: Path, record_property: Callable[[str, object], None]
@@ -89,7 +90,7 @@ def test_torchrun_through_every_stop(
     assert slurm.slurm("squeue", "-h") == ""
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "words",
@@ -103,13 +104,14 @@ def test_the_others_through_every_stop(
 
 @pytest.mark.timeout(1800)
 def test_deepspeed_with_zero_1(slurm: Cluster, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
-    words = ["--launch", "deepspeed", "--zero-stage", "1", "--kill", "node-down,sigkill", "--nodes", "2,3,1"]
-    short = ["--steps", "36", "--save-interval", "2", "--micro-batch-size", "1", "--workers", "0"]
+    words = ["--launch", "deepspeed", "--zero-stage", "1", "--kill", "node-down,preempt,sigkill", "--nodes", "2,3,1,2"]
+    short = ["--steps", "48", "--save-interval", "2", "--micro-batch-size", "1", "--workers", "0"]
     result = proved(record_property, tmp_path / "out", *words, *short)
-    assert layouts(result) == [2, 3, 1]
-    assert costs_steps(result, "sigkill")
+    assert layouts(result) == [2, 3, 1, 2]
+    assert result["stops"][1]["lost"] == 0 and costs_steps(result, "sigkill")
 
 
+@pytest.mark.release
 @pytest.mark.timeout(1800)
 def test_images_and_text(slurm: Cluster, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     words = ["--model", "vlm", "--zero-stage", "1", "--kill", "node-down,sigterm", "--nodes", "2,3,1"]

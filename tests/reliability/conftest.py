@@ -10,15 +10,21 @@ from typing import Any
 
 import pytest
 
+#: flags of the command: for `make test`, and for `make test-all`.
+QUICK = ("--quick", "--kills", "1", "--trials", "1")
+WHOLE = ("--trials", "4")
 
-@pytest.fixture(scope="session")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+
+@pytest.fixture(scope="session", params=["quick", pytest.param("whole", marks=pytest.mark.release)])
+def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
     """What `python -m tests.reliability` counted: fault -> outcome -> times, and a line for everything lost."""
+    quick = request.param == "quick"
     path = tmp_path_factory.mktemp("reliability") / "results.json"
-    command = [sys.executable, "-m", "tests.reliability", "--results", path, "--trials", "4"]
+    command = [sys.executable, "-m", "tests.reliability", "--results", path, *(QUICK if quick else WHOLE)]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert path.exists(), done.stdout + done.stderr
     found = json.loads(path.read_text())
     found["output"] = done.stdout + done.stderr
     found["status"] = done.returncode
+    found["quick"] = quick
     return found

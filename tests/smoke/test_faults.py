@@ -11,6 +11,8 @@ import pytest
 
 from tests.smoke.conftest import smoke as command
 
+pytestmark = pytest.mark.process
+
 TOY = Path(__file__).parent / "toy.py"
 #: RANK: as a launcher sets it, so that the rank is found.
 SCRIPT = f'#!/bin/bash\nRANK=${{NODE_RANK}} exec {sys.executable} {TOY} "$@"\n'

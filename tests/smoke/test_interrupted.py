@@ -41,6 +41,7 @@ def nothing_is_ignored() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("number", SIGNALS)
 def test_nothing_is_left_behind(tmp_path: Path, number: signal.Signals) -> None:
     script = tmp_path / "train.sh"

@@ -9,6 +9,8 @@ import pytest
 
 from tests.smoke.conftest import ROOT, costs_steps, smoke
 
+pytestmark = pytest.mark.process
+
 pytest.importorskip("megatron.core")
 
 MINI = ROOT / "tests" / "integrations" / "megatron" / "mini"
@@ -47,7 +49,7 @@ def test_torchrun_on_two_nodes_and_one(tmp_path: Path) -> None:
     assert page.count("<svg") == 1 and "http" not in page.replace("http://www.w3.org", "")
 
 
-@pytest.mark.slow  # tests/launch does the same with the deepspeed launcher
+@pytest.mark.release
 def test_deepspeed_launcher_with_its_own_data(tmp_path: Path) -> None:
     from tests.training.conftest import write_corpus
 
@@ -122,7 +124,7 @@ def test_a_megatron_script(tmp_path: Path) -> None:
     assert compared["compared"] == 40 and compared["hashed"] == stop["resumed_from"]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_images(tmp_path: Path) -> None:
     status, result, text = smoke(tmp_path, "--model", "vlm", "--kill", "preempt,node-down", "--zero-stage", 1)
     assert status == 0 and result["holds"] and result["verified"], text

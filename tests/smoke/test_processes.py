@@ -12,6 +12,8 @@ from megaresume.smoke.job import Launch
 from megaresume.smoke.local import LocalScript
 from megaresume.stream.errors import SetupError
 
+pytestmark = pytest.mark.process
+
 #: a launcher whose rank has a session of its own, and a worker that has inherited who its rank is.
 RANK = 'RANK=$NODE_RANK setsid bash -c \'echo $$ >> "$1/ranks"; bash -c "sleep 100; :" & wait\' - "$1"'
 

@@ -13,6 +13,7 @@ import pytest
 
 from megaresume.training.jobs import Launcher, LocalJob
 from megaresume.training.records import RunRecords, read_records
+from tests.warm import WarmJob
 
 VOCAB = 256
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 256 --lr 1e-3 --split 9,1,0"
@@ -98,15 +99,15 @@ class Runs:
             return f'"event": "step", "step": {kill_after},'.encode() in new
 
         output = self.directory / f"{name}.txt"
-        with LocalJob(
+        with WarmJob(
             "megaresume.training", arguments, num_processes=num_processes, output=output, launcher=launcher, env=env
         ) as job:
             if during is not None:
                 during(job)
             if kill_after is None:
-                status = job.wait(300)
+                status = job.wait(1200)
                 return Ended(status, job.text(), log)
-            assert job.wait_until(reached, timeout=300), job.text()[-4000:]
+            assert job.wait_until(reached, timeout=1200), job.text()[-4000:]
             assert job.kill() >= num_processes
             return Ended(None, job.text(), log)
 

@@ -9,14 +9,16 @@ import pytest
 
 from megaresume.training.compare import compare_all
 from megaresume.training.records import read_records
-from tests.cli.conftest import megaresume
+from tests.cli.conftest import megaresume_process
+
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     """(directory, result) of a short demo."""
     out = tmp_path_factory.mktemp("demo") / "out"
-    done = megaresume("demo", "--steps", "30", "--out", out, "--json")
+    done = megaresume_process("demo", "--steps", "30", "--out", out, "--json")
     assert done.returncode == 0, done.stderr[-3000:]
     return out, json.loads(done.stdout)
 
@@ -41,10 +43,10 @@ def test_the_report_is_one_page_with_everything_inside(demo):
 
 
 def test_it_removes_nothing_that_it_did_not_make(demo, tmp_path):
-    again = megaresume("demo", "--out", demo[0])
+    again = megaresume_process("demo", "--out", demo[0])
     assert again.returncode == 2 and "--overwrite" in again.stderr
     (tmp_path / "thesis.tex").write_text("precious")
-    done = megaresume("demo", "--out", tmp_path, "--overwrite")
+    done = megaresume_process("demo", "--out", tmp_path, "--overwrite")
     assert done.returncode == 2 and (tmp_path / "thesis.tex").read_text() == "precious"
 
 

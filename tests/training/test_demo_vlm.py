@@ -13,7 +13,7 @@ from megaresume.encoding.multimodal.prepare import prepare_shards
 from megaresume.training.demo.digits import ENCODER, Pictures, write_pictures
 from megaresume.training.demo.vlm import VLM
 from megaresume.training.records import read_records
-from tests.cli.conftest import megaresume
+from tests.cli.conftest import megaresume_process
 
 
 def answer(document: int, expected: str, predicted: str) -> dict[str, object]:
@@ -48,10 +48,10 @@ def test_it_tells_the_share_of_digits_and_shows_pictures(tmp_path: Path) -> None
     assert "<code>3 1</code> <small>right</small>" in page and "<code>1</code> <small>expected 7</small>" in page
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_all_of_it_short(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    done = megaresume("demo", "--vlm", "--steps", "30", "--out", out, "--json")
+    done = megaresume_process("demo", "--vlm", "--steps", "30", "--out", out, "--json")
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
     assert result["holds"] and result["steps"] == 30 and result["digits"] > 300

@@ -96,6 +96,7 @@ def test_a_deepspeed_config_that_contradicts(tmp_path: Path, text: str, words: s
         deepspeed_config(config_arguments(path), global_batch_size=16, num_parameters=5)
 
 
+@pytest.mark.process
 def test_kill_leaves_no_process(tmp_path: Path) -> None:
     """Also the children of children: a launcher's ranks and their workers."""
     script = tmp_path / "parent.py"
@@ -115,6 +116,7 @@ def test_kill_leaves_no_process(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.process
 def test_what_a_dead_rank_leaves_behind_is_ended(tmp_path: Path) -> None:
     """As the process in which megatron-core writes a checkpoint, when its rank is killed."""
     script = tmp_path / "parent.py"
@@ -130,6 +132,7 @@ def test_what_a_dead_rank_leaves_behind_is_ended(tmp_path: Path) -> None:
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.process
 def test_a_job_that_hangs_is_killed_and_said(tmp_path: Path) -> None:
     script = tmp_path / "hang.py"
     script.write_text("import time\nprint('here', flush=True)\ntime.sleep(600)\n")
@@ -139,6 +142,7 @@ def test_a_job_that_hangs_is_killed_and_said(tmp_path: Path) -> None:
         assert not job.running()
 
 
+@pytest.mark.process
 def test_one_failed_rank_ends_the_others(tmp_path: Path) -> None:
     script = tmp_path / "half.py"
     script.write_text("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(600)\n")

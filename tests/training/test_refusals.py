@@ -88,7 +88,7 @@ def test_checkpoints_are_never_overwritten_or_passed_over(runs: Any, data_yaml: 
 
     over = runs("over", f"{SHORT} --save {{dir}}/first", num_processes=1)
     assert over.status == 2
-    assert "a fresh start would overwrite" in over.text and "--load was forgotten" in over.text
+    assert "this start did not load a checkpoint of this directory" in over.text and "--load was forgotten" in over.text
     assert files(directory) == before
 
     # Weights only, into a new directory: step 0, sample 0, other weights than a fresh start's.

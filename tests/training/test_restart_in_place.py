@@ -165,6 +165,7 @@ def test_nodes_are_lost_and_won(nodes: Any, uninterrupted: Any) -> None:
     assert "is in use" not in said
 
 
+@pytest.mark.release
 def test_a_rank_is_lost(nodes: Any, uninterrupted: Any) -> None:
     """One node of two ranks without a rendezvous of its own; a rank is killed; the run ends as if nothing had been."""
     job = nodes(ONE_NODE, "--train-iters 20")
@@ -195,6 +196,7 @@ def test_the_shared_store_is_named() -> None:
     assert launch.restart_warning({}) is None
 
 
+@pytest.mark.process
 def test_deepspeed_has_no_elastic_launcher() -> None:
     """If one comes back, docs/elastic-restarts.md is to be written anew."""
     program = [sys.executable, "-m", "deepspeed.launcher.runner", "--elastic_training", "x.py"]
@@ -203,7 +205,7 @@ def test_deepspeed_has_no_elastic_launcher() -> None:
     assert done.returncode == 2 and "unrecognized arguments: --elastic_training" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_loop_around_the_deepspeed_launcher(data_yaml: Path, uninterrupted: Any, tmp_path: Path) -> None:
     """The launcher ends when a rank is killed; the next start has one rank less. ZeRO 1."""
     programs = tmp_path / "bin"

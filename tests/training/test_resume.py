@@ -43,7 +43,7 @@ def twins(runs: Any) -> dict[int, Any]:
 
 # ZeRO 0 and 2 differ from 1 in no counter: tests/integrations resumes all four.
 @pytest.mark.parametrize(
-    "stage", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow), 3]
+    "stage", [pytest.param(0, marks=pytest.mark.release), 1, pytest.param(2, marks=pytest.mark.release), 3]
 )
 def test_killed_and_resumed_twice_on_the_same_topology(runs: Any, twins: Any, stage: int) -> None:
     twin = twins[stage]

@@ -68,7 +68,9 @@ def test_killed_and_resumed_on_another_topology(runs: Any, blends: dict[str, str
     assert answers and all(len(answer["predicted"]) == len(answer["expected"]) for answer in answers)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(1, marks=pytest.mark.release), pytest.param(2, marks=pytest.mark.release), 3]
+)
 def test_micro_batches_without_a_picture_hang_no_collective(runs: Any, blends: dict[str, str], stage: int) -> None:
     """Two tokens in a hundred are of pictures: most micro-batches have none, and ranks differ in which."""
     stream = open_stream(blends["rare"].split()[1], split="9,1,0")

@@ -1,6 +1,6 @@
 """Try megaresume on real upstream code and write down what came out.
 
-    python -m tests.upstream --clone MEGATRON-LM [--mds PATH] [--bigscience PATH] [--python312 PYTHON] [--shim-dir DIR]
+    python -m tests.upstream --clones DIR [--python311 PYTHON] [--python312 PYTHON] [--only WORD ...]
 
 See the head of docs/compatibility.md, which this program writes.
 """
@@ -13,68 +13,80 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 from tests.upstream import document, series
+from tests.upstream.fingerprint import ROOT, commit, fingerprint
 from tests.upstream.results import Result
-from tests.upstream.trees import VERSIONS, Tree, export
+from tests.upstream.trees import UPSTREAMS, Upstream, chosen, export, missing
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
+DOCUMENT = ROOT / "docs" / "compatibility.md"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run what was asked for. Exit status 1 if anything failed."""
+    """Run what was asked for. Exit status 1 if anything failed, 2 if a clone is missing."""
     parser = argparse.ArgumentParser(prog="python -m tests.upstream", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--clone", type=Path, help="git clone of Megatron-LM, with its tags")
-    parser.add_argument("--mds", type=Path, help="git clone of deepspeedai/Megatron-DeepSpeed")
-    parser.add_argument("--bigscience", type=Path, help="git clone of bigscience-workshop/Megatron-DeepSpeed")
-    parser.add_argument("--python312", type=Path, help="a Python 3.12 with torch, for Megatron-LM from 0.17 on")
-    parser.add_argument("--shim-dir", type=Path, help="folder with cpu_cuda_shim.py and mds_shim.py; not with CUDA")
+    parser.add_argument("--clones", type=Path, required=True, help="folder of git clones: OWNER/NAME")
+    parser.add_argument("--python311", type=Path, help="a Python 3.11 with tests/upstream/requirements.txt")
+    parser.add_argument("--python312", type=Path, help="the same with 3.12, for Megatron-LM from 0.17 on")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="upstreams, or kinds: static, runs")
     parser.add_argument("--scratch", type=Path, help="where trees, logs and results are kept (default: a new folder)")
     parser.add_argument("--output", type=Path, default=DOCUMENT, help="the document (default: docs/compatibility.md)")
     options = parser.parse_args(argv)
-    scratch = (options.scratch or Path(tempfile.mkdtemp(prefix="megaresume-upstream-"))).absolute()
-    scratch.mkdir(parents=True, exist_ok=True)
-    new = Path(sys.executable) if sys.version_info >= (3, 12) else options.python312
-    pythons = {"3.11": Path(sys.executable)} | ({"3.12": new.absolute()} if new else {})
-    where = series.Where(pythons=pythons, shim_dir=options.shim_dir, scratch=scratch, corpora=corpora(scratch))
-
-    record = Record(scratch / "results.json")
     kinds = {"static", "runs"} & set(options.only) or {"static", "runs"}
     names = set(options.only) - {"static", "runs"}
-    for tree in trees(options, scratch / "trees", names):
-        record.commits[tree.name] = tree.commit
-        python = where.python_for(tree)
-        if python is not None:
-            record.versions[tree.name] = document.versions(python)
-        if "static" in kinds:
-            record.replace(tree.name, "static", series.static(tree, where))
-        if "runs" in kinds:
-            record.replace(tree.name, "runs", [])
-            for result in series.runs(tree, where):
-                record.add(tree.name, "runs", result)
-        record.save()
-        document.write(options.output, record.results, record.commits, record.versions)
-    everything = [result for kinds in record.results.values() for found in kinds.values() for result in found]
-    num_failed = sum(result.status == "failed" for result in everything)
+    if unknown := names - {one.name for one in UPSTREAMS}:
+        parser.error(f"--only {' '.join(unknown)}: expected static, runs, {', '.join(one.name for one in UPSTREAMS)}")
+    wanted = chosen(names)
+    clones = options.clones.absolute()
+    if absent := missing(clones, wanted):
+        print(absent, file=sys.stderr)
+        return 2
+    scratch = (options.scratch or Path(tempfile.mkdtemp(prefix="megaresume-upstream-"))).absolute()
+    scratch.mkdir(parents=True, exist_ok=True)
+    where = series.Where(pythons=_pythons(options), cuda=_has_cuda(), scratch=scratch, corpora=corpora(scratch))
+    record = Record(scratch / "results.json")
+    for upstream in wanted:
+        try_one(upstream, clones, where, record, kinds)
+        record.write(options.output)
+    num_failed = sum(result.status == "failed" for result in record.everything())
     print(f"{options.output}: {num_failed} failed; logs in {scratch}")
     return 1 if num_failed else 0
 
 
-def trees(options: argparse.Namespace, into: Path, names: set[str]) -> Iterator[Tree]:
-    """Export what is to be tried, each when its turn comes."""
-    wanted = [(version, options.clone, f"core_v{version}", "megatron-lm") for version in VERSIONS if options.clone]
-    if options.mds:
-        wanted.append(("deepspeedai", options.mds, "HEAD", "megatron-deepspeed"))
-    if options.bigscience:
-        wanted.append(("bigscience", options.bigscience, "HEAD", "bigscience"))
-    for name, clone, ref, kind in wanted:
-        if not names or name in names:
-            shutil.rmtree(into / name, ignore_errors=True)
-            yield export(clone, ref, into, name=name, kind=kind)
+def try_one(upstream: Upstream, clones: Path, where: series.Where, record: Record, kinds: set[str]) -> None:
+    """Everything of some kinds on one upstream."""
+    name, made_with = upstream.name, f"{fingerprint()} {commit()}"
+    for folder in (where.scratch / "trees").glob(f"{name}*"):
+        if folder.name in (name, f"{name}-megatron"):
+            shutil.rmtree(folder)
+    tree = export(clones, upstream, where.scratch / "trees")
+    record.commits[name] = tree.commit
+    if upstream.python in where.pythons:
+        record.versions[name] = document.versions(where.pythons[upstream.python])
+    for kind in sorted(kinds, reverse=True):
+        tried = False
+        record.results.setdefault(name, {})[kind] = []
+        for result in (series.static if kind == "static" else series.runs)(tree, where):
+            record.add(name, kind, result)
+            tried = True
+        if tried:
+            record.made_with[f"{name} {kind}"] = made_with
+            record.save()
+
+
+def _pythons(options: argparse.Namespace) -> dict[str, Path]:
+    given = {"3.11": options.python311, "3.12": options.python312}
+    given.setdefault(here := "{}.{}".format(*sys.version_info[:2]), None)
+    given[here] = given[here] or Path(sys.executable)
+    return {version: path.absolute() for version, path in given.items() if path is not None}
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def corpora(scratch: Path) -> dict[str, tuple[Path, str]]:
@@ -94,24 +106,25 @@ class Record:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        kept = json.loads(path.read_text()) if path.exists() else {"results": {}, "commits": {}, "versions": {}}
+        empty: dict[str, dict[str, object]] = {"results": {}, "commits": {}, "versions": {}, "made_with": {}}
+        kept = json.loads(path.read_text()) if path.exists() else empty
         self.results = {
             name: {kind: [Result(**result) for result in found] for kind, found in by_kind.items()}
             for name, by_kind in kept["results"].items()
         }
         self.commits: dict[str, str] = kept["commits"]
         self.versions: dict[str, str] = kept["versions"]
-
-    def replace(self, name: str, kind: str, found: list[Result]) -> None:
-        """Put new results in the place of old ones."""
-        self.results.setdefault(name, {})[kind] = []
-        for result in found:
-            self.add(name, kind, result)
+        #: upstream and kind -> fingerprint of the integration, and our commit.
+        self.made_with: dict[str, str] = kept["made_with"]
 
     def add(self, name: str, kind: str, result: Result) -> None:
         """One more, also on the screen."""
         self.results[name][kind].append(result)
         print(f"{result.upstream:12} {result.status:8} {result.what}  {result.detail}", flush=True)
+
+    def everything(self) -> list[Result]:
+        """All results."""
+        return [result for kinds in self.results.values() for found in kinds.values() for result in found]
 
     def save(self) -> None:
         """Keep them."""
@@ -119,8 +132,12 @@ class Record:
             name: {kind: [asdict(result) for result in found] for kind, found in by_kind.items()}
             for name, by_kind in self.results.items()
         }
-        kept = {"results": results, "commits": self.commits, "versions": self.versions}
-        self.path.write_text(json.dumps(kept, indent=1))
+        kept = {name: getattr(self, name) for name in ("commits", "versions", "made_with")}
+        self.path.write_text(json.dumps({"results": results, **kept}, indent=1))
+
+    def write(self, output: Path) -> None:
+        """The document."""
+        document.write(output, self.results, self.commits, self.versions, self.made_with)
 
 
 if __name__ == "__main__":

@@ -5,44 +5,55 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-__all__ = ["difference", "read_steps"]
+__all__ = ["Steps", "difference", "read_steps"]
 
-
-def read_steps(directory: Path) -> dict[int, list[str]]:
-    """Trained samples before a step -> hashes of its global batch, in the order of the samples.
-
-    Micro-batch k of the global batch lies behind micro-batch k - 1 of all ranks, and in it the ranks follow each other.
-    """
-    ranks: list[dict[int, list[list[str]]]] = []
-    for path in sorted(directory.glob("batches-*.jsonl"), key=lambda path: int(path.stem.partition("-")[2])):
-        micro: dict[int, list[list[str]]] = {}
-        for line in path.read_text().splitlines():
-            entry = json.loads(line)
-            if entry["loader"] == 0:
-                micro.setdefault(entry["consumed"], []).append(entry["rows"])
-        ranks.append(micro)
-    steps = {}
-    for consumed in sorted({consumed for micro in ranks for consumed in micro}):
-        of_ranks = [micro.get(consumed, []) for micro in ranks]
-        rounds = max(len(batches) for batches in of_ranks)
-        steps[consumed] = [row for k in range(rounds) for batches in of_ranks if k < len(batches) for row in batches[k]]
-    return steps
-
-
+#: trained samples before a step -> hashes of its global batch, in the order of the samples.
 Steps = dict[int, list[str]]
 
 
-def difference(found: Steps, expected: Steps, start: int, end: int, size: int) -> str | None:
-    """None where the steps from sample ``start`` to ``end`` are those expected, in order; else the first difference."""
-    steps = list(range(start, end, size))
+def read_steps(directory: Path, end: int) -> Steps:
+    """Put the global batches together from what each data-parallel rank read, before sample ``end``.
+
+    Micro-batch k of the global batch comes after micro-batch k - 1 of all ranks, and in it the ranks follow each
+    other. Ranks of one model (tensor, pipeline, virtual-pipeline or context parallel) that read at all must have read
+    the same.
+
+    Raises:
+        ValueError: they have not.
+    """
+    ranks: dict[int, dict[tuple[int, int], dict[int, list[list[str]]]]] = {}
+    for path in sorted(directory.glob("batches-*.jsonl")):
+        rank = int(path.stem.partition("-")[2])
+        for line in path.read_text().splitlines():
+            entry = json.loads(line)
+            if entry["consumed"] < end:
+                readers = ranks.setdefault(entry["dp"], {})
+                read = readers.setdefault((rank, entry["loader"]), {})
+                read.setdefault(entry["consumed"], []).append(entry["rows"])
+    of_ranks = []
+    for dp in sorted(ranks):
+        first, *others = ranks[dp].items()
+        for reader, read in others:
+            if read != first[1]:
+                raise ValueError(f"(rank, loader) {reader} and {first[0]} of one model read different data")
+        of_ranks.append(first[1])
+    steps = {}
+    for consumed in sorted({consumed for read in of_ranks for consumed in read}):
+        batches = [read.get(consumed, []) for read in of_ranks]
+        rounds = max(map(len, batches))
+        steps[consumed] = [row for k in range(rounds) for one in batches if k < len(one) for row in one[k]]
+    return steps
+
+
+def difference(found: Steps, expected: Steps, start: int, end: int) -> str | None:
+    """None if the steps from sample ``start`` to ``end`` are those expected, in order; else the first difference."""
+    steps = [step for step in sorted(expected) if start <= step < end]
     if sorted(found) != steps:
         return f"trained the steps at {sorted(found)}, not at {steps}"
-    for step in steps:
-        if len(expected.get(step, [])) != size:
-            return f"the uninterrupted run has {len(expected.get(step, []))} samples at {step}, not {size}"
-        for place, (one, other) in enumerate(zip(found[step], expected[step], strict=False)):
+    for step, after in zip(steps, [*steps[1:], end], strict=True):
+        if not len(found[step]) == len(expected[step]) == after - step:
+            return f"{len(found[step])} samples at {step}, not {after - step}"
+        for place, (one, other) in enumerate(zip(found[step], expected[step], strict=True)):
             if one != other:
                 return f"sample {step + place} is another one"
-        if len(found[step]) != size:
-            return f"{len(found[step])} samples at {step}, not {size}"
     return None

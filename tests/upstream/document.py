@@ -6,8 +6,9 @@ import subprocess
 from pathlib import Path
 
 from tests.upstream.results import Result
+from tests.upstream.trees import UPSTREAMS
 
-__all__ = ["versions", "write"]
+__all__ = ["fingerprints_of", "versions", "write"]
 
 _HEAD = """\
 # Compatibility
@@ -15,20 +16,21 @@ _HEAD = """\
 Which upstreams megaresume was tried on, what was tried, and what came out. This file is written by a program; nothing
 in it is written by hand. To repeat it:
 
-    python -m venv up311 && up311/bin/pip install -e . -r tests/upstream/requirements.txt
-    python3.12 -m venv up312 && up312/bin/pip install -e . -r tests/upstream/requirements.txt
-    up311/bin/python -m tests.upstream --python312 up312/bin/python \\
-      --clone Megatron-LM --mds Megatron-DeepSpeed --bigscience bigscience-Megatron-DeepSpeed [--shim-dir DIR]
+    make upstream CLONES=/path/to/clones [PYTHON312=python3.12] [ONLY="main runs"]
 
-The three are git clones, the first with its tags; their trees are exported into a scratch folder (`--scratch`), and
-nothing in the clones is touched. `--only 0.16.0 runs` repeats a part; the other results are kept in the scratch folder.
-Upstream's training code needs CUDA. On a machine without it, `--shim-dir` names a folder with `cpu_cuda_shim.py` and
-`mds_shim.py`, which make `cuda` mean the CPU for a test; with a GPU there is no such shim. Run it from a checkout that
-nobody edits meanwhile: every run imports it anew. `pytest -m slow
-tests/upstream` does the same with the paths in MEGARESUME_UPSTREAM_CLONE, _MDS, _BIGSCIENCE, _PYTHON312 and _SHIM_DIR.
+`CLONES` holds git clones as `CLONES/OWNER/NAME` (`CLONES/NVIDIA/Megatron-LM`); what is missing is said, with the
+command that fetches it. The trees are exported into a scratch folder, and nothing in the clones is touched. Two virtual
+environments are made: with Python 3.11, and with 3.12 for Megatron-LM from core 0.17 on. `ONLY` repeats a part:
+upstreams by name, and `static` or `runs`; the other results are kept in the scratch folder (`SCRATCH`). Upstream's
+training code needs CUDA; without a GPU, `tests/upstream/cpu_shim.py` lets `cuda` mean the CPU. Run it from a checkout
+that nobody edits meanwhile: every run imports it anew. `make test-all` fails if the integration, the patcher, the
+recipes or the launcher are no longer those that this file was made with.
+"""
 
-**ok**: tried, and it held. **failed**: tried, and it did not; the reason is below the table. **not run**: this machine
-or this Python cannot; the reason is below the table. **-**: the upstream has no such thing.
+_STATIC = """\
+**ok**: tried, and it held. **refused**: not supported, and the launcher or the patcher says so before anything is
+trained. **failed**: tried, and it did not hold; the reason is below the table. **not run**: this machine cannot; the
+reason is below the table. **-**: the upstream has no such thing.
 
 ## Without training
 
@@ -45,20 +47,23 @@ or this Python cannot; the reason is below the table. **-**: the upstream has no
 _RUNS = """\
 ## End to end
 
-The project's unmodified `pretrain_gpt.py`, started by `torchrun … -m megaresume.run pretrain_gpt.py …`: 10 iterations
-with a global batch of 8, saving every 5, on a blend of three corpora. A rank is killed with SIGKILL in the middle of
-step 7, and the run is resumed on another number of data-parallel ranks. What every rank's loader gave to every
-micro-batch is logged from outside and compared, sample by sample and in order, with the uninterrupted run; in guard
-mode that one is compared with the script running without megaresume. `inspect` and `verify` read the directory that
-Megatron wrote. With ZeRO 1 to 3 the number of ranks stays: DeepSpeed loads its partitions on no other, and universal
-checkpoints are not tried here.
+The project's unmodified `pretrain_gpt.py`, started by `torchrun … -m megaresume.run pretrain_gpt.py …`: 80 samples, 10
+iterations with a global batch of 8 (with ramp-up: of 4 to 16), saving every 5, on a blend of three corpora. A rank is
+killed with SIGKILL in the middle of step 7, and the run is resumed on another layout: DP, TP, PP, VPP and CP are data,
+tensor, pipeline, virtual-pipeline and context parallelism. What every rank's loader gave to every micro-batch is logged
+from outside; the ranks of one model must have read the same, and the global batches are compared, sample by sample and
+in order, with the uninterrupted run; in plain guard mode that one is compared with the script running without
+megaresume. `inspect` and `verify` read the directory that Megatron wrote. With ZeRO 1 to 3 the number of ranks stays:
+DeepSpeed loads its partitions on no other, and universal checkpoints are not tried here. Seconds are those of a busy
+machine.
 
-Guard mode under either Megatron-DeepSpeed records and pins nothing, and says so when it starts: these rows show that
-the script's samples and its own resume are left as they are. bigscience's imports need stand-ins on current releases,
-with a GPU as well as without: `tests/upstream/bigscience_shim.py`.
+Without a GPU, context parallelism comes without its attention (`tests/upstream/cpu_shim.py`): the data are compared,
+the losses mean nothing. The imports of both Megatron-DeepSpeeds need stand-ins on current releases, with a GPU as well:
+`tests/upstream/bigscience_shim.py`, `deepspeedai_shim.py`.
 """
 
-_CHECKS = ("detection", "seams", "hooks", "sampler", "guard", "patch pretrain_gpt.py", "patch pretrain_vlm.py")
+_CHECKS = ("detection", "seams", "hooks", "sampler", "guard", "patch gpt", "patch vlm")
+_TITLES = {upstream.name: upstream.title for upstream in UPSTREAMS}
 
 
 def versions(python: Path) -> str:
@@ -73,46 +78,59 @@ def versions(python: Path) -> str:
 
 
 def write(
-    path: Path, results: dict[str, dict[str, list[Result]]], commits: dict[str, str], machines: dict[str, str]
+    path: Path,
+    results: dict[str, dict[str, list[Result]]],
+    commits: dict[str, str],
+    machines: dict[str, str],
+    made_with: dict[str, str],
 ) -> None:
-    """Write the document."""
-    upstreams = sorted(results, key=_order)
-    lines = [_HEAD]
-    short = {check: check.replace("pretrain_", "").removesuffix(".py") for check in _CHECKS}
-    lines.append("| upstream | commit | " + " | ".join(short[check] for check in _CHECKS) + " |")
+    """Write the document.
+
+    Args:
+        path: of the document.
+        results: by upstream, and by kind: static, runs.
+        commits: of the upstreams.
+        machines: Python and packages, by upstream.
+        made_with: fingerprint of the integration, and our commit, by upstream and kind.
+    """
+    upstreams = [name for name in _TITLES if name in results]
+    lines = [_HEAD, *_made_with(made_with), "", _STATIC]
+    lines.append("| upstream | commit | " + " | ".join(_CHECKS) + " |")
     lines.append("| --- | --- |" + " --- |" * len(_CHECKS))
     for name in upstreams:
         found = {result.what: result for result in results[name].get("static", [])}
         if found:
             cells = " | ".join(found[check].status if check in found else "-" for check in _CHECKS)
-            lines.append(f"| {_title(name)} | {commits.get(name, '')} | {cells} |")
-    lines.append("")
+            lines.append(f"| {_TITLES[name]} | {commits.get(name, '')} | {cells} |")
     static = [result for name in upstreams for result in results[name].get("static", [])]
-    lines += _reasons([result for result in static if result.status != "ok"])
-    lines += [f"* {_title(r.upstream)}, guard: {r.detail}" for r in static if r.what == "guard" and r.status == "ok"]
+    lines += ["", *_reasons([result for result in static if result.status != "ok"])]
     lines += ["", _RUNS, "| upstream | run | result | seconds |", "| --- | --- | --- | --- |"]
     runs = [result for name in upstreams for result in results[name].get("runs", [])]
     lines += [
-        f"| {_title(r.upstream)} | {r.what} | {r.status} | {f'{r.seconds:.0f}' if r.seconds else ''} |" for r in runs
+        f"| {_TITLES[r.upstream]} | {r.what} | {r.status} | {f'{r.seconds:.0f}' if r.seconds else ''} |" for r in runs
     ]
-    lines.append("")
-    lines += _reasons([result for result in runs if result.status != "ok"])
-    lines += ["", "## With what", ""]
+    lines += ["", *_reasons([result for result in runs if result.status != "ok"]), "", "## With what", ""]
     for text in dict.fromkeys(machines[name] for name in upstreams if name in machines):
-        of = ", ".join(_title(name) for name in upstreams if machines.get(name) == text)
+        of = ", ".join(_TITLES[name] for name in upstreams if machines.get(name) == text)
         lines.append(f"* {text}: {of}")
     path.write_text("\n".join(lines).rstrip() + "\n")
 
 
-def _order(name: str) -> tuple[int, tuple[int, ...], str]:
-    if name[0].isdigit():
-        return 0, tuple(int(number) for number in name.split(".")), name
-    return 1, (), "" if name == "deepspeedai" else name
+def _made_with(made_with: dict[str, str]) -> list[str]:
+    """The line that `fingerprints_of` reads; one for each state of the integration."""
+    lines = []
+    for label in dict.fromkeys(made_with.values()):
+        of = [key for key, value in made_with.items() if value == label]
+        everything = "everything" if len(of) == len(made_with) else ", ".join(of)
+        fingerprint, commit = label.split()
+        lines.append(f"Made with integration `{fingerprint}` of our commit {commit}: {everything}.")
+    return lines
 
 
-def _title(name: str) -> str:
-    return f"Megatron-LM {name}" if name[0].isdigit() else f"Megatron-DeepSpeed ({name})"
+def fingerprints_of(text: str) -> set[str]:
+    """The fingerprints of the integration that a document was made with."""
+    return {line.split("`")[1] for line in text.splitlines() if line.startswith("Made with integration `")}
 
 
 def _reasons(results: list[Result]) -> list[str]:
-    return [f"* {_title(r.upstream)}, {r.what}, **{r.status}**: {' '.join(r.detail.split())}" for r in results]
+    return [f"* {_TITLES[r.upstream]}, {r.what}, **{r.status}**: {' '.join(r.detail.split())}" for r in results]

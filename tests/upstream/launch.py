@@ -1,6 +1,6 @@
 """One training run of an unmodified upstream script: its command line, its processes, its log.
 
-On a machine without CUDA the shims of ``--shim-dir`` stand before the worker; with CUDA there is none.
+On a machine without CUDA ``cpu_shim.py`` stands before the worker; with CUDA it does not.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from pathlib import Path
 from megaresume.training.ports import free_port
 from tests.upstream.trees import Tree, environment
 
-__all__ = ["GLOBAL_BATCH", "Outcome", "Setup", "train"]
+__all__ = ["SAMPLES", "Layout", "Outcome", "Setup", "train"]
 
-WORKER = Path(__file__).with_name("worker.py")
-BIGSCIENCE_SHIM = Path(__file__).with_name("bigscience_shim.py")
-REPOSITORY = Path(__file__).parents[2]
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[1]
 GLOBAL_BATCH = 8
-SECONDS = 240
+#: of a whole run, whatever its batch sizes are.
+SAMPLES = 80
+#: far more than a run needs on a machine that others use as well.
+SECONDS = 1800
 
 #: Tiny, and without anything that needs CUDA. Flags that both projects have.
 _MODEL = """
     --num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 64 --max-position-embeddings 64
-    --micro-batch-size 2 --lr 1e-3 --attention-dropout 0 --hidden-dropout 0 --split 90,5,5 --num-workers 0
+    --micro-batch-size 2 --lr 1e-3 --attention-dropout 0 --hidden-dropout 0 --num-workers 0
     --log-interval 1 --eval-iters 1 --eval-interval 1000
 """
 _TOKENIZER = "--tokenizer-type NullTokenizer --vocab-size 299"
@@ -43,12 +45,38 @@ _LM = "--transformer-impl local"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Numbers of ranks: data, tensor, pipeline, virtual pipeline (stages of a rank), context."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+
+    @property
+    def size(self) -> int:
+        """Processes."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    def __str__(self) -> str:
+        sizes = {"DP": self.dp, "TP": self.tp, "PP": self.pp, "VPP": self.vpp, "CP": self.cp}
+        return " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "DP 1"
+
+    def flags(self) -> list[str]:
+        """As Megatron-LM takes them."""
+        sizes = {"tensor-model": self.tp, "pipeline-model": self.pp, "context": self.cp}
+        flags = [word for name, n in sizes.items() if n > 1 for word in (f"--{name}-parallel-size", str(n))]
+        return flags + (["--num-layers-per-virtual-pipeline-stage", "1"] if self.vpp > 1 else [])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
     """What a series of runs has in common."""
 
     tree: Tree
     python: Path
-    shim_dir: Path | None
+    cuda: bool
     #: prefixes of .bin/.idx, by name, with their weights.
     corpora: dict[str, tuple[Path, str]]
     folder: Path
@@ -56,11 +84,14 @@ class Setup:
     mode: str
     #: flags of this series, for example the checkpoint format.
     flags: tuple[str, ...] = ()
+    #: a data path for each of train, valid and test, in the place of one and a split.
+    is_split: bool = False
+    #: --train-samples in the place of --train-iters.
+    counts_samples: bool = False
     #: ZeRO stage, for Megatron-DeepSpeed.
     zero: int = 0
     #: the script, if it is not the tree's own: a patched copy, which needs no launcher.
     script: Path | None = None
-    iterations: int = 10
     save_interval: int = 5
 
     def but(self, **changes: object) -> Setup:
@@ -89,17 +120,18 @@ class Outcome:
         ours = [i for i, line in enumerate(lines) if line.startswith(("megaresume: error", "error:"))]
         if ours:
             return " ".join(lines[ours[-1] : ours[-1] + 3])[:300]
-        errors = [line for line in lines if "Error" in line and "ChildFailed" not in line and "error_file" not in line]
+        other = ("ChildFailed", "error_file", "raise ")
+        errors = [line for line in lines if "Error" in line and not any(word in line for word in other)]
         return (errors[0] if errors else f"exit status {self.status}")[:300]
 
 
-def train(setup: Setup, name: str, *, dp: int, save: Path, kill: str | None = None) -> Outcome:
+def train(setup: Setup, name: str, *, layout: Layout, save: Path, kill: str | None = None) -> Outcome:
     """Run it from what ``save`` holds, into ``save``, until it ends.
 
     Args:
         setup: the series.
         name: of this run, for its log.
-        dp: processes, all data-parallel.
+        layout: of its processes.
         save: checkpoint root.
         kill: RANK:SAMPLES:MICRO; see `worker`.
     """
@@ -107,22 +139,23 @@ def train(setup: Setup, name: str, *, dp: int, save: Path, kill: str | None = No
     batches = folder / "batches"
     batches.mkdir(parents=True)
     env = environment(setup.python) | {
-        "PYTHONPATH": os.pathsep.join([str(setup.tree.root), str(REPOSITORY)]),
+        "PYTHONPATH": os.pathsep.join([*setup.tree.path, str(REPOSITORY)]),
         "UPSTREAM_LOG": str(batches),
-        "LOCAL_SIZE": str(dp),
+        "LOCAL_SIZE": str(layout.size),
     }
     if kill is not None:
         env["UPSTREAM_KILL"] = kill
-    if setup.shim_dir is not None:
+    if not setup.cuda:
         env["DS_ACCELERATOR"] = "cpu"
-    script = setup.script or setup.tree.root / "pretrain_gpt.py"
+    script = setup.script or setup.tree.script
     launcher = [] if setup.script is not None or setup.mode == "stock" else ["-m", "megaresume.run"]
     command = [
-        *(str(setup.python), "-m", "torch.distributed.run", "--nproc-per-node", str(dp)),
+        *(str(setup.python), "-m", "torch.distributed.run", "--nproc-per-node", str(layout.size)),
         *("--master-port", str(free_port())),
         *_shims(setup),
-        *(str(WORKER), *launcher, str(script)),
+        *(str(HERE / "worker.py"), *launcher, str(script)),
         *_flags(setup, folder, save),
+        *layout.flags(),
     ]
     log = folder / "log.txt"
     began = time.monotonic()
@@ -139,13 +172,10 @@ def train(setup: Setup, name: str, *, dp: int, save: Path, kill: str | None = No
 
 
 def _shims(setup: Setup) -> list[str]:
-    if setup.tree.kind == "bigscience":
-        # Its own are needed with a GPU as well.
-        return [*([] if setup.shim_dir is None else [str(setup.shim_dir / "cpu_cuda_shim.py")]), str(BIGSCIENCE_SHIM)]
-    if setup.shim_dir is None:
-        return []
-    name = "cpu_cuda_shim.py" if setup.tree.kind == "megatron-lm" else "mds_shim.py"
-    return [str(setup.shim_dir / name)]
+    own = {"megatron-deepspeed": ["deepspeedai_shim.py"], "bigscience": ["bigscience_shim.py"]}
+    # DeepSpeed has a CPU of its own, which deepspeedai's scripts ask for.
+    cpu = [] if setup.cuda or setup.tree.kind == "megatron-deepspeed" else ["cpu_shim.py"]
+    return [str(HERE / name) for name in [*cpu, *own.get(setup.tree.kind, [])]]
 
 
 def _byte_tokenizer(folder: Path) -> list[str]:
@@ -157,25 +187,35 @@ def _byte_tokenizer(folder: Path) -> list[str]:
     return ["--tokenizer-type", "GPT2BPETokenizer", *files, "--make-vocab-size-divisible-by", "384"]
 
 
+def _data(setup: Setup) -> list[str]:
+    blend = [word for path, weight in setup.corpora.values() for word in (weight, str(path))]
+    if not setup.is_split:
+        return ["--data-path", *blend, "--split", "90,5,5"]
+    *train, (valid, _) = setup.corpora.values()
+    words = [word for path, weight in train for word in (weight, str(path))]
+    return ["--train-data-path", *words, "--valid-data-path", str(valid), "--test-data-path", str(valid)]
+
+
 def _flags(setup: Setup, folder: Path, save: Path) -> list[str]:
     is_lm = setup.tree.kind == "megatron-lm"
-    data = [word for path, weight in setup.corpora.values() for word in (weight, str(path))]
+    length = ["--train-samples", str(SAMPLES)]
+    if not setup.counts_samples:
+        length = ["--train-iters", str(SAMPLES // GLOBAL_BATCH)]
     flags = [
         *_MODEL.split(),
-        *("--global-batch-size", str(GLOBAL_BATCH), "--train-iters", str(setup.iterations)),
-        *("--data-path", *data),
+        *("--global-batch-size", str(GLOBAL_BATCH), *length),
+        *_data(setup),
         *("--save", str(save), "--load", str(save), "--save-interval", str(setup.save_interval)),
-        *setup.flags,
     ]
-    if setup.shim_dir is not None:
+    if not setup.cuda:
         flags += _CPU.split()
     if setup.tree.kind == "bigscience":
         flags += _byte_tokenizer(folder)
     else:
         flags += [*_TOKENIZER.split(), "--data-cache-path", str(setup.folder / "cache")]
-        flags += _CPU_BUT_BIGSCIENCE.split() if setup.shim_dir is not None else []
+        flags += [] if setup.cuda else _CPU_BUT_BIGSCIENCE.split()
     if is_lm:
-        flags += _LM.split() + (_CPU_LM.split() if setup.shim_dir is not None else [])
+        flags += _LM.split() + ([] if setup.cuda else _CPU_LM.split())
     else:
         config = folder / "ds.json"
         zero = {"stage": setup.zero}
@@ -184,4 +224,4 @@ def _flags(setup: Setup, folder: Path, save: Path) -> list[str]:
         flags += ["--deepspeed", "--deepspeed_config", str(config), "--zero-stage", str(setup.zero)]
     if setup.mode != "stock":
         flags += ["--megaresume-mode", setup.mode]
-    return flags
+    return [*flags, *setup.flags]

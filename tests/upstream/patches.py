@@ -9,9 +9,7 @@ from tests.upstream.launch import REPOSITORY
 from tests.upstream.results import Result
 from tests.upstream.trees import Tree, environment
 
-__all__ = ["SCRIPTS", "patched_copy", "try_recipe"]
-
-SCRIPTS = ("pretrain_gpt.py", "pretrain_vlm.py")
+__all__ = ["patched_copy", "refuses_recipe", "try_recipe"]
 
 
 def _patch(python: Path, script: Path, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -24,7 +22,7 @@ def try_recipe(tree: Tree, python: Path, name: str) -> Result | None:
     script = tree.root / name
     if not script.exists():
         return None
-    what, original = f"patch {name}", script.read_bytes()
+    what, original = f"patch {'vlm' if 'vlm' in name else 'gpt'}", script.read_bytes()
     try:
         steps = (((), 0), (("--check",), 0), ((), 0), (("--revert",), 0), (("--check",), 1))
         contents: list[bytes] = []
@@ -41,6 +39,16 @@ def try_recipe(tree: Tree, python: Path, name: str) -> Result | None:
         return Result.of(tree.name, what, None if reverted == original else "--revert did not restore the bytes")
     finally:
         script.write_bytes(original)
+
+
+def refuses_recipe(tree: Tree, python: Path) -> Result:
+    """Every recipe must be refused, and the script left as it is."""
+    original = tree.script.read_bytes()
+    done = _patch(python, tree.script)
+    said = " ".join((done.stderr or done.stdout).split())[:250]
+    if done.returncode == 1 and tree.script.read_bytes() == original and "next action" in done.stderr:
+        return Result(upstream=tree.name, what="patch gpt", status="refused", detail=said)
+    return Result.failed(tree.name, "patch gpt", f"not refused: exit status {done.returncode}: {said}")
 
 
 def patched_copy(tree: Tree, python: Path) -> Path:

@@ -2,7 +2,7 @@
 
     PYTHONPATH=TREE:REPOSITORY python probe.py KIND CORPUS-PREFIX ...
 
-Prints one line of JSON: [[what, ok | failed | not run, detail], ...].
+Prints one line of JSON: [[what, ok | failed | not run | refused, detail], ...].
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
@@ -26,11 +25,21 @@ class NotRun(Exception):
     """It cannot be tried here, and why."""
 
 
+class Refused(Exception):
+    """It is not supported, and was told so."""
+
+
 def detection(kind: str) -> str:
     """`find_project` says what it is."""
     from megaresume.integrations.megatron.project import find_project
+    from megaresume.stream.errors import SetupError
 
-    project = find_project()
+    try:
+        project = find_project()
+    except SetupError as error:
+        if kind == "unsupported" and error.action:
+            raise Refused(error.headline) from error
+        raise
     assert project.kind == kind, f"detected {project}"
     return project.version
 
@@ -68,14 +77,8 @@ def hooks() -> str:
     install()
     project = current_project()
     if project.kind == "megatron-deepspeed":
-        # What the scripts in shared/tools stub as well: computer vision only, or gone from DeepSpeed.
-        for name, attribute in (
-            ("megatron.model.vision.knn_monitor", "compute_feature_bank"),
-            ("deepspeed.compression.compress", "init_compression"),
-        ):
-            module = ModuleType(name)
-            module.__dict__.update({attribute: None, "redundancy_clean": None})
-            sys.modules.setdefault(name, module)
+        sys.path.insert(0, str(Path(__file__).parent))
+        importlib.import_module("deepspeedai_shim").stub()
     if project.kind == "bigscience":
         sys.path.insert(0, str(Path(__file__).parent))
         importlib.import_module("bigscience_shim").install()
@@ -159,9 +162,11 @@ def main() -> None:
         ("sampler", lambda: sampler(prefixes)),
         ("guard", lambda: guard(prefixes)),
     ]
-    for name, function in tried:
+    for name, function in tried if kind != "unsupported" else tried[:1]:
         try:
             results.append((name, "ok", function()))
+        except Refused as reason:
+            results.append((name, "refused", str(reason)[:300]))
         except NotRun as reason:
             results.append((name, "not run", str(reason)[:300]))
         except Exception as error:  # noqa: BLE001  it is the result

@@ -14,7 +14,8 @@ class Result:
 
     upstream: str
     what: str
-    status: Literal["ok", "failed", "not run"]
+    #: refused: it is not supported, and was told so, as it should be.
+    status: Literal["ok", "failed", "not run", "refused"]
     #: why it failed or was not run; or what is worth knowing.
     detail: str = ""
     seconds: float = 0.0

@@ -1,36 +1,73 @@
-"""Real upstream code, from clones that the environment names; see docs/compatibility.md."""
+"""docs/compatibility.md is made by a run on real upstream code, too long for any tier: it must not be stale."""
 
 from __future__ import annotations
 
-import os
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-#: option -> environment variable.
-VARIABLES = {
-    "--clone": "MEGARESUME_UPSTREAM_CLONE",
-    "--mds": "MEGARESUME_UPSTREAM_MDS",
-    "--bigscience": "MEGARESUME_UPSTREAM_BIGSCIENCE",
-    "--python312": "MEGARESUME_UPSTREAM_PYTHON312",
-    "--shim-dir": "MEGARESUME_UPSTREAM_SHIM_DIR",
-}
-CLONES = ("--clone", "--mds", "--bigscience")
+from tests.upstream.__main__ import DOCUMENT
+from tests.upstream.compare import difference, read_steps
+from tests.upstream.document import fingerprints_of
+from tests.upstream.fingerprint import ROOT, files, fingerprint
+from tests.upstream.trees import UPSTREAMS
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(4 * 3600)
-@pytest.mark.skipif(
-    not any(os.environ.get(VARIABLES[option]) for option in CLONES),
-    reason="no clone of an upstream: set " + ", ".join(VARIABLES[option] for option in CLONES),
-)
-def test_nothing_fails_on_upstream_code(tmp_path: Path) -> None:
-    from tests.upstream.__main__ import main
-
-    options = [
-        word for option, name in VARIABLES.items() if os.environ.get(name) for word in (option, os.environ[name])
-    ]
-    document = tmp_path / "compatibility.md"
-    assert main([*options, "--scratch", str(tmp_path / "scratch"), "--output", str(document)]) == 0, (
-        document.read_text()
+@pytest.mark.release
+def test_the_document_is_as_new_as_the_integration():
+    found = fingerprints_of(DOCUMENT.read_text())
+    assert found == {fingerprint()}, (
+        f"docs/compatibility.md was made with integration {', '.join(found)}, and this is {fingerprint()}: "
+        "make upstream CLONES=/path/to/clones"
     )
+
+
+def test_the_fingerprint_covers_what_decides(tmp_path):
+    assert {"run.py", "patch.py", "seams.py", "record.py", "mindspeed-llm.yaml"} < {path.name for path in files()}
+    for path in files():
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    assert fingerprint(tmp_path) == fingerprint()
+    copy.write_text("changed")
+    assert fingerprint(tmp_path) != fingerprint()
+
+
+@pytest.mark.release
+def test_every_upstream_that_was_asked_for_has_a_row():
+    text = DOCUMENT.read_text()
+    assert [one.title for one in UPSTREAMS if f"| {one.title} |" not in text] == []
+
+
+def test_missing_clones_are_named_with_what_fetches_them(tmp_path):
+    (tmp_path / "NVIDIA").mkdir()
+    subprocess.run(["git", "init", "-q", str(tmp_path / "NVIDIA" / "Megatron-LM")], check=True)
+    command = [sys.executable, "-m", "tests.upstream.trees", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"git -C {tmp_path}/NVIDIA/Megatron-LM fetch --tags origin core_v0.8.0" in done.stderr
+    assert f"git clone https://github.com/swiss-ai/Megatron-LM {tmp_path}/swiss-ai/Megatron-LM" in done.stderr
+
+
+def log(folder: Path, rank: int, dp: int, entries: list[tuple[int, list[str]]], loader: int = 0) -> None:
+    with open(folder / f"batches-{rank}.jsonl", "a") as file:
+        for consumed, rows in entries:
+            file.write(json.dumps({"consumed": consumed, "dp": dp, "loader": loader, "rows": rows}) + "\n")
+
+
+def test_global_batches_are_put_together_in_the_order_of_the_samples(tmp_path):
+    """Two data-parallel ranks of two pipeline stages each; the last stage reads by its second loader."""
+    for rank, dp, loader in ((0, 0, 0), (2, 0, 1), (1, 1, 0), (3, 1, 1)):
+        mine = ["ab", "ef"] if dp == 0 else ["cd", "gh"]
+        log(tmp_path, rank, dp, [(0, list(mine[0])), (0, list(mine[1])), (99, ["x"])], loader)
+    steps = read_steps(tmp_path, end=8)
+    assert steps == {0: list("abcdefgh")} and difference(steps, steps, 0, 8) is None
+    assert "sample 5" in str(difference({0: list("abcdeXgh")}, steps, 0, 8))
+    assert "7 samples at 0, not 8" in str(difference({0: list("abcdefg")}, steps, 0, 8))
+    assert "trained the steps at []" in str(difference({}, steps, 0, 8))
+    log(tmp_path, 4, 0, [(0, ["z", "z"])])
+    with pytest.raises(ValueError, match="one model read different data"):
+        read_steps(tmp_path, end=8)

@@ -6,7 +6,7 @@
 It knows nothing of megaresume. What is read from a DataLoader is what `get_batch` gets: the tokens of every row are
 hashed, with the count of trained samples that Megatron itself has at that moment.
 
-    UPSTREAM_LOG    folder: rank R appends to batches-R.jsonl {"consumed", "loader", "rows"}
+    UPSTREAM_LOG    folder: rank R appends to batches-R.jsonl {"consumed", "dp", "loader", "rows"}
     UPSTREAM_KILL   RANK:CONSUMED:MICRO  SIGKILL to this rank when it has read that micro-batch (from 0) of that step
 """
 
@@ -39,6 +39,14 @@ def consumed() -> int:
     return -1
 
 
+def dp_rank() -> int:
+    """The data-parallel rank of this process, by whichever Megatron this is."""
+    for name in ("megatron.core.parallel_state", "megatron.mpu.initialize"):
+        if name in sys.modules:
+            return int(sys.modules[name].get_data_parallel_rank())
+    return -1
+
+
 def rows(batch: Any) -> list[str]:
     """A hash for every row of a batch: of the tokens, and of the labels where they are given apart."""
     key = next(key for key in TOKENS if key in batch)
@@ -64,7 +72,8 @@ def log_batches(directory: Path, rank: int, kill: str | None) -> None:
     def next_batch(self: Any) -> Any:
         batch = plain_next(self)
         now = consumed()
-        log.write(json.dumps({"consumed": now, "loader": self._upstream_number, "rows": rows(batch)}) + "\n")
+        entry = {"consumed": now, "dp": dp_rank(), "loader": self._upstream_number, "rows": rows(batch)}
+        log.write(json.dumps(entry) + "\n")
         if self._upstream_number == 0:
             if kill == f"{rank}:{now}:{seen[now]}":
                 os.kill(os.getpid(), signal.SIGKILL)

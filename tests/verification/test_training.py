@@ -13,6 +13,8 @@ from megaresume.cli.main import main
 from tests.training.conftest import Runs, write_corpus
 from tests.training.conftest import data_yaml as data_yaml
 
+pytestmark = pytest.mark.process
+
 SETS = "validation:\n  held_out: {part: valid}\n  books: {sources: {books: {path: books}}}\n"
 CONFIG = """seed: 1234
 seq_length: 64
