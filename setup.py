@@ -1,9 +1,10 @@
-"""Everything is in pyproject.toml, but for ``patches/`` and ``launch/``, which go into the package when it is built.
+"""What pyproject.toml cannot say: copies of ``patches/`` and ``launch/`` in the package, and the index's page.
 
-In a checkout, also one installed with ``pip install -e``, ``megaresume.patching.library`` and
+In a checkout, also one installed with ``pip install -e``, ``megaresume.patching.recipe`` and
 ``megaresume.smoke.scripts`` find them where they lie.
 """
 
+import re
 from pathlib import Path
 
 from setuptools import setup
@@ -39,4 +40,14 @@ class BuildWithCopies(build_py):
         return outputs if self.editable_mode else [*outputs, *(str(target) for _, target in self._copies())]
 
 
-setup(cmdclass={"build_py": BuildWithCopies})
+def description():
+    """README.md for the package index, where links to files lead nowhere: their names, as in the source archive."""
+    text = re.sub(r"\[(docs/[\w.-]+)\]\(\1\)", r"`\1`", (ROOT / "README.md").read_text(encoding="utf-8"))
+    return re.sub(r"\[([^\]]+)\]\((?!\w+:)([\w./-]+)(?:#[\w-]+)?\)", r"\1 (`\2`)", text)
+
+
+setup(
+    cmdclass={"build_py": BuildWithCopies},
+    long_description=description(),
+    long_description_content_type="text/markdown",
+)

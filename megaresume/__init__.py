@@ -70,8 +70,17 @@ _HOMES = {
     "provider": "megaresume.integrations.megatron.routes",
 }
 
+#: what needs more than torch -> the extra that installs all of it.
+_EXTRAS = {"attach": "deepspeed", "attach_loader": "deepspeed", "loader_provider": "megatron", "provider": "megatron"}
+
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'megaresume' has no attribute '{name}'")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    try:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        from megaresume.stream.errors import missing_package
+
+        explained = missing_package(error, f"megaresume.{name}", _EXTRAS.get(name))
+        raise error if explained is None else explained from error

@@ -167,7 +167,7 @@ def _install(code: CodeType, module: ModuleType) -> None:
     Raises:
         SetupError: there is no Megatron on the path, and the script does not put one there by itself.
     """
-    hooks.install()
+    hooks.install(launched=True)
     hooks.install_in_children()
     try:
         find_project()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
+    from megaresume.sources.base import Source
     from megaresume.stream.config import StreamConfig
     from megaresume.stream.state import StreamState
 
-__all__ = ["locate"]
+__all__ = ["as_of", "locate"]
 
 
 def locate(data: str | None, root: Path, state: StreamState) -> tuple[Path, StreamConfig, Path]:
@@ -47,3 +49,14 @@ def locate(data: str | None, root: Path, state: StreamState) -> tuple[Path, Stre
     # Under the names that the run knows its sources by.
     config = resolved(config, state.config["sources"])
     return path, config, directory
+
+
+def as_of(sources: Mapping[str, Source], state: StreamState) -> dict[str, Source]:
+    """The corpora without documents that came to them after a state."""
+    from megaresume.sources.split import range_of
+
+    known = {name: fingerprint.documents for name, fingerprint in state.fingerprints.items()}
+    return {
+        name: range_of(source, 0, known[name]) if len(source) > known.get(name, len(source)) else source
+        for name, source in sources.items()
+    }

@@ -6,7 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
-from megaresume.stream.errors import SetupError, UsageError
+from megaresume.cli.packages import need_packages
+from megaresume.stream.errors import UsageError
 
 HELP = "train, kill -9, resume on another topology, and prove that nothing was repeated or skipped"
 
@@ -28,7 +29,15 @@ def run(args: argparse.Namespace) -> int:
             found=f"--steps {args.steps}",
             expected="at least 24, so that both kills follow a checkpoint",
         )
-    _check_packages(("PIL", "sklearn") if args.vlm else ())
+    packages = (
+        "torch",
+        "deepspeed",
+        "megatron.core",
+        "matplotlib",
+        "psutil",
+        *(("PIL", "sklearn") if args.vlm else ()),
+    )
+    need_packages("the demo", packages, extra="demo")
     from megaresume.training.demo.run import run_demo
 
     if args.vlm:
@@ -40,16 +49,3 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(result))
     return 0 if result["holds"] else 1
-
-
-def _check_packages(more: tuple[str, ...]) -> None:
-    import importlib.util
-
-    needed = ("torch", "deepspeed", "megatron.core", "matplotlib", "psutil", *more)
-    missing = [name for name in needed if importlib.util.find_spec(name.partition(".")[0]) is None]
-    if missing:
-        raise SetupError(
-            "the demo needs packages that are not installed",
-            found=f"no {', '.join(missing)}",
-            action="pip install 'megaresume[demo]', or make demo in a clone",
-        )

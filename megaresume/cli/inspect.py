@@ -19,6 +19,7 @@ from megaresume.stream.errors import StateError, UsageError
 if TYPE_CHECKING:
     from megaresume.checkpoint.candidates import Examined
     from megaresume.checkpoint.ledger import LedgerEntry
+    from megaresume.checkpoint.manifest import Manifest
     from megaresume.checkpoint.state_file import StepFile
     from megaresume.checkpoint.survey import Survey
 
@@ -150,7 +151,16 @@ def _checkpoint(found: Survey, examined: Examined) -> dict[str, Any]:
         "digest": None if step is None else step.state.digest,
         "saved_at": None if step is None else step.saved_at,
         "topology": None if step is None else step.topology.to_dict(),
+        "random": _random(manifest),
     }
+
+
+def _random(manifest: Manifest | None) -> dict[str, Any] | None:
+    """Of how many ranks there is a random state, and the digest of all."""
+    from megaresume.checkpoint.beside import random_digest
+
+    found = None if manifest is None else random_digest(manifest)
+    return None if found is None else {"ranks": found[0], "digest": found[1]}
 
 
 def _entry(entry: LedgerEntry) -> dict[str, Any]:
@@ -257,13 +267,19 @@ def _state_block(found: Survey) -> str:
         ["open bins", f"{len(state.bins)} with {sum(len(b.segments) for b in state.bins)} segments"],
     ]
     if (loader := config.get("loader")) is not None:  # somebody else's: integrations/loaders/record.py
-        size = sum(row[1] for row in loader["ranks"])
+        size = sum(row[0] for row in loader["ranks"])
         rows.append(["loader", f"{loader['library']}, {loader['kind']}: {loader['batches']:,} batches of each rank"])
         rows.append(["", f"dp {loader['dp']}  workers {loader['workers']}  batch size {loader['batch_size']}"])
         rows.append(["", f"{len(loader['ranks'])} states beside the checkpoint, {_size(size)}"])
+    manifest = next((e.manifest for e in found.checkpoints if e.step == step), None)
+    if (random := _random(manifest)) is not None:
+        rows.append(["random state", f"of {random['ranks']} ranks, digest {random['digest']}"])
     if state.pending:
         tokens = sum(segment.length for segment in state.pending)
         rows.append(["waiting", f"{tokens:,} tokens of {len(state.pending)} documents, to be placed next"])
+    if state.tails:
+        tokens = sum(segment.length for segment in state.tails)
+        rows.append(["kept back", f"{tokens:,} tokens of {len(state.tails)} documents, for samples to come"])
     if state.reached != state.samples:
         rows[1][1] += f" trained, {state.reached:,} with those left out"
     rows += [["skip", f"at sample {record.at:,}: {record}"] for record in state.skips.log]
@@ -297,14 +313,15 @@ def _source_table(step: StepFile) -> str:
     rows = [["source", "weight", "epoch", "position", "of", "tokens", "share", "skipped", ""]]
     for name, cursor in state.sources.items():
         documents = state.fingerprints[name].documents if name in state.fingerprints else 0
+        size = cursor.size or documents
         names = weights.get(name, {}).get("names")
         rows.append(
             [
                 f"{name} (now {names[-1]})" if names else name,
                 str(weights.get(name, {}).get("weight", "?")),
                 str(cursor.epoch),
-                f"{cursor.position - cursor.epoch * documents:,}",
-                f"{documents:,}",
+                f"{size - (cursor.left or size):,}",
+                f"{size:,}",
                 f"{cursor.tokens:,}",
                 f"{cursor.tokens / drawn:.1%}",
                 f"{cursor.skipped:,}",

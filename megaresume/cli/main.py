@@ -14,7 +14,7 @@ from types import ModuleType
 
 import megaresume
 from megaresume.cli.flags import normalise
-from megaresume.stream.errors import MegaresumeError, UsageError
+from megaresume.stream.errors import MegaresumeError, NoFileError, UsageError, missing_package
 
 __all__ = ["main"]
 
@@ -66,17 +66,24 @@ def main(argv: list[str] | None = None) -> int:
         status: int = modules[args.command].run(args)
         sys.stdout.flush()
         return status
-    except UsageError as error:
+    except (UsageError, NoFileError) as error:
         return _report(error, 2)
     except MegaresumeError as error:
         return _report(error, 1)
+    except ModuleNotFoundError as error:
+        explained = missing_package(error, f"megaresume {args.command}")
+        if explained is None:
+            raise
+        return _report(explained, 1)
     except BrokenPipeError:
         # The reader of our output has gone, as `| head` does.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
         # What the system refuses, of a path of the user's: no permission, a name too long, a disk that fails.
-        return _report(MegaresumeError(f"the system refuses: {error.strerror or error}", found=error.filename), 1)
+        is_path = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+        refused = MegaresumeError(f"the system refuses: {error.strerror or error}", found=error.filename)
+        return _report(refused, 2 if is_path else 1)
     except KeyboardInterrupt:
         print("megaresume: interrupted", file=sys.stderr)
         return 130

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import sys
 from pathlib import Path
@@ -55,20 +56,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _recipes(args: argparse.Namespace):  # type: ignore[no-untyped-def]
-    from megaresume.patching.library import find_recipe, shipped_recipes
+    from megaresume.patching.recipe import find_recipe, shipped_recipes
 
     return shipped_recipes() if args.recipe is None else [find_recipe(args.recipe)]
 
 
 def _applied(args: argparse.Namespace, old: bytes) -> Applied:
-    from megaresume.patching.beside import find_beside
+    from megaresume.patching.choose import find_beside
     from megaresume.patching.patch import apply
 
     return apply(old, str(args.script), _recipes(args), find_beside(args.script))
 
 
 def _check(args: argparse.Namespace, old: bytes) -> int:
-    from megaresume.patching.beside import find_beside
+    from megaresume.patching.choose import find_beside
     from megaresume.patching.patch import check
 
     found = check(old, str(args.script), _recipes(args), find_beside(args.script))
@@ -96,9 +97,7 @@ def _check_report(path: Path, found: Checked) -> dict[str, Any]:
 
 
 def _show_diff(args: argparse.Namespace, old: bytes, result: Applied | Reverted) -> None:
-    from megaresume.patching.diff import unified_diff
-
-    diff = unified_diff(old, result.data, args.script.name)
+    diff = _unified_diff(old, result.data, args.script.name)
     if args.json:
         print(json.dumps(_report(args.script, result) | {"diff": diff.decode("utf-8", "replace"), "written": False}))
         return
@@ -107,6 +106,18 @@ def _show_diff(args: argparse.Namespace, old: bytes, result: Applied | Reverted)
     sys.stdout.buffer.flush()
     if not diff:
         print(f"{args.script}: nothing to change", file=sys.stderr)
+
+
+def _unified_diff(old: bytes, new: bytes, name: str) -> bytes:
+    """As `patch` and `git apply` take it; a lone ``\\r`` is no line end for them. Empty if the files are equal."""
+    before, after = (data.removesuffix(b"\n").split(b"\n") for data in (old, new))
+    if not old.endswith(b"\n"):
+        before[-1] += b"\n\\ No newline at end of file"
+    if not new.endswith(b"\n"):
+        after[-1] += b"\n\\ No newline at end of file"
+    names = (b"a/" + name.encode(), b"b/" + name.encode())
+    lines = difflib.diff_bytes(difflib.unified_diff, before, after, *names, lineterm=b"")
+    return b"".join(line + b"\n" for line in lines)
 
 
 def _report(path: Path, result: Applied | Reverted) -> dict[str, Any]:
@@ -144,9 +155,9 @@ def _text(path: Path, result: Applied | Reverted) -> str:
         return f"{path}: reverted {result.recipe} version {result.version}: {how}"
     recipe = result.recipe
     if result.already:
-        return f"{path}: patched already with {recipe.label}; nothing changed"
+        return f"{path}: patched already with {recipe.name} version {recipe.version}; nothing changed"
     upstream = " ".join(filter(None, (recipe.upstream, recipe.versions)))
-    lines = [f"{path}: patched with {recipe.label} ({upstream})"]
+    lines = [f"{path}: patched with {recipe.name} version {recipe.version} ({upstream})"]
     lines += [f"  line {change.line:>5}  {change.what}" for change in result.changes]
     lines += [f"  note: {note}" for note in result.notes]
     lines += [

@@ -229,7 +229,8 @@ def _data(result: DryRun) -> str:
     lines = [f"data: {what}"]
     for name, then, now in data.changes:
         lines.append(f"  {name}  {json.dumps(then)} -> {json.dumps(now)}")
-    if not data.changes:
+    lines += [f"  {line}" for line in data.grown]
+    if not data.changes and not data.grown:
         lines.append(f"  nothing changed in {'the recorded config' if data.path is None else data.path}")
     lines += [f"  to come: stage '{stage.name}' from {stage.unit} {stage.at:,}" for stage in data.to_come]
     if data.with_stage:
@@ -285,8 +286,10 @@ def _change(before: Topology, now: Topology) -> str:
     words = []
     for word, name in pairs:
         old, new = getattr(before, name), getattr(now, name)
-        if old is not None or new is not None:
-            words.append(f"{word} {old}" if old == new else f"{word} {old}->{new}")
+        if old is None and new is None:
+            continue
+        shown = ["not known" if value is None else str(value) for value in (old, new)]
+        words.append(f"{word} {old}" if old == new else f"{word} {'->'.join(shown)}")
     return "  " + "  ".join(words)
 
 

@@ -65,6 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for text that is not UTF-8: stop, put U+FFFD, or leave the document out (default: stop)",
     )
     parser.add_argument(
+        "--bad-lines",
+        choices=("error", "skip"),
+        default="error",
+        help="for lines of JSON lines that are no object with a text: stop, or leave them out and count them "
+        "(default: stop; the same command with skip goes on from there)",
+    )
+    parser.add_argument(
         "--dtype",
         default="auto",
         metavar="TYPE",
@@ -108,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
         glob=args.glob,
         format=args.format,
         text_unit=args.text_unit,
-        text=TextOptions(json_key=args.json_key, invalid=args.invalid_utf8),
+        text=TextOptions(json_key=args.json_key, invalid=args.invalid_utf8, bad_lines=args.bad_lines),
         workers=args.workers,
         block_bytes=args.block_bytes,
         overwrite=args.overwrite,
@@ -120,7 +127,8 @@ def run(args: argparse.Namespace) -> int:
         print()
         return 0
     rate = summary.text_bytes / max(summary.seconds, 1e-9) / 1e6
-    left_out = [f"{n} {what}" for n, what in ((summary.empty, "empty"), (summary.skipped, "not UTF-8")) if n]
+    counts = ((summary.empty, "empty"), (summary.skipped, "not UTF-8"), (summary.bad_lines, "bad lines"))
+    left_out = [f"{n} {what}" for n, what in counts if n]
     left_out_note = f"; documents left out: {', '.join(left_out)}" if left_out else ""
     resumed_note = (
         f", {summary.resumed_blocks} of {summary.blocks} blocks from an earlier run" if summary.resumed_blocks else ""
@@ -128,6 +136,10 @@ def run(args: argparse.Namespace) -> int:
     print(f"{summary.prefix}.bin and .idx: {summary.documents} documents, {summary.tokens} tokens ({summary.dtype})")
     print(f"  tokenizer {summary.tokenizer}, vocabulary {summary.vocab_size}, end of document {summary.eod}")
     print(f"  {summary.files} files, {summary.text_bytes / 1e6:.1f} MB of text{left_out_note}")
+    for why in summary.first_left_out:
+        print(f"  left out: {why}")
+    for path in summary.linked_twice:
+        print(f"  left out: {path} is a link to a directory that is read already")
     print(f"  {summary.seconds:.1f} s, {rate:.1f} MB/s{resumed_note}")
     return 0
 

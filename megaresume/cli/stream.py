@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megaresume.sources.layout import bin_path, idx_path, prefix_of
 from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
     samples = None if args.samples is None else _range(args.samples)
     data = args.data[0] if len(args.data) == 1 and args.data[0].endswith((".yaml", ".yml")) else args.data
+    _check_paths(data, args.state)
     seed = 1234 if args.seed is None else args.seed
     stream = open_stream(data, seq_length=args.seq_length, seed=seed, split=args.split, part=args.part)
     if args.state is not None:
@@ -60,6 +63,17 @@ def run(args: argparse.Namespace) -> int:
         report["samples"] = _samples(stream, plan)
     print(json.dumps(report) if args.json else _text(stream, report))
     return 0
+
+
+def _check_paths(data: str | list[str], state: str | None) -> None:
+    """A path on the command line that leads nowhere is bad usage; what a data config names is not."""
+    missing = [] if state is None or Path(state).is_file() else [(state, "a file with a data state")]
+    for word in data if isinstance(data, list) else ():
+        prefix = prefix_of(word)
+        if not re.fullmatch(r"[0-9.eE+-]+", word) and not (idx_path(prefix).is_file() or bin_path(prefix).is_file()):
+            missing.append((word, "a data.yaml, or the common part of a .bin and an .idx"))
+    for path, expected in missing:
+        raise UsageError(f"{path} does not exist", found="no such file", expected=expected, action="check the path")
 
 
 def _state(path: Path) -> StreamState:

@@ -154,12 +154,12 @@ def _open(args: argparse.Namespace, sources: dict[str, Source]) -> Trace:
 
 def _sources(args: argparse.Namespace, root: Path, history: History) -> dict[str, Source]:
     """The corpora, by the name of their source."""
-    from megaresume.cli.corpora import locate
+    from megaresume.cli.corpora import as_of, locate
     from megaresume.sources import open_sources
 
     _, config, directory = locate(args.data, root, history.state)
     specs = {s.name: s.options for s in config.sources if s.name in history.state.config["sources"]}
-    return open_sources(specs, base_dir=directory, split=args.split)
+    return as_of(open_sources(specs, base_dir=directory, split=args.split), history.state)
 
 
 @contextlib.contextmanager
@@ -336,9 +336,9 @@ def _print_found(trace: Trace, found: Found) -> None:
 
 
 def _ahead(trace: Trace, occurrence: Occurrence) -> str:
-    if occurrence.documents_ahead is None:
+    if occurrence.pieces_ahead is None:
         return ""
-    text = f": {occurrence.documents_ahead:,} documents of the source come before it"
+    text = f": {occurrence.pieces_ahead:,} pieces of the source come before it"
     if occurrence.about_sample is not None:
         step = trace.steps.place(occurrence.about_sample)[0]
         text += f", about sample {occurrence.about_sample:,}" + ("" if step is None else f", step {step:,}")

@@ -165,7 +165,7 @@ class _Again:
 
 def _sources(args: argparse.Namespace, state: StreamState) -> dict[str, Source]:
     """The corpora, opened; by the name of their source."""
-    from megaresume.cli.corpora import locate
+    from megaresume.cli.corpora import as_of, locate
     from megaresume.sources import open_sources
 
     path, config, directory = locate(args.data, args.dir, state)
@@ -179,7 +179,7 @@ def _sources(args: argparse.Namespace, state: StreamState) -> dict[str, Source]:
             cause="sources that were removed in the middle of the run" if args.data is None else None,
             action=f"--data with a copy of {path} that has {', '.join(missing)} too, with the path of that time",
         )
-    return {name: opened[name] for name in state.fingerprints}
+    return as_of({name: opened[name] for name in state.fingerprints}, state)
 
 
 def _report(root: Path, problems: list[str], points: Points, checked: list[Checked]) -> dict[str, Any]:
@@ -191,8 +191,10 @@ def _report(root: Path, problems: list[str], points: Points, checked: list[Check
         "holds": not problems
         and difference is None
         and bool(checked)
+        and not points.lost
         and not any(problem.kind == "damaged" for problem in points.unreadable),
         "corpora": problems,
+        "lost": list(points.lost),
         "unreadable": [str(problem) for problem in points.unreadable],
         "points": [
             {"origin": c.recorded.origin, "samples": c.recorded.sample, "digest": c.recorded.digest, "holds": c.holds}
@@ -220,6 +222,7 @@ def _log_report(check: RankCheck, records: RankRecords) -> dict[str, Any]:
         "steps": check.steps,
         "lines": check.lines,
         "contents": check.contents,
+        "seen": check.seen,
         "lost": check.lost,
         "given_up": check.given_up,
         "missing": [{"step": step, "ranks": list(ranks)} for step, ranks in check.missing],
@@ -247,6 +250,7 @@ def _text(report: dict[str, Any]) -> str:
         mark = "same     " if point["holds"] else "DIFFERENT"
         lines.append(f"  {mark}  sample {point['samples']:>10}  digest {point['digest']}  {point['origin']}")
     lines += [f"  NOT READ   {problem}" for problem in report["unreadable"]]
+    lines += [f"  LOST       {problem}" for problem in report["lost"]]
     lines += [f"  given up   {origin}: another branch of the run" for origin in report["given_up"]]
     difference = report["first_difference"]
     if difference:
@@ -274,6 +278,8 @@ def _text(report: dict[str, Any]) -> str:
 def _log_text(log: dict[str, Any]) -> list[str]:
     content = f", and the content of {log['contents']}" if log["contents"] else ""
     lines = [f"  log        {log['steps']} steps: {log['lines']} lines of ranks are as planned{content}"]
+    if log["seen"]:
+        lines.append(f"  log        {log['seen']} of them say what the model was given, not only what was handed out")
     if log["lost"]:
         lines.append(f"  log        {log['lost']} lines of steps that were lost and done again are as planned, too")
     if log["given_up"]:

@@ -122,7 +122,6 @@ def _sources(state: StreamState) -> list[dict[str, Any]]:
     rows = []
     for source in ahead:
         cursor = state.sources[source.name]
-        fingerprint = state.fingerprints[source.name]
         rows.append(
             {
                 "name": source.name,
@@ -130,7 +129,7 @@ def _sources(state: StreamState) -> list[dict[str, Any]]:
                 "documents": source.documents,
                 "tokens": source.tokens,
                 "epoch": source.epoch,
-                "epochs": cursor.position / fingerprint.documents if fingerprint.documents else 0.0,
+                "epochs": cursor.epochs,
                 "remaining": source.remaining,
                 "samples_left": source.samples_left,
                 "passed_over": cursor.skipped,

@@ -155,7 +155,10 @@ def _run(args: Arguments) -> int:
         )
     length = {"train_iters": args.train_iters, "train_samples": args.train_samples}
     over = is_over(int(engine.global_steps), data.samples_trained, **length)
-    data.checkpoints.record_start(trains=not (over or args.skip_train))
+    if over or args.skip_train:
+        data.checkpoints.record_start(trains=False)
+    else:
+        data.checkpoints.begin()
     log = on_all_ranks(
         lambda: SampleLog(
             args.megaresume_log_samples,
@@ -266,7 +269,7 @@ def _vocab_size(args: Arguments, sources: Sequence[Any]) -> int:
 
 def _load(args: Arguments, engine: Any) -> None:
     """Go on from --load, or make sure that a fresh start overwrites nothing."""
-    from megaresume.checkpoint.choose import choose
+    from megaresume.checkpoint.fresh import check_fresh_start
     from megaresume.integrations.ranks import on_rank_0
 
     path = None
@@ -286,14 +289,9 @@ def _load(args: Arguments, engine: Any) -> None:
                 )
             announce(f"megaresume: no checkpoint in {args.load}: beginning at sample 0")
     save = args.save
-    if (path is None or args.finetune) and save is not None and on_rank_0(lambda: choose(save) is not None):
-        raise UsageError(
-            "a fresh start would overwrite the checkpoints of another run",
-            found=f"checkpoints in --save {save}",
-            expected="an empty directory",
-            cause="--finetune was not removed for the restart" if args.finetune else "--load was forgotten",
-            action=f"--load {save} without --finetune to go on from them, or save to an empty directory",
-        )
+    if (path is None or args.finetune) and save is not None:
+        cause = "--finetune was not removed for the restart" if args.finetune else "--load was forgotten"
+        on_rank_0(lambda: check_fresh_start(save, cause=cause, load=f"--load {save} without --finetune"))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import IO, TYPE_CHECKING, Literal, Self
 
 from megaresume.stream.errors import SetupError
 from megaresume.training.ports import free_port
@@ -77,10 +77,10 @@ class LocalJob:
         self._processes = []
         with open(output, "ab") as file:
             for command, variables in commands:
-                process = subprocess.Popen(
-                    command, env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
-                )
-                self._processes.append(process)
+                self._processes.append(self._start(command, variables, file))
+
+    def _start(self, command: list[str], env: dict[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
 
     def text(self) -> str:
         """What this job has printed so far."""

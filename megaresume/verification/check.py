@@ -45,6 +45,8 @@ class RankCheck:
     steps: int = 0
     lines: int = 0
     contents: int = 0
+    #: lines of them that say what the model was given, not only what was handed out.
+    seen: int = 0
     #: by step, then rank.
     differences: list[RankDifference] = field(default_factory=list)
     #: lines of steps that were lost and done again: those that agree, those of another branch of the run.
@@ -107,7 +109,9 @@ def check_ranks(
             continue
         check.differences += differences
         check.steps += not differences
-        check.lines += 0 if differences else len(group.lines)
+        if not differences:
+            check.lines += len(group.lines)
+            check.seen += sum(line.seen for line in group.lines)
         lacking = _lacking(group.lines)
         if lacking and group.step not in records.last_steps:
             check.missing.append((group.step, lacking))

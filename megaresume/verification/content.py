@@ -19,7 +19,7 @@ from megaresume.loading.assemble import Arrays, Assembler
 from megaresume.loading.documents import Images
 from megaresume.sources.base import Source
 from megaresume.stream.errors import CorpusError
-from megaresume.stream.kernel import DOCUMENT, OFFSET, SOURCE
+from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.verification.past import Part
 from megaresume.verification.ranks import hash_rows
 
@@ -33,18 +33,19 @@ CHUNK = 256
 class DocumentDigest:
     """What was read of one source."""
 
+    #: of which the beginning was.
     documents: int = 0
-    #: xxh3_128 over the hashes of the documents, in the order of the stream.
+    #: xxh3_128 over the hashes of the segments, in the order of the stream.
     _hasher: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
 
-    def add(self, value: int) -> None:
-        """One more document."""
-        self.documents += 1
+    def add(self, value: int, *, begins: bool) -> None:
+        """One more segment; whether it is the first of its document."""
+        self.documents += begins
         self._hasher.update(value.to_bytes(8, "little"))
 
     @property
     def digest(self) -> str:
-        """32 hex digits: the same wherever the same documents are read in the same order."""
+        """32 hex digits: the same wherever the same segments are read in the same order."""
         return self._hasher.hexdigest()
 
 
@@ -100,17 +101,17 @@ class Contents:
         return self._assemblers[key]
 
     def documents(self, parts: Sequence[Part]) -> None:
-        """Hash every document whose first segment lies in these samples.
+        """Hash every segment of these samples; of shards, every record.
 
         Raises:
             CorpusError: one cannot be read, or is not as long as the index says.
         """
         for part in parts:
             table = part.plan.table
-            for row in table[table[:, OFFSET] == 0]:
-                name, document = self._names[int(row[SOURCE])], int(row[DOCUMENT])
-                source = self._sources[int(row[SOURCE])]
-                self.digests.setdefault(name, DocumentDigest()).add(_hash(source, name, document))
+            for row in table:
+                name, source = self._names[int(row[SOURCE])], self._sources[int(row[SOURCE])]
+                value = _hash(source, name, int(row[DOCUMENT]), int(row[OFFSET]), int(row[LENGTH]))
+                self.digests.setdefault(name, DocumentDigest()).add(value, begins=bool(row[OFFSET] == 0))
 
 
 def _augmented(source: Source, steps: object) -> Source:
@@ -120,7 +121,7 @@ def _augmented(source: Source, steps: object) -> Source:
     return found
 
 
-def _hash(source: Source, name: str, document: int) -> int:
+def _hash(source: Source, name: str, document: int, offset: int, length: int) -> int:
     record = getattr(source, "record", None)
     if record is not None:
         hasher = xxhash.xxh3_64()
@@ -128,12 +129,12 @@ def _hash(source: Source, name: str, document: int) -> int:
             # Lengths are written out so that no two records share an encoding.
             hasher.update(f"{len(member.encode())} {member} {len(content)} ".encode() + content)
         return int(hasher.intdigest())
-    tokens = source.get(document)
-    if len(tokens) != source.length(document):
+    tokens = source.read(document, offset, length)
+    if len(tokens) != length:
         raise CorpusError(
             f"document {document} of source '{name}' is not as long as the index says",
-            found=f"{len(tokens)} tokens",
-            expected=f"{source.length(document)} tokens",
+            found=f"{len(tokens)} tokens from token {offset} on",
+            expected=f"{length} tokens",
             cause="the file of tokens was cut short or exchanged",
             action="copy the corpus again",
         )

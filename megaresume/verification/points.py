@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaresume.checkpoint.layout import ledger_path, parse_record_name, records_dir
+from megaresume.checkpoint.layout import ledger_path, manifest_path, parse_record_name, records_dir
 from megaresume.checkpoint.ledger import LedgerProblem, abandoned_checkpoints, read_ledger
+from megaresume.checkpoint.manifest import read_manifest
 from megaresume.checkpoint.state_file import StepFile, read_step_file
 from megaresume.stream.errors import CheckpointError, CorpusError, MegaresumeError, UsageError
 
@@ -32,6 +33,8 @@ class Points:
     recorded: tuple[Recorded, ...]
     #: lines of the ledger that say nothing.
     unreadable: tuple[LedgerProblem, ...]
+    #: of the checkpoints whose weights are there: what ranks added and is missing or damaged, in words.
+    lost: tuple[str, ...] = ()
 
     @property
     def newest(self) -> StreamState:
@@ -97,7 +100,19 @@ def read_points(root: Path) -> Points:
             cause="not a --save directory, or the run has saved no checkpoint with megaresume",
             action=f"megaresume inspect {root}",
         )
-    return Points(states=tuple(states), recorded=tuple(recorded), unreadable=ledger.problems)
+    lost = tuple(words for step in states for words in _lost(root, step))
+    return Points(states=tuple(states), recorded=tuple(recorded), unreadable=ledger.problems, lost=lost)
+
+
+def _lost(root: Path, step: StepFile) -> list[str]:
+    """What is wrong with the random states, and the loaders' states, of one checkpoint."""
+    if not (root / step.tag).is_dir():
+        return []
+    try:
+        manifest = read_manifest(manifest_path(root, step.iteration, step.tag))
+    except CheckpointError:
+        return []  # incomplete: never taken
+    return [f"{step.tag}: {problem.detail}" for problem in manifest.verify_beside(root)]
 
 
 def between(history: History, first: int | None, last: int | None) -> tuple[int, int]:
@@ -190,7 +205,7 @@ def replay_all(
     state = points.newest
     try:
         config = StreamConfig.from_dict(state.config)
-        stream = Stream(config, list(sources.values()), recorded=state.stages, left_out=state.skips)
+        stream = Stream(config, list(sources.values()), past=state)
     except CorpusError:
         return [], []  # already among the problems of the corpora
     checked = list(replay(stream, points.recorded, progress=progress))

@@ -42,6 +42,8 @@ class RankStep:
     content: str | None
     #: token at places without a document.
     pad_id: int = 0
+    #: whether the model's own forward was seen to get these samples; else they are those that were handed out.
+    seen: bool = False
 
     @property
     def who(self) -> str:
@@ -163,6 +165,7 @@ def _read_file(path: Path, launches: dict[tuple[int, int], _Launch], problems: l
                     order=str(fields["order"]),
                     content=str(fields["content"]),
                     pad_id=int(start["pad_id"]),
+                    seen=bool(fields["seen"]),
                 )
             )
 

@@ -2,12 +2,14 @@
 
     <DIR>/rank_00003.jsonl
       {"event": "start", "launch": 17636…, "step": 10, "samples": 80, "dp_rank": 3, "dp": 4, "micro_batch_size": 2, ...}
-      {"event": "step", "step": 11, "samples": [[86, 88], [94, 96]], "order": "9f…", "content": "17…"}
+      {"event": "step", "step": 11, "samples": [[86, 88], [94, 96]], "order": "9f…", "content": "17…",
+       "seen": true}
 
 Every process that is handed data writes a file of its own: no rank waits for another one, no collective is added to a
-step. A line is one append, of some 150 bytes, once the last micro-batch of its step was handed out; SIGKILL loses
-nothing that was appended, and a line that a dying machine cut short is closed off by the next start and passed over.
-Lines are sealed: what was damaged later is known as such.
+step. ``seen``: these are the samples that the model's own forward was given (`megaresume.integrations.witness`), and
+not only those that were handed out. A line is one append, of some 150 bytes, after its step (under Megatron: once the
+last micro-batch of the step was handed out); SIGKILL loses nothing that was appended, and a line that a dying machine
+cut short is closed off by the next start and passed over. Lines are sealed: what was damaged later is known as such.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ from megaresume.checkpoint.clock import utc
 from megaresume.checkpoint.sealed import seal
 from megaresume.stream.errors import SetupError
 
-__all__ = ["FORMAT", "VERSION", "RankLog", "hash_rows", "hash_samples", "images_of", "ranges_of"]
+__all__ = ["FORMAT", "VERSION", "Noted", "RankLog", "hash_rows", "hash_samples", "images_of", "noted", "ranges_of"]
 
 FORMAT = "megaresume.ranks"
 VERSION = 1
@@ -62,6 +65,26 @@ def images_of(batch: Mapping[str, Any]) -> list[tuple[int, npt.NDArray[Any]]]:
     return [(row, pixels.numpy()) for row, pixels in zip(batch["image_positions"][:, 0].tolist(), parts, strict=True)]
 
 
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """A micro-batch of m samples, as the log has it."""
+
+    #: int64[m]: numbers in the stream.
+    samples: Int64Array
+    #: uint64[m] each: identities, and what they hold (`hash_rows`).
+    hashes: npt.NDArray[np.uint64]
+    contents: npt.NDArray[np.uint64]
+
+
+def noted(batch: Mapping[str, Any]) -> Noted:
+    """Of a `megaresume.loading.batch.Batch`, before anybody changes it."""
+    return Noted(
+        np.array(batch["samples"].numpy(), np.int64),
+        np.array(batch["hashes"].numpy(), np.int64).view(np.uint64),
+        hash_rows(batch["tokens"].numpy(), images_of(batch)),
+    )
+
+
 class RankLog:
     """The file of one process.
 
@@ -79,9 +102,7 @@ class RankLog:
         name = f"rank_{rank:05d}" + (f"_chunk_{chunk}" if chunk else "") + ".jsonl"
         self._path = Path(directory) / name
         self._rank, self._launch = rank, launch
-        self._samples: list[Int64Array] = []
-        self._hashes: list[npt.NDArray[np.uint64]] = []
-        self._contents: list[npt.NDArray[np.uint64]] = []
+        self._batches: list[Noted] = []
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
@@ -109,7 +130,7 @@ class RankLog:
             pad_id: token at places without a document.
             digest: of the samples trained.
         """
-        self._samples, self._hashes, self._contents = [], [], []
+        self._batches = []
         layout = {"dp_rank": dp_rank, "dp": dp, "micro_batch_size": micro_batch_size, "pad_id": pad_id}
         at = {"step": step, "samples": samples, "digest": digest}
         self._write({"event": "start", "format": FORMAT, "version": VERSION, "rank": self._rank} | at | layout)
@@ -129,32 +150,41 @@ class RankLog:
             tokens: int64[m, S].
             images: see `hash_rows`.
         """
-        self._samples.append(np.array(samples, np.int64))
-        self._hashes.append(np.array(hashes, np.int64).view(np.uint64))
-        self._contents.append(hash_rows(tokens, images))
+        identities = np.array(hashes, np.int64).view(np.uint64)
+        self.add_noted(Noted(np.array(samples, np.int64), identities, hash_rows(tokens, images)))
 
     def add_batch(self, batch: Mapping[str, Any]) -> None:
         """Note a `megaresume.loading.batch.Batch`."""
-        self.add(batch["samples"].numpy(), batch["hashes"].numpy(), batch["tokens"].numpy(), images_of(batch))
+        self.add_noted(noted(batch))
+
+    def add_noted(self, batch: Noted) -> None:
+        """Note what was noted before."""
+        self._batches.append(batch)
 
     @property
     def noted(self) -> int:
         """Samples noted since the last line."""
-        return sum(map(len, self._samples))
+        return sum(len(batch.samples) for batch in self._batches)
 
-    def end_step(self, step: int) -> None:
-        """Write the line of a step: all micro-batches since the last one."""
-        if not self._samples:
+    def end_step(self, step: int, *, seen: bool = False) -> None:
+        """Write the line of a step: all micro-batches since the last one.
+
+        Args:
+            step: its number.
+            seen: whether the model's own forward was seen to get them, in this order; else as they were handed out.
+        """
+        if not self._batches:
             return
-        samples = np.concatenate(self._samples)
+        samples = np.concatenate([batch.samples for batch in self._batches])
         fields = {
             "event": "step",
             "step": step,
             "samples": ranges_of(samples),
-            "order": hash_samples(np.concatenate(self._hashes)),
-            "content": hash_samples(np.concatenate(self._contents)),
+            "order": hash_samples(np.concatenate([batch.hashes for batch in self._batches])),
+            "content": hash_samples(np.concatenate([batch.contents for batch in self._batches])),
+            "seen": seen,
         }
-        self._samples, self._hashes, self._contents = [], [], []
+        self._batches = []
         self._write(fields)
 
     def close(self) -> None:

@@ -8,6 +8,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from megaresume.checkpoint.layout import ledger_path
+from megaresume.checkpoint.ledger import read_ledger
 from megaresume.loading.open import open_stream
 from megaresume.stream.errors import SetupError
 from megaresume.training.compare import compare_all
@@ -111,7 +113,8 @@ def _train(out: Path, name: str, attempt: Attempt, common: list[str], steps: int
     first = watch.step
     with LocalJob("megaresume.training", flags, num_processes=attempt.processes, output=output) as job:
         fatal_step = None if attempt.killed_after is None else int(attempt.killed_after * steps)
-        killed = job.wait_until(lambda: watch.reached(fatal_step))
+        # Not before a save of this start is committed: there would be nothing to resume from.
+        killed = job.wait_until(lambda: watch.reached(fatal_step) and committed_since(out / name, first))
         if killed:
             # In the middle of the next step: its samples are read, its gradients half computed.
             time.sleep(0.4 * watch.step_seconds)
@@ -134,6 +137,11 @@ def _train(out: Path, name: str, attempt: Attempt, common: list[str], steps: int
         end=f"killed in step {watch.step + 1}, with SIGKILL" if killed else "finished",
         resumed=resumed[0] if resumed else None,
     )
+
+
+def committed_since(root: Path, step: int) -> bool:
+    """Whether a checkpoint of a later step is committed."""
+    return any(e.kind == "checkpoint" and e.iteration > step for e in read_ledger(ledger_path(root)).entries)
 
 
 def _table(facts: Facts) -> str:
