@@ -73,20 +73,19 @@ _watch()
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     """Watch the tests without the mark, their fixtures included."""
     global _quick
     marked = any(item.get_closest_marker(name) for name in ("process", "release"))
     _started.clear()
     _quick = None if marked else item.nodeid
-    try:
-        return (yield)
-    finally:
-        _quick = None
+    return (yield)
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_teardown() -> None:
-    """Fail also where the code under test has swallowed the failure."""
+    """Fail also if the code under test has swallowed the failure; what a session's fixture stops here, it may start."""
+    global _quick
+    _quick = None
     if _started:
         pytest.fail(_words())

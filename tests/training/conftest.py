@@ -61,6 +61,7 @@ class Ended:
 
     @property
     def records(self) -> RunRecords:
+        assert self.log.exists(), f"status {self.status}, and no step:\n{self.text[-4000:]}"
         return read_records(self.log)
 
     @property
