@@ -24,6 +24,7 @@ from megaresume.integrations.loaders.gathering import Captured, capture, restore
 from megaresume.integrations.loaders.reader import LoaderReader
 from megaresume.integrations.loaders.record import LoaderRecord
 from megaresume.integrations.megatron import calls, hooks
+from megaresume.integrations.megatron.launch import BEGIN_ANEW
 from megaresume.integrations.megatron.session import Session
 from megaresume.integrations.megatron.state import Kind
 from megaresume.integrations.ranks import on_all_ranks
@@ -203,7 +204,7 @@ def _check(current: Session) -> None:
         raise StateError(
             "training goes on, but no state of the loader belongs to its position",
             found=f"iteration {args.iteration}, {position} samples trained; state in the checkpoint: {has}",
-            expected=f"the states of all loaders behind sample {position}",
+            expected=f"the states of all loaders after sample {position}",
             cause="the checkpoint was saved without megaresume.loader_provider, or the counter was overridden",
-            action="begin the data anew: --finetune; or load a checkpoint that has them: megaresume inspect DIR",
+            action=f"begin the data anew: {BEGIN_ANEW}; or load a checkpoint that has them: megaresume inspect DIR",
         )

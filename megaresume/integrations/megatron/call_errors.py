@@ -7,6 +7,7 @@ from types import FrameType, FunctionType, ModuleType
 
 from megaresume.checkpoint.layout import TRACKER
 from megaresume.integrations.megatron.importing import STRANGERS, reaches
+from megaresume.integrations.megatron.launch import BEGIN_ANEW
 from megaresume.integrations.megatron.project import current_project, package_name
 from megaresume.integrations.megatron.seams import ITERATORS, LOAD, SAVE, SEAMS, SIGNALS, Factory, called
 from megaresume.integrations.megatron.session import Session
@@ -107,7 +108,7 @@ def saved_past_us(current: Session, tracker: str) -> MegaresumeError:
         found=f"{current.args.save}/{TRACKER} says {tracker}, and {name} was never called",
         expected=f"saves through {name}",
         cause="a fork saves with a function of its own, or moved the one that we wrap",
-        action=f"save through {name}; these checkpoints hold weights to begin with (--finetune), no data",
+        action=f"save through {name}; these checkpoints hold no data: load them with {BEGIN_ANEW}",
     )
 
 

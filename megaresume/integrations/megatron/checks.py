@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.integrations.megatron.arguments import Settings
+from megaresume.integrations.megatron.launch import BEGIN_ANEW
 from megaresume.integrations.megatron.project import Project, current_project, parse_version
 from megaresume.integrations.megatron.schedule import ignores_rampup
 from megaresume.integrations.megatron.session import Session
@@ -178,7 +179,7 @@ def after_load(current: Session, iteration: int, checkpoint_args: Any) -> None:
             found=f"iteration {iteration} from {args.load}, without args",
             expected="the arguments that Megatron saves in every checkpoint",
             cause="the checkpoint was converted by a tool that drops them, or saved by another program",
-            action="load it as weights to begin with: --finetune; or keep args in the conversion",
+            action=f"load it as weights to begin with: {BEGIN_ANEW}; or keep args in the conversion",
         )
     _check_batch_size(args, checkpoint_args)
     if current.settings.mode == "guard":
@@ -239,8 +240,8 @@ def _check_cyclic(args: Any, saved: Any) -> None:
             found=words[0],
             expected=f"{words[1]}, as in the checkpoint",
             cause="it shuffles within buckets that depend on the ranks: samples would be repeated and skipped",
-            action=f"{old[0]} data-parallel ranks with --micro-batch-size {old[1]}; or begin the data anew with "
-            "--dataloader-type single and --finetune",
+            action=f"{old[0]} data-parallel ranks with --micro-batch-size {old[1]}; or begin the data anew: "
+            f"--dataloader-type single, {BEGIN_ANEW}",
         )
 
 

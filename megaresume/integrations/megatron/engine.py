@@ -37,6 +37,7 @@ from megaresume.integrations.deepspeed_tags import (
 )
 from megaresume.integrations.megatron import records
 from megaresume.integrations.megatron.checkpointing import is_loading, see_checkpoint_args
+from megaresume.integrations.megatron.launch import BEGIN_ANEW
 from megaresume.integrations.megatron.session import Session, session
 from megaresume.integrations.megatron.state import SavedState, read_state, state_on
 from megaresume.integrations.ranks import on_all_ranks, on_rank_0, same_on_all_ranks
@@ -44,9 +45,6 @@ from megaresume.stream.errors import CheckpointError, SetupError, StateError
 from megaresume.stream.state import StreamState
 
 __all__ = ["around_engine_load", "around_engine_save"]
-
-#: how to load weights without their data.
-BEGIN_ANEW = "--finetune"
 
 
 # Save

@@ -8,7 +8,10 @@ from __future__ import annotations
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import StateError, UsageError
 
-__all__ = ["check_mode", "check_stages", "without_state"]
+__all__ = ["BEGIN_ANEW", "check_mode", "check_stages", "without_state"]
+
+#: How to load the weights of a checkpoint without its data. A run that begins does not save over another one.
+BEGIN_ANEW = "--finetune and another --save"
 
 
 def check_mode(saved: str | None, mode: str) -> None:
@@ -25,7 +28,7 @@ def check_mode(saved: str | None, mode: str) -> None:
             found=f"mode {mode}",
             expected=f"mode {saved}",
             cause="a flag was left out or added between save and resume",
-            action=f"pass {flag}; or begin the data anew with --finetune",
+            action=f"pass {flag}; or begin the data anew: {BEGIN_ANEW}",
         )
 
 
@@ -51,6 +54,6 @@ def without_state(iteration: int, position: int) -> StateError:
         found=f"iteration {iteration}, {position} samples trained, no data state",
         expected="the data state of the checkpoint that was loaded",
         cause="the checkpoint was saved without megaresume, or not with a megaresume stream",
-        action="go on with Megatron's own data: --megaresume-mode guard; or begin the data anew: --finetune; or load "
-        "a checkpoint that has one: megaresume inspect DIR",
+        action="go on with Megatron's own data: --megaresume-mode guard; or begin the data anew: "
+        f"{BEGIN_ANEW}; or load a checkpoint that has one: megaresume inspect DIR",
     )

@@ -90,6 +90,7 @@ def test_no_state_is_no_fresh_start(config: dict[str, Any]) -> None:
         with pytest.raises(StateError, match="no data state was restored") as error:
             order_of(stream_of(config), None, position, iteration=iteration)
         assert "--megaresume-mode guard" in str(error.value.action)
+        assert "--finetune and another --save" in str(error.value.action)
 
 
 def test_another_config_or_corpus_is_refused(config: dict[str, Any], tmp_path: Path) -> None:
