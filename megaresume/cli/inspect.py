@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megaresume.checkpoint.ledger import LedgerEntry
     from megaresume.checkpoint.manifest import Manifest
     from megaresume.checkpoint.state_file import StepFile
-    from megaresume.checkpoint.survey import Survey
+    from megaresume.runs.survey import Survey
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Inspect a directory; 1 if a resume from it would not find weights and their data state."""
     from megaresume.checkpoint.layout import split_root
-    from megaresume.checkpoint.survey import survey
+    from megaresume.runs.survey import survey
 
     if not args.dir.is_dir():
         raise UsageError(

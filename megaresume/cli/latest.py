@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
 
 if TYPE_CHECKING:
-    from megaresume.checkpoint.layouts import Newest
+    from megaresume.runs.newest import Newest
 
 __all__ = ["HELP", "LAYOUT_NAMES", "add_arguments", "run"]
 
@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print it; 1 if there is none."""
-    from megaresume.checkpoint.layouts import LAYOUTS, find_newest
+    from megaresume.checkpoint.layouts import LAYOUTS
+    from megaresume.runs.newest import find_newest
 
     try:
         found = find_newest(args.dir, LAYOUTS[args.layout] if args.layout else None)

@@ -12,7 +12,7 @@ from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
     from megaresume.dryrun import Flags
-    from megaresume.dryrun.interval import Advice
+    from megaresume.runs.interval import Advice
 
 __all__ = ["add_arguments", "duration", "is_asked", "run", "spell"]
 
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace, flags: Flags) -> int:
             found=f"{', '.join(unused)} beside --mtbf",
             action="one command for each; for another layout, its --save-time and --step-time beside --mtbf",
         )
-    from megaresume.dryrun.interval import advise
+    from megaresume.runs.interval import advise
 
     advice = advise(args.dir, mtbf=args.mtbf, save=args.save_time, step=args.step_time, restart=args.restart_time)
     given = {name for name in ("save", "step", "restart") if getattr(args, f"{name}_time") is not None}

@@ -28,14 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page."""
-    from megaresume.report.facts import collect
-    from megaresume.verification.losses import read_losses
+    from megaresume.runs.losses import read_losses
+    from megaresume.runs.report import collect
 
     facts = collect(args.dir, None if args.log is None else read_losses(args.log))
     if args.json:
         print(json.dumps(facts))
         return 0
-    from megaresume.report.run_page import run_page
+    from megaresume.runs.report_page import run_page
 
     output = args.output or args.dir / "report.html"
     try:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megaresume.stream.plan import Plan
     from megaresume.stream.state import StreamState
     from megaresume.stream.stream import Stream
-    from megaresume.trace.records import Records
+    from megaresume.trace.shard_records import Records
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -117,7 +117,7 @@ def _range(text: str) -> tuple[int, int]:
 def _samples(stream: Stream, plan: Plan) -> list[dict[str, Any]]:
     """Every sample of the plan; those that hold image-text records read them, which takes its time on a store."""
     from megaresume.stream.progress import progress
-    from megaresume.trace.records import Records
+    from megaresume.trace.shard_records import Records
 
     records = Records(stream.sources)
     if not records.shards:
@@ -187,7 +187,7 @@ def _summary(stream: Stream, plan: Plan) -> dict[str, Any]:
 
 
 def _text(stream: Stream, report: dict[str, Any]) -> str:
-    from megaresume.trace.records import record_words
+    from megaresume.trace.shard_records import record_words
 
     seq_length = report["seq_length"]
     lines = []

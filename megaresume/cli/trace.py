@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
+    from megaresume.runs.history import History
     from megaresume.sources.base import Source
     from megaresume.trace.find import Found, Occurrence
     from megaresume.trace.formats import Format
-    from megaresume.trace.history import History
     from megaresume.trace.trace import Piece, Trace
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -154,8 +154,8 @@ def _open(args: argparse.Namespace, sources: dict[str, Source]) -> Trace:
 
 def _sources(args: argparse.Namespace, root: Path, history: History) -> dict[str, Source]:
     """The corpora, by the name of their source."""
-    from megaresume.cli.corpora import as_of, locate
     from megaresume.sources import open_sources
+    from megaresume.trace.corpora import as_of, locate
 
     _, config, directory = locate(args.data, root, history.state)
     specs = {s.name: s.options for s in config.sources if s.name in history.state.config["sources"]}
@@ -213,7 +213,7 @@ def _decoded(
     from megaresume.encoding.tokenizers import load_tokenizer
     from megaresume.trace.decode import Decoder
     from megaresume.trace.formats import csv_rows
-    from megaresume.trace.records import image_words
+    from megaresume.trace.shard_records import image_words
 
     tokenizer = load_tokenizer(args.tokenizer, eod_token=args.eod_token) if args.tokenizer or args.eod_token else None
     decoder = Decoder(sources, tokenizer, _note) if args.text else None
@@ -260,7 +260,7 @@ def _decoded(
 
 
 def _text_of(row: Mapping[str, Any]) -> str:
-    from megaresume.trace.records import record_words
+    from megaresume.trace.shard_records import record_words
 
     names = ("step", "sample", "rank", "micro_batch")
     words = [f"{name.replace('_', '-')} {'?' if row[name] is None else row[name]}" for name in names]

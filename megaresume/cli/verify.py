@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 from megaresume.stream.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
+    from megaresume.runs.losses import LossComparison, LossLog
+    from megaresume.runs.rank_steps import RankRecords
     from megaresume.sources.base import Source
     from megaresume.stream.replay import Checked
     from megaresume.stream.state import StreamState
-    from megaresume.verification.check import RankCheck
-    from megaresume.verification.content import Contents
-    from megaresume.verification.losses import LossComparison, LossLog
-    from megaresume.verification.points import Points
-    from megaresume.verification.rank_records import RankRecords
+    from megaresume.trace.content import Contents
+    from megaresume.trace.rank_check import RankCheck
+    from megaresume.trace.verify import Points
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
             found="no directory" if args.dir is None else "--tolerance without --loss",
             expected="verify DIR, or verify --loss RUN_A RUN_B",
         )
-    from megaresume.verification.points import read_points
+    from megaresume.trace.verify import read_points
 
     points = read_points(args.dir)
     report = _verify(args, points)
@@ -77,9 +77,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace, points: Points) -> dict[str, Any]:
+    from megaresume.runs.rank_steps import read_rank_logs
     from megaresume.stream.progress import progress
-    from megaresume.verification.points import between, corpus_problems, replay_all, replay_between
-    from megaresume.verification.rank_records import read_rank_logs
+    from megaresume.trace.verify import between, corpus_problems, replay_all, replay_between
 
     state = points.newest
     sources = _sources(args, state)
@@ -115,9 +115,9 @@ class _Again:
     def __init__(self, root: Path, sources: dict[str, Source]) -> None:
         import dataclasses
 
-        from megaresume.trace.history import read_history
+        from megaresume.runs.history import read_history
+        from megaresume.runs.steps import Steps
         from megaresume.trace.replan import Replan
-        from megaresume.trace.steps import Steps
 
         self.history = read_history(root)
         self.steps = Steps(self.history)
@@ -126,14 +126,14 @@ class _Again:
         self.replan = Replan(history, sources, self.steps.schedule)
 
     def _contents(self) -> Contents:
-        from megaresume.verification.content import Contents
+        from megaresume.trace.content import Contents
 
         return Contents(self.replan.names, self.replan.sources)
 
     def check(self, records: RankRecords, steps: tuple[int, int | None], content: bool) -> dict[str, Any]:
         from megaresume.stream.progress import progress
-        from megaresume.verification.check import check_ranks, reach_of
-        from megaresume.verification.past import Past
+        from megaresume.trace.past import Past
+        from megaresume.trace.rank_check import check_ranks, reach_of
 
         first, stop = steps[0], max(records.steps) + 1 if steps[1] is None else steps[1]
         low, _ = reach_of(self.steps, records, first, stop)
@@ -152,7 +152,7 @@ class _Again:
     def read(self, first: int, stop: int) -> dict[str, Any]:
         """What the documents of these samples hold, by source."""
         from megaresume.stream.progress import progress
-        from megaresume.verification.past import Past
+        from megaresume.trace.past import Past
 
         contents, past = self._contents(), Past(self.replan, first)
         stride = 4096
@@ -165,8 +165,8 @@ class _Again:
 
 def _sources(args: argparse.Namespace, state: StreamState) -> dict[str, Source]:
     """The corpora, opened; by the name of their source."""
-    from megaresume.cli.corpora import as_of, locate
     from megaresume.sources import open_sources
+    from megaresume.trace.corpora import as_of, locate
 
     path, config, directory = locate(args.data, args.dir, state)
     opened = open_sources({s.name: s.options for s in config.sources}, base_dir=directory, split=args.split)
@@ -300,7 +300,7 @@ def _log_text(log: dict[str, Any]) -> list[str]:
 
 
 def _losses(args: argparse.Namespace) -> int:
-    from megaresume.verification.losses import compare_losses, read_losses
+    from megaresume.runs.losses import compare_losses, read_losses
 
     others = ("dir", "first", "last", "log_samples", "data", "split")
     extra = [name for name in others if getattr(args, name) is not None]

@@ -16,7 +16,7 @@ from shlex import quote
 
 from megaresume.checkpoint.atomic import is_leftover
 from megaresume.checkpoint.layout import RECORDS_DIR, ledger_path, records_dir
-from megaresume.checkpoint.layouts import Layout, Newest, find_newest, look_at, named_by, recognise
+from megaresume.checkpoint.layouts import Layout
 from megaresume.checkpoint.layouts.base import subdirectories
 from megaresume.checkpoint.layouts.deepspeed import DEEPSPEED, ranks_of
 from megaresume.checkpoint.layouts.hugging_face import HUGGING_FACE
@@ -28,6 +28,7 @@ from megaresume.checkpoint.progress import starts_from
 from megaresume.checkpoint.topology import Topology
 from megaresume.doctor.check import Check, Status
 from megaresume.integrations.loadable import other_partitions
+from megaresume.runs.newest import Newest, find_newest, look_at, named_by, recognise
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, UsageError
 
 __all__ = ["Found", "directory_checks"]

@@ -15,8 +15,8 @@ Every rule is the one that the real resume asks; this package only brings them t
 DeepSpeed nor Megatron, and the compiled planner only for streams that have an end.
 """
 
+from megaresume.dryrun.dry_run import DryRun, dry_run
 from megaresume.dryrun.findings import Finding
 from megaresume.dryrun.flags import Flags
-from megaresume.dryrun.report import DryRun, dry_run
 
 __all__ = ["DryRun", "Finding", "Flags", "dry_run"]

@@ -38,13 +38,13 @@ from megaresume.integrations.stopping import Stopper
 from megaresume.loading.batch import Batch
 from megaresume.loading.loader import StartMethod
 from megaresume.loading.open import open_stream
+from megaresume.runs.rank_log import RankLog
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import OnChange
 from megaresume.stream.errors import UsageError
 from megaresume.stream.fingerprints import same_corpora
 from megaresume.stream.skips import SkipConfig
 from megaresume.stream.stream import Stream
-from megaresume.verification.ranks import RankLog
 
 __all__ = ["Attached", "attach"]
 

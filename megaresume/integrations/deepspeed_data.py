@@ -25,12 +25,12 @@ from megaresume.loading.batch import Batch
 from megaresume.loading.dataset import StreamDataset
 from megaresume.loading.documents import FaultEntry
 from megaresume.loading.loader import StartMethod, StreamLoader
+from megaresume.runs.rank_log import RankLog, noted
 from megaresume.stream.batches import BatchSchedule, check_sizes, micro_batches
 from megaresume.stream.errors import MegaresumeError, StateError
 from megaresume.stream.faults import NO_FAULTS, Faults
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
-from megaresume.verification.ranks import RankLog, noted
 
 __all__ = ["TrainingData"]
 

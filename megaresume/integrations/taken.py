@@ -20,8 +20,8 @@ from typing import Any
 
 from megaresume.integrations import deepspeed_engine as facts
 from megaresume.integrations.witness import Witness
+from megaresume.runs.rank_log import Noted
 from megaresume.stream.errors import StateError
-from megaresume.verification.ranks import Noted
 
 __all__ = ["MicroBatch", "Taken", "TrainedStep"]
 

@@ -1,7 +1,7 @@
 """What a training recorded of its steps: the file of the reference program, or the directory in which ranks write.
 
     records                       one line a step, of all ranks (`megaresume.training.logging`)
-    records/rank_00000.jsonl ...  a file a rank (`megaresume.verification.ranks`): Megatron-LM, megaresume.attach
+    records/rank_00000.jsonl ...  a file a rank (`megaresume.runs.rank_log`): Megatron-LM, megaresume.attach
 
 Both become a `RunRecords`. What a directory does not have is None there: hashes over all ranks, losses. Its losses
 are those that the training printed.
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.sealed import SealError, unseal
+from megaresume.runs.losses import read_losses
 from megaresume.stream.errors import UsageError
 from megaresume.training.records import RunRecords, assemble, read_records
-from megaresume.verification.losses import read_losses
 
 __all__ = ["read_any", "with_losses"]
 

@@ -7,8 +7,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from megaresume.report.page import COLOURS, escape, page, svg
-from megaresume.report.page import table as html_table
+from megaresume.render import COLOURS, escape, page, svg
+from megaresume.render import table as html_table
 from megaresume.smoke.result import Result, Stopped
 from megaresume.stream.errors import SetupError
 

@@ -12,7 +12,7 @@ from megaresume.encoding.multimodal.types import Key
 from megaresume.encoding.tokenizers import ByteTokenizer, Tokenizer
 from megaresume.sources.base import Source, is_document_source
 from megaresume.stream.errors import UsageError
-from megaresume.trace.pictures import of_stage, show
+from megaresume.trace.documents import of_stage, show
 from megaresume.trace.trace import Piece
 
 __all__ = ["Decoder"]

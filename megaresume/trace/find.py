@@ -14,13 +14,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from megaresume.runs.history import Record
 from megaresume.stream.errors import StreamExhausted, UsageError
 from megaresume.stream.kernel import DOCUMENT, LENGTH
 from megaresume.stream.order import SourceOrder
 from megaresume.stream.outlook import outlook
 from megaresume.stream.skips import DocumentSkip
 from megaresume.stream.state import StreamState
-from megaresume.trace.history import Record
 from megaresume.trace.trace import Trace, places
 
 __all__ = ["Found", "Occurrence", "Part", "as_json", "find", "parse_documents"]

@@ -24,7 +24,7 @@ from typing import IO, Any
 from megaresume.encoding.multimodal.types import Key
 from megaresume.sources.base import DocumentSource, is_document_source
 from megaresume.stream.errors import CheckpointError, UsageError
-from megaresume.trace.pictures import Shown, of_stage, show
+from megaresume.trace.documents import Shown, of_stage, show
 from megaresume.trace.trace import Piece, Trace
 
 __all__ = ["ImagesWritten", "check_directory", "write_images"]

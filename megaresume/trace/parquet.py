@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from megaresume.runs.steps import UNKNOWN
 from megaresume.stream.errors import CheckpointError, SetupError
-from megaresume.trace.steps import UNKNOWN
 from megaresume.trace.trace import ABSOLUTE, RECORD_COLUMNS, SAMPLE_COLUMNS, SEGMENT_COLUMNS, Piece
 
 __all__ = ["require_pyarrow", "write_parquet"]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from megaresume.runs.history import History
 from megaresume.stream import cursor
 from megaresume.stream.absent import AbsentSource
 from megaresume.stream.batches import BatchSchedule
@@ -24,7 +25,6 @@ from megaresume.stream.ranges import trained
 from megaresume.stream.source import LengthSource
 from megaresume.stream.stages import Course
 from megaresume.stream.state import StreamState
-from megaresume.trace.history import History
 
 __all__ = ["Planned", "Replan"]
 

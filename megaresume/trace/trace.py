@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megaresume.runs.history import History, read_history
+from megaresume.runs.steps import UNKNOWN, Span, Steps
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.stream.plan import Plan
 from megaresume.stream.ranges import trained
 from megaresume.stream.source import LengthSource
-from megaresume.trace.history import History, read_history
-from megaresume.trace.records import Records
 from megaresume.trace.replan import Planned, Replan
-from megaresume.trace.steps import UNKNOWN, Span, Steps
+from megaresume.trace.shard_records import Records
 
 __all__ = ["ABSOLUTE", "RECORD_COLUMNS", "SAMPLE_COLUMNS", "SEGMENT_COLUMNS", "Piece", "Trace", "places"]
 

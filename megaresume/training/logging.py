@@ -29,10 +29,10 @@ import xxhash
 from megaresume.checkpoint.clock import utc
 from megaresume.checkpoint.topology import Topology
 from megaresume.loading.batch import Batch
+from megaresume.runs.rank_log import hash_rows, hash_samples, images_of
 from megaresume.stream.errors import UsageError
 from megaresume.training.content import content_hashes
 from megaresume.training.launch import announce
-from megaresume.verification.ranks import hash_rows, hash_samples, images_of
 
 __all__ = ["Measured", "SampleLog", "StepRecord", "Trained"]
 
@@ -51,7 +51,7 @@ class StepRecord:
     order: str | None
     content: str | None
     #: by data-parallel rank: hash over the identities of its samples, and over their tokens and pixels, as
-    #: `megaresume.verification.ranks` takes them.
+    #: `megaresume.runs.rank_log` takes them.
     ranks: tuple[tuple[str, str], ...] | None
     #: rolling digest of the stream behind the step, 16 hex digits.
     digest: str

@@ -14,7 +14,7 @@ from megaresume.checkpoint import LedgerEntry, Topology, append_ledger, read_led
 from megaresume.checkpoint.clock import process_age, utc
 from megaresume.cli.main import main
 from megaresume.cli.plan_interval import duration, spell
-from megaresume.dryrun.interval import advise, daly, losses, measure, young
+from megaresume.runs.interval import advise, daly, losses, measure, young
 from tests.cli.conftest import Run, megaresume, run  # noqa: F401  a fixture
 
 LAYOUT = Topology(dp=8, global_batch_size=8)

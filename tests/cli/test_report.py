@@ -10,8 +10,8 @@ import pytest
 from megaresume.checkpoint import Topology, record_start
 from megaresume.checkpoint.state_file import read_step_file
 from megaresume.cli.main import main
-from megaresume.report import facts as facts_module
-from megaresume.report.page import svg
+from megaresume.render import svg
+from megaresume.runs import report as facts_module
 
 
 def report(capsys, *words):

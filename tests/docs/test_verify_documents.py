@@ -15,8 +15,8 @@ from megaresume.cli.main import main
 from megaresume.encoding.prepare import PrepareOptions, prepare
 from megaresume.loading.loader import StreamLoader
 from megaresume.loading.open import open_stream
+from megaresume.runs.rank_log import RankLog
 from megaresume.stream.batches import BatchSchedule
-from megaresume.verification.ranks import RankLog
 from tests.cli import conftest
 from tests.cli.conftest import Run
 from tests.cli.conftest import run as run

@@ -7,13 +7,13 @@ import pytest
 from megaresume.loading.batch import make_batch
 from megaresume.loading.dataset import StreamDataset
 from megaresume.loading.open import open_stream
+from megaresume.runs.rank_log import hash_rows
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import ConfigError, StateError
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
-from megaresume.verification.content import Contents
-from megaresume.verification.past import Part
-from megaresume.verification.ranks import hash_rows
+from megaresume.trace.content import Contents
+from megaresume.trace.past import Part
 from tests.loading.conftest import Blend
 
 WAS = [{"flip": {"p": 0.5}}, {"crop": {"scale": [0.6, 1.0], "p": 1.0}}]

@@ -10,10 +10,10 @@ import pytest
 
 from megaresume.checkpoint.layout import deepspeed_tag, megatron_tag
 from megaresume.checkpoint.topology import Topology
+from megaresume.runs.steps import _runs
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import CheckpointError, CorpusError, StateError, StreamExhausted, UsageError
 from megaresume.testing import LengthList
-from megaresume.trace.steps import _runs
 from megaresume.trace.trace import Trace
 from tests.trace.conftest import ToyRun, config, segments_of
 

@@ -7,10 +7,16 @@
 
 Where megaresume saved, its manifest says what is complete. Elsewhere the files are held against what their layout
 demands: `content` looks at single files, `words` and `distributed` at what they say of the others, and one file for
-each layout at the whole. `newest` chooses. Nothing is unpickled, and no tensor is read.
+each layout (`deepspeed`, `hugging_face`, `megatron`, `verl`; `base` is what they have in common) at the whole.
+`megaresume.runs.newest` chooses. Nothing is unpickled, and no tensor is read.
 """
 
 from megaresume.checkpoint.layouts.base import Layout, Look
-from megaresume.checkpoint.layouts.newest import LAYOUTS, Newest, find_newest, look_at, named_by, recognise
+from megaresume.checkpoint.layouts.deepspeed import DEEPSPEED
+from megaresume.checkpoint.layouts.hugging_face import HUGGING_FACE
+from megaresume.checkpoint.layouts.megatron import MEGATRON
+from megaresume.checkpoint.layouts.verl import VERL
 
-__all__ = ["LAYOUTS", "Layout", "Look", "Newest", "find_newest", "look_at", "named_by", "recognise"]
+__all__ = ["LAYOUTS", "Layout", "Look"]
+
+LAYOUTS = {layout.name: layout for layout in (MEGATRON, DEEPSPEED, VERL, HUGGING_FACE)}

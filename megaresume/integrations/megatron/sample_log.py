@@ -17,7 +17,7 @@ from megaresume.integrations.megatron.order import StreamOrder
 from megaresume.integrations.megatron.provider import data_parallel
 from megaresume.integrations.megatron.samples import HASH_KEY, SAMPLE_KEY, SampleForm
 from megaresume.integrations.megatron.session import Session
-from megaresume.verification.ranks import RankLog
+from megaresume.runs.rank_log import RankLog
 
 __all__ = ["logged"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaresume.report.page import COLOURS, page, svg, table
+from megaresume.render import COLOURS, page, svg, table
 from megaresume.training.compare import Comparison
 from megaresume.training.demo.scenario import Extra, Scenario
 from megaresume.training.records import RunRecords

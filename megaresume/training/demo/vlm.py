@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from megaresume.report.page import COLOURS, escape, svg
+from megaresume.render import COLOURS, escape, svg
 from megaresume.training.demo.commands import ask
 from megaresume.training.demo.corpus import write_texts
 from megaresume.training.demo.digits import ENCODER, HELD_OUT, TRAIN, write_pictures

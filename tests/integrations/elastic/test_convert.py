@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from megaresume.checkpoint.choose import choose
-from megaresume.checkpoint.survey import survey
 from megaresume.cli.main import main
 from megaresume.integrations.elastic import convert as conversions
 from megaresume.integrations.elastic.universal import read_universal, remove_converted, write_seal
+from megaresume.runs.survey import survey
 
 TAG = "global_step4"
 

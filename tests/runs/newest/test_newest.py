@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.layouts import LAYOUTS, find_newest, recognise
+from megaresume.checkpoint.layouts import LAYOUTS
+from megaresume.runs.newest import find_newest, recognise
 from megaresume.stream.errors import CheckpointError, UsageError
-from tests.checkpoint.layouts.conftest import Copy
+from tests.runs.newest.conftest import Copy
 
 #: place -> (layout, checkpoint of iteration 4, of iteration 2)
 PLACES = {

@@ -17,11 +17,11 @@ import xxhash
 
 from megaresume.loading.assemble import Arrays, Assembler
 from megaresume.loading.documents import Images
+from megaresume.runs.rank_log import hash_rows
 from megaresume.sources.base import Source
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
-from megaresume.verification.past import Part
-from megaresume.verification.ranks import hash_rows
+from megaresume.trace.past import Part
 
 __all__ = ["Contents", "DocumentDigest"]
 

@@ -13,8 +13,8 @@ from megaresume.checkpoint.data_file import write_data_file
 from megaresume.cli.main import main
 from megaresume.loading.loader import StreamLoader
 from megaresume.loading.open import open_stream
+from megaresume.runs.rank_log import RankLog
 from megaresume.stream.batches import BatchSchedule
-from megaresume.verification.ranks import RankLog
 from tests.training.conftest import write_corpus
 
 

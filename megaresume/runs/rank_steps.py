@@ -1,4 +1,4 @@
-"""Reads what the ranks wrote down: the files of `megaresume.verification.ranks`, or the one of the reference program.
+"""Reads what the ranks wrote down: the files of `megaresume.runs.rank_log`, or the one of the reference program.
 
 A run that went back to a checkpoint has lines of what it lost; what the next launch does again counts.
 """
@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from megaresume.checkpoint.sealed import NewerFormatError, SealError, unseal
+from megaresume.runs.rank_log import VERSION, ranges_of
 from megaresume.stream.batches import micro_batches
 from megaresume.stream.errors import UsageError
-from megaresume.verification.ranks import VERSION, ranges_of
 
 __all__ = ["RankRecords", "RankStep", "read_rank_logs"]
 

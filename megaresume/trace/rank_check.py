@@ -14,13 +14,13 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from megaresume.runs.rank_log import hash_samples
+from megaresume.runs.rank_steps import RankRecords, RankStep
+from megaresume.runs.steps import Steps
 from megaresume.stream.batches import micro_batches
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
-from megaresume.trace.steps import Steps
-from megaresume.verification.content import Contents
-from megaresume.verification.past import Part, Past
-from megaresume.verification.rank_records import RankRecords, RankStep
-from megaresume.verification.ranks import hash_samples
+from megaresume.trace.content import Contents
+from megaresume.trace.past import Part, Past
 
 __all__ = ["RankCheck", "RankDifference", "check_ranks", "reach_of"]
 

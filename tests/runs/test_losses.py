@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megaresume.cli.main import main
+from megaresume.runs.losses import compare_losses, read_losses
 from megaresume.stream.errors import UsageError
-from megaresume.verification.losses import compare_losses, read_losses
 
 #: as Megatron-LM's training_log prints it, from 0.8 on with the time in front.
 MEGATRON = (

@@ -7,9 +7,9 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from megaresume.checkpoint.topology import Topology
+from megaresume.runs.history import History
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
-from megaresume.trace.history import History
 
 __all__ = ["UNKNOWN", "Span", "Steps", "schedule_of"]
 

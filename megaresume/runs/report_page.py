@@ -1,10 +1,10 @@
-"""The report of a run as one HTML page: what `megaresume.report.facts` collected, in tables and figures."""
+"""The report of a run as one HTML page: what `megaresume.runs.report` collected, in tables and figures."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from megaresume.report.page import COLOURS, escape, page, svg, table
+from megaresume.render import COLOURS, escape, page, svg, table
 
 __all__ = ["run_page"]
 

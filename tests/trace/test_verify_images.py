@@ -16,9 +16,9 @@ from megaresume.encoding.multimodal.prepare import prepare_shards
 from megaresume.loading.loader import StreamLoader
 from megaresume.loading.open import open_stream
 from megaresume.loading.validation import open_validation
+from megaresume.runs.rank_log import RankLog
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import ConfigError
-from megaresume.verification.ranks import RankLog
 from tests.sources.shards.kit import encoder, write_shards
 from tests.training.conftest import write_corpus
 

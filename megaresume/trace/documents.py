@@ -12,7 +12,7 @@ from megaresume.encoding.multimodal.types import EncodedDocument, Key, Record
 from megaresume.sources.base import DocumentSource
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import CorpusError
-from megaresume.trace.records import shard_source
+from megaresume.trace.shard_records import shard_source
 
 if TYPE_CHECKING:
     from PIL.Image import Image

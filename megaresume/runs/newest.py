@@ -20,20 +20,18 @@ from pathlib import Path
 from megaresume.checkpoint.candidates import Candidate, Examined, examine, list_candidates
 from megaresume.checkpoint.choose import Rejected, choose
 from megaresume.checkpoint.layout import LATEST, TRACKER, records_dir
+from megaresume.checkpoint.layouts import LAYOUTS
 from megaresume.checkpoint.layouts.base import Layout, Look, subdirectories
 from megaresume.checkpoint.layouts.deepspeed import DEEPSPEED
 from megaresume.checkpoint.layouts.hugging_face import HUGGING_FACE
 from megaresume.checkpoint.layouts.megatron import MEGATRON, RELEASE
-from megaresume.checkpoint.layouts.verl import VERL
 from megaresume.checkpoint.pointers import read_pointer
 from megaresume.stream.errors import CheckpointError, UsageError
 
-__all__ = ["LAYOUTS", "Newest", "find_newest", "look_at", "named_by", "recognise"]
+__all__ = ["Newest", "find_newest", "look_at", "named_by", "recognise"]
 
 #: checkpoints that an error names, each with its reason.
 _SHOWN = 10
-
-LAYOUTS = {layout.name: layout for layout in (MEGATRON, DEEPSPEED, VERL, HUGGING_FACE)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,6 @@
 """What the records beside the checkpoints of a run tell, as plain JSON: the ledger and the states, no corpus.
 
-    ledger.jsonl, step_*.json  ->  `collect`  ->  a dict  ->  --json, or a page (`megaresume.report.run_page`)
+    ledger.jsonl, step_*.json  ->  `collect`  ->  a dict  ->  --json, or a page (`megaresume.runs.report_page`)
 
 Nothing is planned again: points are states that were saved, some hundred of them, spread over the run.
 """
@@ -14,11 +14,11 @@ from typing import Any
 
 from megaresume.checkpoint.layout import ledger_path
 from megaresume.checkpoint.ledger import LedgerEntry, read_ledger
+from megaresume.runs.history import History, read_history
+from megaresume.runs.losses import LossLog
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.outlook import outlook
 from megaresume.stream.state import StreamState
-from megaresume.trace.history import History, read_history
-from megaresume.verification.losses import LossLog
 
 __all__ = ["collect"]
 

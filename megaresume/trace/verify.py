@@ -14,10 +14,10 @@ from megaresume.checkpoint.state_file import StepFile, read_step_file
 from megaresume.stream.errors import CheckpointError, CorpusError, MegaresumeError, UsageError
 
 if TYPE_CHECKING:
+    from megaresume.runs.history import History
     from megaresume.sources.base import Source
     from megaresume.stream.replay import Checked, Recorded
     from megaresume.stream.state import StreamState
-    from megaresume.trace.history import History
     from megaresume.trace.replan import Replan
 
 __all__ = ["Points", "between", "corpus_problems", "read_points", "replay_all", "replay_between"]
