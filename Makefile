@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo check test test-all upstream lint types bench clean
+.PHONY: demo check test test-all docs upstream lint types bench clean
 
 # The constraints file pins what CI runs; a GPU machine gets the CUDA build of the same torch.
 $(STAMP): pyproject.toml constraints.txt
@@ -63,8 +63,12 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
+# The site of docs/, in site/index.html; a broken link or anchor fails it.
+docs: $(STAMP)
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going -q docs site
+
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache

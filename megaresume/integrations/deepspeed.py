@@ -200,7 +200,7 @@ def attach(
     Returns:
         the data: iterate over it, or pass it to ``engine.train_batch(data_iter=...)``.
 
-    Raises, on every rank:
+    Raises on every rank:
         UsageError: no DeepSpeed engine, settings that cannot be committed, sizes that do not divide, or ``stop``
             or ``stage_to`` without a place to save to.
         CheckpointError: another job writes to ``save_dir``.
