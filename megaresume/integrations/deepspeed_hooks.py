@@ -1,7 +1,7 @@
 """The methods of a DeepSpeed engine that carry its data, hooked on the instance: other wrappers stay in the chain.
 
 save_checkpoint, load_checkpoint   the data state goes with the weights: `deepspeed_checkpoint`
-step, forward                      a step trains exactly its micro-batches: `taken`
+step, forward, backward            a step trains exactly its micro-batches: `taken`
 train_batch                        of a pipeline engine: the same
 """
 
@@ -50,6 +50,7 @@ def hook(engine: Any, attached: Attached | AttachedLoader) -> None:
     else:
         engine.step = _step_hook(engine.step, slot)
         engine.forward = _forward_hook(engine.forward, slot)
+        engine.backward = _backward_hook(engine.backward, slot)
 
 
 def _save_hook(save: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
@@ -101,7 +102,8 @@ def _train_batch_hook(train: Callable[..., Any], slot: _Slot) -> Callable[..., A
     def train_batch(data_iter: Iterator[Any] | None = None, *args: Any, **more: Any) -> Any:
         in_flight.settle(slot.data.engine)  # a pipeline changes its weights without waiting for its writer
         slot.data.before_train_batch()
-        result = train(slot.data if data_iter is None else data_iter, *args, **more)
+        with slot.data.broken_by_errors_of("engine.train_batch()", weights=True):
+            result = train(slot.data if data_iter is None else data_iter, *args, **more)
         slot.data.after_train_batch()
         return result
 
@@ -112,7 +114,8 @@ def _step_hook(step: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
     @functools.wraps(step)
     def engine_step(*args: Any, **more: Any) -> Any:
         slot.data.before_step()
-        result = step(*args, **more)
+        with slot.data.broken_by_errors_of("engine.step()", weights=True):
+            result = step(*args, **more)
         slot.data.after_step()
         return result
 
@@ -126,3 +129,12 @@ def _forward_hook(forward: Callable[..., Any], slot: _Slot) -> Callable[..., Any
         return forward(*inputs, **more)
 
     return engine_forward
+
+
+def _backward_hook(backward: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
+    @functools.wraps(backward)
+    def engine_backward(*args: Any, **more: Any) -> Any:
+        with slot.data.broken_by_errors_of("engine.backward()"):
+            return backward(*args, **more)
+
+    return engine_backward

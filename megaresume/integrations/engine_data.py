@@ -6,7 +6,8 @@ They hand out the micro-batches of an engine, and each of its steps trains exact
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from megaresume.integrations import deepspeed_engine as facts
@@ -128,6 +129,25 @@ class EngineData(ABC):
         self._taken.micro_steps += 1
         self._check_clock()
 
+    @contextmanager
+    def broken_by_errors_of(self, call: str, *, weights: bool = False) -> Iterator[None]:
+        """If this call of the engine fails, train nothing more until a load: a part of it is in the gradients.
+
+        Args:
+            call: in words.
+            weights: a part of it may be in the weights as well, and nothing is saved any more.
+        """
+        try:
+            yield
+        except MegaresumeError:  # ours come before weights change
+            raise
+        except BaseException as error:
+            failure = _half_done(call, error, weights)
+            self._fail(failure)
+            if weights:
+                self._taken.broken = failure
+            raise
+
     def before_train_batch(self) -> None:
         """Begin a step of a pipeline engine, on every rank: only its first and last stages ask for batches.
 
@@ -173,4 +193,16 @@ def _lost(error: BaseException) -> StateError:
         "micro-batch would have taken the place of the lost one",
         action="mend what failed, and start again or call engine.load_checkpoint; try again within transform= what "
         "may fail for a moment",
+    )
+
+
+def _half_done(call: str, error: BaseException, weights: bool) -> StateError:
+    return StateError(
+        f"{call} failed half-way, and nothing is trained any more",
+        found=f"{type(error).__name__}: {error}",
+        expected="each micro-batch once in the gradients of its step, and each step once in the weights",
+        cause="the loop caught the error and went on: tried again, the micro-batch would be in the gradients twice"
+        + (", or the step in the weights" if weights else ""),
+        action="mend what failed (a smaller micro-batch, if memory ran out), and start again or call "
+        "engine.load_checkpoint; a forward that failed may be tried again",
     )

@@ -72,6 +72,8 @@ class Taken:
         self.per_step = 0
         #: calls of ``engine.step()`` since the last optimizer step.
         self.micro_steps = 0
+        #: why the weights may not be those of a step; None: they are.
+        self.broken: StateError | None = None
         self._step = step
         self._reads = reads
         self._maker = maker
@@ -147,7 +149,10 @@ class Taken:
             )
 
     def check_save(self) -> None:
-        """Raise a StateError if micro-batches of a step are trained whose gradients no checkpoint holds."""
+        """Raise a StateError if micro-batches of a step are trained whose gradients no checkpoint holds, or if a step
+        failed half-way."""
+        if self.broken is not None:
+            raise self.broken
         if not self.micro_steps:
             return
         raise StateError(

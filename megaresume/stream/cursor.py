@@ -233,7 +233,7 @@ def _check_sources(state: StreamState, config: StreamConfig, orders: Orders) -> 
 
 def _most_later(order: SourceOrder) -> int:
     """Pieces of an epoch that are not the first of their documents, at most."""
-    return max((era.pieces - era.documents for era in order.eras if not era.rest), default=0)
+    return max((order.lists.num_pieces(era.documents, era.piece) - era.documents for era in order.eras), default=0)
 
 
 def _contradiction(found: str, expected: str) -> StateError:

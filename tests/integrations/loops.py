@@ -327,6 +327,50 @@ def transform_fails(run: Run, accumulation: int) -> None:
     usual(run, accumulation)
 
 
+def out_of_memory(*_: Any) -> None:
+    raise RuntimeError("out of memory")
+
+
+@loop
+def backward_fails(run: Run, accumulation: int) -> None:
+    """A part of the gradients is there, and the micro-batch is tried again."""
+    batch = next(run.data)
+    hook = run.model.layers[0].register_full_backward_hook(out_of_memory)
+    with contextlib.suppress(RuntimeError):
+        run.train(batch)
+    hook.remove()
+    run.model.seen.clear()
+    run.train(batch)
+    usual(run, accumulation)
+
+
+@loop
+def step_fails(run: Run, accumulation: int) -> None:
+    """The weights are changed, and the step is not counted: neither again nor into a checkpoint."""
+    optimizer = run.engine.optimizer
+    made = optimizer.step
+
+    def fails(*args: Any, **more: Any) -> None:
+        made(*args, **more)
+        out_of_memory()
+
+    optimizer.step = fails
+    with contextlib.suppress(RuntimeError):
+        usual(run, accumulation)
+    optimizer.step = made
+    run.engine.save_checkpoint(str(toy.ROOT / f"step_fails{accumulation}"))
+
+
+@loop
+def step_is_tried_again(run: Run, accumulation: int) -> None:
+    optimizer = run.engine.optimizer
+    made, optimizer.step = optimizer.step, out_of_memory
+    with contextlib.suppress(RuntimeError):
+        usual(run, accumulation)
+    optimizer.step = made
+    run.engine.step()
+
+
 @loop
 def pass_over(run: Run, accumulation: int) -> None:
     for number, batch in enumerate(run.data):

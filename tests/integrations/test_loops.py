@@ -42,6 +42,7 @@ GOOD = [
 ]
 TAKEN = "a micro-batch was taken and not trained"
 LACKING = "the optimizer step would not train all of its micro-batches"
+HALF = "failed half-way, and nothing is trained any more"
 LATE = "the engine is past its first step, but no data state was restored"
 LOST = "an error came between a micro-batch and the loop"
 AGAIN = "engine.step() was called again, and no micro-batch was taken for it"
@@ -56,6 +57,9 @@ BAD: dict[str, tuple[tuple[str, str] | None, tuple[str, str]]] = {
     "the_one_before": ((TAKEN, "not given samples 4 to 5"), (TAKEN, "not given samples 16 to 17")),
     "what_was_shown": ((TAKEN, "not given samples 0 to 1"), (TAKEN, "not given samples 0 to 1")),
     "transform_fails": ((LOST, "OSError: a picture is not there"), (LOST, "OSError: a picture is not there")),
+    "backward_fails": ((f"engine.backward() {HALF}", "out of memory"), (f"engine.backward() {HALF}", "out of memory")),
+    "step_fails": ((f"engine.step() {HALF}", "out of memory"), (f"engine.step() {HALF}", "out of memory")),
+    "step_is_tried_again": ((f"engine.step() {HALF}", "out of memory"), (f"engine.step() {HALF}", "out of memory")),
     "pass_over": ((TAKEN, "samples 4 to 5 taken"), (TAKEN, "the model was not given samples 4 to 5")),
     "read_ahead": ((TAKEN, "samples 0 to 1 taken"), (TAKEN, "samples 0 to 1, samples 4 to 5")),
     "other_batches": ((LACKING, "no micro-batch taken"), (AGAIN, "no micro-batch taken")),
@@ -188,7 +192,7 @@ def _text_of(loops: Any, case: str) -> str:
 def test_the_document_shows_what_is_printed(loops: Any, root: Path) -> None:
     text = (Path(__file__).parents[2] / "docs" / "loops.md").read_text()
     cases = re.findall(r"<!-- (.*?) -->\n```text\n(.*?)\n```", text, re.DOTALL)
-    assert len(cases) == text.count("```text") == 16
+    assert len(cases) == text.count("```text") == 17
     for case, shown in cases:
         lines = _text_of(loops, case).replace(str(root / "forgotten"), "/data/checkpoints").split("\n")
         assert shown.split("\n") == (lines if case.endswith(" whole") else lines[:2])

@@ -122,6 +122,20 @@ def test_again_and_again(tmp_path: Path, packing: Any) -> None:
     assert counts == _expected((60, 2), (90, 1))
 
 
+def test_long_documents_come_into_an_epoch_of_short_pieces() -> None:
+    """Its later pieces are more than any whole epoch has: the longer samples of the next one cut nothing."""
+
+    def stream(documents: int, seq_length: int, state: StreamState | None) -> Stream:
+        mapping = {"seed": 5, "seq_length": seq_length, "sources": {"web": {"append": "now", "max_epochs": 2}}}
+        source = LengthList([3] * 8 + [40] * (documents - 8))
+        return Stream(StreamConfig.from_dict(mapping), [source], state=state, on_change="stage")
+
+    state = stream(8, 4, None).state_at(2)
+    state = stream(8, 64, state).state_at(2)
+    state = stream(12, 64, state).state_at(2)
+    assert_exact_resume(lambda later: stream(12, 64, later or state), num_samples=4)
+
+
 def test_what_was_to_come_of_the_epoch_comes_in_its_order(tmp_path: Path) -> None:
     """`next_epoch` changes nothing before the epoch is over; `now` mixes the rest with what is new."""
     before = Stream(_config("none"), [_corpus(tmp_path, 40)])
