@@ -22,6 +22,7 @@ FOLDERS = ("runs/newest", "launch", "reliability", "upstream")
 #: fixtures that start processes; a test that uses one, also through another fixture, need not be marked.
 FIXTURES = frozenset({"launch", "mini", "runs", "cluster", "core_wheel", "shellcheck", "energon_dataset"})
 #: what the interpreter reports of a new process; `multiprocessing` has a way of its own, see `_watch`.
+#: `fc-list` is matplotlib's, when it draws for the first time on a machine.
 EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.spawn"})
 
 #: id of the running test, when it may start no process.
@@ -54,8 +55,9 @@ def _words() -> str:
 
 
 def _hook(event: str, args: tuple[Any, ...]) -> None:
-    if event in EVENTS:
-        _note(event, args[1] if event == "subprocess.Popen" else args)
+    what = args[1] if event == "subprocess.Popen" else args
+    if event in EVENTS and what[0] != "fc-list":
+        _note(event, what)
 
 
 def _watch() -> None:

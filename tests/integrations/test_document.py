@@ -53,7 +53,7 @@ def write_corpora(directory: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.release), 4])
 def test_the_documents_program_killed_and_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulation: int
 ) -> None:

@@ -114,7 +114,7 @@ def test_a_power_cut_requeues_the_job(slurm: Cluster, tmp_path: Path) -> None:
     wait_for(lambda: "1: n[1,3]" in log.read_text())
 
 
-@pytest.mark.parametrize("mode", ["auto", "flat"])
+@pytest.mark.parametrize("mode", ["auto", pytest.param("flat", marks=pytest.mark.release)])
 def test_nothing_is_left_when_its_pytest_is_killed(mode: str) -> None:
     program = HOLDER.format(here=str(HERE), settings={"CLUSTER_MODE": mode})
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as holder:
