@@ -1,6 +1,7 @@
-"""What every HTML page of the project is made of: one style, tables, figures as inline SVG. No script, no link outside.
+"""What people are shown: text in columns, and HTML pages of one style without scripts or links outside.
 
-page(title, [paragraph, table(...), svg(...), ...])  ->  one self-contained file
+text_table([["name", "size"], ["web", "12"]])             ->  aligned lines
+page(title, [paragraph, html_table(...), svg(...), ...])  ->  one self-contained file
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from megaresume.stream.errors import SetupError
 
-__all__ = ["COLOURS", "escape", "page", "svg", "table"]
+__all__ = ["COLOURS", "escape", "html_table", "page", "size", "svg", "text_table"]
 
 #: of lines in figures, in this order; told apart by the colour-blind too.
 COLOURS = ("#0b6e99", "#c2571a", "#2e7d4f", "#7b4ba8", "#8a6d00", "#b3356f", "#4a5568", "#009e8f")
@@ -36,6 +37,35 @@ details { margin-top: 1rem } summary { cursor: pointer; color: #56607a } .scroll
 escape = html.escape
 
 
+def size(num_bytes: float) -> str:
+    """``12 B``, ``3.4 GB``."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of equal length as lines with aligned columns: numbers to the right, the rest to the left.
+
+    Args:
+        rows: the first may be a head.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    right = [
+        all(not row[i] or row[i][0].isdigit() or row[i] in "-?" for row in rows[1:])
+        and all(len(row[i]) < 16 for row in rows)
+        for i in range(len(widths))
+    ]
+    lines = []
+    for row in rows:
+        columns = zip(row, widths, right, strict=True)
+        cells = [cell.rjust(width) if to_right else cell.ljust(width) for cell, width, to_right in columns]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
 def page(title: str, parts: Sequence[str]) -> str:
     """A whole page.
 
@@ -50,7 +80,7 @@ def page(title: str, parts: Sequence[str]) -> str:
     return "\n".join([*head, *parts]) + "\n"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = False) -> str:
+def html_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = False) -> str:
     """A table of texts.
 
     Args:

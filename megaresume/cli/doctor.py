@@ -64,18 +64,15 @@ def _checks(args: argparse.Namespace) -> list[Check]:
         raise UsageError("--dp must be at least 1", found=args.dp)
     if args.last < 0:
         raise UsageError("--last must be at least 0", found=args.last)
-    if args.dir is not None and not args.dir.is_dir():
-        raise UsageError(
-            "no such directory", found=str(args.dir), expected="where checkpoints lie side by side", action="check it"
-        )
     checks = environment_checks()
     if args.dir is not None:
         from megaresume.checkpoint.layouts import LAYOUTS
         from megaresume.doctor.directory import directory_checks
         from megaresume.doctor.filesystem import filesystem_checks
+        from megaresume.runs.run import Run
 
         layout = LAYOUTS[args.layout] if args.layout else None
-        found = directory_checks(args.dir, layout, dp=args.dp, zero_stage=args.zero_stage, last=args.last)
+        found = directory_checks(Run(args.dir), layout, dp=args.dp, zero_stage=args.zero_stage, last=args.last)
         checks += filesystem_checks(args.dir, found.size, found.num_files) + found.checks
     for path in args.log:
         from megaresume.doctor.log import log_checks

@@ -8,20 +8,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megaresume.render import size, text_table
 from megaresume.stream.errors import StateError, UsageError
 
 if TYPE_CHECKING:
     from megaresume.checkpoint.candidates import Examined
-    from megaresume.checkpoint.ledger import LedgerEntry
+    from megaresume.checkpoint.ledger import LedgerReading
     from megaresume.checkpoint.manifest import Manifest
     from megaresume.checkpoint.state_file import StepFile
-    from megaresume.runs.survey import Survey
+    from megaresume.runs.run import Run
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -45,35 +46,103 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Inspect a directory; 1 if a resume from it would not find weights and their data state."""
     from megaresume.checkpoint.layout import split_root
-    from megaresume.runs.survey import survey
+    from megaresume.runs.run import Run
 
-    if not args.dir.is_dir():
-        raise UsageError(
-            "no such directory",
-            found=f"{args.dir} is a file" if args.dir.exists() else str(args.dir),
-            expected="the --save directory of a run, or one tag directory in it",
-        )
     if args.last < 1:
         raise UsageError("--last must be at least 1", found=args.last)
     root, tag = split_root(args.dir)
     with _progress(root, show=args.checksums and sys.stderr.isatty()) as progress:
-        found = survey(root, tag=tag, limit=args.last, checksums=args.checksums, progress=progress)
+        found = _look(Run(root, tag, checksums=args.checksums, progress=progress), args.last)
     print(json.dumps(_report(found, args.last)) if args.json else _text(found, args.last))
-    return 0 if found.resumable or _is_guarded(found) or _unrecorded(found) else 1
+    return 0 if found.resumable else 1
 
 
-def _said(found: Survey, words: str) -> str:
-    """The same words, where a run under guard is meant: the guard keeps its record inside the checkpoint."""
-    from megaresume.checkpoint.candidates import UNMANAGED
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Found:
+    """A run, looked at."""
 
-    return words.replace(UNMANAGED, _UNDER_GUARD) if UNMANAGED in words and _is_guarded(found) else words
+    run: Run
+    #: the newest, and the one that a resume takes.
+    checkpoints: Sequence[Examined]
+    #: what each of the pointers names.
+    named: Sequence[Examined | None]
+    ledger: LedgerReading
+    #: what the guard recorded of Megatron's own datasets; None: nothing.
+    order: Mapping[str, Any] | None
+    #: why that cannot be read.
+    order_error: StateError | None
+    #: sentences, besides those of the choice.
+    notes: Sequence[str]
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether Megatron's own datasets are trained here under guard: their record is inside the checkpoints."""
+        return self.run.choice is not None and self.run.choice.state is None and self.order is not None
+
+    @property
+    def unrecorded(self) -> str | None:
+        """A checkpoint of Megatron's whose save was over when a kill came, but not our commit of it."""
+        from megaresume.checkpoint.layout import megatron_tag
+
+        tracked = self.named[1]
+        if tracked is None or tracked.status != "incomplete" or tracked.candidate.iteration is None:
+            return None
+        tag, is_first = tracked.candidate.tag, tracked.candidate.unfinished
+        return tag if is_first and tag == megatron_tag(tracked.candidate.iteration) else None
+
+    @property
+    def resumable(self) -> bool:
+        """Whether a resume would find weights and their order."""
+        return bool(self.run.resumable or self.is_guarded or self.unrecorded)
+
+    @property
+    def step(self) -> StepFile | None:
+        """The state to show: what a resume loads, or else the newest that can be read."""
+        if self.run.choice is not None and self.run.choice.step is not None:
+            return self.run.choice.step
+        return next((e.step for e in self.checkpoints if e.step is not None), None)
+
+    @property
+    def choice_notes(self) -> list[str]:
+        """Of the choice."""
+        return [] if self.run.choice is None else [self.said(note) for note in self.run.choice.notes]
+
+    def said(self, words: str) -> str:
+        """The same words, unless a run under guard is meant: the guard keeps its record inside the checkpoint."""
+        from megaresume.checkpoint.candidates import UNMANAGED
+
+        return words.replace(UNMANAGED, _UNDER_GUARD) if UNMANAGED in words and self.is_guarded else words
 
 
-def _is_guarded(found: Survey) -> bool:
-    """Whether Megatron's own datasets are trained here under guard: their record is inside the checkpoints."""
-    order = _order(found)
-    is_there = found.choice is not None and found.choice.state is None
-    return is_there and order is not None and "error" not in order
+def _look(run: Run, last: int) -> _Found:
+    from megaresume.checkpoint.ledger import LedgerReading
+    from megaresume.integrations.megatron.guard import read_record
+
+    notes: list[str] = []
+    try:
+        ledger = run.ledger
+    except StateError as error:
+        ledger = LedgerReading()
+        notes.append(str(error))
+    checkpoints = run.newest(last)
+    unsummed = [e.candidate.tag for e in checkpoints if e.manifest is not None and not e.manifest.has_checksums]
+    if run.checksums and unsummed:
+        some = ", ".join(unsummed[:5]) + (f", and {len(unsummed) - 5} more" if len(unsummed) > 5 else "")
+        notes.append(f"saved without checksums, so that only sizes could be compared: {some}")
+    order, order_error = None, None
+    try:
+        order = read_record(run.root)
+    except StateError as error:
+        order_error = error
+    return _Found(
+        run=run,
+        checkpoints=checkpoints,
+        named=run.named,
+        ledger=ledger,
+        order=order,
+        order_error=order_error,
+        notes=notes,
+    )
 
 
 @contextmanager
@@ -87,64 +156,43 @@ def _progress(root: Path, *, show: bool) -> Iterator[Callable[[int], object] | N
         yield bar.update
 
 
-def _newest_state(found: Survey) -> StepFile | None:
-    """The state to show: what a resume loads, or else the newest that can be read."""
-    if found.choice is not None and found.choice.step is not None:
-        return found.choice.step
-    return next((e.step for e in found.checkpoints if e.step is not None), None)
-
-
 # -- JSON
 
 
-def _report(found: Survey, last: int) -> dict[str, Any]:
-    choice, step = found.choice, _newest_state(found)
+def _report(found: _Found, last: int) -> dict[str, Any]:
+    run, choice, step, ledger = found.run, found.run.choice, found.step, found.ledger
     return {
-        "root": str(found.root),
-        "resumable": bool(found.resumable or _is_guarded(found) or _unrecorded(found)),
+        "root": str(run.root),
+        "resumable": found.resumable,
         "choice": None
         if choice is None
-        else choice.to_broadcast()
-        | {"rejected": [{"tag": r.tag, "iteration": r.iteration, "reason": r.reason} for r in choice.rejected]},
-        "error": None if found.error is None else str(found.error),
-        "notes": [*(_said(found, note) for note in (choice.notes if choice else ())), *found.notes],
+        else choice.to_broadcast() | {"rejected": [asdict(rejected) for rejected in choice.rejected]},
+        "error": None if run.error is None else str(run.error),
+        "notes": [*found.choice_notes, *found.notes],
         "state": None if step is None else step.to_fields(),
-        "order": _order(found),
-        "pointers": [
-            {"name": p.name, "status": p.status, "text": p.text, "tag": p.tag, "problem": p.problem}
-            for p in found.pointers
-        ],
+        "order": found.order if found.order_error is None else {"error": str(found.order_error)},
+        "pointers": [asdict(pointer) | {"problem": pointer.problem} for pointer in run.pointers],
         "checkpoints": [_checkpoint(found, e) for e in found.checkpoints],
-        "older_checkpoints": found.num_older,
-        "pruned_checkpoints": found.num_pruned,
+        "older_checkpoints": len(run.present) - len(found.checkpoints),
+        "pruned_checkpoints": run.num_pruned,
         "ledger": {
-            "run": found.ledger.run,
-            "lines": len(found.ledger.entries),
-            "entries": [_entry(e) for e in found.ledger.entries[-last:]],
-            "problems": [{"line": p.line, "kind": p.kind, "reason": p.reason} for p in found.ledger.problems],
+            "run": ledger.run,
+            "lines": len(ledger.entries),
+            "entries": [asdict(e) | {"topology": e.topology.to_dict()} for e in ledger.entries[-last:]],
+            "problems": [asdict(problem) for problem in ledger.problems],
         },
-        "leftovers": list(found.leftovers),
-        "holder": _holder(found),
+        "leftovers": list(run.leftovers),
+        "holder": _holder(run),
     }
 
 
-def _order(found: Survey) -> dict[str, Any] | None:
-    """What the guard recorded of Megatron's own datasets."""
-    from megaresume.integrations.megatron.guard import read_record
-
-    try:
-        return read_record(found.root)
-    except StateError as error:
-        return {"error": str(error)}
-
-
-def _checkpoint(found: Survey, examined: Examined) -> dict[str, Any]:
+def _checkpoint(found: _Found, examined: Examined) -> dict[str, Any]:
     step, manifest = examined.step, examined.manifest
     return {
         "tag": examined.candidate.tag,
         "iteration": examined.candidate.iteration,
         "status": examined.status,
-        "reasons": [_said(found, reason) for reason in examined.reasons],
+        "reasons": [found.said(reason) for reason in examined.reasons],
         "files": None if manifest is None else len(manifest.files),
         "bytes": None if manifest is None else manifest.size,
         "samples": None if step is None else step.state.samples,
@@ -163,40 +211,26 @@ def _random(manifest: Manifest | None) -> dict[str, Any] | None:
     return None if found is None else {"ranks": found[0], "digest": found[1]}
 
 
-def _entry(entry: LedgerEntry) -> dict[str, Any]:
-    return {
-        "kind": entry.kind,
-        "time": entry.time,
-        "iteration": entry.iteration,
-        "tag": entry.tag,
-        "samples": entry.samples,
-        "digest": entry.digest,
-        "run": entry.run,
-        "topology": entry.topology.to_dict(),
-        "details": dict(entry.details),
-    }
-
-
 # -- text
 
 
-def _text(found: Survey, last: int) -> str:
-    blocks = [_headline(found) + _held(found), _state_block(found), _order_block(found), _pointer_block(found)]
+def _text(found: _Found, last: int) -> str:
+    blocks = [_headline(found) + _held(found.run), _state_block(found), _order_block(found), _pointer_block(found)]
     blocks += [_checkpoint_block(found), _copy_block(found), _ledger_block(found, last), _note_block(found)]
     return "\n\n".join(block for block in blocks if block)
 
 
-def _holder(found: Survey) -> dict[str, Any] | None:
-    holder = found.holder
+def _holder(run: Run) -> dict[str, Any] | None:
+    holder = run.holder()
     if holder is None:
         return None
     owner = None if holder.owner is None else asdict(holder.owner)
     return {"status": holder.status, "reason": holder.reason, "owner": owner}
 
 
-def _held(found: Survey) -> str:
-    """Who writes there; nothing, where the last one has ended by itself."""
-    holder = found.holder
+def _held(run: Run) -> str:
+    """Who writes there; nothing, if the last one has ended by itself."""
+    holder = run.holder()
     if holder is None or holder.status == "released":
         return ""
     if holder.status == "gone":
@@ -204,11 +238,11 @@ def _held(found: Survey) -> str:
     return f"\nheld by {holder}"
 
 
-def _copy_block(found: Survey) -> str:
+def _copy_block(found: _Found) -> str:
     """Where the checkpoints are copied to, and which are there."""
     from megaresume.checkpoint.staging import read_staging
 
-    staging = read_staging(found.root)
+    staging = read_staging(found.run.root)
     if staging is None:
         return ""
     there = f"{len(staging.copied)} complete" + (f", the newest {staging.copied[0]}" if staging.copied else "")
@@ -216,37 +250,25 @@ def _copy_block(found: Survey) -> str:
     return f"copies in {staging.to}\n  {there}{waiting}"
 
 
-def _headline(found: Survey) -> str:
-    choice = found.choice
-    unrecorded = _unrecorded(found)
-    if unrecorded is not None:
+def _headline(found: _Found) -> str:
+    run, choice = found.run, found.run.choice
+    if found.unrecorded is not None:
         return (
-            f"{found.root}\nMegatron goes on from {unrecorded}: its tracker names it. The data state is inside it; the "
-            "save was killed before the records beside it were written, and the next start writes them"
+            f"{run.root}\nMegatron goes on from {found.unrecorded}: its tracker names it. The data state is inside it; "
+            "the save was killed before the records beside it were written, and the next start writes them"
         )
     if choice is None:
-        why = "there is no checkpoint" if found.error is None else found.error.headline
-        return f"{found.root}\nNOT RESUMABLE: {why}"
-    if choice.state is None and _is_guarded(found):
-        return f"{found.root}\nresumes from {choice.tag}, under guard: it holds the order of Megatron's own datasets"
+        why = "there is no checkpoint" if run.error is None else run.error.headline
+        return f"{run.root}\nNOT RESUMABLE: {why}"
+    if found.is_guarded:
+        return f"{run.root}\nresumes from {choice.tag}, under guard: it holds the order of Megatron's own datasets"
     if choice.state is None:
-        return f"{found.root}\nNOT RESUMABLE: {choice.tag} has no data state (written without megaresume)"
-    return f"{found.root}\nresumes from {choice.tag}, at sample {choice.state.samples:,}"
+        return f"{run.root}\nNOT RESUMABLE: {choice.tag} has no data state (written without megaresume)"
+    return f"{run.root}\nresumes from {choice.tag}, at sample {choice.state.samples:,}"
 
 
-def _unrecorded(found: Survey) -> str | None:
-    """A checkpoint of Megatron's whose save was over when a kill came, but not our commit of it."""
-    from megaresume.checkpoint.layout import megatron_tag
-
-    tracked = found.named[1]
-    if tracked is None or tracked.status != "incomplete" or tracked.candidate.iteration is None:
-        return None
-    tag, is_first = tracked.candidate.tag, tracked.candidate.unfinished
-    return tag if is_first and tag == megatron_tag(tracked.candidate.iteration) else None
-
-
-def _state_block(found: Survey) -> str:
-    step = _newest_state(found)
+def _state_block(found: _Found) -> str:
+    step = found.step
     if step is None:
         return ""
     state, config = step.state, step.state.config
@@ -267,10 +289,10 @@ def _state_block(found: Survey) -> str:
         ["open bins", f"{len(state.bins)} with {sum(len(b.segments) for b in state.bins)} segments"],
     ]
     if (loader := config.get("loader")) is not None:  # somebody else's: integrations/loaders/record.py
-        size = sum(row[0] for row in loader["ranks"])
+        num_bytes = sum(row[0] for row in loader["ranks"])
         rows.append(["loader", f"{loader['library']}, {loader['kind']}: {loader['batches']:,} batches of each rank"])
         rows.append(["", f"dp {loader['dp']}  workers {loader['workers']}  batch size {loader['batch_size']}"])
-        rows.append(["", f"{len(loader['ranks'])} states beside the checkpoint, {_size(size)}"])
+        rows.append(["", f"{len(loader['ranks'])} states beside the checkpoint, {size(num_bytes)}"])
     manifest = next((e.manifest for e in found.checkpoints if e.step == step), None)
     if (random := _random(manifest)) is not None:
         rows.append(["random state", f"of {random['ranks']} ranks, digest {random['digest']}"])
@@ -291,17 +313,15 @@ def _state_block(found: Survey) -> str:
         where = f"last {last.source}:{last.document} in sample {last.sample:,}: {last.reason}"
         rows.append(["faults", f"{state.faults.total:,} documents ({where})"])
     rows += [["accepted", override] for override in state.overrides]
-    return f"data state of {step.tag}\n" + _table(rows) + _source_table(step)
+    return f"data state of {step.tag}\n" + text_table(rows) + _source_table(step)
 
 
-def _order_block(found: Survey) -> str:
-    from megaresume.integrations.megatron.guard import describe, read_record
+def _order_block(found: _Found) -> str:
+    from megaresume.integrations.megatron.guard import describe
 
-    try:
-        record = read_record(found.root)
-        return "" if record is None else "\n".join(describe(record))
-    except StateError as error:
-        return str(error)
+    if found.order_error is not None:
+        return str(found.order_error)
+    return "" if found.order is None else "\n".join(describe(found.order))
 
 
 def _source_table(step: StepFile) -> str:
@@ -328,38 +348,38 @@ def _source_table(step: StepFile) -> str:
                 "exhausted" if cursor.exhausted else "",
             ]
         )
-    return "\n\n" + _table(rows)
+    return "\n\n" + text_table(rows)
 
 
 def _words(values: dict[str, Any]) -> str:
     return "  ".join(f"{name} {value}" for name, value in values.items() if value is not None)
 
 
-def _pointer_block(found: Survey) -> str:
+def _pointer_block(found: _Found) -> str:
     rows = []
-    for pointer, named in zip(found.pointers, found.named, strict=True):
+    for pointer, named in zip(found.run.pointers, found.named, strict=True):
         says = f"{named.candidate.tag}, {named.status}" if named is not None else pointer.problem or pointer.status
         rows.append([pointer.name, pointer.text or "-", says])
-    return "pointers\n" + _table(rows)
+    return "pointers\n" + text_table(rows)
 
 
-def _checkpoint_block(found: Survey) -> str:
+def _checkpoint_block(found: _Found) -> str:
     if not found.checkpoints:
-        return f"checkpoints\n  none; {found.num_pruned} were pruned" if found.num_pruned else ""
+        return f"checkpoints\n  none; {found.run.num_pruned} were pruned" if found.run.num_pruned else ""
     rows = [["", "tag", "status", "files", "size", "samples", "digest", "saved", "layout"]]
     reasons: dict[int, tuple[str, ...]] = {}
     for examined in found.checkpoints:
         step, manifest = examined.step, examined.manifest
-        chosen = found.choice is not None and found.choice.tag == examined.candidate.tag
+        chosen = found.run.choice is not None and found.run.choice.tag == examined.candidate.tag
         if examined.status != "complete":
-            reasons[len(rows)] = tuple(_said(found, reason) for reason in examined.reasons)
+            reasons[len(rows)] = tuple(found.said(reason) for reason in examined.reasons)
         rows.append(
             [
                 ">" if chosen else "",
                 examined.candidate.tag,
                 examined.status,
                 "-" if manifest is None else f"{len(manifest.files):,}",
-                "-" if manifest is None else _size(manifest.size),
+                "-" if manifest is None else size(manifest.size),
                 "-" if step is None else f"{step.state.samples:,}",
                 "-" if step is None else step.state.digest,
                 "-" if step is None else step.saved_at[:19].replace("T", " "),
@@ -367,20 +387,21 @@ def _checkpoint_block(found: Survey) -> str:
             ]
         )
     lines = []
-    for number, line in enumerate(_table(rows).split("\n")):
+    for number, line in enumerate(text_table(rows).split("\n")):
         lines.append(line)
         shown = reasons.get(number, ())
         lines += [f"      {reason}" for reason in shown[:8]]
         if len(shown) > 8:
             lines.append(f"      and {len(shown) - 8} more")
-    if found.num_older:
-        lines.append(f"  ... and {found.num_older} older (--last {found.num_older + len(found.checkpoints)} shows all)")
-    if found.num_pruned:
-        lines.append(f"  {found.num_pruned} more were pruned: their data states are kept")
+    num_older = len(found.run.present) - len(found.checkpoints)
+    if num_older:
+        lines.append(f"  ... and {num_older} older (--last {len(found.run.present)} shows all)")
+    if found.run.num_pruned:
+        lines.append(f"  {found.run.num_pruned} more were pruned: their data states are kept")
     return "checkpoints\n" + "\n".join(lines)
 
 
-def _ledger_block(found: Survey, last: int) -> str:
+def _ledger_block(found: _Found, last: int) -> str:
     entries, problems = found.ledger.entries, found.ledger.problems
     if not entries and not problems:
         return ""
@@ -399,45 +420,18 @@ def _ledger_block(found: Survey, last: int) -> str:
                 f"{seconds:.1f} s" if isinstance(seconds, int | float) else "",
             ]
         )
-    text = f"ledger, the last {len(rows) - 1} of {len(entries)} lines\n" + _table(rows)
+    text = f"ledger, the last {len(rows) - 1} of {len(entries)} lines\n" + text_table(rows)
     shown = [f"  {problem}" for problem in problems[-last:]]
     if len(problems) > last:
         shown.insert(0, f"  {len(problems) - last} more lines cannot be read")
     return "\n".join([text, *shown])
 
 
-def _note_block(found: Survey) -> str:
+def _note_block(found: _Found) -> str:
     above = {str(problem) for problem in found.ledger.problems}
-    of_choice = [_said(found, note) for note in (found.choice.notes if found.choice else ())]
-    notes = [note for note in (*of_choice, *found.notes) if note not in above]
-    if found.leftovers:
-        notes.append(f"temporary files of killed writers, harmless: {', '.join(found.leftovers[:5])}")
-    if found.error is not None:
-        notes.append(str(found.error))
+    notes = [note for note in (*found.choice_notes, *found.notes) if note not in above]
+    if found.run.leftovers:
+        notes.append(f"temporary files of killed writers, harmless: {', '.join(found.run.leftovers[:5])}")
+    if found.run.error is not None:
+        notes.append(str(found.run.error))
     return "notes\n" + "\n".join("  " + note.replace("\n", "\n  ") for note in notes) if notes else ""
-
-
-def _size(size: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
-
-
-def _table(rows: list[list[str]]) -> str:
-    """Columns aligned: numbers to the right, the rest to the left."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    right = [
-        all(not row[i] or row[i][0].isdigit() or row[i] in "-?" for row in rows[1:])
-        and all(len(row[i]) < 16 for row in rows)
-        for i in range(len(widths))
-    ]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(row, widths, right, strict=True)
-        ]
-        lines.append("  " + "  ".join(cells).rstrip())
-    return "\n".join(lines)

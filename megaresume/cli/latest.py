@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,9 +43,11 @@ def run(args: argparse.Namespace) -> int:
     """Print it; 1 if there is none."""
     from megaresume.checkpoint.layouts import LAYOUTS
     from megaresume.runs.newest import find_newest
+    from megaresume.runs.run import Run
 
     try:
-        found = find_newest(args.dir, LAYOUTS[args.layout] if args.layout else None)
+        layout = LAYOUTS[args.layout] if args.layout else None
+        found = find_newest(Run(args.dir), layout) if args.dir.exists() else None
         if found is None or found.path is None:
             return _none(args, found)
     except UsageError:
@@ -100,7 +103,7 @@ def _report(found: Newest) -> dict[str, Any]:
         "iteration": found.iteration,
         "layout": found.layout.name,
         "by": "manifest" if found.has_manifest else "files",
-        "passed_over": [{"tag": r.tag, "iteration": r.iteration, "reason": r.reason} for r in found.passed],
+        "passed_over": [asdict(rejected) for rejected in found.passed],
         "notes": list(found.notes),
         "error": None,
     }

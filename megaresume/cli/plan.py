@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaresume.cli import plan_interval
+from megaresume.render import text_table
 
 if TYPE_CHECKING:
     from megaresume.checkpoint.topology import Topology
@@ -150,7 +151,7 @@ def _report(result: DryRun) -> dict[str, Any]:
             "iteration": choice.iteration,
             "samples": None if state is None else state.samples,
             "digest": choice.digest,
-            "rejected": [{"tag": r.tag, "iteration": r.iteration, "reason": r.reason} for r in choice.rejected],
+            "rejected": [asdict(rejected) for rejected in choice.rejected],
             "notes": list(choice.notes),
         },
         "data": None
@@ -250,9 +251,7 @@ def _sources(result: DryRun) -> str:
         at_end = "" if source.epochs_at_end is None else f"epoch {source.epochs_at_end:.2f}"
         epoch = [f"{now.documents:,}", f"{now.epoch}", f"{now.remaining:,}"]
         rows.append([now.name, f"{now.share:.4f}", *epoch, until, last or "no end", at_end])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join(["sources, from here on", *lines])
+    return "sources, from here on\n" + text_table(rows)
 
 
 def _until(sample: int | None, step: int | None) -> str:

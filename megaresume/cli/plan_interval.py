@@ -8,6 +8,7 @@ import re
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
+from megaresume.render import text_table
 from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
@@ -78,8 +79,9 @@ def run(args: argparse.Namespace, flags: Flags) -> int:
             action="one command for each; for another layout, its --save-time and --step-time beside --mtbf",
         )
     from megaresume.runs.interval import advise
+    from megaresume.runs.run import Run
 
-    advice = advise(args.dir, mtbf=args.mtbf, save=args.save_time, step=args.step_time, restart=args.restart_time)
+    advice = advise(Run(args.dir), mtbf=args.mtbf, save=args.save_time, step=args.step_time, restart=args.restart_time)
     given = {name for name in ("save", "step", "restart") if getattr(args, f"{name}_time") is not None}
     print(json.dumps(_report(advice, given)) if args.json else _text(advice, given))
     return 0
@@ -128,10 +130,7 @@ def _text(advice: Advice, given: set[str]) -> str:
             mark = "recommended, now"
         hours = [f"{value:.2f}" for value in (row.saving, row.recomputing, row.restarting, row.total)]
         rows.append([mark, f"{row.steps:,}", spell(row.seconds), *hours, f"{1 - row.total / 24:.1%}"])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for cells in rows:
-        first, *others = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-        lines.append("  " + "  ".join([first.strip().ljust(widths[0]), *others]).rstrip())
+    lines.append(text_table(rows))
     if measured.restarts:
         lines += [
             "",

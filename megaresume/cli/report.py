@@ -30,8 +30,9 @@ def run(args: argparse.Namespace) -> int:
     """Write the page."""
     from megaresume.runs.losses import read_losses
     from megaresume.runs.report import collect
+    from megaresume.runs.run import Run
 
-    facts = collect(args.dir, None if args.log is None else read_losses(args.log))
+    facts = collect(Run(args.dir), None if args.log is None else read_losses(args.log))
     if args.json:
         print(json.dumps(facts))
         return 0

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
-    from megaresume.runs.history import History
     from megaresume.sources.base import Source
     from megaresume.trace.find import Found, Occurrence
     from megaresume.trace.formats import Format
@@ -59,8 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trace a run."""
     _check_flags(args)
-    sources: dict[str, Source] = {}
-    trace = _open(args, sources)
+    from megaresume.checkpoint.layout import split_root
+    from megaresume.runs.run import Run
+    from megaresume.trace.corpora import open_corpora
+    from megaresume.trace.trace import Trace
+
+    run = Run(*split_root(args.dir))
+    sources = open_corpora(run.root, run.history.state, data=args.data, split=args.split)
+    trace = Trace(run, sources)
     if args.find is not None:
         _find(args, trace)
     else:
@@ -136,30 +141,6 @@ def _samples(args: argparse.Namespace, trace: Trace) -> tuple[int, int]:
     if args.samples is not None:
         return _range("--samples", args.samples, 0)
     return trace.steps.samples(*_range("--steps", args.steps, 1))
-
-
-def _open(args: argparse.Namespace, sources: dict[str, Source]) -> Trace:
-    """Open the run; ``sources`` is filled with its corpora."""
-    from megaresume.checkpoint.layout import split_root
-    from megaresume.trace.trace import Trace
-
-    root = split_root(args.dir)[0] if args.dir.is_dir() else args.dir
-
-    def opened(history: History) -> Mapping[str, Source]:
-        sources.update(_sources(args, root, history))
-        return sources
-
-    return Trace(root, opened)
-
-
-def _sources(args: argparse.Namespace, root: Path, history: History) -> dict[str, Source]:
-    """The corpora, by the name of their source."""
-    from megaresume.sources import open_sources
-    from megaresume.trace.corpora import as_of, locate
-
-    _, config, directory = locate(args.data, root, history.state)
-    specs = {s.name: s.options for s in config.sources if s.name in history.state.config["sources"]}
-    return as_of(open_sources(specs, base_dir=directory, split=args.split), history.state)
 
 
 @contextlib.contextmanager

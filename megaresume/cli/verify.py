@@ -14,16 +14,15 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaresume.stream.errors import ConfigError, UsageError
+from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
     from megaresume.runs.losses import LossComparison, LossLog
     from megaresume.runs.rank_steps import RankRecords
-    from megaresume.sources.base import Source
+    from megaresume.runs.run import Run
     from megaresume.stream.replay import Checked
-    from megaresume.stream.state import StreamState
-    from megaresume.trace.content import Contents
     from megaresume.trace.rank_check import RankCheck
+    from megaresume.trace.trace import Trace
     from megaresume.trace.verify import Points
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -68,118 +67,84 @@ def run(args: argparse.Namespace) -> int:
             found="no directory" if args.dir is None else "--tolerance without --loss",
             expected="verify DIR, or verify --loss RUN_A RUN_B",
         )
-    from megaresume.trace.verify import read_points
+    from megaresume.runs.run import Run
 
-    points = read_points(args.dir)
-    report = _verify(args, points)
+    report = _verify(args, Run(args.dir))
     print(json.dumps(report) if args.json else _text(report))
     return 0 if report["holds"] else 1
 
 
-def _verify(args: argparse.Namespace, points: Points) -> dict[str, Any]:
+def _verify(args: argparse.Namespace, run: Run) -> dict[str, Any]:
     from megaresume.runs.rank_steps import read_rank_logs
     from megaresume.stream.progress import progress
-    from megaresume.trace.verify import between, corpus_problems, replay_all, replay_between
+    from megaresume.trace.corpora import open_corpora
+    from megaresume.trace.trace import Trace
+    from megaresume.trace.verify import between, corpus_problems, read_points, replay_all, replay_between
 
+    points = read_points(run)
     state = points.newest
-    sources = _sources(args, state)
+    sources = open_corpora(run.root, state, data=args.data, split=args.split, need_all=True)
     ranged = args.first is not None or args.last is not None
     problems = corpus_problems(sources, state, recompute=not ranged)
     records = None if args.log_samples is None else read_rank_logs(args.log_samples)
     checked: list[Checked] = []
     given_up: list[str] = []
-    again: _Again | None = None
+    trace: Trace | None = None
     if ranged or ((records is not None or args.content) and not problems):
-        again = _Again(args.dir, sources)
-        first, stop = between(again.history, args.first, args.last)
-    if ranged and again is not None:
+        # Without comparing: what differs is for this command to say.
+        trace = Trace(run, sources, compare=False)
+        first, stop = between(run.history, args.first, args.last)
+    if ranged and trace is not None:
         with progress("planning the stream again", stop - first, "samples") as bar:
-            checked = list(replay_between(points, again.replan, first, stop, bar.update))
+            checked = list(replay_between(points, trace.replan, first, stop, bar.update))
     else:
         with progress("planning the stream again", state.samples, "samples") as bar:
             checked, given_up = replay_all(points, sources, bar.update)
     report = _report(args.dir, problems, points, checked) | {"given_up": given_up}
-    if again is not None and not problems:
-        steps = (args.first or 0) + 1, None if args.last is None else args.last + 1
+    if trace is not None and not problems:
         if records is not None:
-            report["log"] = again.check(records, steps, args.content)
+            steps = (args.first or 0) + 1, max(records.steps) + 1 if args.last is None else args.last + 1
+            report["log"] = _check(trace, records, *steps, content=args.content)
             report["holds"] = report["holds"] and report["log"]["holds"]
         elif args.content:
-            report["content"] = again.read(first, stop)
+            report["content"] = _read(trace, first, stop)
     return report
 
 
-class _Again:
-    """The run, to be planned again as far as the records tell."""
+def _check(trace: Trace, records: RankRecords, first: int, stop: int, *, content: bool) -> dict[str, Any]:
+    """What the ranks wrote down of these steps, against the stream."""
+    from megaresume.stream.progress import progress
+    from megaresume.trace.content import Contents
+    from megaresume.trace.rank_check import check_ranks, reach_of
+    from megaresume.trace.replan import Past
 
-    def __init__(self, root: Path, sources: dict[str, Source]) -> None:
-        import dataclasses
-
-        from megaresume.runs.history import read_history
-        from megaresume.runs.steps import Steps
-        from megaresume.trace.replan import Replan
-
-        self.history = read_history(root)
-        self.steps = Steps(self.history)
-        # Without the points: what differs is for this command to say.
-        history = dataclasses.replace(self.history, points=[])
-        self.replan = Replan(history, sources, self.steps.schedule)
-
-    def _contents(self) -> Contents:
-        from megaresume.trace.content import Contents
-
-        return Contents(self.replan.names, self.replan.sources)
-
-    def check(self, records: RankRecords, steps: tuple[int, int | None], content: bool) -> dict[str, Any]:
-        from megaresume.stream.progress import progress
-        from megaresume.trace.past import Past
-        from megaresume.trace.rank_check import check_ranks, reach_of
-
-        first, stop = steps[0], max(records.steps) + 1 if steps[1] is None else steps[1]
-        low, _ = reach_of(self.steps, records, first, stop)
-        with progress("checking what the ranks wrote", len(records.steps), "steps") as bar:
-            check = check_ranks(
-                Past(self.replan, low),
-                self.steps,
-                records,
-                first=first,
-                stop=stop,
-                contents=self._contents() if content else None,
-                progress=bar.update,
-            )
-        return _log_report(check, records)
-
-    def read(self, first: int, stop: int) -> dict[str, Any]:
-        """What the documents of these samples hold, by source."""
-        from megaresume.stream.progress import progress
-        from megaresume.trace.past import Past
-
-        contents, past = self._contents(), Past(self.replan, first)
-        stride = 4096
-        with progress("reading the documents", stop - first, "samples") as bar:
-            for sample in range(first, stop, stride):
-                contents.documents(past.parts(sample, min(sample + stride, stop)))
-                bar.update(min(stride, stop - sample))
-        return {name: {"documents": d.documents, "digest": d.digest} for name, d in sorted(contents.digests.items())}
-
-
-def _sources(args: argparse.Namespace, state: StreamState) -> dict[str, Source]:
-    """The corpora, opened; by the name of their source."""
-    from megaresume.sources import open_sources
-    from megaresume.trace.corpora import as_of, locate
-
-    path, config, directory = locate(args.data, args.dir, state)
-    opened = open_sources({s.name: s.options for s in config.sources}, base_dir=directory, split=args.split)
-    missing = [name for name in state.fingerprints if name not in opened]
-    if missing:
-        raise ConfigError(
-            "the data config lacks sources of the run",
-            found=", ".join(opened),
-            expected=", ".join(state.fingerprints),
-            cause="sources that were removed in the middle of the run" if args.data is None else None,
-            action=f"--data with a copy of {path} that has {', '.join(missing)} too, with the path of that time",
+    low, _ = reach_of(trace.steps, records, first, stop)
+    with progress("checking what the ranks wrote", len(records.steps), "steps") as bar:
+        check = check_ranks(
+            Past(trace.replan, low),
+            trace.steps,
+            records,
+            first=first,
+            stop=stop,
+            contents=Contents(trace.names, trace.replan.sources) if content else None,
+            progress=bar.update,
         )
-    return as_of({name: opened[name] for name in state.fingerprints}, state)
+    return _log_report(check, records)
+
+
+def _read(trace: Trace, first: int, stop: int) -> dict[str, Any]:
+    """What the documents of these samples hold, by source."""
+    from megaresume.stream.progress import progress
+    from megaresume.trace.content import Contents
+    from megaresume.trace.replan import Past
+
+    contents, past = Contents(trace.names, trace.replan.sources), Past(trace.replan, first)
+    stride = 4096
+    with progress("reading the documents", stop - first, "samples") as bar:
+        for sample in range(first, stop, stride):
+            contents.documents(past.blocks(sample, min(sample + stride, stop)))
+            bar.update(min(stride, stop - sample))
+    return {name: {"documents": d.documents, "digest": d.digest} for name, d in sorted(contents.digests.items())}
 
 
 def _report(root: Path, problems: list[str], points: Points, checked: list[Checked]) -> dict[str, Any]:

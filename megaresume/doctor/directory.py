@@ -14,24 +14,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 
-from megaresume.checkpoint.atomic import is_leftover
-from megaresume.checkpoint.layout import RECORDS_DIR, ledger_path, records_dir
+from megaresume.checkpoint.layout import records_dir
 from megaresume.checkpoint.layouts import Layout
 from megaresume.checkpoint.layouts.base import subdirectories
 from megaresume.checkpoint.layouts.deepspeed import DEEPSPEED, ranks_of
 from megaresume.checkpoint.layouts.hugging_face import HUGGING_FACE
 from megaresume.checkpoint.layouts.verl import VERL
-from megaresume.checkpoint.ledger import LedgerEntry, read_ledger
-from megaresume.checkpoint.lock import PATIENCE_SECONDS, holder_of
+from megaresume.checkpoint.ledger import LedgerEntry
+from megaresume.checkpoint.lock import PATIENCE_SECONDS
 from megaresume.checkpoint.manifest import list_files
 from megaresume.checkpoint.progress import starts_from
 from megaresume.checkpoint.topology import Topology
 from megaresume.doctor.check import Check, Status
 from megaresume.integrations.loadable import other_partitions
 from megaresume.runs.newest import Newest, find_newest, look_at, named_by, recognise
+from megaresume.runs.run import Run
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, UsageError
 
-__all__ = ["Found", "directory_checks"]
+__all__ = ["DirectoryReport", "directory_checks"]
 
 #: starts from one place without a save in between, from which on something is wrong.
 _STARTS = 3
@@ -40,8 +40,8 @@ _TEMPORARY = re.compile(r".+\.tmp|tmp-checkpoint-\d+")
 
 
 @dataclass(kw_only=True)
-class Found:
-    """What was found."""
+class DirectoryReport:
+    """What was looked at, and the size of a checkpoint."""
 
     checks: list[Check] = field(default_factory=list)
     #: the newest complete checkpoint: bytes, files; None: there is none.
@@ -55,12 +55,12 @@ class Found:
 
 
 def directory_checks(
-    root: Path, layout: Layout | None, *, dp: int | None = None, zero_stage: int | None = None, last: int = 5
-) -> Found:
+    run: Run, layout: Layout | None, *, dp: int | None = None, zero_stage: int | None = None, last: int = 5
+) -> DirectoryReport:
     """Look at a directory.
 
     Args:
-        root: where checkpoints lie side by side; it must be there.
+        run: where checkpoints lie side by side.
         layout: whose; None: recognised.
         dp: data-parallel size of the next launch; None: not asked.
         zero_stage: its ZeRO stage; None: as it was.
@@ -69,25 +69,25 @@ def directory_checks(
     Raises:
         UsageError: one checkpoint, or those of several programs.
     """
-    root, found = root.absolute(), Found()
-    layout = layout or recognise(root)
+    found = DirectoryReport()
+    layout = layout or recognise(run.root)
     if layout is None:
-        found.add("newest", "note", f"no checkpoint in {root}", action="nothing, if the run has not saved yet")
+        found.add("newest", "note", f"no checkpoint in {run.root}", action="nothing, if the run has not saved yet")
         return found
-    newest = _newest(root, layout, found)
-    _each(root, layout, newest, last, found)
-    _pointers(root, layout, newest, found)
-    _leftovers(root, found)
-    _holder(root, found)
-    entries = _ledger(root, found)
+    newest = _newest(run, layout, found)
+    _each(run.root, layout, newest, last, found)
+    _pointers(run, layout, newest, found)
+    _leftovers(run, found)
+    _holder(run, found)
+    entries = _ledger(run, found)
     if newest is not None and newest.path is not None and dp is not None:
         _ranks(newest.path, layout, entries, dp, zero_stage, found)
     return found
 
 
-def _newest(root: Path, layout: Layout, found: Found) -> Newest | None:
+def _newest(run: Run, layout: Layout, found: DirectoryReport) -> Newest | None:
     try:
-        newest = find_newest(root, layout)
+        newest = find_newest(run, layout)
     except UsageError:
         raise
     except MegaresumeError as error:
@@ -106,7 +106,7 @@ def _newest(root: Path, layout: Layout, found: Found) -> Newest | None:
     return newest
 
 
-def _each(root: Path, layout: Layout, newest: Newest | None, last: int, found: Found) -> None:
+def _each(root: Path, layout: Layout, newest: Newest | None, last: int, found: DirectoryReport) -> None:
     """The newest directories, one by one: those that were passed over, and older ones that would be the next."""
     passed = {} if newest is None else {rejected.tag: rejected.reason for rejected in newest.passed}
     for tag, reason in passed.items():
@@ -133,11 +133,11 @@ def _each(root: Path, layout: Layout, newest: Newest | None, last: int, found: F
             found.add(name, "note", note)
 
 
-def _pointers(root: Path, layout: Layout, newest: Newest | None, found: Found) -> None:
+def _pointers(run: Run, layout: Layout, newest: Newest | None, found: DirectoryReport) -> None:
     if layout.pointer is None:
         return
-    names = [*subdirectories(root)]
-    named, _, problem = named_by(root, layout, names)
+    root = run.root
+    named, _, problem = named_by(run, layout, subdirectories(root))
     taken = None if newest is None or newest.path is None else newest.path
     if problem is not None:
         action = None
@@ -160,22 +160,20 @@ def _pointers(root: Path, layout: Layout, newest: Newest | None, found: Found) -
         found.add("pointer", "ok", f"{layout.pointer} names {named}")
 
 
-def _leftovers(root: Path, found: Found) -> None:
-    names = []
-    for directory in (root, root / RECORDS_DIR):
-        with contextlib.suppress(OSError):  # who cannot list it has been told so with "newest"
-            inside = sorted(name for name in os.listdir(directory) if _TEMPORARY.fullmatch(name) or is_leftover(name))
-            names += [os.path.relpath(directory / name, root) for name in inside]
+def _leftovers(run: Run, found: DirectoryReport) -> None:
+    names = list(run.leftovers)
+    with contextlib.suppress(OSError):  # who cannot list it has been told so with "newest"
+        names = sorted({*names, *(name for name in os.listdir(run.root) if _TEMPORARY.fullmatch(name))})
     if names:
         shown = ", ".join(names[:5]) + (f", and {len(names) - 5} more" if len(names) > 5 else "")
         action = "delete them while no job saves here; those of megaresume the next start deletes"
         found.add("temporary files", "note", shown, cause="saves that were killed before their rename", action=action)
 
 
-def _holder(root: Path, found: Found) -> None:
+def _holder(run: Run, found: DirectoryReport) -> None:
     holder = None
     with contextlib.suppress(CheckpointError):  # who cannot list it has been told so with "newest"
-        holder = holder_of(root, ask_slurm=True)
+        holder = run.holder(ask_slurm=True)
     if holder is None or holder.status == "released":
         return
     if holder.status == "gone":
@@ -194,9 +192,9 @@ def _holder(root: Path, found: Found) -> None:
     )
 
 
-def _ledger(root: Path, found: Found) -> Sequence[LedgerEntry]:
+def _ledger(run: Run, found: DirectoryReport) -> Sequence[LedgerEntry]:
     try:
-        reading = read_ledger(ledger_path(root))
+        reading = run.ledger
     except StateError as error:
         found.add("ledger", "problem", f"{error.headline}: {error.found}", action=error.action)
         return ()
@@ -216,7 +214,7 @@ def _ledger(root: Path, found: Found) -> Sequence[LedgerEntry]:
 
 
 def _ranks(
-    path: Path, layout: Layout, entries: Sequence[LedgerEntry], dp: int, zero_stage: int | None, found: Found
+    path: Path, layout: Layout, entries: Sequence[LedgerEntry], dp: int, zero_stage: int | None, found: DirectoryReport
 ) -> None:
     """Whether what was saved fits the ranks of the next launch."""
     if layout is VERL:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megaresume.checkpoint.proc import mount_of
 from megaresume.doctor.check import Check
+from megaresume.render import size
 
 __all__ = ["filesystem_checks", "kind_check"]
 
@@ -27,16 +28,16 @@ _TRY = (
 )
 
 
-def filesystem_checks(directory: Path, size: int | None, num_files: int | None) -> list[Check]:
+def filesystem_checks(directory: Path, newest: int | None, num_files: int | None) -> list[Check]:
     """Look at the filesystem of a directory. Writes one small file into it, and deletes it.
 
     Args:
         directory: it must be there.
-        size: bytes of the newest checkpoint; None: there is none.
+        newest: bytes of the newest checkpoint; None: there is none.
         num_files: of it.
     """
     mount = mount_of(directory, Path("/proc/self/mountinfo").read_text())
-    return [kind_check(mount.kind, mount.options), _locks(directory), *_space(directory, size, num_files)]
+    return [kind_check(mount.kind, mount.options), _locks(directory), *_space(directory, newest, num_files)]
 
 
 def kind_check(kind: str, options: str) -> Check:
@@ -110,21 +111,21 @@ def _locks(directory: Path) -> Check:
     )
 
 
-def _space(directory: Path, size: int | None, num_files: int | None) -> list[Check]:
+def _space(directory: Path, newest: int | None, num_files: int | None) -> list[Check]:
     free = shutil.disk_usage(directory).free
-    if size is None:
-        found = f"{_bytes(free)} free; no checkpoint yet to compare with"
+    if newest is None:
+        found = f"{size(free)} free; no checkpoint yet to compare with"
         return [Check(area="filesystem", name="space", status="note", found=found)]
-    found = f"{_bytes(free)} free, the newest checkpoint has {_bytes(size)}"
+    found = f"{size(free)} free, the newest checkpoint has {size(newest)}"
     action = "free space, or save elsewhere; --megaresume-keep-last K deletes old checkpoints"
-    if free < size:
+    if free < newest:
         first = Check(area="filesystem", name="space", status="problem", found=found, action=action)
-    elif free < 2 * size:
+    elif free < 2 * newest:
         cause = "there is room for one more checkpoint, not for two"
         first = Check(area="filesystem", name="space", status="warning", found=found, cause=cause, action=action)
     else:
         first = Check(
-            area="filesystem", name="space", status="ok", found=f"{found}: room for {_count(free // max(size, 1))}"
+            area="filesystem", name="space", status="ok", found=f"{found}: room for {_count(free // max(newest, 1))}"
         )
     nodes = os.statvfs(directory)
     if nodes.f_files and num_files and nodes.f_favail < 2 * num_files:
@@ -135,11 +136,3 @@ def _space(directory: Path, size: int | None, num_files: int | None) -> list[Che
 
 def _count(number: int) -> str:
     return f"{number:,}" if number < 1000 else "more than 1,000"
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

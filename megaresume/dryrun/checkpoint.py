@@ -7,19 +7,17 @@ that this is whole (`integrations.megatron.tracker`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
-from megaresume.checkpoint.candidates import list_candidates
-from megaresume.checkpoint.choose import Choice, choose
+from megaresume.checkpoint.choose import Choice
 from megaresume.checkpoint.layout import TRACKER, deepspeed_tag, megatron_tag
-from megaresume.checkpoint.pointers import read_pointer
 from megaresume.dryrun.findings import Finding, attempt
 from megaresume.dryrun.flags import Flags
 from megaresume.integrations.loadable import BEGIN_ANEW, choose_to_load, without_state
 from megaresume.integrations.megatron import launch
 from megaresume.integrations.megatron.guard.record import OrderRecord
+from megaresume.runs.run import Run
 from megaresume.stream.errors import CheckpointError, MegaresumeError
 
 __all__ = ["Found", "find"]
@@ -43,15 +41,15 @@ class Found:
     iteration: int
 
 
-def find(root: Path, flags: Flags, findings: list[Finding]) -> Found:
+def find(run: Run, flags: Flags, findings: list[Finding]) -> Found:
     """Decide as the launch would; what it would refuse is added to the findings."""
-    is_megatron = any(c.iteration is not None and c.tag == megatron_tag(c.iteration) for c in list_candidates(root))
+    is_megatron = any(c.iteration is not None and c.tag == megatron_tag(c.iteration) for c in run.candidates)
     before = len(findings)
     choice, kind, record = None, None, None
     if is_megatron:
-        choice, kind, record = _megatron(root, flags, findings)
+        choice, kind, record = _megatron(run, flags, findings)
     else:
-        choice = attempt(lambda: _deepspeed(root, flags), findings)
+        choice = attempt(lambda: _deepspeed(run, flags), findings)
         if choice is not None and choice.state is None:
             findings.append(Finding.of(without_state(choice, BEGIN_ANEW)))
         elif len(findings) == before:
@@ -65,21 +63,18 @@ def find(root: Path, flags: Flags, findings: list[Finding]) -> Found:
     )
 
 
-def _deepspeed(root: Path, flags: Flags) -> Choice | None:
+def _deepspeed(run: Run, flags: Flags) -> Choice | None:
     if not flags.universal_checkpoint:
-        return choose(root, iteration=flags.ckpt_step)
+        return run.choose(flags.ckpt_step)
     tag = None if flags.ckpt_step is None else f"{deepspeed_tag(flags.ckpt_step)}_universal"
-    return choose_to_load(str(root), tag, universal=True)
+    return choose_to_load(str(run.root), tag, universal=True)
 
 
-def _megatron(
-    root: Path, flags: Flags, findings: list[Finding]
-) -> tuple[Choice | None, Kind | None, OrderRecord | None]:
+def _megatron(run: Run, flags: Flags, findings: list[Finding]) -> tuple[Choice | None, Kind | None, OrderRecord | None]:
     from megaresume.integrations.megatron.guard import read_record
     from megaresume.integrations.megatron.tracker import check_content, check_tracker
 
-    iteration = flags.ckpt_step
-
+    root, iteration = run.root, flags.ckpt_step
     instead: list[Choice] = []
 
     def check() -> bool:
@@ -95,11 +90,11 @@ def _megatron(
         iteration = other.iteration
         findings += [Finding(kind="warning", headline=f"passed over {rejected}") for rejected in other.rejected]
     if iteration is None:
-        iteration = read_pointer(root, TRACKER).iteration
+        iteration = run.pointers[1].iteration
     if iteration is None:
         return None, "fresh", None
     try:
-        choice = choose(root, iteration=iteration)
+        choice = run.choose(iteration)
     except CheckpointError as error:
         if not (root / megatron_tag(iteration)).is_dir():
             findings.append(Finding.of(error))

@@ -15,6 +15,7 @@ from megaresume.dryrun.flags import Flags
 from megaresume.dryrun.guard import Guarded, plan_guard
 from megaresume.dryrun.layout import check_layout, planned_sizes, topology
 from megaresume.dryrun.sources import Ahead, end_of_stream, sources_ahead
+from megaresume.runs.run import Run
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import UsageError
 from megaresume.stream.state import StreamState
@@ -68,9 +69,9 @@ def dry_run(directory: Path, flags: Flags) -> DryRun:
     Raises:
         UsageError: no such directory, a tag directory, or flags that say too little or contradict each other.
     """
-    _check(directory, flags)
+    run = _check(directory, flags)
     findings: list[Finding] = []
-    found = find(directory.absolute(), flags, findings)
+    found = find(run, flags, findings)
     result = DryRun(root=directory, flags=flags, found=found, findings=findings)
     if found.record is not None:
         result.guarded = plan_guard(found.record, flags, findings)
@@ -84,11 +85,7 @@ def dry_run(directory: Path, flags: Flags) -> DryRun:
     return result
 
 
-def _check(directory: Path, flags: Flags) -> None:
-    if not directory.is_dir():
-        raise UsageError(
-            "no such directory", found=str(directory), expected="the --save directory of a run", action="check the path"
-        )
+def _check(directory: Path, flags: Flags) -> Run:
     root, tag = split_root(directory)
     if tag is not None:
         raise UsageError(
@@ -108,6 +105,7 @@ def _check(directory: Path, flags: Flags) -> None:
             expected="one of the two",
             action="remove one of the flags",
         )
+    return Run(directory)
 
 
 def _stream(result: DryRun, before: Topology, state: StreamState) -> None:

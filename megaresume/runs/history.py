@@ -1,4 +1,4 @@
-"""What the records of a checkpoint root say about a run: its states, its layouts, and what of it was given up.
+"""`History`: the path of a run from its first sample to the present, as its records tell it.
 
 A run that was killed and resumed has retraced its steps. Only the path to the present counts: what was saved on a
 branch that was given up (`abandoned_checkpoints`), or was saved again with other data, is left out.
@@ -7,63 +7,55 @@ branch that was given up (`abandoned_checkpoints`), or was saved again with othe
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megaresume.checkpoint.layout import ledger_path, parse_record_name, records_dir, step_path
-from megaresume.checkpoint.ledger import LedgerEntry, LedgerReading, abandoned_checkpoints, read_ledger
+from megaresume.checkpoint.layout import records_dir, step_path
+from megaresume.checkpoint.ledger import LedgerEntry, LedgerReading, abandoned_checkpoints
 from megaresume.checkpoint.sealed import NewerFormatError
-from megaresume.checkpoint.state_file import StepFile, read_step_file
+from megaresume.checkpoint.state_file import StepFile
 from megaresume.checkpoint.topology import Topology
-from megaresume.stream.errors import CheckpointError, StateError, UsageError
+from megaresume.stream.errors import CheckpointError, StateError
 from megaresume.stream.ranges import Ranges, common
 from megaresume.stream.state import StreamState
 
-__all__ = ["History", "Layout", "Record", "read_history"]
+if TYPE_CHECKING:
+    from megaresume.runs.run import Run
 
-#: States kept in memory: a search by halves comes back to few of them.
-KEPT_STATES = 64
+__all__ = ["History", "Point", "read_history"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
-    """A state on the path to the present; read when it is needed."""
+class Point:
+    """A checkpoint on the path to the present."""
 
-    path: Path
     iteration: int
     #: samples trained.
     samples: int
     #: of them, 16 hex digits.
     digest: str
+    #: the file of its data state, which is read when it is needed.
+    path: Path
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """How the run was laid out from a sample on."""
-
-    #: samples trained before.
-    first: int
-    topology: Topology
-
-
-@dataclass
+@dataclass(kw_only=True, slots=True)
 class History:
     """The path of a run to the present."""
 
-    root: Path
-    #: ascending.
-    records: list[Record]
+    run: Run
+    #: every checkpoint on the path, also where its state is gone; ascending.
+    points: list[Point]
+    #: those whose states are there; ascending. What turns out to be damaged is left out from then on.
+    saved: list[Point]
     #: the newest of them.
     newest: StepFile
-    #: ascending; what lies before the first is not known.
-    layouts: list[Layout]
-    #: (iteration, samples, digest) of every checkpoint on the path, also where its state is gone; ascending.
-    points: list[tuple[int, int, str]]
+    #: (samples trained before, how the run was laid out from there on); ascending. What lies before is not known.
+    topologies: list[tuple[int, Topology]]
     #: batch size that the last start announced for what follows the newest state, where it did.
     next_batch_size: int | None
     #: sentences about records that could not be used.
-    notes: list[str] = field(default_factory=list)
-    _states: dict[Path, StreamState] = field(default_factory=dict)
+    notes: list[str]
 
     @property
     def state(self) -> StreamState:
@@ -72,22 +64,21 @@ class History:
 
     def before(self, sample: int) -> StreamState | None:
         """The last usable state at or before a sample; None: there is none, the stream begins at 0."""
-        while index := bisect_right(self.records, sample, key=lambda r: r.samples):
-            state = self.read(self.records[index - 1])
+        while index := bisect_right(self.saved, sample, key=lambda p: p.samples):
+            state = self.read(self.saved[index - 1])
             if state is not None:
                 return state
         return None
 
-    def before_drawing(self, source: str, position: int) -> Record | None:
-        """The last record that had not drawn a position of a source yet; None: the beginning alone.
+    def before_drawing(self, source: str, position: int) -> Point | None:
+        """The last point that had not drawn a position of a source yet; None: the beginning alone.
 
-        ``SourceCursor.position`` never falls, so that halving finds the place. Records that cannot be read are left
-        out of ``records`` on the way.
+        ``SourceCursor.position`` never falls, so that halving finds the place.
         """
-        low, high = 0, len(self.records)
+        low, high = 0, len(self.saved)
         while low < high:
             middle = (low + high) // 2
-            state = self.read(self.records[middle])
+            state = self.read(self.saved[middle])
             if state is None:
                 high -= 1
                 continue
@@ -96,31 +87,26 @@ class History:
                 low = middle + 1
             else:
                 high = middle
-        return self.records[low - 1] if low else None
+        return self.saved[low - 1] if low else None
 
-    def read(self, record: Record) -> StreamState | None:
-        """The state of a record; None, a note and one record less where it is not what the ledger says."""
-        if record.path in self._states:
-            return self._states[record.path]
+    def read(self, point: Point) -> StreamState | None:
+        """The state of a point; None, a note and one of ``saved`` less if it is not what the ledger says."""
         try:
-            step = read_step_file(record.path)
-            found, reason = step.state, ""
-            if (step.state.samples, step.state.digest) != (record.samples, record.digest):
-                reason = f"holds another state than its line of the ledger says (digest {step.state.digest})"
-            elif not _leads_to(step.state, self.state):
-                reason = "has stages that are not those of the newest state"
+            state = self.run.state(point.path).state
         except NewerFormatError:
             raise
         except StateError as error:
             reason = f"{error.headline}: {error.found}"
-        if reason:
-            self.records.remove(record)
-            self.notes.append(f"not used: {record.path.name}: {reason}")
-            return None
-        if len(self._states) >= KEPT_STATES:
-            self._states.pop(next(iter(self._states)))
-        self._states[record.path] = found
-        return found
+        else:
+            if (state.samples, state.digest) != (point.samples, point.digest):
+                reason = f"holds another state than its line of the ledger says (digest {state.digest})"
+            elif not _leads_to(state, self.state):
+                reason = "has stages that are not those of the newest state"
+            else:
+                return state
+        self.saved.remove(point)
+        self.notes.append(f"not used: {point.path.name}: {reason}")
+        return None
 
 
 def _leads_to(before: StreamState, newest: StreamState) -> bool:
@@ -143,165 +129,142 @@ def _same_skips(before: StreamState, newest: StreamState) -> bool:
     return lists[0] == lists[1]
 
 
-def read_history(root: Path) -> History:
-    """Read the records of a checkpoint root.
-
-    Args:
-        root: what ``--save`` named.
+def read_history(run: Run) -> History:
+    """Read the records of a run.
 
     Raises:
-        UsageError: no such directory.
-        CheckpointError: it has no data state that can be read.
+        CheckpointError: there is no data state that can be read.
         NewerFormatError: a record was written by a newer megaresume.
     """
-    if not root.is_dir():
-        raise UsageError(
-            "no such directory", found=str(root), expected="the --save directory of a run", action="check the path"
-        )
-    ledger = read_ledger(ledger_path(root))
-    notes = [str(problem) for problem in ledger.problems if problem.kind == "damaged"]
-    records = _listed(root, ledger)
-    newest = _newest(root, records, ledger, notes)
-    path = _path(ledger)
-    points = {entry.samples: (entry.iteration, entry.samples, entry.digest) for entry in path}
+    ledger, notes = run.ledger, [str(problem) for problem in run.ledger.problems if problem.kind == "damaged"]
+    path = _path(run.root, ledger)
+    # Without a ledger the states that are there are the path.
+    saved = [point for point in path if point.path.exists()] if ledger.entries else _readable(run, notes)
+    newest = _newest(run, saved, notes)
     state = newest.state
-    points = {samples: point for samples, point in points.items() if samples <= state.samples}
-    points[state.samples] = (newest.iteration, state.samples, state.digest)
-    layouts = _layouts(ledger) if ledger.entries else _layouts_of_states(records)
+    points = {point.samples: point for point in path if point.samples <= state.samples}
+    points[state.samples] = _point(step_path(run.root, newest.iteration, newest.tag), newest)
+    topologies = _topologies(ledger, path) if ledger.entries else _topologies_of_states(run, saved)
     last = ledger.entries[-1] if ledger.entries else None
     if last is None or newest.saved_at > last.time:
-        _append(layouts, _begin_of_save(layouts, newest), newest.topology)
+        # A save without a line is of the last start.
+        _append(topologies, min(topologies[-1][0] if topologies else 0, state.samples), newest.topology)
     announced = last is not None and last.kind == "start" and last.samples == state.samples
     return History(
-        root=root,
-        records=[record for record in records if record.samples <= state.samples],
-        newest=newest,
-        layouts=layouts,
+        run=run,
         points=[points[samples] for samples in sorted(points)],
+        saved=[point for point in saved if point.samples <= state.samples],
+        newest=newest,
+        topologies=topologies,
         next_batch_size=last.topology.global_batch_size if last is not None and announced else None,
         notes=notes,
     )
 
 
-def _path(ledger: LedgerReading) -> list[LedgerEntry]:
+def _path(root: Path, ledger: LedgerReading) -> list[Point]:
     """The checkpoint lines that lead to the present, the last one of each."""
     given_up = abandoned_checkpoints(ledger.entries)
     last = {(e.iteration, e.tag): e for e in ledger.entries if e.kind == "checkpoint" and e.tag is not None}
-    return sorted(
-        (entry for (iteration, tag), entry in last.items() if (iteration, str(tag)) not in given_up),
-        key=lambda e: (e.samples, e.iteration),
-    )
-
-
-def _listed(root: Path, ledger: LedgerReading) -> list[Record]:
-    """The states on the path that are there, ascending; those that no line speaks of only where no line is later."""
-    records = [
-        Record(path=path, iteration=entry.iteration, samples=entry.samples, digest=entry.digest)
-        for entry in _path(ledger)
-        if entry.tag is not None and (path := step_path(root, entry.iteration, entry.tag)).exists()
+    points = [
+        Point(iteration=iteration, samples=e.samples, digest=e.digest, path=step_path(root, iteration, str(tag)))
+        for (iteration, tag), e in last.items()
+        if (iteration, str(tag)) not in given_up
     ]
-    if not ledger.entries:
-        for path in sorted(records_dir(root).glob("step_*.json")):
-            name = parse_record_name(path.name)
-            if name is None or name.kind != "state":
-                continue
-            try:
-                step = read_step_file(path)
-            except NewerFormatError:
-                raise
-            except StateError:
-                continue  # named where the newest is looked for
-            records.append(_record_of(path, step))
-        records.sort(key=lambda r: (r.samples, r.iteration))
-    return records
+    return sorted(points, key=lambda p: (p.samples, p.iteration))
 
 
-def _record_of(path: Path, step: StepFile) -> Record:
-    return Record(path=path, iteration=step.iteration, samples=step.state.samples, digest=step.state.digest)
+def _point(path: Path, step: StepFile) -> Point:
+    return Point(iteration=step.iteration, samples=step.state.samples, digest=step.state.digest, path=path)
 
 
-def _newest(root: Path, records: list[Record], ledger: LedgerReading, notes: list[str]) -> StepFile:
+def _readable(run: Run, notes: list[str]) -> list[Point]:
+    points = []
+    for path in run.states:
+        try:
+            points.append(_point(path, run.state(path)))
+        except NewerFormatError:
+            raise
+        except StateError as error:
+            notes.append(f"not used: {path.name}: {error.headline}: {error.found}")
+    return sorted(points, key=lambda p: (p.samples, p.iteration))
+
+
+def _newest(run: Run, saved: list[Point], notes: list[str]) -> StepFile:
     """The newest state of the path; one whose save was killed before its line is taken in."""
-    known = {record.path: record for record in records}
-    last_time = ledger.entries[-1].time if ledger.entries else ""
-    candidates: list[tuple[int, Path]] = [(r.samples, r.path) for r in records]
-    # A step that was saved behind the last line: at most one, but which one its name does not say.
-    spoken_of = {step_path(root, e.iteration, e.tag) for e in ledger.entries if e.kind == "checkpoint" and e.tag}
-    for path in records_dir(root).glob("step_*.json"):
-        name = parse_record_name(path.name)
-        if name is not None and name.kind == "state" and path not in spoken_of and ledger.entries:
+    entries = run.ledger.entries
+    known = {point.path: point for point in saved}
+    last_time = entries[-1].time if entries else ""
+    candidates: list[tuple[int, Path]] = [(p.samples, p.path) for p in saved]
+    # A step that was saved after the last line: at most one, but which one its name does not say.
+    spoken_of = {step_path(run.root, e.iteration, e.tag) for e in entries if e.kind == "checkpoint" and e.tag}
+    for path in run.states if entries else ():
+        if path not in spoken_of:
             try:
-                step = read_step_file(path)
+                step = run.state(path)
             except NewerFormatError:
                 raise
             except StateError as error:
                 notes.append(f"not used: {path.name}: {error.headline}: {error.found}")
                 continue
-            if step.saved_at > last_time and step.run == ledger.run:
+            if step.saved_at > last_time and step.run == run.ledger.run:
                 candidates.append((step.state.samples, path))
     problems = []
     for _, path in sorted(candidates, reverse=True):
-        record = known.get(path)
+        point = known.get(path)
         try:
-            step = read_step_file(path)
+            step = run.state(path)
         except NewerFormatError:
             raise
         except StateError as error:
             problems.append(f"not used: {path.name}: {error.headline}: {error.found}")
             continue
-        found = _record_of(path, step)
-        if record is not None and found != record and step.saved_at <= last_time:
+        found = _point(path, step)
+        if point is not None and found != point and step.saved_at <= last_time:
             problems.append(f"not used: {path.name}: another state than its line of the ledger says")
             continue
         notes += problems
-        if found != record:
-            records[:] = [r for r in records if r.path != path and r.samples < found.samples] + [found]
+        if found != point:
+            saved[:] = [p for p in saved if p.path != path and p.samples < found.samples] + [found]
         return step
     raise CheckpointError(
         "there is no data state to trace from",
-        found="; ".join(problems) if problems else f"no step_*.json in {records_dir(root)}",
+        found="; ".join((*notes, *problems)) or f"no step_*.json in {records_dir(run.root)}",
         expected="step_0000010.json or the like, written with a checkpoint",
         cause="not a --save directory; or no checkpoint was saved with megaresume's stream (a guarded run has none)"
-        if not problems
+        if not (notes or problems)
         else None,
-        action=f"megaresume inspect {root}",
+        action=f"megaresume inspect {run.root}",
     )
 
 
-def _layouts(ledger: LedgerReading) -> list[Layout]:
+def _topologies(ledger: LedgerReading, path: list[Point]) -> list[tuple[int, Topology]]:
     """A start holds from where it began, once a checkpoint followed it; what was beyond it then was given up."""
-    layouts: list[Layout] = []
+    topologies: list[tuple[int, Topology]] = []
     start: LedgerEntry | None = None
     saved = 0
     for entry in ledger.entries:
         if entry.kind == "start":
             start = entry
             continue
-        _append(layouts, min(start.samples, entry.samples) if start is not None else saved, entry.topology)
+        _append(topologies, min(start.samples, entry.samples) if start is not None else saved, entry.topology)
         start, saved = None, entry.samples
     if start is not None:
         # It may have gone back; but until it saves, what was saved is the past.
-        last = max((entry.samples for entry in _path(ledger)), default=0)
-        _append(layouts, max(start.samples, last), start.topology)
-    return layouts
+        _append(topologies, max(start.samples, *(p.samples for p in path), 0), start.topology)
+    return topologies
 
 
-def _append(layouts: list[Layout], first: int, topology: Topology) -> None:
-    layouts[:] = [layout for layout in layouts if layout.first < first]
-    if not layouts or layouts[-1].topology != topology:
-        layouts.append(Layout(first=first, topology=topology))
+def _append(topologies: list[tuple[int, Topology]], first: int, topology: Topology) -> None:
+    topologies[:] = [entry for entry in topologies if entry[0] < first]
+    if not topologies or topologies[-1][1] != topology:
+        topologies.append((first, topology))
 
 
-def _layouts_of_states(records: list[Record]) -> list[Layout]:
+def _topologies_of_states(run: Run, saved: list[Point]) -> list[tuple[int, Topology]]:
     """Without a ledger: a state tells the layout of the steps before it."""
-    layouts: list[Layout] = []
+    topologies: list[tuple[int, Topology]] = []
     first = 0
-    for record in records:
-        _append(layouts, first, read_step_file(record.path).topology)
-        first = record.samples
-    return layouts
-
-
-def _begin_of_save(layouts: list[Layout], newest: StepFile) -> int:
-    """Where the layout of a save without a line began: where the last start did."""
-    return min(layouts[-1].first if layouts else 0, newest.state.samples)
+    for point in saved:
+        _append(topologies, first, run.state(point.path).topology)
+        first = point.samples
+    return topologies

@@ -20,9 +20,9 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from megaresume.checkpoint.layout import ledger_path
-from megaresume.checkpoint.ledger import LedgerEntry, read_ledger
-from megaresume.stream.errors import StateError, UsageError
+from megaresume.checkpoint.ledger import LedgerEntry
+from megaresume.runs.run import Run
+from megaresume.stream.errors import StateError
 
 __all__ = ["Advice", "Loss", "Measured", "advise", "daly", "losses", "measure", "young"]
 
@@ -223,7 +223,7 @@ def _median(values: list[float]) -> float | None:
 
 
 def advise(
-    root: Path,
+    run: Run,
     *,
     mtbf: float,
     save: float | None = None,
@@ -233,20 +233,16 @@ def advise(
     """How often a run should save.
 
     Args:
-        root: its ``--save`` directory.
+        run: the run.
         mtbf: mean seconds between failures of the whole job.
         save: seconds of a save, in place of the measured ones. Of an asynchronous save: what it holds training up.
         step: seconds of a step, in place of the measured ones.
         restart: seconds from a failure to the first step after it; None: as long as starts took, without any queue.
 
     Raises:
-        UsageError: no such directory.
         StateError: the ledger has too little, or cannot be read.
     """
-    if not root.is_dir():
-        raise UsageError("no such directory", found=str(root), expected="the --save directory of a run")
-    path = ledger_path(root)
-    measured = measure(read_ledger(path).entries)
+    measured = measure(run.ledger.entries)
     save = measured.save if save is None else save
     step = measured.step if step is None else step
     lacking = {"--save-time 60s": save, "--step-time 3s": step}
@@ -254,10 +250,10 @@ def advise(
         what = [word for word, value in (("of a save", save), ("of a step", step)) if value is None]
         raise StateError(
             f"the ledger does not tell the time {' and '.join(what)}",
-            found=f"{path}: {measured.num_saves} timed saves, {measured.num_stretches} stretches between two "
-            "checkpoints of one start, in the layout of the newest checkpoint",
+            found=f"{run.ledger_path}: {measured.num_saves} timed saves, {measured.num_stretches} stretches between "
+            "two checkpoints of one start, in the layout of the newest checkpoint",
             expected="at least two checkpoints, saved one after the other by one start",
-            cause=None if path.exists() else "nothing was saved here under megaresume",
+            cause=None if run.ledger_path.exists() else "nothing was saved here under megaresume",
             action="train on to the second save, or give what is known: "
             + " ".join(flag for flag, value in lacking.items() if value is None),
         )
@@ -269,7 +265,7 @@ def advise(
     wanted = {max(1, round(steps * factor)) for factor in (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)}
     wanted |= {measured.interval} if measured.interval else set()
     return Advice(
-        root=root,
+        root=run.root,
         mtbf=mtbf,
         save=save,
         step=step,

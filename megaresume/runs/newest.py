@@ -13,19 +13,18 @@ Reads only, and never unpickles.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megaresume.checkpoint.candidates import Candidate, Examined, examine, list_candidates
-from megaresume.checkpoint.choose import Rejected, choose
+from megaresume.checkpoint.candidates import Candidate
+from megaresume.checkpoint.choose import Rejected
 from megaresume.checkpoint.layout import LATEST, TRACKER, records_dir
 from megaresume.checkpoint.layouts import LAYOUTS
 from megaresume.checkpoint.layouts.base import Layout, Look, subdirectories
 from megaresume.checkpoint.layouts.deepspeed import DEEPSPEED
 from megaresume.checkpoint.layouts.hugging_face import HUGGING_FACE
 from megaresume.checkpoint.layouts.megatron import MEGATRON, RELEASE
-from megaresume.checkpoint.pointers import read_pointer
+from megaresume.runs.run import Run
 from megaresume.stream.errors import CheckpointError, UsageError
 
 __all__ = ["Newest", "find_newest", "look_at", "named_by", "recognise"]
@@ -113,29 +112,24 @@ def _others(root: Path, layout: Layout) -> list[str]:
         ) from error
 
 
-def find_newest(directory: str | os.PathLike[str], layout: Layout | None = None) -> Newest | None:
+def find_newest(run: Run, layout: Layout | None = None) -> Newest | None:
     """The newest complete checkpoint of a directory.
 
     Args:
-        directory: where the checkpoints lie side by side.
+        run: where the checkpoints lie side by side.
         layout: of `LAYOUTS`; None: recognised.
 
     Returns:
-        None, or ``path`` None, where there is no checkpoint at all: no such directory, an empty one, or (by the
-        records of megaresume) only a first save that a kill cut short.
+        None, or ``path`` None, if there is no checkpoint at all: an empty directory, or (by the records of megaresume)
+        only a first save that a kill cut short.
 
     Raises:
         CheckpointError: there are checkpoints, or a pointer, and none is complete.
-        UsageError: see `recognise`; or a file was given.
+        UsageError: see `recognise`.
         StateError: a record was written by a newer megaresume.
     """
-    root = Path(os.path.abspath(directory))
-    if root.exists() and not root.is_dir():
-        raise UsageError("the checkpoint directory is a file", found=str(root), expected="a directory")
-    layout = layout or recognise(root)
-    if layout is None:
-        return None
-    return _Walk(root, layout).find()
+    layout = layout or recognise(run.root)
+    return None if layout is None else _Walk(run, layout).find()
 
 
 def look_at(root: Path, layout: Layout, name: str) -> Look:
@@ -146,11 +140,11 @@ def look_at(root: Path, layout: Layout, name: str) -> Look:
         return Look(problems=(f"it cannot be read: {error.strerror or error}",))
 
 
-def named_by(root: Path, layout: Layout, names: list[str]) -> tuple[str | None, int | None, str | None]:
+def named_by(run: Run, layout: Layout, names: list[str]) -> tuple[str | None, int | None, str | None]:
     """What a layout's pointer names: (directory that is there, its iteration, what is wrong with the pointer)."""
     if layout.pointer is None:
         return None, None, None
-    pointer = read_pointer(root, LATEST if layout.pointer == LATEST else TRACKER)
+    pointer = run.pointers[layout.pointer != LATEST]
     if pointer.status in ("absent", "empty", "garbled", "unreadable"):
         return None, None, pointer.problem or f"there is no {pointer.name}"
     if pointer.text == RELEASE and layout is MEGATRON:
@@ -163,19 +157,21 @@ def named_by(root: Path, layout: Layout, names: list[str]) -> tuple[str | None, 
 
 
 class _Walk:
-    def __init__(self, root: Path, layout: Layout) -> None:
-        self.root, self.layout = root, layout
-        names = [name for name in _subdirectories(root) if layout.number(name) is not None]
-        names += [name for name in _others(root, layout) if name not in names]
-        pointed = None if layout.pointer != LATEST else read_pointer(root, LATEST)
-        if pointed is not None and pointed.status == "ok" and pointed.tag is not None and pointed.tag not in names:
-            names.append(pointed.tag)
+    def __init__(self, run: Run, layout: Layout) -> None:
+        self.run, self.root, self.layout = run, run.root, layout
+        names = [name for name in _subdirectories(self.root) if layout.number(name) is not None]
+        names += [name for name in _others(self.root, layout) if name not in names]
+        latest, self.tracker = run.pointers
+        if layout.pointer == LATEST and latest.status == "ok" and latest.tag is not None and latest.tag not in names:
+            names.append(latest.tag)
         self.numbers = {name: self._number(name) for name in names}
         #: newest first.
         self.names = sorted(names, key=lambda name: (-self._order(name), name))
         self.passed: list[Rejected] = []
         self.notes: list[str] = []
-        self.records = self._candidates()
+        managed = layout.managed and records_dir(self.root).is_dir()
+        #: those with records of ours.
+        self.candidates = {c.tag: c for c in (run.candidates if managed else ()) if c.records and c.has_dir}
 
     def _number(self, name: str) -> int | None:
         number = self.layout.number(name)
@@ -190,17 +186,11 @@ class _Walk:
         number = self.numbers[name]
         return -1 if number is None else number
 
-    def _candidates(self) -> dict[str, Candidate]:
-        if not (self.layout.managed and records_dir(self.root).is_dir()):
-            return {}
-        found = list_candidates(self.root, tags=tuple(self.names))
-        return {c.tag: c for c in found if c.records and c.has_dir}
-
     def find(self) -> Newest:
-        if self.records:
+        if self.candidates:
             choice = None
             try:
-                choice = choose(self.root)
+                choice = self.run.choose()
             except CheckpointError:
                 pass  # nothing is complete by the records; the walk says why, and may find one without records
             else:
@@ -222,7 +212,7 @@ class _Walk:
         )
 
     def _by_files(self) -> Newest:
-        named, number, problem = named_by(self.root, self.layout, self.names)
+        named, number, problem = named_by(self.run, self.layout, self.names)
         if not self.names:
             if problem is not None and not problem.startswith("there is no "):
                 raise CheckpointError(
@@ -267,10 +257,11 @@ class _Walk:
         """DeepSpeed's ``latest`` beside a tracker, as Megatron-DeepSpeed writes them."""
         if self.layout is not DEEPSPEED or named is None:
             return False
-        tracker = read_pointer(self.root, TRACKER)
-        if tracker.iteration is None or tracker.iteration == self.numbers[named]:
+        if self.tracker.iteration in (None, self.numbers[named]):
             return False
-        self.notes.append(f"the pointers disagree: {LATEST} names {named}, {TRACKER} {tracker.text}; newest first then")
+        self.notes.append(
+            f"the pointers disagree: {LATEST} names {named}, {TRACKER} {self.tracker.text}; newest first then"
+        )
         return True
 
     def _pass(self, name: str, reason: str) -> None:
@@ -278,10 +269,10 @@ class _Walk:
 
     def _reason(self, name: str) -> str | None:
         """Why not this one; None: it is complete."""
-        candidate = self.records.get(name)
+        candidate = self.candidates.get(name)
         if candidate is not None and not self._is_done_by_megatron(candidate):
-            examined = examine(self.root, candidate)
-            return None if examined.status == "complete" else _sentence(examined)
+            examined = self.run.examine(candidate)
+            return None if examined.status == "complete" else f"{examined.status}: {examined.reason}"
         look = look_at(self.root, self.layout, name)
         if look.problems:
             more = f"; and {len(look.problems) - 5} more" if len(look.problems) > 5 else ""
@@ -291,9 +282,4 @@ class _Walk:
 
     def _is_done_by_megatron(self, candidate: Candidate) -> bool:
         """Megatron moved its tracker, its save was over; a kill came before our records beside it were written."""
-        tracker = read_pointer(self.root, TRACKER)
-        return self.layout is MEGATRON and candidate.unfinished and tracker.tag == candidate.tag
-
-
-def _sentence(examined: Examined) -> str:
-    return f"{examined.status}: {examined.reason}"
+        return self.layout is MEGATRON and candidate.unfinished and self.tracker.tag == candidate.tag

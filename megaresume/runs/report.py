@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.layout import ledger_path
-from megaresume.checkpoint.ledger import LedgerEntry, read_ledger
-from megaresume.runs.history import History, read_history
+from megaresume.checkpoint.ledger import LedgerEntry
+from megaresume.runs.history import History
 from megaresume.runs.losses import LossLog
+from megaresume.runs.run import Run
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.outlook import outlook
 from megaresume.stream.state import StreamState
@@ -28,22 +27,21 @@ MOST_POINTS = 300
 MOST_LOSSES = 4000
 
 
-def collect(root: Path, log: LossLog | None = None) -> dict[str, Any]:
+def collect(run: Run, log: LossLog | None = None) -> dict[str, Any]:
     """The facts of a run.
 
     Args:
-        root: what ``--save`` named.
+        run: the run.
         log: its losses, if there is a log of them.
 
     Raises:
-        UsageError, CheckpointError, StateError: see `read_history`.
+        CheckpointError, StateError: see `Run.history`.
     """
-    history = read_history(root)
+    history, ledger = run.history, run.ledger
     state = history.state
-    ledger = read_ledger(ledger_path(root))
     points = _points(history)
     return {
-        "dir": str(root),
+        "dir": str(run.root),
         "run": ledger.run,
         "step": history.newest.iteration,
         "samples": state.samples,
@@ -69,7 +67,7 @@ def collect(root: Path, log: LossLog | None = None) -> dict[str, Any]:
 
 def _points(history: History) -> list[dict[str, Any]]:
     """Where the run stood, from its beginning to its newest state."""
-    records = list(history.records)
+    records = list(history.saved)
     stride = -(-len(records) // MOST_POINTS) or 1
     chosen = records[::-1][::stride][::-1]  # counted from the newest
     nothing: dict[str, Any] = {"step": 0, "samples": 0, "tokens": 0, "sources": {}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megaresume.render import COLOURS, escape, page, svg, table
+from megaresume.render import COLOURS, escape, html_table, page, svg
 
 __all__ = ["run_page"]
 
@@ -18,7 +18,7 @@ def run_page(facts: dict[str, Any]) -> str:
         f"{facts['tokens']:,} tokens, {facts['documents']:,} documents{fill}. "
         f"{len(facts['starts'])} starts, {facts['checkpoints']} checkpoints. Saved {escape(facts['saved'])}.</p>",
         "<h2>Sources</h2>",
-        table(
+        html_table(
             ("source", "weight", "tokens", "documents", "epochs", "left of this epoch", "lasts until", "passed over"),
             [_source(row, facts) for row in facts["sources"]],
             numbers=True,
@@ -31,9 +31,11 @@ def run_page(facts: dict[str, Any]) -> str:
         ]
     parts += [
         "<h2>Stages</h2>",
-        table(("stage", "from sample", "sequence length", "packing", "weights"), [_stage(s) for s in facts["stages"]]),
+        html_table(
+            ("stage", "from sample", "sequence length", "packing", "weights"), [_stage(s) for s in facts["stages"]]
+        ),
         "<h2>Starts</h2>",
-        table(("", "time", "from step", "layout", "steps lost"), _starts(facts)),
+        html_table(("", "time", "from step", "layout", "steps lost"), _starts(facts)),
         "<h2>Batch sizes</h2>",
         _batches(facts),
     ]
@@ -123,7 +125,7 @@ def _batches(facts: dict[str, Any]) -> str:
         return "<p>No record tells.</p>"
     rows = [(f"{first:,}", f"{size:,}") for first, size in facts["batches"]]
     if len(rows) <= 3:
-        return table(("from sample", "samples a step"), rows)
+        return html_table(("from sample", "samples a step"), rows)
 
     def draw(axes: Any) -> None:
         firsts, sizes = zip(*facts["batches"], strict=True)
@@ -132,7 +134,7 @@ def _batches(facts: dict[str, Any]) -> str:
         axes.set_ylabel("samples a step")
         axes.set_ylim(0)
 
-    listing = table(("from sample", "samples a step"), rows)
+    listing = html_table(("from sample", "samples a step"), rows)
     return svg(draw, height=2.4) + f"<details><summary>All {len(rows)}</summary>{listing}</details>"
 
 
@@ -172,7 +174,7 @@ def _exceptions(facts: dict[str, Any]) -> list[str]:
         rows = [(f"{s:,}", source, f"{doc:,}", str(epoch), did, why) for s, source, doc, epoch, did, why in shown]
         lines += [
             f"<p>{faults['total']:,} documents could not be trained as their index says; the last of them:</p>",
-            table(("sample", "source", "document", "epoch", "was", "because"), rows),
+            html_table(("sample", "source", "document", "epoch", "was", "because"), rows),
         ]
     lines += [f"<p>{escape(note)}</p>" for note in facts["notes"]]
     return lines or ["<p>Nothing.</p>"]

@@ -47,12 +47,12 @@ def schedule_of(history: History) -> BatchSchedule | None:
     state = history.state
     segments = list(state.batches)
     if not segments:
-        for layout in history.layouts:
-            size = layout.topology.global_batch_size
-            if size is None or (not segments and layout.first):
+        for first, topology in history.topologies:
+            size = topology.global_batch_size
+            if size is None or (not segments and first):
                 return None
             if not segments or segments[-1][1] != size:
-                segments.append((layout.first, size))
+                segments.append((first, size))
     if not segments:
         return None
     schedule = BatchSchedule(tuple(segments))
@@ -81,8 +81,8 @@ class Steps:
         assert self.schedule is not None
         try:
             offsets = {
-                self.schedule.steps_before(samples) - iteration: iteration
-                for iteration, samples, _ in self.history.points
+                self.schedule.steps_before(point.samples) - point.iteration: point.iteration
+                for point in self.history.points
             }
         except StateError as error:
             self._contradiction = error
@@ -129,14 +129,14 @@ class Steps:
 
     def spans(self, first: int, stop: int) -> list[Span]:
         """Samples ``first .. stop`` cut where the batch size, the layout, or the past changes."""
-        layouts = self.history.layouts
-        cuts = {layout.first for layout in layouts} | {run[0] for run in self._runs} | {self.history.state.samples}
+        cuts = {first for first, _ in self.history.topologies} | {run[0] for run in self._runs}
+        cuts.add(self.history.state.samples)
         edges = [first, *sorted(cut for cut in cuts if first < cut < stop), stop]
         return [self._span(a, b) for a, b in itertools.pairwise(edges) if a < b]
 
     def _span(self, first: int, stop: int) -> Span:
-        layouts = self.history.layouts
-        index = bisect_right(layouts, first, key=lambda layout: layout.first) - 1
+        topologies = self.history.topologies
+        index = bisect_right(topologies, first, key=lambda entry: entry[0]) - 1
         sample, step, size = 0, UNKNOWN, None
         if self.known:
             sample, before, size = self._runs[bisect_right(self._runs, first, key=lambda run: run[0]) - 1]
@@ -147,7 +147,7 @@ class Steps:
             step_sample=sample,
             step=step,
             batch_size=size,
-            topology=layouts[index].topology if index >= 0 else None,
+            topology=topologies[index][1] if index >= 0 else None,
         )
 
     def place(self, sample: int) -> tuple[int | None, int | None, int | None]:

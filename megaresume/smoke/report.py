@@ -7,8 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from megaresume.render import COLOURS, escape, page, svg
-from megaresume.render import table as html_table
+from megaresume.render import COLOURS, escape, html_table, page, svg
 from megaresume.smoke.result import Result, Stopped
 from megaresume.stream.errors import SetupError
 

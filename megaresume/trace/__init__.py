@@ -1,7 +1,7 @@
 """The stream of a run planned again, from its records and its corpora: what it trained on, will train on, and proof.
 
 corpora.py         the corpora of a run, wherever they are now
-replan.py          the stream of the past and of the future, from the nearest state; past.py reads it from front to back
+replan.py          the stream of the past and of the future, from the nearest state
 trace.py           `Trace`: samples as arrays (`Piece`), piece by piece
 find.py            when a document was or will be seen
 shard_records.py   which record of which tar shard a document is

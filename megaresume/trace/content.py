@@ -21,7 +21,8 @@ from megaresume.runs.rank_log import hash_rows
 from megaresume.sources.base import Source
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
-from megaresume.trace.past import Part
+from megaresume.trace.documents import of_stage
+from megaresume.trace.replan import Planned
 
 __all__ = ["Contents", "DocumentDigest"]
 
@@ -64,7 +65,7 @@ class Contents:
         #: by source, what `documents` has read.
         self.digests: dict[str, DocumentDigest] = {}
 
-    def samples(self, parts: Sequence[Part], pad_id: int) -> npt.NDArray[np.uint64]:
+    def samples(self, parts: Sequence[Planned], pad_id: int) -> npt.NDArray[np.uint64]:
         """What every sample holds: uint64[n], as `hash_rows`.
 
         Args:
@@ -85,13 +86,13 @@ class Contents:
                 hashes.append(hash_rows(arrays.tokens, zip(rows, images.pixels, strict=True)))
         return np.concatenate(hashes) if hashes else np.zeros(0, np.uint64)
 
-    def _assembler(self, part: Part, pad_id: int) -> Assembler:
+    def _assembler(self, part: Planned, pad_id: int) -> Assembler:
         config = part.config
         augment = {source.name: list(source.augment) for source in config.sources}
         key = repr((config.seq_length, config.packing.align, pad_id, augment))
         if key not in self._assemblers:
             self._assemblers[key] = Assembler(
-                [_augmented(s, augment.get(name)) for s, name in zip(self._sources, self._names, strict=True)],
+                [of_stage(s, name, config) for s, name in zip(self._sources, self._names, strict=True)],
                 seq_length=config.seq_length,
                 align=config.packing.align,
                 pad_id=pad_id,
@@ -100,7 +101,7 @@ class Contents:
             )
         return self._assemblers[key]
 
-    def documents(self, parts: Sequence[Part]) -> None:
+    def documents(self, parts: Sequence[Planned]) -> None:
         """Hash every segment of these samples; of shards, every record.
 
         Raises:
@@ -112,13 +113,6 @@ class Contents:
                 name, source = self._names[int(row[SOURCE])], self._sources[int(row[SOURCE])]
                 value = _hash(source, name, int(row[DOCUMENT]), int(row[OFFSET]), int(row[LENGTH]))
                 self.digests.setdefault(name, DocumentDigest()).add(value, begins=bool(row[OFFSET] == 0))
-
-
-def _augmented(source: Source, steps: object) -> Source:
-    """The source with the augmentation of the stage that is read, which may not be that of today."""
-    augmented = getattr(source, "augmented", None)
-    found: Source = source if augmented is None else augmented(steps)
-    return found
 
 
 def _hash(source: Source, name: str, document: int, offset: int, length: int) -> int:

@@ -1,39 +1,38 @@
-"""The corpora of a run, for commands that plan its stream again."""
+"""The corpora of a run, wherever they are now."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from megaresume.stream.errors import UsageError
+from megaresume.checkpoint.data_file import data_path
+from megaresume.sources import open_sources, read_data_config
+from megaresume.sources.base import Source
+from megaresume.sources.split import range_of
+from megaresume.stream.aliases import resolved
+from megaresume.stream.config import StreamConfig
+from megaresume.stream.errors import ConfigError, UsageError
+from megaresume.stream.skips import with_skip_files
+from megaresume.stream.state import StreamState
 
-if TYPE_CHECKING:
-    from megaresume.sources.base import Source
-    from megaresume.stream.config import StreamConfig
-    from megaresume.stream.state import StreamState
-
-__all__ = ["as_of", "locate"]
+__all__ = ["open_corpora"]
 
 
-def locate(data: str | None, root: Path, state: StreamState) -> tuple[Path, StreamConfig, Path]:
-    """Where the corpora of a run are: the data config that says so, what it says, and where its paths start.
+def open_corpora(
+    root: Path, state: StreamState, *, data: str | None, split: str | None, need_all: bool = False
+) -> dict[str, Source]:
+    """The corpora of a run by name, without documents that came to them after a state.
 
     Args:
-        data: ``--data``, if it was given.
         root: the run's ``--save`` directory.
         state: a state of the run.
+        data: ``--data``, if it was given; None: the data config that was recorded beside the checkpoints.
+        split: that of the run, where neither says it.
+        need_all: also of sources that the data config does not have any more.
 
     Raises:
-        UsageError: there is no such file.
-        ConfigError: it cannot be read.
+        UsageError: there is no data config.
+        ConfigError: it cannot be read, or lacks a source that is needed.
     """
-    from megaresume.checkpoint.data_file import data_path
-    from megaresume.sources import read_data_config
-    from megaresume.stream.aliases import resolved
-    from megaresume.stream.config import StreamConfig
-    from megaresume.stream.skips import with_skip_files
-
     path = Path(data) if data else data_path(root)
     if not path.is_file():
         raise UsageError(
@@ -48,15 +47,20 @@ def locate(data: str | None, root: Path, state: StreamState) -> tuple[Path, Stre
     config = StreamConfig.from_dict(mapping, seq_length=mapping.get("seq_length", state.config["seq_length"]))
     # Under the names that the run knows its sources by.
     config = resolved(config, state.config["sources"])
-    return path, config, directory
-
-
-def as_of(sources: Mapping[str, Source], state: StreamState) -> dict[str, Source]:
-    """The corpora without documents that came to them after a state."""
-    from megaresume.sources.split import range_of
-
     known = {name: fingerprint.documents for name, fingerprint in state.fingerprints.items()}
+    specs = {source.name: source.options for source in config.sources if source.name in known}
+    missing = [name for name in known if name not in specs]
+    if missing and need_all:
+        raise ConfigError(
+            "the data config lacks sources of the run",
+            found=", ".join(source.name for source in config.sources),
+            expected=", ".join(known),
+            cause="sources that were removed in the middle of the run" if data is None else None,
+            action=f"--data with a copy of {path} that has {', '.join(missing)} too, with the path of that time",
+        )
+    opened = open_sources(specs, base_dir=directory, split=split)
     return {
-        name: range_of(source, 0, known[name]) if len(source) > known.get(name, len(source)) else source
-        for name, source in sources.items()
+        name: range_of(opened[name], 0, documents) if len(opened[name]) > documents else opened[name]
+        for name, documents in known.items()
+        if name in opened
     }

@@ -6,7 +6,7 @@ tokens   12 7 9 I I I I 88 41   -->   a cat <image 384x256, 4 tokens> on a mat
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megaresume.encoding.multimodal.types import EncodedDocument, Key, Record
 from megaresume.sources.base import DocumentSource
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from megaresume.encoding.tokenizers import Tokenizer
 
 __all__ = ["Picture", "Shown", "of_stage", "show"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,11 +74,11 @@ class Shown:
         return self.encoder.augmented_image(self.record, member, self.key, number)
 
 
-def of_stage(source: DocumentSource, name: str, config: StreamConfig) -> DocumentSource:
+def of_stage(source: T, name: str, config: StreamConfig) -> T:
     """The source with the augmentation of a stage, which may not be that of today."""
     augmented: Any = getattr(source, "augmented", None)
     steps = next((list(s.augment) for s in config.sources if s.name == name), None)
-    found: DocumentSource = source if augmented is None else augmented(steps)
+    found: T = source if augmented is None else augmented(steps)
     return found
 
 

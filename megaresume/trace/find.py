@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megaresume.runs.history import Record
+from megaresume.runs.history import Point
 from megaresume.stream.errors import StreamExhausted, UsageError
 from megaresume.stream.kernel import DOCUMENT, LENGTH
 from megaresume.stream.order import SourceOrder
@@ -129,8 +129,8 @@ def find(
     """
     state = trace.history.state
     result: list[Found] = []
-    past: list[tuple[Record | None, _Target]] = []
-    listed: list[tuple[Record | None, _Target]] = []
+    past: list[tuple[Point | None, _Target]] = []
+    listed: list[tuple[Point | None, _Target]] = []
     ahead: list[_Target] = []
     orders = trace.replan.orders
     for name, document in documents:
@@ -236,13 +236,13 @@ def _skipped(trace: Trace, name: str, document: int, epoch: int) -> list[Documen
 
 def _look_back(
     trace: Trace,
-    past: list[tuple[Record | None, _Target]],
+    past: list[tuple[Point | None, _Target]],
     progress: Callable[[int], object],
     stop: int | None = None,
 ) -> None:
     """Occurrences that were drawn: each bracket of two states is planned once for all of them."""
 
-    def samples(item: tuple[Record | None, _Target]) -> int:
+    def samples(item: tuple[Point | None, _Target]) -> int:
         return item[0].samples if item[0] is not None else 0
 
     for first, group in groupby(sorted(past, key=samples), key=samples):

@@ -20,7 +20,7 @@ from megaresume.runs.steps import Steps
 from megaresume.stream.batches import micro_batches
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 from megaresume.trace.content import Contents
-from megaresume.trace.past import Part, Past
+from megaresume.trace.replan import Past, Planned
 
 __all__ = ["RankCheck", "RankDifference", "check_ranks", "reach_of"]
 
@@ -98,7 +98,7 @@ def check_ranks(
     groups = _groups(steps, records, first, stop)
     for group in sorted(groups, key=lambda g: (g.samples[0], g.step)):
         try:
-            parts = past.parts(*group.samples)
+            parts = past.blocks(*group.samples)
             differences = _check(group, parts, contents, check)
         except MegaresumeError as error:
             check.error = error
@@ -156,7 +156,7 @@ def _span(lines: Sequence[RankStep]) -> tuple[int, int]:
     return min(a for a, _ in ranges), max(b for _, b in ranges)
 
 
-def _check(group: _Group, parts: list[Part], contents: Contents | None, check: RankCheck) -> list[RankDifference]:
+def _check(group: _Group, parts: list[Planned], contents: Contents | None, check: RankCheck) -> list[RankDifference]:
     low, high = group.samples
     hashes = np.concatenate([part.plan.hashes for part in parts])
     read: dict[int, npt.NDArray[np.uint64]] = {}

@@ -1,12 +1,12 @@
 """The stream of a run planned again: its past from the nearest state, through the stages that were; its future from
-the newest state, through those that are declared."""
+the newest state, through those that are declared. `Past` reads it from front to back."""
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megaresume.runs.history import History
@@ -26,7 +26,7 @@ from megaresume.stream.source import LengthSource
 from megaresume.stream.stages import Course
 from megaresume.stream.state import StreamState
 
-__all__ = ["Planned", "Replan"]
+__all__ = ["Past", "Planned", "Replan"]
 
 #: Samples, and tokens, planned at a time: whichever is less.
 BLOCK, BLOCK_TOKENS = 1 << 13, 1 << 26
@@ -51,13 +51,19 @@ class Replan:
         history: the run.
         sources: the corpora, by name; those that are missing are missed where a sample needs them.
         schedule: batch sizes, for stages to come that are declared by step.
+        compare: whether what is planned is held against every recorded point.
 
     Raises:
         StateError: a corpus is not the one of the run.
     """
 
     def __init__(
-        self, history: History, sources: Mapping[str, LengthSource], schedule: BatchSchedule | None = None
+        self,
+        history: History,
+        sources: Mapping[str, LengthSource],
+        schedule: BatchSchedule | None = None,
+        *,
+        compare: bool = True,
     ) -> None:
         self.history = history
         state = history.state
@@ -70,8 +76,7 @@ class Replan:
         self._schedule = schedule
         self.names = [source.name for source in going_on.config.sources]
         self.sources = [sources[n] if n in sources else AbsentSource(n, state) for n in self.names]
-        self._recorded = [samples for _, samples, _ in history.points]
-        self._digests = {samples: (iteration, digest) for iteration, samples, digest in history.points}
+        self._points = list(history.points) if compare else []
 
     @property
     def config_now(self) -> StreamConfig:
@@ -145,18 +150,47 @@ class Replan:
     def _check(self, plan: Plan) -> None:
         """Compare the digests with those recorded."""
         # Beyond `plan.first`, up to `plan.stop`.
-        low, high = bisect_right(self._recorded, plan.first), bisect_right(self._recorded, plan.stop)
-        for sample in self._recorded[low:high]:
-            iteration, recorded = self._digests[sample]
-            digest = f"{int(plan.digests[sample - plan.first - 1]):016x}"
-            if digest != recorded:
+        low, high = (bisect_right(self._points, end, key=lambda p: p.samples) for end in (plan.first, plan.stop))
+        for point in self._points[low:high]:
+            digest = f"{int(plan.digests[point.samples - plan.first - 1]):016x}"
+            if digest != point.digest:
                 raise CheckpointError(
                     "the stream that was planned is not the one that was recorded",
-                    found=f"digest {digest} up to sample {sample}",
-                    expected=f"digest {recorded}, recorded at step {iteration}",
+                    found=f"digest {digest} up to sample {point.samples}",
+                    expected=f"digest {point.digest}, recorded at step {point.iteration}",
                     cause="a record or a corpus was changed",
-                    action=f"megaresume verify {self.history.root} finds the first difference",
+                    action=f"megaresume verify {self.history.run.root} finds the first difference",
                 )
+
+
+class Past:
+    """Plans forward; what was asked for is not kept.
+
+    Args:
+        replan: the run.
+        first: nothing before this sample will be asked for.
+    """
+
+    def __init__(self, replan: Replan, first: int) -> None:
+        self._blocks = replan.plans(first, None)
+        self._kept: list[Planned] = []
+
+    def blocks(self, first: int, stop: int) -> list[Planned]:
+        """Samples ``first .. stop``, cut where a stage begins. ``first`` never goes back.
+
+        Raises:
+            StreamExhausted: the stream ends before ``stop``.
+        """
+        self._kept = [block for block in self._kept if block.plan.stop > first]
+        while not self._kept or self._kept[-1].plan.stop < stop:
+            block = next(self._blocks)
+            if block.plan.stop > first:
+                self._kept.append(block)
+        return [
+            replace(block, plan=block.plan.slice(max(first, block.plan.first), min(stop, block.plan.stop)))
+            for block in self._kept
+            if block.plan.first < stop
+        ]
 
 
 def _by_stage(plan: Plan, course: Course, given_up: list[tuple[int, Plan]]) -> Iterator[Planned]:
@@ -176,5 +210,5 @@ def _ended(position: int, stop: int | None, history: History) -> StreamExhausted
         found=f"the stream has {position} samples" + ("" if stop is None else f", {stop} were asked for"),
         expected=f"samples up to {position}",
         cause="a source has a max_epochs with on_exhausted: stop, or all sources have ended",
-        action=f"megaresume inspect {history.root} shows the sources",
+        action=f"megaresume inspect {history.run.root} shows the sources",
     )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.runs.history import History, read_history
+from megaresume.runs.run import Run
 from megaresume.runs.steps import UNKNOWN, Span, Steps
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
@@ -83,22 +82,21 @@ class Piece:
 
 
 class Trace:
-    """A run, as its checkpoint directory tells it.
+    """The stream of a run, planned again as far as it is asked for.
 
     Args:
-        root: what ``--save`` named.
-        sources: opens the corpora, by name, for the state it is given; or the corpora.
+        run: the run.
+        sources: its corpora, by name; those that are missing are missed where a sample needs them.
+        compare: whether what is planned is held against every recorded point.
+
+    Raises:
+        StateError: a corpus is not the one of the run.
     """
 
-    def __init__(
-        self,
-        root: str | Path,
-        sources: Mapping[str, LengthSource] | Callable[[History], Mapping[str, LengthSource]],
-    ) -> None:
-        self.history = read_history(Path(root))
+    def __init__(self, run: Run, sources: Mapping[str, LengthSource], *, compare: bool = True) -> None:
+        self.history = run.history
         self.steps = Steps(self.history)
-        opened = sources(self.history) if callable(sources) else sources
-        self.replan = Replan(self.history, opened, self.steps.schedule)
+        self.replan = Replan(self.history, sources, self.steps.schedule, compare=compare)
         self.records = Records(self.replan.sources)
 
     @property

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaresume.checkpoint.layout import ledger_path, manifest_path, parse_record_name, records_dir
-from megaresume.checkpoint.ledger import LedgerProblem, abandoned_checkpoints, read_ledger
+from megaresume.checkpoint.layout import manifest_path, records_dir
+from megaresume.checkpoint.ledger import LedgerProblem, abandoned_checkpoints
 from megaresume.checkpoint.manifest import read_manifest
-from megaresume.checkpoint.state_file import StepFile, read_step_file
+from megaresume.checkpoint.state_file import StepFile
 from megaresume.stream.errors import CheckpointError, CorpusError, MegaresumeError, UsageError
 
 if TYPE_CHECKING:
     from megaresume.runs.history import History
+    from megaresume.runs.run import Run
     from megaresume.sources.base import Source
     from megaresume.stream.replay import Checked, Recorded
     from megaresume.stream.state import StreamState
@@ -43,65 +44,59 @@ class Points:
         return max((step.state for step in present or self.states), key=lambda state: state.samples)
 
 
-def read_points(root: Path) -> Points:
-    """Read the records of a checkpoint root.
+def read_points(run: Run) -> Points:
+    """Every point that the records of a run tell.
 
     Raises:
-        UsageError: no such directory.
         CheckpointError: there is nothing to verify.
         StateError: a record is damaged.
     """
     from megaresume.stream.cursor import comparable
     from megaresume.stream.replay import Recorded
 
-    if not root.is_dir():
-        raise UsageError(
-            "no such directory", found=str(root), expected="the --save directory of a run", action="check the path"
-        )
-    ledger = read_ledger(ledger_path(root))
-    abandoned = abandoned_checkpoints(ledger.entries)
-    checkpoints = [entry for entry in ledger.entries if entry.kind == "checkpoint" and entry.tag is not None]
+    entries, records = run.ledger.entries, records_dir(run.root)
+    abandoned = abandoned_checkpoints(entries)
+    checkpoints = [entry for entry in entries if entry.kind == "checkpoint" and entry.tag is not None]
     gone = {(e.samples, e.digest) for e in checkpoints if (e.iteration, e.tag) in abandoned}
     gone -= {(e.samples, e.digest) for e in checkpoints if (e.iteration, e.tag) not in abandoned}
-    states: list[StepFile] = []
-    recorded: list[Recorded] = []
-    for path in sorted(records_dir(root).glob("step_*.json")):
-        name = parse_record_name(path.name)
-        if name is None or name.kind != "state":
-            continue
-        step = read_step_file(path)
-        states.append(step)
-        position = comparable({f: getattr(step.state, f) for f in step.state.__dataclass_fields__})
-        recorded.append(
-            Recorded(
-                origin=f"state of step {step.iteration}",
-                sample=step.state.samples,
-                digest=step.state.digest,
-                position=position,
-                given_up=(step.iteration, step.tag) in abandoned,
-            )
+    states = tuple(run.state(path) for path in run.states)
+    recorded = [
+        Recorded(
+            origin=f"state of step {step.iteration}",
+            sample=step.state.samples,
+            digest=step.state.digest,
+            position=comparable({f: getattr(step.state, f) for f in step.state.__dataclass_fields__}),
+            given_up=(step.iteration, step.tag) in abandoned,
         )
-    for entry in ledger.entries:
-        origin = f"ledger: {entry.kind} at step {entry.iteration}"
-        is_gone = (entry.samples, entry.digest) in gone
-        recorded.append(Recorded(origin=origin, sample=entry.samples, digest=entry.digest, given_up=is_gone))
-    if not states and (records_dir(root) / "order.json").is_file():
+        for step in states
+    ]
+    recorded += [
+        Recorded(
+            origin=f"ledger: {entry.kind} at step {entry.iteration}",
+            sample=entry.samples,
+            digest=entry.digest,
+            given_up=(entry.samples, entry.digest) in gone,
+        )
+        for entry in entries
+    ]
+    if not states and (records / "order.json").is_file():
         raise CheckpointError(
             "the run is under guard: its order is verified where it is rebuilt, at every start",
-            found=f"{records_dir(root) / 'order.json'}, the order of Megatron's own datasets",
+            found=f"{records / 'order.json'}, the order of Megatron's own datasets",
             expected="data states of a megaresume stream, which can be planned again without Megatron",
-            action=f"start the run, which says whether it is as recorded; megaresume inspect {root} shows the record",
+            action="start the run, which says whether it is as recorded; "
+            f"megaresume inspect {run.root} shows the record",
         )
     if not states:
         raise CheckpointError(
             "there is nothing to verify",
-            found=f"no data state in {records_dir(root)}",
+            found=f"no data state in {records}",
             expected="step_0000010.json or the like, written with a checkpoint",
             cause="not a --save directory, or the run has saved no checkpoint with megaresume",
-            action=f"megaresume inspect {root}",
+            action=f"megaresume inspect {run.root}",
         )
-    lost = tuple(words for step in states for words in _lost(root, step))
-    return Points(states=tuple(states), recorded=tuple(recorded), unreadable=ledger.problems, lost=lost)
+    lost = tuple(words for step in states for words in _lost(run.root, step))
+    return Points(states=states, recorded=tuple(recorded), unreadable=run.ledger.problems, lost=lost)
 
 
 def _lost(root: Path, step: StepFile) -> list[str]:
@@ -121,7 +116,7 @@ def between(history: History, first: int | None, last: int | None) -> tuple[int,
     Raises:
         UsageError: no record is of such a step, naming the nearest; or they stand the wrong way round.
     """
-    by_step = {0: 0} | {iteration: samples for iteration, samples, _ in history.points}
+    by_step = {0: 0} | {point.iteration: point.samples for point in history.points}
     ends = []
     for step, otherwise in ((first, 0), (last, max(by_step))):
         step = otherwise if step is None else step
@@ -133,7 +128,7 @@ def between(history: History, first: int | None, last: int | None) -> tuple[int,
                 f"no record is of step {step}",
                 found=f"{len(by_step) - 1} recorded steps, {min(by_step)} to {max(by_step)}",
                 expected=f"a step with a line in the ledger: {near} is the nearest",
-                action=f"megaresume inspect {history.root} lists them",
+                action=f"megaresume inspect {history.run.root} lists them",
             )
         ends.append(by_step[step])
     if ends[0] >= ends[1]:

@@ -20,7 +20,7 @@ from megaresume.loading.open import open_stream
 
 
 @dataclass(frozen=True)
-class Run:
+class SavedRun:
     """Where everything lies."""
 
     data: Path
@@ -48,7 +48,7 @@ def megaresume_process(*words: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path: Path) -> SavedRun:
     corpora = tmp_path / "corpora"
     corpora.mkdir()
     for name, count in (("web", 300), ("code", 120)):
@@ -73,4 +73,4 @@ def run(tmp_path: Path) -> Run:
         commit_save(pending, expected_files=["mp_rank_00_model_states.pt"])
     assert stream.origin is not None
     write_data_file(save, stream.origin)
-    return Run(data=data, save=save, corpora=corpora)
+    return SavedRun(data=data, save=save, corpora=corpora)

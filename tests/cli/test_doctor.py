@@ -12,7 +12,7 @@ from megaresume.checkpoint import Topology, choose, record_start
 from megaresume.checkpoint.ledger import append_lines
 from megaresume.checkpoint.sealed import seal
 from megaresume.cli.main import main
-from tests.cli.conftest import Run, megaresume, run  # noqa: F401  a fixture
+from tests.cli.conftest import SavedRun, megaresume, run  # noqa: F401  a fixture
 from tests.cli.test_latest import WRITERS, archive, write_hugging_face, write_megatron, write_verl, write_zero
 
 pytestmark = pytest.mark.process
@@ -139,7 +139,7 @@ def test_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 1 and "FSDP's files are of 1 ranks" in of(checks, "ranks")["found"]
 
 
-def test_a_run_under_megaresume(run: Run, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_a_run_under_megaresume(run: SavedRun, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     status, checks = doctor(capsys, run.save)
     assert status == 0 and "by its manifest" in of(checks, "newest")["found"]
     weights = run.save / "global_step12" / "mp_rank_00_model_states.pt"

@@ -19,7 +19,7 @@ import pytest
 from megaresume.checkpoint import begin_save
 from megaresume.checkpoint.state_file import read_step_file
 from megaresume.cli.main import main
-from tests.cli.conftest import Run, megaresume, run  # noqa: F401  a fixture
+from tests.cli.conftest import SavedRun, megaresume, run  # noqa: F401  a fixture
 
 
 def archive(path: Path, content: object) -> None:
@@ -111,7 +111,7 @@ def test_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "one checkpoint, not a directory" in capsys.readouterr().err
 
 
-def test_the_manifest_decides(run: Run, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_the_manifest_decides(run: SavedRun, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     """Where megaresume saved: its records, although these weights are no archive at all."""
     assert main(["latest", str(run.save), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

@@ -18,10 +18,10 @@ from megaresume.loading.open import open_stream
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import MegaresumeError, StateError
 from megaresume.training.length import end_of_run
-from tests.cli.conftest import Run, megaresume
+from tests.cli.conftest import SavedRun, megaresume
 
 
-def plan(run: Run, *words: object) -> dict[str, Any]:
+def plan(run: SavedRun, *words: object) -> dict[str, Any]:
     """The JSON report, whose verdict the exit status agrees with."""
     done = megaresume("plan", run.save, "--json", *words)
     assert done.returncode in (0, 1), done.stderr
@@ -30,7 +30,7 @@ def plan(run: Run, *words: object) -> dict[str, Any]:
     return report
 
 
-def edited(run: Run, **changes: Any) -> Path:
+def edited(run: SavedRun, **changes: Any) -> Path:
     """A data config with some keys changed."""
     mapping = yaml.safe_load(run.data.read_text())
     for key, value in changes.items():
@@ -47,7 +47,7 @@ def refusal(report: dict[str, Any]) -> dict[str, Any]:
     return finding
 
 
-def raised(run: Run, data: Path, on_change: Any) -> MegaresumeError:
+def raised(run: SavedRun, data: Path, on_change: Any) -> MegaresumeError:
     """What the stream itself says to a resume from the newest checkpoint."""
     state = open_stream(run.data).state_at(96, batches=[(0, 8)])
     with pytest.raises(StateError) as error:
@@ -55,7 +55,7 @@ def raised(run: Run, data: Path, on_change: Any) -> MegaresumeError:
     return error.value
 
 
-def test_nothing_changed(run: Run) -> None:
+def test_nothing_changed(run: SavedRun) -> None:
     report = plan(run, "--train-iters", 100)
     assert report["verdict"] == "resumes" and report["findings"] == []
     assert (report["checkpoint"]["tag"], report["checkpoint"]["samples"]) == ("global_step12", 96)
@@ -65,7 +65,7 @@ def test_nothing_changed(run: Run) -> None:
 
 
 @pytest.mark.process
-def test_nothing_heavy_is_imported(run: Run) -> None:
+def test_nothing_heavy_is_imported(run: SavedRun) -> None:
     code = (
         "import sys; from megaresume.cli.main import main;"
         "main(['plan', sys.argv[1], '--data', sys.argv[2], '--on-change', 'stage', '--train-iters', '50']);"
@@ -77,7 +77,7 @@ def test_nothing_heavy_is_imported(run: Run) -> None:
     assert "in a new stage" in done.stdout
 
 
-def test_a_new_mixture(run: Run) -> None:
+def test_a_new_mixture(run: SavedRun) -> None:
     data = edited(run, sources={"web": {"path": "corpora/web", "weight": 0.2}})
     report = plan(run, "--data", data)
     error = raised(run, data, "refuse")
@@ -92,7 +92,7 @@ def test_a_new_mixture(run: Run) -> None:
     assert [s["now" if "now" in s else "share"] for s in staged["sources"]] == [0.4, 0.6]
 
 
-def test_stages_to_come_are_free(run: Run) -> None:
+def test_stages_to_come_are_free(run: SavedRun) -> None:
     later = {"from_step": 40, "name": "anneal", "weights": {"web": 1, "code": 3}}
     report = plan(run, "--data", edited(run, stages=[later]))
     assert not report["refused"] and report["data"]["outcome"] == "nothing"
@@ -102,7 +102,7 @@ def test_stages_to_come_are_free(run: Run) -> None:
 
 @pytest.mark.parametrize("on_change", ["refuse", "stage"])
 @pytest.mark.parametrize(("change", "word"), [({"seed": 4}, "seed 4"), ({"sources": {"code": None}}, "code")])
-def test_what_no_flag_accepts(run: Run, on_change: str, change: dict[str, Any], word: str) -> None:
+def test_what_no_flag_accepts(run: SavedRun, on_change: str, change: dict[str, Any], word: str) -> None:
     data = edited(run, **change)
     report = plan(run, "--data", data, "--on-change", on_change)
     headlines = [f["headline"] for f in report["findings"] if f["kind"] == "refused"]
@@ -112,7 +112,7 @@ def test_what_no_flag_accepts(run: Run, on_change: str, change: dict[str, Any], 
     assert raised(run, data, "stage").headline in headlines and report["data"]["with_on_change_stage"] is None
 
 
-def test_a_corpus_that_changed(run: Run, tmp_path: Path) -> None:
+def test_a_corpus_that_changed(run: SavedRun, tmp_path: Path) -> None:
     text = tmp_path / "more.txt"
     text.write_text("\n\n".join(f"code {i} " + "y" * (i % 50) for i in range(130)))
     prepare([text], run.corpora / "code", PrepareOptions(text_unit="paragraph", workers=1, overwrite=True))
@@ -123,7 +123,7 @@ def test_a_corpus_that_changed(run: Run, tmp_path: Path) -> None:
     assert plan(run)["refused"]
 
 
-def test_corpora_that_are_elsewhere(run: Run) -> None:
+def test_corpora_that_are_elsewhere(run: SavedRun) -> None:
     run.corpora.rename(run.corpora.with_name("moved"))
     report = plan(run)
     assert not report["refused"] and report["data"]["config"] is None, "the launch may know where they are"
@@ -131,7 +131,7 @@ def test_corpora_that_are_elsewhere(run: Run) -> None:
     assert plan(run, "--data", run.data)["refused"]
 
 
-def test_batches_that_do_not_divide(run: Run) -> None:
+def test_batches_that_do_not_divide(run: SavedRun) -> None:
     report = plan(run, "--dp", 3, "--micro-batch-size", 2)
     assert report["headline"] == "the global batch does not divide over the ranks"
     assert refusal(report)["action"] == "--global-batch-size 6 or 12"
@@ -142,7 +142,7 @@ def test_batches_that_do_not_divide(run: Run) -> None:
     assert not plan(run, *ramp, "--dp", 2, "--micro-batch-size", 2)["refused"]
 
 
-def test_nodes(run: Run) -> None:
+def test_nodes(run: SavedRun) -> None:
     done = megaresume("plan", run.save, "--nodes", 2)
     assert done.returncode == 2 and "--dp D in place of --nodes" in done.stderr
     stream = open_stream(run.data)
@@ -161,7 +161,7 @@ def test_nodes(run: Run) -> None:
     assert "nodes 2->not known  dp 4->8" in text and "None" not in text
 
 
-def test_steps_move_with_the_batch_size(run: Run) -> None:
+def test_steps_move_with_the_batch_size(run: SavedRun) -> None:
     report = plan(run, "--global-batch-size", 16, "--train-samples", 1000)
     # 12 steps of 8; 904 samples are left: 57 steps of 16, the last one beyond the end
     assert report["end"] == {"step": 69, "samples": 96 + 57 * 16}
@@ -171,7 +171,7 @@ def test_steps_move_with_the_batch_size(run: Run) -> None:
     assert report["end"] == {"step": 125, "samples": 96 + 113 * 16}
 
 
-def test_a_run_that_is_over(run: Run) -> None:
+def test_a_run_that_is_over(run: SavedRun) -> None:
     for flags in (("--train-iters", 12), ("--train-samples", 96)):
         report = plan(run, *flags)
         assert report["verdict"] == "finished" and not report["refused"]
@@ -192,7 +192,7 @@ def test_step_counts_against_counting() -> None:
 
 
 @pytest.mark.parametrize("policy", ["stop", "drop"])
-def test_a_stream_that_ends(run: Run, policy: str) -> None:
+def test_a_stream_that_ends(run: SavedRun, policy: str) -> None:
     ends = {"max_epochs": 2, "on_exhausted": policy}
     sources = {
         "web": {"path": "corpora/web", "weight": 0.7} | ends,
@@ -212,7 +212,7 @@ def test_a_stream_that_ends(run: Run, policy: str) -> None:
     assert fitting["stream_ends"] is None and fitting["findings"] == []
 
 
-def test_epochs_left(run: Run) -> None:
+def test_epochs_left(run: SavedRun) -> None:
     """The estimates against the stream itself: within some per cent."""
     report = plan(run, "--train-iters", 60)
     stream = open_stream(run.data)
@@ -224,7 +224,7 @@ def test_epochs_left(run: Run) -> None:
         assert source["epochs_left"] is None and source["step"] == source["sample"] // 8
 
 
-def test_which_checkpoint(run: Run) -> None:
+def test_which_checkpoint(run: SavedRun) -> None:
     assert plan(run, "--ckpt-step", 4)["checkpoint"]["tag"] == "global_step4"
     missing = plan(run, "--ckpt-step", 5)
     assert missing["headline"] == "there is no checkpoint of iteration 5" and missing["checkpoint"] is None
@@ -235,7 +235,7 @@ def test_which_checkpoint(run: Run) -> None:
     assert "has 4 bytes" in megaresume("plan", run.save).stdout
 
 
-def test_a_checkpoint_without_state(run: Run, tmp_path: Path) -> None:
+def test_a_checkpoint_without_state(run: SavedRun, tmp_path: Path) -> None:
     import shutil
 
     shutil.rmtree(run.save / "megaresume")
@@ -243,7 +243,7 @@ def test_a_checkpoint_without_state(run: Run, tmp_path: Path) -> None:
     assert report["headline"] == "the checkpoint has no data state" and report["refused"]
 
 
-def test_nothing_there(run: Run, tmp_path: Path) -> None:
+def test_nothing_there(run: SavedRun, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     done = megaresume("plan", tmp_path / "empty")
     assert done.returncode == 0 and done.stdout.startswith("NOTHING TO RESUME")
@@ -260,12 +260,12 @@ def test_nothing_there(run: Run, tmp_path: Path) -> None:
         ("{save}", "--on-change", "maybe"),
     ],
 )
-def test_bad_usage(run: Run, words: tuple[str, ...]) -> None:
+def test_bad_usage(run: SavedRun, words: tuple[str, ...]) -> None:
     done = megaresume("plan", *(word.format(save=run.save) for word in words))
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stdout
 
 
-def test_the_text_begins_with_the_verdict(run: Run) -> None:
+def test_the_text_begins_with_the_verdict(run: SavedRun) -> None:
     done = megaresume("plan", run.save, "--train_iters", 100, "--global_batch_size", 16)
     assert done.stdout.startswith(
         "OK: resumes from global_step12 at step 12, sample 96, and ends at step 100, sample 1,504"
@@ -278,7 +278,7 @@ def test_the_text_begins_with_the_verdict(run: Run) -> None:
     assert "seq_length  64 -> 128" in refused.stdout
 
 
-def test_skips_are_judged_as_in_the_launch(run: Run) -> None:
+def test_skips_are_judged_as_in_the_launch(run: SavedRun) -> None:
     """Beyond the end of the run, beyond the end of a source: refused; without the end, nobody can know."""
     late = edited(run, skip={"samples": ["800:900"]})
     assert "skip lies beyond the end" in plan(run, "--data", late, "--train-iters", 100)["headline"]
@@ -290,7 +290,7 @@ def test_skips_are_judged_as_in_the_launch(run: Run) -> None:
     assert plan(run, "--data", inside)["findings"][0]["headline"] == "skip web:299 from sample 96 on"
 
 
-def test_flags_that_skip(run: Run) -> None:
+def test_flags_that_skip(run: SavedRun) -> None:
     steps = ("--skip_train_iteration_range", "21-22")
     report = plan(run, "--megaresume-skip-samples", "120:130", *steps, "--train-iters", 100)
     assert [f["headline"] for f in report["findings"]] == [

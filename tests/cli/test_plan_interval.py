@@ -15,7 +15,8 @@ from megaresume.checkpoint.clock import process_age, utc
 from megaresume.cli.main import main
 from megaresume.cli.plan_interval import duration, spell
 from megaresume.runs.interval import advise, daly, losses, measure, young
-from tests.cli.conftest import Run, megaresume, run  # noqa: F401  a fixture
+from megaresume.runs.run import Run
+from tests.cli.conftest import SavedRun, megaresume, run  # noqa: F401  a fixture
 
 LAYOUT = Topology(dp=8, global_batch_size=8)
 
@@ -80,11 +81,11 @@ def test_lines_as_they_were_before(tmp_path: Path) -> None:
         ledger.line("checkpoint", 10 * k, **({} if took is None else {"save_seconds": took}))
     found = measure(read_ledger(ledger.path).entries)
     assert (found.save, found.num_saves, found.step, found.num_stretches, found.startup) == (5, 3, 2, 2, None)
-    advice = advise(tmp_path, mtbf=3600)
+    advice = advise(Run(tmp_path), mtbf=3600)
     assert advice.restart == 0 and advice.steps == round(daly(5, 3600) / 2)
 
 
-def test_a_start_records_how_long_it_took(run: Run) -> None:  # noqa: F811
+def test_a_start_records_how_long_it_took(run: SavedRun) -> None:  # noqa: F811
     start = read_ledger(run.save / "megaresume" / "ledger.jsonl").entries[0]
     age = process_age()
     assert age is not None and 0 < start.details["startup_seconds"] <= age + 0.1 < 36_000

@@ -16,6 +16,7 @@ from megaresume.checkpoint.ledger import append_ledger, read_ledger
 from megaresume.checkpoint.topology import Topology
 from megaresume.cli.main import main
 from megaresume.loading.open import open_stream
+from megaresume.runs.run import Run
 from megaresume.sources import open_sources
 from megaresume.trace.decode import Decoder
 from megaresume.trace.trace import Trace
@@ -117,7 +118,7 @@ def test_token_ids_where_no_tokenizer_is_known(run):
     stock = yaml.safe_load(run.data.read_text())
     # A tokenizer that is not at hand: its fingerprint is all that there is.
     sources = open_sources({n: {"path": o["path"]} for n, o in stock["sources"].items()}, base_dir=run.data.parent)
-    trace = Trace(run.save, sources)
+    trace = Trace(Run(run.save), sources)
     content["tokenizer"] |= {"fingerprint": "0" * 32, "name": "llama/tokenizer.json"}
     record.write_text(json.dumps(content))
     stock["sources"]["code"]["path"] = "other/code"

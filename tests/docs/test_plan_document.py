@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Run, run  # noqa: F401  a fixture
+from tests.cli.conftest import SavedRun, run  # noqa: F401  a fixture
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "plan.md"
 #: a command, and what it prints, each indented, with an empty line between.
@@ -17,7 +17,7 @@ SHOWN = re.compile(r"^    megaresume (.*)\n((?:\n(?:    (?!megaresume ).*\n)+)?)
 
 
 @pytest.fixture
-def directory(run: Run) -> Path:  # noqa: F811
+def directory(run: SavedRun) -> Path:  # noqa: F811
     """What the document speaks of: checkpoints/ beside data.yaml and new.yaml."""
     run.save.rename(run.save.with_name("checkpoints"))
     run.data.with_name("new.yaml").write_text(run.data.read_text().replace("0.7", "0.2"))

@@ -12,7 +12,7 @@ import pytest
 
 from megaresume.checkpoint import Topology
 from tests.cli import conftest
-from tests.cli.conftest import Run
+from tests.cli.conftest import SavedRun
 from tests.cli.conftest import run as run
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "trace.md"
@@ -25,7 +25,7 @@ def layout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.process
-def test_the_commands(layout: None, run: Run) -> None:
+def test_the_commands(layout: None, run: SavedRun) -> None:
     commands = re.findall(r"^    megaresume (trace .*)$", DOCUMENT.read_text(), flags=re.MULTILINE)
     output = ""
     for command in commands:

@@ -18,7 +18,7 @@ from megaresume.loading.open import open_stream
 from megaresume.runs.rank_log import RankLog
 from megaresume.stream.batches import BatchSchedule
 from tests.cli import conftest
-from tests.cli.conftest import Run
+from tests.cli.conftest import SavedRun
 from tests.cli.conftest import run as run
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -29,7 +29,7 @@ def layout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conftest, "Topology", functools.partial(Topology, micro_batch_size=2))
 
 
-def logs(run: Run, directory: Path) -> None:
+def logs(run: SavedRun, directory: Path) -> None:
     """What two ranks were handed in twelve steps, and two logs of losses."""
     for rank in range(2):
         log = RankLog(directory / "samples", rank=rank, launch=1)
@@ -53,7 +53,7 @@ def commands(document: str) -> list[str]:
 
 @pytest.mark.parametrize(("document", "number"), [("verify.md", 8), ("report.md", 3)])
 def test_the_commands(
-    run: Run,
+    run: SavedRun,
     tmp_path: Path,
     document: str,
     number: int,

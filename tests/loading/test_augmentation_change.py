@@ -13,7 +13,7 @@ from megaresume.stream.errors import ConfigError, StateError
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 from megaresume.trace.content import Contents
-from megaresume.trace.past import Part
+from megaresume.trace.replan import Planned
 from tests.loading.conftest import Blend
 
 WAS = [{"flip": {"p": 0.5}}, {"crop": {"scale": [0.6, 1.0], "p": 1.0}}]
@@ -69,9 +69,9 @@ def test_accepted_it_is_recorded_and_the_past_keeps_its_own(shard_blend: Blend, 
     # What verifies the past reads it with the augmentation of that time, whatever the data config of today says.
     then, today = (StreamConfig.from_dict(record.config) for record in later.stages)
     reader = Contents([source.name for source in today.sources], now.sources)
-    past = Part(config=then, plan=before.plan(0, 10))
+    past = Planned(stage="", config=then, plan=before.plan(0, 10))
     assert reader.samples([past], 0).tolist() == hashes(before, 0, 10)
-    assert reader.samples([Part(config=today, plan=now.plan(10, 20))], 0).tolist() == hashes(now, 10, 20)
+    assert reader.samples([Planned(stage="", config=today, plan=now.plan(10, 20))], 0).tolist() == hashes(now, 10, 20)
 
 
 def test_a_mistake_is_named(shard_blend: Blend) -> None:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from megaresume.checkpoint import Topology, begin_save, commit_save
+from megaresume.runs.run import Run
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import UsageError
 from megaresume.stream.pieces import LongDocuments
@@ -54,7 +55,7 @@ def test_every_document_in_the_past_and_ahead(toy: ToyRun, packing: Any) -> None
     data = config("web 3 code 1 wiki 0", packing={"mode": packing}, stages=[stage])
     toy.attempt(data, stop=20, saves=(3, 6, 11, 16), micro=2)
     toy.attempt(data, start=11, stop=25, saves=(12, 19, 24), dp=4)
-    trace = Trace(toy.root, toy.sources)
+    trace = Trace(Run(toy.root), toy.sources)
     newest = trace.history.state
     assert newest.samples == 96
     documents = everything(toy)
@@ -94,7 +95,7 @@ def test_every_document_in_the_past_and_ahead(toy: ToyRun, packing: Any) -> None
 
 def test_so_many_epochs(toy: ToyRun) -> None:
     toy.attempt(config("web 1 wiki 1", seq_length=40), stop=4, saves=(2, 4))
-    trace = Trace(toy.root, toy.sources)
+    trace = Trace(Run(toy.root), toy.sources)
     found = find(trace, [("wiki", 3), ("web", 7)], epochs=3)
     assert [[o.epoch for o in f.occurrences] for f in found] == [[0, 1, 2], [0, 1, 2]]
     last = max(p.sample for f in found for o in f.occurrences for p in o.parts)
@@ -108,7 +109,7 @@ def test_epochs_that_never_come(toy: ToyRun) -> None:
     data["sources"]["wiki"]["max_epochs"] = 2
     data["sources"]["wiki"]["on_exhausted"] = "stop"
     toy.attempt(data, stop=4, saves=(4,))
-    trace = Trace(toy.root, toy.sources)
+    trace = Trace(Run(toy.root), toy.sources)
     (found,) = find(trace, [("wiki", 3)], epochs=9)
     assert [o.epoch for o in found.occurrences] == [0, 1]
     found = find(trace, [("web", i) for i in range(90)], epochs=9)
@@ -118,7 +119,7 @@ def test_epochs_that_never_come(toy: ToyRun) -> None:
 def test_bad_questions(toy: ToyRun) -> None:
     stages = [{"from_step": 9, "weights": {"web": 1, "code": 0}}]
     toy.attempt(config(stages=stages), stop=2, saves=(2,))
-    trace = Trace(toy.root, toy.sources)
+    trace = Trace(Run(toy.root), toy.sources)
     assert parse_documents("web:17, 18,code:5") == [("web", 17), ("web", 18), ("code", 5)]
     assert parse_documents("a:b:5") == [("a:b", 5)]
     for text in ("", "web", "17", "web:", "web:-1", "web:1,,", "web:x"):
@@ -182,7 +183,7 @@ def test_a_billion_documents(tmp_path: Path) -> None:
             (tmp_path / tag / "w").write_bytes(b"w")
             commit_save(pending, expected_files=["w"])
         positions.append(far + 1234)
-    trace = Trace(tmp_path, {"web": source})
+    trace = Trace(Run(tmp_path), {"web": source})
     source.asked = 0
     order = order_of(10**9, 1, "web")
     documents = [document_at(position, order) for position in positions]

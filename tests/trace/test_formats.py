@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from megaresume.checkpoint.topology import Topology
+from megaresume.runs.run import Run
 from megaresume.runs.steps import UNKNOWN, Span
 from megaresume.stream.config import StreamConfig
 from megaresume.trace.formats import CSV_COLUMNS, Format, Writer, csv_rows, heading
@@ -109,7 +110,7 @@ def test_places(toy: ToyRun) -> None:
 def test_parquet(toy: ToyRun, tmp_path: Any) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     toy.attempt(config(), stop=6, saves=(4, 6))
-    trace = Trace(toy.root, toy.sources)
+    trace = Trace(Run(toy.root), toy.sources)
     num = write_parquet(tmp_path / "out.parquet", trace.pieces(3, 40))
     table = parquet.read_table(tmp_path / "out.parquet")
     rows = [cells for piece in trace.pieces(3, 40) for row in piece.rows() for cells in csv_rows(row)]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megaresume.runs.run import Run
 from megaresume.stream.ranges import absolute
 from megaresume.stream.state import StreamState
 from megaresume.trace.find import find
@@ -30,7 +31,7 @@ def skipping(toy: ToyRun) -> ToyRun:
 
 
 def test_what_was_trained_and_what_was_not(skipping: ToyRun) -> None:
-    trace = Trace(skipping.root, skipping.sources)
+    trace = Trace(Run(skipping.root), skipping.sources)
     last = max(skipping.trained) + 1
     pieces = list(trace.pieces(0, last))
     rows = [row for p in pieces if not p.left_out for row in p.rows()]
@@ -50,7 +51,7 @@ def test_what_was_trained_and_what_was_not(skipping: ToyRun) -> None:
 
 
 def test_formats(skipping: ToyRun) -> None:
-    trace = Trace(skipping.root, skipping.sources)
+    trace = Trace(Run(skipping.root), skipping.sources)
     pieces = list(trace.pieces(28, 33))
     rows = [row for p in pieces for row in p.rows()]
     writers = {form: Writer(form, trace.names, numbered=True) for form in ("json", "csv", "text")}
@@ -64,7 +65,7 @@ def test_formats(skipping: ToyRun) -> None:
 
 
 def test_find(skipping: ToyRun) -> None:
-    trace = Trace(skipping.root, skipping.sources)
+    trace = Trace(Run(skipping.root), skipping.sources)
     gone = next(row for p in trace.pieces(30, 31) if p.left_out for row in p.rows())
     segment = next(s for s in gone["segments"] if s["offset"] == 0 and s["document"] not in (7, 30, 55))
     (found,) = find(trace, [(segment["source"], segment["document"])])
@@ -87,8 +88,8 @@ def test_find(skipping: ToyRun) -> None:
 
 
 def test_a_state_of_a_branch_without_the_skip_is_not_used(skipping: ToyRun) -> None:
-    trace = Trace(skipping.root, skipping.sources)
-    assert [r.iteration for r in trace.history.records] == [4, 9, 15, 22]
+    trace = Trace(Run(skipping.root), skipping.sources)
+    assert [r.iteration for r in trace.history.saved] == [4, 9, 15, 22]
 
 
 def test_verify(skipping: ToyRun) -> None:
@@ -129,7 +130,7 @@ def test_a_long_list_whose_file_is_gone(toy: ToyRun, tmp_path: Path, monkeypatch
     file.write_text("7\n30\n55\n")
     toy.attempt(config(skip={"documents": {"web": {"file": str(file)}}}), start=4, stop=9, saves=(9,))
     file.unlink()
-    trace = Trace(toy.root, toy.sources)
+    trace = Trace(Run(toy.root), toy.sources)
     rows = [row for p in trace.pieces(0, 36) for row in p.rows()]
     assert [row["segments"] for row in rows] == [toy.trained[k].segments for k in range(36)]
 
@@ -144,7 +145,7 @@ def test_three_stages_two_skips_two_batch_sizes_three_topologies_four_kills(toy:
     toy.attempt(config("web 1 code 2 wiki 1", skip=skips[1]), start=20, stop=30, saves=(28,), dp=4, batch=8)
     data = config("web 1 code 2 wiki 1", skip=skips[1], packing=longer, seq_length=96)
     toy.attempt(data, start=28, stop=40, saves=(34, 40), dp=2, batch=4)
-    trace = Trace(toy.root, toy.sources)
+    trace = Trace(Run(toy.root), toy.sources)
     last = max(toy.trained) + 1
     assert [s.name for s in trace.history.state.stages] == ["start", "stage 2", "stage 3"]
     assert trace.history.state.reached == last + 7 + 10

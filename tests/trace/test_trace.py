@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from megaresume.checkpoint.layout import deepspeed_tag, megatron_tag
 from megaresume.checkpoint.topology import Topology
+from megaresume.runs.run import Run
 from megaresume.runs.steps import _runs
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import CheckpointError, CorpusError, StateError, StreamExhausted, UsageError
@@ -47,7 +49,7 @@ def assert_is_what_was_trained(run: ToyRun, found: list[dict[str, Any]]) -> None
 def test_every_range_of_an_eventful_run(toy: ToyRun, tag: Any) -> None:
     toy.tag = tag
     run = eventful(toy)
-    trace = Trace(run.root, run.sources)
+    trace = Trace(Run(run.root), run.sources)
     stop = max(run.trained) + 1
     assert stop == 4 * 6 + 6 * 4 + 8 * 2
     for first in range(stop):
@@ -67,8 +69,8 @@ def test_from_every_record_alone_and_from_none(toy: ToyRun, tmp_path: Path) -> N
         for name in names:
             if name != kept:
                 (root / "megaresume" / f"{name}.json").unlink()
-        trace = Trace(root, run.sources)
-        assert len(trace.history.records) == (2 if kept else 1)
+        trace = Trace(Run(root), run.sources)
+        assert len(trace.history.saved) == (2 if kept else 1)
         assert_is_what_was_trained(run, rows(trace, 0, 64))
         assert trace.work(60, 64) == 64 - trace.history.state.samples
 
@@ -77,7 +79,7 @@ def test_without_a_ledger(toy: ToyRun) -> None:
     """Sample numbers, and the layouts that the states themselves tell."""
     run = eventful(toy)
     (run.root / "megaresume" / "ledger.jsonl").unlink()
-    trace = Trace(run.root, run.sources)
+    trace = Trace(Run(run.root), run.sources)
     found = rows(trace, 0, 48)
     assert [row["segments"] for row in found] == [run.trained[s].segments for s in range(48)]
     # A state of another branch shows by the stage that it lacks.
@@ -89,7 +91,7 @@ def test_layouts_of_a_run_that_went_back_twice(toy: ToyRun) -> None:
     toy.attempt(BEFORE, stop=7, saves=(2, 6), dp=2)
     toy.attempt(BEFORE, start=6, stop=9, saves=(8,), dp=1)
     toy.attempt(BEFORE, start=2, stop=12, saves=(9, 12), dp=4)
-    assert_is_what_was_trained(toy, rows(Trace(toy.root, toy.sources), 0, 48))
+    assert_is_what_was_trained(toy, rows(Trace(Run(toy.root), toy.sources), 0, 48))
 
 
 @pytest.mark.parametrize("segments", [[(0, 4)], [(0, 4), (10, 6)], [(0, 4), (5, 8), (6, 2), (31, 3)]])
@@ -112,7 +114,7 @@ def test_what_is_declared_is_traced_ahead(toy: ToyRun) -> None:
     toy.attempt(data, stop=3, saves=(2, 3))
     stream = toy.stream(data)
     stream.schedule = BatchSchedule.constant(4)
-    trace = Trace(toy.root, toy.sources)
+    trace = Trace(Run(toy.root), toy.sources)
     pieces = list(trace.pieces(0, 50))
     found = [row for piece in pieces for row in piece.rows()]
     assert [row["segments"] for row in found] == [segments_of(stream, s) for s in range(50)]
@@ -128,7 +130,7 @@ def test_the_stream_ends(toy: ToyRun) -> None:
     data = config("web 1", packing={"mode": "none"})
     data["sources"]["web"] |= {"max_epochs": 1, "on_exhausted": "stop"}
     toy.attempt(data, stop=2, saves=(2,))
-    trace = Trace(toy.root, toy.sources)
+    trace = Trace(Run(toy.root), toy.sources)
     whole = sum(-(-length // 64) for length in toy.lengths["web"])
     assert len(rows(trace, 0, whole)) == whole
     for first in (0, whole - 1, whole, 10 * whole):
@@ -141,7 +143,7 @@ def test_records_that_are_damaged_or_of_another_branch_are_passed_over(toy: ToyR
     records = run.root / "megaresume"
     (records / "step_0000006.json").write_bytes(b"{")
     shutil.copy(next((records / "superseded").glob("step_0000008*")), records / "step_0000007.json")
-    trace = Trace(run.root, run.sources)
+    trace = Trace(Run(run.root), run.sources)
     assert_is_what_was_trained(run, rows(trace, 35, 64))
     assert [note.split(":")[1] for note in trace.history.notes] == [" step_0000007.json", " step_0000006.json"]
 
@@ -150,7 +152,7 @@ def test_the_newest_state_is_damaged(toy: ToyRun) -> None:
     """What follows the one before is planned; its stages are the same here."""
     run = eventful(toy)
     (run.root / "megaresume" / "step_0000010.json").write_bytes(b"")
-    trace = Trace(run.root, run.sources)
+    trace = Trace(Run(run.root), run.sources)
     assert trace.history.newest.iteration == 7 and "step_0000010" in trace.history.notes[0]
     assert [r["segments"] for r in rows(trace, 0, 64)] == [run.trained[s].segments for s in range(64)]
 
@@ -161,11 +163,11 @@ def test_a_save_that_was_killed_before_its_line(toy: ToyRun) -> None:
     ledger = toy.root / "megaresume" / "ledger.jsonl"
     lines = ledger.read_bytes().splitlines(keepends=True)
     ledger.write_bytes(b"".join(lines[:-1]))
-    assert Trace(toy.root, toy.sources).history.newest.iteration == 5
+    assert Trace(Run(toy.root), toy.sources).history.newest.iteration == 5
     ledger.write_bytes(b"".join(lines[:-1]))
     toy.attempt(AFTER, start=2, stop=4, saves=(4,))  # went on from 2, otherwise
-    trace = Trace(toy.root, toy.sources)
-    assert [r.iteration for r in trace.history.records] == [2, 4]
+    trace = Trace(Run(toy.root), toy.sources)
+    assert [r.iteration for r in trace.history.saved] == [2, 4]
     assert_is_what_was_trained(toy, rows(trace, 0, 16))
 
 
@@ -173,16 +175,17 @@ def test_other_corpora_are_refused(toy: ToyRun) -> None:
     toy.attempt(BEFORE, stop=2, saves=(2,))
     other = {**toy.sources, "code": LengthList([7] * 40)}
     with pytest.raises(StateError, match="'code' is not the corpus"):
-        Trace(toy.root, other)
-    missing = Trace(toy.root, {"web": toy.sources["web"]})
+        Trace(Run(toy.root), other)
+    missing = Trace(Run(toy.root), {"web": toy.sources["web"]})
     with pytest.raises(CorpusError, match="'code' is not in the data config"):
         rows(missing, 0, 1)
 
 
 def test_a_digest_that_is_not_the_recorded_one_is_told(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     toy.attempt(BEFORE, stop=4, saves=(2, 4))
-    trace = Trace(toy.root, toy.sources)
-    trace.replan._digests[8] = (2, "0" * 16)
+    trace = Trace(Run(toy.root), toy.sources)
+    points = trace.replan._points
+    points[:] = [replace(p, digest="0" * 16) if p.samples == 8 else p for p in points]
     assert len(rows(trace, 8, 16)) == 8
     with pytest.raises(CheckpointError, match="megaresume verify"):
         rows(trace, 7, 9)
@@ -190,15 +193,15 @@ def test_a_digest_that_is_not_the_recorded_one_is_told(toy: ToyRun, monkeypatch:
 
 def test_steps_that_do_not_fit_are_not_guessed(toy: ToyRun) -> None:
     toy.attempt(BEFORE, stop=4, saves=(2, 4))
-    trace = Trace(toy.root, toy.sources)
+    trace = Trace(Run(toy.root), toy.sources)
     history = trace.history
-    history.points[0] = (1, 8, history.points[0][2])
+    history.points[0] = replace(history.points[0], iteration=1)
     steps = type(trace.steps)(history)
     with pytest.raises(StateError, match="iterations and the batch sizes"):
         steps.samples(1, 2)
     assert steps.place(3) == (None, None, None)
     # A run that began with another one's weights at iteration 100 counts from there.
-    history.points[:] = [(samples // 4 + 100, samples, digest) for _, samples, digest in history.points]
+    history.points[:] = [replace(point, iteration=point.samples // 4 + 100) for point in history.points]
     steps = type(trace.steps)(history)
     assert steps.samples(101, 103) == (0, 8) and steps.place(9)[0] == 103
     with pytest.raises(UsageError, match="steps from 101 on"):
@@ -207,10 +210,9 @@ def test_steps_that_do_not_fit_are_not_guessed(toy: ToyRun) -> None:
 
 def test_ranks_that_no_record_tells(toy: ToyRun) -> None:
     toy.attempt(BEFORE, stop=2, saves=(2,))
-    trace = Trace(toy.root, toy.sources)
-    layout = trace.history.layouts[0]
+    trace = Trace(Run(toy.root), toy.sources)
     for topology in (Topology(dp=2, global_batch_size=4), Topology(dp=3, micro_batch_size=1, global_batch_size=4)):
-        trace.history.layouts[0] = type(layout)(first=0, topology=topology)
+        trace.history.topologies[0] = (0, topology)
         (row,) = rows(trace, 5, 6)
         assert (row["step"], row["rank"], row["micro_batch"]) == (2, None, None)
         assert trace.steps.place(5) == (2, None, None)
@@ -218,6 +220,6 @@ def test_ranks_that_no_record_tells(toy: ToyRun) -> None:
 
 def test_nothing_to_trace(toy: ToyRun, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such directory"):
-        Trace(tmp_path / "nowhere", {})
+        Trace(Run(tmp_path / "nowhere"), {})
     with pytest.raises(CheckpointError, match="no data state"):
-        Trace(tmp_path, {})
+        Trace(Run(tmp_path), {})

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaresume.render import COLOURS, page, svg, table
+from megaresume.render import COLOURS, html_table, page, svg
 from megaresume.training.compare import Comparison
 from megaresume.training.demo.scenario import Extra, Scenario
 from megaresume.training.records import RunRecords
@@ -68,15 +68,15 @@ def _page(facts: Facts, stream: Stream) -> str:
         f"<h1>{facts.scenario.title}</h1><p>{html.escape(facts.versions)}; {facts.seconds:.0f} seconds in all</p>",
         f"<p class='verdict {'holds' if facts.holds else 'fails'}'>{verdict}</p>",
         "<h2>What was checked</h2>",
-        table(("", "result"), _checks(facts)),
+        html_table(("", "result"), _checks(facts)),
         "<h2>Loss, step by step</h2>",
         _losses(facts),
         *facts.extra.parts,
         "<h2>The starts of the run</h2>",
-        table(("", "layout", "steps", "end"), _starts(facts)),
+        html_table(("", "layout", "steps", "end"), _starts(facts)),
         "<pre>" + html.escape("\n".join(s.resumed for s in facts.starts if s.resumed)) + "</pre>",
         "<h2>What each source contributed</h2>",
-        table(("source", "weight", "share of tokens", "tokens", "segments"), _sources(facts), numbers=True),
+        html_table(("source", "weight", "share of tokens", "tokens", "segments"), _sources(facts), numbers=True),
         _shares(facts, stream),
         "<h2>Packing</h2>",
         f"<p>{100 * facts.summary['fill']:.2f} % of all positions hold a token "
@@ -84,7 +84,7 @@ def _page(facts: Facts, stream: Stream) -> str:
         f"{facts.scenario.packing}</p>",
         _fill(facts, stream),
         "<details><summary>Every step</summary><div class=scroll>",
-        table(("step", "start", "samples", "digest", "loss", "loss of the twin"), _steps(facts)),
+        html_table(("step", "start", "samples", "digest", "loss", "loss of the twin"), _steps(facts)),
         "</div></details>",
     ]
     return page(facts.scenario.title, parts)

@@ -17,7 +17,7 @@ from megaresume.checkpoint.choose import choose
 from megaresume.cli.main import main
 from megaresume.integrations.elastic import convert as conversions
 from megaresume.integrations.elastic.universal import read_universal, remove_converted, write_seal
-from megaresume.runs.survey import survey
+from megaresume.runs.run import Run
 
 TAG = "global_step4"
 
@@ -66,7 +66,7 @@ def test_a_kill_leaves_nothing_that_counts_and_the_next_one_converts(root: Path)
     process.communicate()
     (left,) = hidden(root)
     assert not is_whole(root) and choose(root).tag == TAG
-    assert [entry.candidate.tag for entry in survey(root).checkpoints] == [TAG]
+    assert [entry.candidate.tag for entry in Run(root).newest()] == [TAG]
     # Its worker ends as well: nobody writes there any more.
     while any(str(left).encode() in line for line in command_lines()):
         assert time.monotonic() < deadline

@@ -13,6 +13,7 @@ import pytest
 
 from megaresume.checkpoint.layouts import LAYOUTS
 from megaresume.runs.newest import find_newest, recognise
+from megaresume.runs.run import Run
 from megaresume.stream.errors import CheckpointError, UsageError
 from tests.runs.newest.conftest import Copy
 
@@ -43,7 +44,7 @@ def nothing_is_unpickled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def taken(root: Path) -> str:
-    found = find_newest(root)
+    found = find_newest(Run(root))
     assert found is not None and found.path is not None
     return found.path.name
 
@@ -51,7 +52,7 @@ def taken(root: Path) -> str:
 @pytest.mark.parametrize("place", PLACES)
 def test_the_newest(written: Path, place: str) -> None:
     layout, newest, _ = PLACES[place]
-    found = find_newest(written / place)
+    found = find_newest(Run(written / place))
     assert found is not None and found.path == written / place / newest
     assert (found.layout.name, found.iteration, found.passed, found.notes) == (layout, 4, (), ())
 
@@ -92,7 +93,7 @@ def test_every_damage_to_every_file(copy: Copy, place: str) -> None:
             if not content or not can_show(path, damage):
                 continue
             inflict(path)
-            found = find_newest(root)
+            found = find_newest(Run(root))
             assert found is not None and found.path is not None
             assert found.path.name == older, f"{path.relative_to(root)} {damage}: taken although damaged"
             (rejected,) = found.passed
@@ -112,7 +113,7 @@ def test_nothing_complete(copy: Copy, place: str) -> None:
             if path.is_file() and path.suffix in (".pt", ".safetensors", ".distcp"):
                 cut(path, path.stat().st_size // 3)
     with pytest.raises(CheckpointError, match="none of the 2 checkpoints") as caught:
-        find_newest(root)
+        find_newest(Run(root))
     assert newest in str(caught.value) and older in str(caught.value) and "next action" in str(caught.value)
 
 
@@ -123,34 +124,34 @@ def test_a_pointer_that_moves_last(copy: Copy, place: str) -> None:
     tracker = root / "latest_checkpointed_iteration.txt"
     # A save that was over on disk but for its tracker: nobody says that every rank was done.
     tracker.write_text("2")
-    found = find_newest(root)
+    found = find_newest(Run(root))
     assert found is not None and found.path == root / older
     assert [r.tag for r in found.passed] == [newest] and "newer than" in found.passed[0].reason
     for text, words in (("", "empty"), ("4x", "holds '4x'"), ("6", "names '6', which is not there")):
         tracker.write_text(text)
-        found = find_newest(root)
+        found = find_newest(Run(root))
         assert found is not None and found.path == root / newest
         assert any(words in note for note in found.notes), found.notes
     tracker.unlink()
-    found = find_newest(root)
+    found = find_newest(Run(root))
     assert found is not None and found.path == root / newest and "there is no latest_ch" in found.notes[0]
     # What the tracker names is gone, and nothing older is there.
     tracker.write_text("1")
     with pytest.raises(CheckpointError, match="newer than latest_checkpointed"):
-        find_newest(root)
+        find_newest(Run(root))
 
 
 def test_latest_of_deepspeed_proves_nothing(copy: Copy) -> None:
     root = copy("deepspeed_2")
     (root / "latest").write_text("global_step2")
-    found = find_newest(root)  # moved back on purpose, or not yet moved: it is followed
+    found = find_newest(Run(root))  # moved back on purpose, or not yet moved: it is followed
     assert found is not None and found.path == root / "global_step2" and "is newer" in found.notes[0]
     cut(root / "global_step2" / "mp_rank_00_model_states.pt", 100)
     assert taken(root) == "global_step4"
     (root / "latest").write_text("global_step4")
     (root / "global_step4" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(CheckpointError, match=r"zero_pp_rank_1_mp_rank_00_optim_states\.pt is missing"):
-        find_newest(root)
+        find_newest(Run(root))
 
 
 def test_every_shard_of_the_last_ranks_lost(copy: Copy) -> None:
@@ -183,11 +184,11 @@ def test_a_killed_save_of_hugging_face(copy: Copy) -> None:
     assert taken(root) == "checkpoint-4"
     shutil.rmtree(root / "checkpoint-6")
     shutil.copytree(root / "checkpoint-4", root / "checkpoint-6")
-    found = find_newest(root)
+    found = find_newest(Run(root))
     assert found is not None and found.passed[0].reason == "trainer_state.json is of step 4"
     for name in ("optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"):
         (root / "checkpoint-4" / name).unlink()
-    found = find_newest(root)
+    found = find_newest(Run(root))
     assert found is not None and found.path == root / "checkpoint-4" and "save_only_model" in found.notes[0]
 
 
@@ -216,17 +217,16 @@ def test_what_it_is(written: Path, copy: Copy, tmp_path: Path) -> None:
     both = copy("verl")
     shutil.copytree(written / "hugging_face" / "checkpoint-4", both / "checkpoint-4")
     with pytest.raises(UsageError, match="--layout verl or --layout hugging-face"):
-        find_newest(both)
+        find_newest(Run(both))
     for name, tag in (("verl", "global_step_4"), ("hugging-face", "checkpoint-4")):
-        found = find_newest(both, LAYOUTS[name])
+        found = find_newest(Run(both), LAYOUTS[name])
         assert found is not None and found.path == both / tag
-    assert find_newest(tmp_path / "nowhere") is None
-    assert find_newest(tmp_path / "checkpoint-8") is None
-    (tmp_path / "empty").mkdir()
-    assert find_newest(tmp_path / "empty") is None
+    for name in ("empty", "checkpoint-8"):
+        (tmp_path / name).mkdir()
+        assert find_newest(Run(tmp_path / name)) is None
     (tmp_path / "empty" / "latest").write_text("global_step4")
     with pytest.raises(CheckpointError, match="a pointer but no checkpoint"):
-        find_newest(tmp_path / "empty")
+        find_newest(Run(tmp_path / "empty"))
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -251,7 +251,7 @@ def test_garbage(copy: Copy, place: str) -> None:
                     del data[at : at + rng.randrange(60)]
         path.write_bytes(data)
         try:
-            found = find_newest(root)
+            found = find_newest(Run(root))
             assert found is not None and found.path is not None and found.path.is_dir()
         except CheckpointError as error:
             assert error.found and error.action
