@@ -48,7 +48,7 @@ from megaresume.integrations.random_state import RandomState
 from megaresume.integrations.ranks import gather, is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
 from megaresume.integrations.resume import Resume, change_lines
 from megaresume.integrations.staged import Staged
-from megaresume.stream.errors import StateError
+from megaresume.stream.errors import MegaresumeError, StateError
 from megaresume.stream.state import StreamState
 
 __all__ = ["KEY", "Checkpoints"]
@@ -331,7 +331,11 @@ class Checkpoints:
             self._put_back(state, choice)
             return state
 
-        state = on_all_ranks(restore)
+        try:
+            state = on_all_ranks(restore)
+        except MegaresumeError as error:
+            self.data.not_restored(error)
+            raise
         same_on_all_ranks(
             f"sample {state.samples}, digest {state.digest}",
             "the restored data state",

@@ -173,6 +173,11 @@ class EngineData(ABC):
         """
         self._or_never_again(self._check_clock)
 
+    def not_restored(self, error: MegaresumeError) -> None:
+        """The weights of a checkpoint are loaded, and its data is not: train nothing before another load."""
+        self._fail(error)
+        self._taken.broken = error
+
     def check_save(self) -> None:
         """Raise a StateError if a checkpoint would not be one of a step."""
         self._check_clock()

@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megaresume.integrations import deepspeed_engine as facts
 from megaresume.integrations.witness import Witness
 from megaresume.runs.rank_log import Noted
-from megaresume.stream.errors import StateError
+from megaresume.stream.errors import MegaresumeError, StateError
 
 __all__ = ["MicroBatch", "Taken", "TrainedStep"]
 
@@ -65,6 +65,9 @@ class Taken:
         maker: of the batches, in words.
     """
 
+    #: fingerprints of the micro-batches of all engines of this process that were handed out lately, or only looked at.
+    _known: ClassVar[deque[int]] = deque(maxlen=1024)
+
     def __init__(self, engine: Any, step: int, *, reads: bool = True, maker: str = "megaresume.attach") -> None:
         self.engine = engine
         self.witness = Witness()
@@ -72,14 +75,12 @@ class Taken:
         self.per_step = 0
         #: calls of ``engine.step()`` since the last optimizer step.
         self.micro_steps = 0
-        #: why the weights may not be those of a step; None: they are.
-        self.broken: StateError | None = None
+        #: why the weights may not be those of this step and this data; None: they are.
+        self.broken: MegaresumeError | None = None
         self._step = step
         self._reads = reads
         self._maker = maker
         self._out: list[MicroBatch] = []
-        #: fingerprints of micro-batches that were trained lately, or only looked at.
-        self._others: deque[int] = deque(maxlen=256)
 
     def __len__(self) -> int:
         return len(self._out)
@@ -101,10 +102,12 @@ class Taken:
     def add(self, batch: MicroBatch) -> None:
         """It is handed out."""
         self._out.append(batch)
+        if batch.key is not None:
+            self._known.append(batch.key)
 
     def looked_at(self, key: int) -> None:
         """A micro-batch with this fingerprint is shown, and not taken."""
-        self._others.append(key)
+        self._known.append(key)
 
     def take_back(self) -> None:
         """Whatever is out is handed out once more."""
@@ -150,7 +153,7 @@ class Taken:
 
     def check_save(self) -> None:
         """Raise a StateError if micro-batches of a step are trained whose gradients no checkpoint holds, or if a step
-        failed half-way."""
+        or a load failed half-way."""
         if self.broken is not None:
             raise self.broken
         if not self.micro_steps:
@@ -191,7 +194,7 @@ class Taken:
 
     def _seen(self) -> list[int] | None:
         keys = [batch.key for batch in self._out if batch.key is not None]
-        return self.witness.seen(keys, self._others) if len(keys) == len(self._out) else None
+        return self.witness.seen(keys, self._known) if len(keys) == len(self._out) else None
 
     # What is trained
 
@@ -217,7 +220,6 @@ class Taken:
         seen = self._seen() if self._out else None
         batches = self._out if seen is None else [self._out[index] for index in seen]
         done = TrainedStep(steps, tuple(batches), seen is not None)
-        self._others += [batch.key for batch in self._out if batch.key is not None]
         self._step, self.per_step, self.micro_steps, self._out = steps, 0, 0, []
         self.witness.clear()
         return done

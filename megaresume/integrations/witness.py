@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Witness", "fingerprint"]
+__all__ = ["Witness", "fingerprint", "tokens_of"]
 
 
 @lru_cache(maxsize=8)
@@ -34,6 +34,12 @@ def fingerprint(tokens: torch.Tensor) -> torch.Tensor:
     """The weighted sum of all tokens modulo 2^64: int64[], on their device. Places count, the shape does not."""
     flat = tokens.detach().reshape(-1).to(torch.int64)
     return (flat * _weights(flat.numel(), flat.device)).sum()
+
+
+def tokens_of(batch: Any) -> torch.Tensor | None:
+    """What a batch of any kind is recognised by: its largest tensor of integers on the CPU, the first of them."""
+    found = [t for t in _tensors(batch) if _is_integer(t) and t.device.type == "cpu" and t.numel()]
+    return max(found, key=torch.Tensor.numel, default=None)
 
 
 class Witness:
@@ -60,7 +66,7 @@ class Witness:
         """
         if not torch.is_grad_enabled():
             return
-        found = [t for t in _tensors(inputs) if t.numel() in sizes and not (t.is_floating_point() or t.is_complex())]
+        found = [t for t in _tensors(inputs) if t.numel() in sizes and _is_integer(t)]
         if any(t.is_cuda for t in found) and torch.cuda.is_current_stream_capturing():
             found = []  # what is captured is only run later
         self._forwards.append([fingerprint(t) for t in found])
@@ -68,7 +74,7 @@ class Witness:
     def seen(self, keys: Sequence[int], others: Container[int] = ()) -> list[int] | None:
         """Which of these fingerprints the model was given, as indexes in the order of its forwards; each once.
 
-        Those of ``others``, micro-batches of other steps, are recognised as well, and count for nothing.
+        Those of ``others``, micro-batches of other steps and engines, are recognised as well, and count for nothing.
         None: a forward was given something else as well, or there was none.
         """
         if not self._forwards or not all(self._forwards):
@@ -82,6 +88,10 @@ class Witness:
                 return None
             found |= dict.fromkeys(known)
         return list(found)
+
+
+def _is_integer(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

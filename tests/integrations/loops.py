@@ -561,6 +561,13 @@ class Numbers:
         self.at = state["at"]
 
 
+class Other(Numbers):
+    """Its data set was changed since."""
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise ValueError("another data set")
+
+
 def loaders() -> None:
     found: dict[str, Any] = {}
 
@@ -579,15 +586,46 @@ def loaders() -> None:
         return [train(engine, next(data)) for _ in range(4)]
 
     def peeked(engine: Any, data: Any) -> list[int]:
-        return [train(engine, next(data)) for _ in range(4) if data.peek() is data.peek()]
+        return [train(engine, next(data)) for _ in range(4) if data.peek().equal(data.peek())]
 
     def looked(engine: Any, data: Any) -> list[int]:
         next(iter(data))
         return plain(engine, data)
 
-    for case in (plain, peeked, looked):
+    def changed(engine: Any, data: Any) -> list[int]:
+        data.peek().fill_(7)
+        return plain(engine, data)
+
+    def another(engine: Any, data: Any) -> list[int]:
+        with torch.no_grad():
+            engine(next(data))
+        batch = next(data)
+        return [train(engine, batch), train(engine, batch)]
+
+    def not_restored(engine: Any, data: Any) -> list[int]:
+        plain(engine, data)
+        engine.save_checkpoint(str(toy.ROOT / "not_restored"))
+        engine = toy.engine_of(micro=2, batch=8)
+        data = megaresume.attach_loader(engine, Other())
+        with contextlib.suppress(megaresume.MegaresumeError):
+            engine.load_checkpoint(str(toy.ROOT / "not_restored"))
+        return plain(engine, data)
+
+    for case in (plain, peeked, looked, changed, another, not_restored):
         found[case.__name__] = go(case)
     toy.result("loaders", found)
+
+
+def crossed() -> None:
+    """Two engines, and the first is given the other one's batch."""
+    one, other = Run(1), Run(1)
+    other.train(next(other.data))
+
+    def swap() -> None:
+        next(one.data)
+        one.train(next(other.data))
+
+    toy.result("crossed", error_of(swap))
 
 
 # A pipeline engine.
@@ -653,6 +691,7 @@ load_in_a_step()
 drawn_after_a_save()
 forgotten()
 loaders()
+crossed()
 unguarded()
 pipelines()  # last: DeepSpeed keeps its groups for every engine after it
 toy.finish()

@@ -139,10 +139,18 @@ def test_a_load_leaves_no_gradients_of_the_step_it_gives_up(loops: Any) -> None:
 
 def test_batches_of_other_loaders(loops: Any) -> None:
     for found in loops["loaders"]:
-        assert found["plain"] == found["peeked"] == [[], [0, 1, 2, 3]]
+        assert found["plain"] == found["peeked"] == found["changed"] == [[], [0, 1, 2, 3]]
         error, trained = found["looked"]
         assert error[1].startswith(TAKEN) and trained == []
         assert "batch 0 of this rank, batch 1 of this rank taken, engine.step() called 1 time" in error[1]
+        error, trained = found["another"]
+        assert error[1].startswith(TAKEN) and "the model was not given batch 0 of this rank" in error[1]
+        assert found["not_restored"][0][1].startswith("the loader does not take its state back")
+
+
+def test_batches_of_another_engine(loops: Any) -> None:
+    for found in loops["crossed"]:
+        assert found[1].startswith(TAKEN) and "the model was not given samples" in found[1]
 
 
 def test_pipelines(loops: Any) -> None:

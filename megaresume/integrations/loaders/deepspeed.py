@@ -15,6 +15,7 @@ Hooks, clock and commit are those of `megaresume.attach`; see docs/loaders.md.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections import deque
 from pathlib import Path
@@ -35,6 +36,7 @@ from megaresume.integrations.loaders.record import LoaderRecord
 from megaresume.integrations.ranks import on_all_ranks
 from megaresume.integrations.resume import Resume
 from megaresume.integrations.taken import MicroBatch, Taken
+from megaresume.integrations.witness import fingerprint, tokens_of
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import StateError, UsageError
 from megaresume.stream.state import StreamState
@@ -155,17 +157,22 @@ class AttachedLoader(EngineData):
     def _read(self) -> tuple[Any, MicroBatch]:
         number = self._marks[-1][2] - self._taken.per_step + len(self._taken)
         batch = self._ahead.pop() if self._ahead else next(self._the_reader())
-        return batch, MicroBatch(f"batch {number} of this rank")
+        tokens = None if self._is_pipeline else tokens_of(batch)
+        if tokens is None:
+            return batch, MicroBatch(f"batch {number} of this rank")
+        return batch, MicroBatch(f"batch {number} of this rank", key=int(fingerprint(tokens)), tokens=tokens.numel())
 
     def peek(self) -> Any:
-        """The batch that ``next(data)`` gives next, without taking it: for shapes, warm-ups, graph captures. After
-        ``engine.load_checkpoint``: a loader cannot go back."""
+        """A copy of the batch that ``next(data)`` gives next, without taking it: for shapes, warm-ups, graph captures.
+        After ``engine.load_checkpoint``: a loader cannot go back."""
         if self._failure is not None:
             raise self._failure
         self._check_clock()
         if not self._ahead:
             self._ahead.append(next(self._the_reader()))
-        return self._ahead[0]
+        if not self._is_pipeline and (tokens := tokens_of(self._ahead[0])) is not None:
+            self._taken.looked_at(int(fingerprint(tokens)))
+        return copy.deepcopy(self._ahead[0])
 
     def _the_reader(self) -> LoaderReader:
         if self.reader is None:
