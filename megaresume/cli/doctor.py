@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checks(args: argparse.Namespace) -> list[Check]:
-    from megaresume.doctor.environment import environment_checks
+    from megaresume.doctor.machine import environment_checks
 
     if args.dir is None and (args.dp is not None or args.zero_stage is not None):
         raise UsageError("--dp and --zero-stage ask about a checkpoint", expected="DIR", action="megaresume doctor DIR")
@@ -68,7 +68,7 @@ def _checks(args: argparse.Namespace) -> list[Check]:
     if args.dir is not None:
         from megaresume.checkpoint.layouts import LAYOUTS
         from megaresume.doctor.directory import directory_checks
-        from megaresume.doctor.filesystem import filesystem_checks
+        from megaresume.doctor.machine import filesystem_checks
         from megaresume.runs.run import Run
 
         layout = LAYOUTS[args.layout] if args.layout else None

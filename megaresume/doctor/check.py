@@ -12,7 +12,7 @@ Status = Literal["ok", "note", "warning", "problem"]
 Area = Literal["environment", "filesystem", "checkpoints", "log"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Check:
     """What was looked at, what was found, what to do."""
 

@@ -50,8 +50,7 @@ class DirectoryReport:
 
     def add(self, name: str, status: Status, found: str, cause: str | None = None, action: str | None = None) -> None:
         """Note one check."""
-        check = Check(area="checkpoints", name=name, status=status, found=found, cause=cause, action=action)
-        self.checks.append(check)
+        self.checks.append(Check("checkpoints", name, status, found, cause, action))
 
 
 def directory_checks(

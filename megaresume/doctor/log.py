@@ -152,17 +152,6 @@ def log_checks(path: Path, progress: Callable[[int], object] | None = None) -> l
     found = []
     for hit in scan(path, progress):
         times = f"line {hit.line:,}" + (f", {hit.count:,} times" if hit.count > 1 else "")
-        check = Check(
-            area="log",
-            name=hit.symptom.name,
-            status=status[hit.symptom.level],
-            found=f"{path.name} {times}: {hit.text}",
-            cause=hit.symptom.means,
-            action=hit.symptom.do,
-        )
-        found.append(check)
-    if not found:
-        found.append(
-            Check(area="log", name="known symptoms", status="ok", found=f"none of {len(symptoms())} in {path.name}")
-        )
-    return found
+        symptom, text = hit.symptom, f"{path.name} {times}: {hit.text}"
+        found.append(Check("log", symptom.name, status[symptom.level], text, symptom.means, symptom.do))
+    return found or [Check("log", "known symptoms", "ok", f"none of {len(symptoms())} in {path.name}")]

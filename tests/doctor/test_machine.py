@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from megaresume.checkpoint.proc import mount_of
-from megaresume.doctor import environment, filesystem
-from megaresume.doctor.environment import TESTED, environment_checks, version_check
-from megaresume.doctor.filesystem import filesystem_checks, kind_check
+from megaresume.doctor import machine
+from megaresume.doctor.machine import TESTED, environment_checks, filesystem_checks, kind_check, version_check
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,7 +43,7 @@ def test_this_environment() -> None:
     found = {check.name: check for check in environment_checks()}
     assert found["python"].status == "ok" and found["torch"].status == "ok"
     assert {"deepspeed", "megatron-core", "CUDA", "apex"} <= set(found)
-    code = "import sys; from megaresume.doctor.environment import environment_checks as f; f(); print(*sys.modules)"
+    code = "import sys; from megaresume.doctor.machine import environment_checks as f; f(); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "numpy", "deepspeed", "megatron", "transformers"}.intersection(done.stdout.split())
 
@@ -53,25 +52,25 @@ def test_apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").write_text("raise ImportError('never imported')")
-    assert "is not NVIDIA's apex" in environment._apex().found
+    assert "is not NVIDIA's apex" in machine._apex().found
     (tmp_path / "apex" / "optimizers").mkdir()
     (tmp_path / "amp_C.py").write_text("")
-    check = environment._apex()
+    check = machine._apex()
     assert check.status == "warning" and check.found.endswith("no fused_layer_norm_cuda")
     (tmp_path / "fused_layer_norm_cuda.py").write_text("")
-    assert environment._apex().status == "ok"
+    assert machine._apex().status == "ok"
 
 
 def test_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "version.py").write_text("__version__ = '2.13.0'\ncuda: Optional[str] = '12.8'\n")
     names: list[str] = []
     drivers: list[str | None] = [None]
-    monkeypatch.setattr(environment, "_package_dir", lambda _: tmp_path)
-    monkeypatch.setattr(environment, "_driver", lambda: drivers[0])
-    monkeypatch.setattr(environment.os, "listdir", lambda _: names)
+    monkeypatch.setattr(machine, "_package_dir", lambda _: tmp_path)
+    monkeypatch.setattr(machine, "_driver", lambda: drivers[0])
+    monkeypatch.setattr(machine.os, "listdir", lambda _: names)
 
     def status() -> str:
-        (check,) = environment._cuda()
+        (check,) = machine._cuda()
         return check.status
 
     assert status() == "note"  # a login node
@@ -79,7 +78,7 @@ def test_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drivers[0] = "470.82.01"
     assert status() == "problem"
     drivers[0] = "570.124.06"
-    (check,) = environment._cuda()
+    (check,) = machine._cuda()
     assert check.status == "ok" and check.found == "12.8, driver 570.124.06, 2 GPUs"
     (tmp_path / "version.py").write_text("cuda: Optional[str] = None\n")
     assert status() == "problem"
@@ -112,18 +111,18 @@ def test_locks_and_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     def status(size: int | None) -> dict[str, str]:
         return {check.name: check.status for check in filesystem_checks(tmp_path, size, 3)}
 
-    free = filesystem.shutil.disk_usage(tmp_path).free
+    free = machine.shutil.disk_usage(tmp_path).free
     assert status(1000)["locks"] == "ok" and os.listdir(tmp_path) == []
     assert (status(None)["space"], status(1000)["space"]) == ("note", "ok")
     assert (status(int(free / 1.5))["space"], status(10 * free)["space"]) == ("warning", "problem")
     # A filesystem on which locks do nothing: the other process gets one as well.
-    monkeypatch.setattr(filesystem.fcntl, "flock", lambda *_: None)
+    monkeypatch.setattr(machine.fcntl, "flock", lambda *_: None)
     assert status(1000)["locks"] == "warning"
 
     def refuse(*_: object) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(filesystem.fcntl, "flock", refuse)
+    monkeypatch.setattr(machine.fcntl, "flock", refuse)
     assert status(1000)["locks"] == "problem" and os.listdir(tmp_path) == []
     (check,) = [c for c in filesystem_checks(Path("/proc"), None, None) if c.name == "writing"]
     assert check.status == "problem" and "cannot be written" in check.found
