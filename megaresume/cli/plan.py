@@ -178,14 +178,7 @@ def _report(result: DryRun) -> dict[str, Any]:
         "end_with_the_batch_size_before": None
         if result.ending is None or result.ending.before is None
         else dict(zip(("step", "samples"), result.ending.before, strict=True)),
-        "guard": None
-        if guarded is None
-        else {
-            "recorded_samples": guarded.recorded,
-            "samples": guarded.wanted,
-            "stock_reshuffles": guarded.stock_reshuffles,
-            "components": None if guarded.components is None else [asdict(c) for c in guarded.components],
-        },
+        "guard": None if guarded is None else {**asdict(guarded), "stock_reshuffles": guarded.stock_reshuffles},
     }
 
 
@@ -298,7 +291,11 @@ def _guard(result: DryRun) -> str:
         return "guard\n  nothing is recorded yet: the order is recorded from here on, as Megatron builds it"
     if guarded is None:
         return ""
-    sizes = f"{guarded.recorded} samples recorded, {guarded.wanted} asked for" if guarded.recorded else "one epoch"
+    sizes = (
+        f"{guarded.recorded_samples} samples recorded, {guarded.samples} asked for"
+        if guarded.recorded_samples
+        else "one epoch"
+    )
     lines = [f"guard: {sizes}"]
     for component in guarded.components or ():
         then, now = component.before, component.now

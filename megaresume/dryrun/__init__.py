@@ -2,14 +2,12 @@
 
     flags       what the new launch says; what it does not say is as it was
       |
-    checkpoint  which one is loaded                 checkpoint.choose, Megatron's tracker
-    layout      ranks and batches                   stream.batches, integrations.loadable (ZeRO)
-    data        what of the data config changed     stream.changes
-    ending      last step, last sample              training.length, Megatron's own arithmetic
-    sources     epochs left, the end of the stream  stream.outlook, the stream itself
-    guard       Megatron's own datasets             integrations.megatron.guard.compare; stock: what Megatron would do
+    start       which checkpoint is loaded, on which ranks       Run.choose, Megatron's tracker, integrations.loadable
+    data        what of the data config changed                  stream.changes
+    ending      last step, epochs left, the end of the stream    training.length, stream.outlook, Megatron's arithmetic
+    guard       Megatron's own datasets                          integrations.megatron.guard.compare
       |
-    report      `dry_run` -> `DryRun`: a verdict, and findings with the flags that solve them
+    dry_run     `dry_run` -> `DryRun`: a verdict, and ``findings`` with the flags that solve them
 
 Every rule is the one that the real resume asks; this package only brings them together. It imports neither torch nor
 DeepSpeed nor Megatron, and the compiled planner only for streams that have an end.

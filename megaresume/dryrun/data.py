@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megaresume.checkpoint.data_file import data_path
-from megaresume.dryrun.findings import Finding
+from megaresume.dryrun.findings import Findings
 from megaresume.dryrun.flags import Flags
 from megaresume.integrations.megatron.launch import check_stages
 from megaresume.sources import open_sources, read_data_config
@@ -26,7 +26,7 @@ from megaresume.stream.skips import check_documents, no_schedule, with_skip_file
 from megaresume.stream.stages import Stage
 from megaresume.stream.state import Fingerprint, StreamState
 
-__all__ = ["Data", "plan_data"]
+__all__ = ["Data", "read_data"]
 
 #: nothing: the order goes on. new stage: from the resume point on. refused: the launch stops.
 Outcome = Literal["nothing", "new stage", "refused"]
@@ -56,11 +56,11 @@ class Data:
     to_come: tuple[Stage, ...] = ()
 
 
-def plan_data(
+def read_data(
     root: Path,
     state: StreamState,
     flags: Flags,
-    findings: list[Finding],
+    findings: Findings,
     *,
     is_megatron: bool,
     schedule: BatchSchedule | None,
@@ -77,11 +77,11 @@ def plan_data(
         _open(data, root, state, flags, is_megatron)
     except (ConfigError, CorpusError, SetupError, StateError, UsageError) as error:
         if flags.data is not None:
-            findings.append(Finding.of(error))
+            findings.refuse(error)
             data.outcome = "refused"
             return data
         # Nobody has said where the corpora are now: the launch has a data config of its own.
-        findings.append(Finding.of(error, "note"))
+        findings.refuse(error, "note")
         _from_state(data, state, flags)
     assert data.config is not None
     _reconcile(data, state, flags, findings, schedule, end)
@@ -137,7 +137,7 @@ def _reconcile(
     data: Data,
     state: StreamState,
     flags: Flags,
-    findings: list[Finding],
+    findings: Findings,
     schedule: BatchSchedule | None,
     end: int | None,
 ) -> None:
@@ -147,14 +147,14 @@ def _reconcile(
         going_on = _go_on(data, state, flags, flags.on_change, schedule, end)
     except MegaresumeError as error:
         data.outcome = "refused"
-        findings.append(Finding.of(error))
+        findings.refuse(error)
         if flags.on_change == "refuse":
             # Whether the flag alone would do: found out now, and not at the next start.
             try:
                 data.with_stage = _go_on(data, state, flags, "stage", schedule, end).accepted
             except MegaresumeError as other:
                 if other.headline != error.headline:
-                    findings.append(Finding.of(other))
+                    findings.refuse(other)
         return
     begun, stages = len(state.stages), going_on.course.stages
     following = stages[begun] if begun < len(stages) else None
@@ -162,16 +162,18 @@ def _reconcile(
     is_new = following is not None and following.unit == "samples" and following.at == state.samples
     data.outcome = "new stage" if is_new else "nothing"
     data.accepted, data.grown = going_on.accepted, tuple(map(str, going_on.grown))
-    findings += [Finding(kind="warning", headline=line) for line in same_corpora(data.fingerprints)]
+    for line in same_corpora(data.fingerprints):
+        findings.warn(line)
     new = len(state.skips.log)
     skips = going_on.course.skips
-    findings += [Finding(kind="warning" if r.late else "note", headline=str(r)) for r in skips.log[new:]]
+    for record in skips.log[new:]:
+        (findings.warn if record.late else findings.note)(str(record))
     begin = f"from sample {state.samples:,} on"
     for skip, known in zip_longest(skips.documents, state.skips.documents):
         if known is None:
-            findings.append(Finding(kind="note", headline=f"skip {skip.documents} {begin}"))
+            findings.note(f"skip {skip.documents} {begin}")
         elif skip.until != known.until:
-            findings.append(Finding(kind="note", headline=f"do not skip {skip.documents} any more, {begin}"))
+            findings.note(f"do not skip {skip.documents} any more, {begin}")
     current = begun + is_new
     data.in_force, data.to_come = stages[current - 1].config, stages[current:]
 

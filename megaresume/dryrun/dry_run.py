@@ -7,14 +7,20 @@ from pathlib import Path
 
 from megaresume.checkpoint.layout import split_root
 from megaresume.checkpoint.topology import Topology
-from megaresume.dryrun.checkpoint import Found, find
-from megaresume.dryrun.data import Data, plan_data
-from megaresume.dryrun.ending import Ending, ending, megatron_iterations, steps_until
-from megaresume.dryrun.findings import Finding, attempt
+from megaresume.dryrun.data import Data, read_data
+from megaresume.dryrun.ending import (
+    Ahead,
+    Ending,
+    end_of_stream,
+    ending,
+    guarded_ending,
+    sources_ahead,
+    steps_until,
+)
+from megaresume.dryrun.findings import Findings
 from megaresume.dryrun.flags import Flags
-from megaresume.dryrun.guard import Guarded, plan_guard
-from megaresume.dryrun.layout import check_layout, planned_sizes, topology
-from megaresume.dryrun.sources import Ahead, end_of_stream, sources_ahead
+from megaresume.dryrun.guard import Guarded, compare_with_record
+from megaresume.dryrun.start import StartingPoint, check_layout, find_start, planned_sizes, topology
 from megaresume.runs.run import Run
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import UsageError
@@ -29,9 +35,9 @@ class DryRun:
 
     root: Path
     flags: Flags
-    found: Found
+    found: StartingPoint
     #: what the launch would be told, the most important first.
-    findings: list[Finding] = field(default_factory=list)
+    findings: Findings = field(default_factory=Findings)
     #: how the run was laid out when it saved, and would be now; None: not recorded.
     before: Topology | None = None
     now: Topology | None = None
@@ -52,7 +58,7 @@ class DryRun:
     @property
     def refused(self) -> bool:
         """Whether the launch would stop before its first step."""
-        return any(finding.kind == "refused" for finding in self.findings)
+        return self.findings.refused
 
     @property
     def last(self) -> tuple[int, int] | None:
@@ -70,14 +76,14 @@ def dry_run(directory: Path, flags: Flags) -> DryRun:
         UsageError: no such directory, a tag directory, or flags that say too little or contradict each other.
     """
     run = _check(directory, flags)
-    findings: list[Finding] = []
-    found = find(run, flags, findings)
+    findings = Findings()
+    found = find_start(run, flags, findings)
     result = DryRun(root=directory, flags=flags, found=found, findings=findings)
     if found.record is not None:
-        result.guarded = plan_guard(found.record, flags, findings)
+        result.guarded = compare_with_record(found.record, flags, findings)
     choice, state = found.choice, result.state
     if found.kind in ("guard", "adopt"):
-        result.ending = _guarded_ending(found, flags, findings)
+        result.ending = guarded_ending(found.iteration, flags, findings)
     if choice is not None and choice.step is not None and state is not None:
         _stream(result, choice.step.topology, state)
     order = {"refused": 0, "warning": 1, "note": 2}
@@ -114,18 +120,14 @@ def _stream(result: DryRun, before: Topology, state: StreamState) -> None:
     assert choice is not None
     now = topology(before, flags)
     result.before, result.now = before, now
-    planned = attempt(lambda: planned_sizes(now, flags, is_megatron=found.is_megatron), findings)
+    planned = findings.attempt(lambda: planned_sizes(now, flags, is_megatron=found.is_megatron))
     if planned is not None:
         result.schedule = planned.resumed(state.batches, state.samples)
         is_said = flags.rampup_batch_size is not None or flags.global_batch_size is not None
         if len({size for _, size in state.batches}) > 1 and not is_said:
-            findings.append(
-                Finding(
-                    kind="note",
-                    headline=f"the batch size changed in this run; {now.global_batch_size} samples a step are taken "
-                    "from here on",
-                    action="--rampup-batch-size START INCREMENT SAMPLES, if the launch has it",
-                )
+            findings.note(
+                f"the batch size changed in this run; {now.global_batch_size} samples a step are taken from here on",
+                action="--rampup-batch-size START INCREMENT SAMPLES, if the launch has it",
             )
     check_layout(choice, now, result.schedule, state.samples, flags, findings)
     if planned is not None:
@@ -133,7 +135,7 @@ def _stream(result: DryRun, before: Topology, state: StreamState) -> None:
             planned, state.batches, step, state.samples, flags, findings, is_megatron=found.is_megatron
         )
     end = result.ending
-    result.data = data = plan_data(
+    result.data = data = read_data(
         result.root.absolute(),
         state,
         flags,
@@ -148,30 +150,3 @@ def _stream(result: DryRun, before: Topology, state: StreamState) -> None:
     result.sources = sources_ahead(state, fingerprints, data.in_force, result.schedule, step, end)
     if end is None or not end.finished:
         result.stream_ends = end_of_stream(data, state, result.schedule, step, end, flags, findings)
-
-
-def _guarded_ending(found: Found, flags: Flags, findings: list[Finding]) -> Ending | None:
-    """Steps are known of a guarded run, samples are not: they are inside the checkpoint."""
-    size = flags.global_batch_size
-    if (flags.train_iters is None and flags.train_samples is None) or size is None:
-        return None
-    planned = BatchSchedule.constant(size)
-    if flags.rampup_batch_size is not None:
-        rampup = Topology(global_batch_size=size)
-        sizes = attempt(lambda: planned_sizes(rampup, flags, is_megatron=True), findings)
-        if sizes is None:
-            return None
-        planned = sizes
-    last = megatron_iterations(planned, flags)
-    finished = last <= found.iteration
-    if finished:
-        findings.append(
-            Finding(
-                kind="warning",
-                headline="the run is finished already: the launch would train nothing and exit with 0",
-                found=f"{found.iteration} steps are trained; the flags mean {last}",
-                expected="a longer run, or none",
-                action=f"--train-iters above {found.iteration}",
-            )
-        )
-    return Ending(step=max(last, found.iteration), sample=planned.after(0, last), finished=finished, before=None)

@@ -1,14 +1,14 @@
-"""`Finding`: something that whoever launches the run should know."""
+"""`Finding`: something that whoever launches the run should know; `Findings`: all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from megaresume.stream.errors import MegaresumeError
 
-__all__ = ["Finding", "attempt"]
+__all__ = ["Finding", "Findings"]
 
 T = TypeVar("T")
 
@@ -28,18 +28,6 @@ class Finding:
     #: the flag or command that solves it.
     action: str | None = None
 
-    @classmethod
-    def of(cls, error: MegaresumeError, kind: Kind = "refused") -> Finding:
-        """What an error says."""
-        return cls(
-            kind=kind,
-            headline=error.headline,
-            found=None if error.found is None else str(error.found),
-            expected=None if error.expected is None else str(error.expected),
-            cause=error.cause,
-            action=error.action,
-        )
-
     def lines(self) -> list[str]:
         """For people."""
         parts = [("found", self.found), ("expected", self.expected), ("likely cause", self.cause)]
@@ -47,10 +35,34 @@ class Finding:
         return [self.headline, *(f"  {name + ':':<14}{value}" for name, value in parts if value is not None)]
 
 
-def attempt(rule: Callable[[], T], findings: list[Finding]) -> T | None:
-    """Ask a rule of the real resume; what it refuses becomes a finding."""
-    try:
-        return rule()
-    except MegaresumeError as error:
-        findings.append(Finding.of(error))
-        return None
+class Findings(list[Finding]):
+    """What the launch would be told."""
+
+    def warn(self, headline: str, **words: str | None) -> None:
+        """It would run, and probably not as it is meant; ``words`` are fields of `Finding`."""
+        self.append(Finding(kind="warning", headline=headline, **words))
+
+    def note(self, headline: str, **words: str | None) -> None:
+        """Just so."""
+        self.append(Finding(kind="note", headline=headline, **words))
+
+    def refuse(self, error: MegaresumeError, kind: Kind = "refused") -> None:
+        """What an error says."""
+        words: dict[str, Any] = {
+            name: None if (value := getattr(error, name)) is None else str(value)
+            for name in ("found", "expected", "cause", "action")
+        }
+        self.append(Finding(kind=kind, headline=error.headline, **words))
+
+    def attempt(self, rule: Callable[[], T]) -> T | None:
+        """Ask a rule of the real resume; what it refuses becomes a finding."""
+        try:
+            return rule()
+        except MegaresumeError as error:
+            self.refuse(error)
+            return None
+
+    @property
+    def refused(self) -> bool:
+        """Whether the launch would stop before its first step."""
+        return any(finding.kind == "refused" for finding in self)

@@ -1,13 +1,20 @@
-"""A run under guard: what differs from the recorded order, and what stock Megatron would make of the new flags."""
+"""A run under guard: what differs from the recorded order, and what stock Megatron would make of the new flags.
+
+Stock Megatron derives the order of its own datasets anew at every start, from their sizes. ``GPTDataset``
+(megatron/core/datasets/gpt_dataset.py, the same from 0.8 on) shuffles all epochs of a corpus jointly, the last one
+apart if less than 80 % of it is needed. Both depend on the samples asked for, and both decide how often the generator
+is drawn from: another number of epochs, or the other side of 80 %, and every sample is another.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
-from megaresume.dryrun.findings import Finding
+from megaresume.dryrun.findings import Finding, Findings
 from megaresume.dryrun.flags import Flags
-from megaresume.dryrun.stock import Epochs, epochs_of, requested_of
 from megaresume.integrations.megatron.guard.compare import compare, grown_too_far
 from megaresume.integrations.megatron.guard.corpus import Corpus
 from megaresume.integrations.megatron.guard.pinned import extendable
@@ -15,7 +22,66 @@ from megaresume.integrations.megatron.guard.record import BuilderRecord, Compone
 from megaresume.integrations.megatron.guard.request import Request
 from megaresume.stream.errors import UsageError
 
-__all__ = ["Component", "Guarded", "plan_guard", "train_size"]
+__all__ = ["Component", "Guarded", "compare_with_record", "epochs_of", "requested_of", "train_size"]
+
+#: of an epoch, in `_build_document_index`.
+_THRESHOLD = 0.80
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Epochs:
+    """How a corpus is shuffled."""
+
+    epochs: int
+    #: the last epoch by itself.
+    last_apart: bool
+
+    def __str__(self) -> str:
+        if self.epochs == 1:
+            return "1 epoch"
+        return f"{self.epochs} epochs, the last one " + ("shuffled apart" if self.last_apart else "among the others")
+
+
+def epochs_of(tokens: int, samples: int | None, *, seq_length: int, extra: int) -> Epochs:
+    """How stock Megatron shuffles a corpus.
+
+    Args:
+        tokens: in one epoch.
+        samples: asked for; None: one epoch.
+        seq_length: tokens a sample.
+        extra: 1 where a sample needs the token behind it (``add_extra_token_to_sequence``).
+    """
+    epochs = 1 if samples is None else max(ceil((samples * seq_length + extra) / tokens), 1)
+    if epochs == 1 or samples is None:
+        return Epochs(epochs=1, last_apart=False)
+    from_last = samples - ((epochs - 1) * tokens - extra) // seq_length
+    return Epochs(epochs=epochs, last_apart=from_last < int(_THRESHOLD * ((tokens - extra) // seq_length)))
+
+
+#: samples of a corpus with this share of a blend of so many: alone, from 0.11 on, up to 0.10.
+_SIZES: tuple[Callable[[int, float], int], ...] = (
+    lambda size, weight: size,
+    lambda size, weight: ceil(ceil(size * weight) * (1 + 0.005)),
+    lambda size, weight: ceil(size * weight * 1.005),
+)
+
+
+def requested_of(recorded: int, old: int, new: int, weight: float, *, alone: bool) -> int | None:
+    """Samples that stock Megatron would ask a corpus for.
+
+    Args:
+        recorded: what it asked for when the whole set had ``old`` samples.
+        new: samples of the whole set now.
+        weight: normalised.
+        alone: a single corpus without a weight.
+
+    Returns:
+        None: the recorded number comes from no rule that is known (``--mid-level-dataset-surplus``).
+    """
+    for rule in _SIZES[:1] if alone else _SIZES[1:]:
+        if rule(old, weight) == recorded:
+            return rule(new, weight)
+    return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +104,8 @@ class Guarded:
     """What becomes of Megatron's own datasets."""
 
     #: training samples asked for, when they were recorded and now; None: one epoch.
-    recorded: int | None
-    wanted: int | None
+    recorded_samples: int | None
+    samples: int | None
     #: None: stock Megatron's order cannot be told: not GPTDataset.
     components: tuple[Component, ...] | None
 
@@ -73,7 +139,7 @@ def train_size(flags: Flags) -> int | None:
     return flags.train_iters * flags.global_batch_size
 
 
-def plan_guard(record: OrderRecord, flags: Flags, findings: list[Finding]) -> Guarded | None:
+def compare_with_record(record: OrderRecord, flags: Flags, findings: Findings) -> Guarded | None:
     """Hold the flags to the record; None: nothing is recorded."""
     if not record.builders:
         return None
@@ -83,21 +149,18 @@ def plan_guard(record: OrderRecord, flags: Flags, findings: list[Finding]) -> Gu
         _compare(builder, size if ordinal == 0 else None, flags, findings)
     builder = record.builders[0]
     wanted = builder.sizes[0] if size is None else size
-    guarded = Guarded(recorded=builder.sizes[0], wanted=wanted, components=_components(builder, wanted))
-    if guarded.recorded is not None and wanted is not None and wanted > guarded.recorded:
+    guarded = Guarded(recorded_samples=builder.sizes[0], samples=wanted, components=_components(builder, wanted))
+    if guarded.recorded_samples is not None and wanted is not None and wanted > guarded.recorded_samples:
         split = builder.splits[0]
         if split is not None and extendable(split):
-            findings.append(
-                Finding(
-                    kind="note",
-                    headline=f"the run goes on behind its {guarded.recorded} recorded samples, up to {wanted}",
-                    cause="each corpus that runs out goes on with further epochs; what is recorded does not move",
-                )
+            findings.note(
+                f"the run goes on behind its {guarded.recorded_samples} recorded samples, up to {wanted}",
+                cause="each corpus that runs out goes on with further epochs; what is recorded does not move",
             )
     return guarded
 
 
-def _compare(builder: BuilderRecord, size: int | None, flags: Flags, findings: list[Finding]) -> None:
+def _compare(builder: BuilderRecord, size: int | None, flags: Flags, findings: Findings) -> None:
     now: dict[str, Any] = {"sequence_length": flags.seq_length, "random_seed": flags.seed, "split": flags.split}
     settings = dict(builder.settings) | {name: value for name, value in now.items() if value is not None}
     request = Request(
@@ -121,7 +184,8 @@ def _compare(builder: BuilderRecord, size: int | None, flags: Flags, findings: l
         )
         for difference in differences
     ]
-    findings += [Finding(kind="note", headline=words) for words in found.notes]
+    for words in found.notes:
+        findings.note(words)
 
 
 def _components(builder: BuilderRecord, wanted: int | None) -> tuple[Component, ...] | None:

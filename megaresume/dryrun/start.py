@@ -1,0 +1,201 @@
+"""Where the launch would go on: which checkpoint it loads, on which ranks, with which batches.
+
+Under DeepSpeed we choose the checkpoint (`Run.choose`). Megatron-LM loads what its tracker names, and we check
+beforehand that this is whole (`integrations.megatron.tracker`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Literal
+
+from megaresume.checkpoint.choose import Choice
+from megaresume.checkpoint.layout import TRACKER, deepspeed_tag, megatron_tag
+from megaresume.checkpoint.topology import Topology
+from megaresume.dryrun.findings import Findings
+from megaresume.dryrun.flags import Flags
+from megaresume.integrations.loadable import BEGIN_ANEW, check_zero, choose_to_load, without_state
+from megaresume.integrations.megatron import launch
+from megaresume.integrations.megatron.guard.record import OrderRecord
+from megaresume.integrations.megatron.schedule import schedule_from_args
+from megaresume.runs.run import Run
+from megaresume.stream.batches import BatchSchedule, check_sizes
+from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
+
+__all__ = ["StartingPoint", "check_layout", "find_start", "planned_sizes", "topology"]
+
+#: stream: our samples. guard: Megatron's own datasets, with their order recorded. adopt: the same, not recorded yet.
+#: inside: the state is in the checkpoint alone. fresh: nothing to load. None: refused.
+Kind = Literal["stream", "guard", "adopt", "inside", "fresh"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartingPoint:
+    """What the launch would go on from."""
+
+    kind: Kind | None
+    #: whether Megatron-LM wrote the directory.
+    is_megatron: bool
+    choice: Choice | None
+    #: of a guarded run.
+    record: OrderRecord | None
+    #: optimizer steps done.
+    iteration: int
+
+
+def find_start(run: Run, flags: Flags, findings: Findings) -> StartingPoint:
+    """Decide as the launch would; what it would refuse is added to the findings."""
+    is_megatron = any(c.iteration is not None and c.tag == megatron_tag(c.iteration) for c in run.candidates)
+    before = len(findings)
+    choice, kind, record = None, None, None
+    if is_megatron:
+        choice, kind, record = _megatron(run, flags, findings)
+    else:
+        choice = findings.attempt(lambda: _deepspeed(run, flags))
+        if choice is not None and choice.state is None:
+            findings.refuse(without_state(choice, BEGIN_ANEW))
+        elif len(findings) == before:
+            kind = "fresh" if choice is None else "stream"
+    return StartingPoint(
+        kind=kind if not Findings(findings[before:]).refused else None,
+        is_megatron=is_megatron,
+        choice=choice,
+        record=record,
+        iteration=0 if choice is None or choice.iteration is None else choice.iteration,
+    )
+
+
+def _deepspeed(run: Run, flags: Flags) -> Choice | None:
+    if not flags.universal_checkpoint:
+        return run.choose(flags.ckpt_step)
+    tag = None if flags.ckpt_step is None else f"{deepspeed_tag(flags.ckpt_step)}_universal"
+    return choose_to_load(str(run.root), tag, universal=True)
+
+
+def _megatron(run: Run, flags: Flags, findings: Findings) -> tuple[Choice | None, Kind | None, OrderRecord | None]:
+    from megaresume.integrations.megatron.guard import read_record
+    from megaresume.integrations.megatron.tracker import check_content, check_tracker
+
+    root, iteration = run.root, flags.ckpt_step
+    instead: list[Choice] = []
+
+    def check() -> bool:
+        other = check_tracker(SimpleNamespace(load=str(root), save=str(root), ckpt_step=flags.ckpt_step))
+        instead.extend([] if other is None else [other])
+        if (root / TRACKER).is_file():
+            check_content(root / TRACKER)
+        return True
+
+    if not findings.attempt(check):
+        return None, None, None
+    for other in instead:
+        iteration = other.iteration
+        for rejected in other.rejected:
+            findings.warn(f"passed over {rejected}")
+    if iteration is None:
+        iteration = run.pointers[1].iteration
+    if iteration is None:
+        return None, "fresh", None
+    try:
+        choice = run.choose(iteration)
+    except CheckpointError as error:
+        if not (root / megatron_tag(iteration)).is_dir():
+            findings.refuse(error)
+            return None, None, None
+        # Whole for Megatron, whose tracker moved; the kill came before the records beside it.
+        findings.note(
+            "the data state is inside the checkpoint only, so that nothing can be said about the data",
+            found=f"{megatron_tag(iteration)}: {error.found}",
+            cause="the save was killed between Megatron's tracker and the records beside the checkpoint",
+            action="the next start writes the records; then plan again",
+        )
+        return None, "inside", None
+    except MegaresumeError as error:
+        findings.refuse(error)
+        return None, None, None
+    if choice is None or choice.state is not None:
+        return choice, "fresh" if choice is None else "stream", None
+    payload = findings.attempt(lambda: read_record(root) or {})
+    record = findings.attempt(lambda: OrderRecord.from_dict(payload)) if payload else None
+    mode = "guard" if flags.data is None else "stream"
+    if record is not None:
+        findings.attempt(lambda: launch.check_mode("guard", mode))
+    elif mode == "stream":
+        findings.refuse(launch.without_state(iteration, 0))
+    return choice, "guard" if record is not None else "adopt", record
+
+
+def topology(before: Topology, flags: Flags) -> Topology:
+    """How the launch is laid out.
+
+    Raises:
+        UsageError: nodes are given, and how many ranks they have is not known; or they do not divide.
+    """
+    model = before.tp * before.pp * before.cp
+    dp, nodes = flags.dp, flags.nodes
+    if dp is None and nodes is not None:
+        if before.nodes is None or before.world_size % before.nodes:
+            raise UsageError(
+                "how many ranks a node has is not recorded",
+                found=f"--nodes {nodes}; the checkpoint was saved by {before.world_size} ranks",
+                expected="the data-parallel size",
+                action="--dp D in place of --nodes",
+            )
+        world = nodes * (before.world_size // before.nodes)
+        if world % model:
+            raise UsageError(
+                "the ranks do not divide over model parallelism",
+                found=f"{nodes} nodes with {before.world_size // before.nodes} ranks each",
+                expected=f"a multiple of {model} ranks: tp {before.tp}, pp {before.pp}, cp {before.cp}",
+                action="another number of --nodes",
+            )
+        dp = world // model
+    now = before.dp if dp is None else dp
+    return replace(
+        before,
+        dp=now,
+        world_size=now * model,
+        nodes=nodes if nodes is not None else before.nodes if now == before.dp else None,
+        num_workers=before.num_workers if flags.num_workers is None else flags.num_workers,
+        micro_batch_size=flags.micro_batch_size or before.micro_batch_size,
+        global_batch_size=flags.global_batch_size or before.global_batch_size,
+        zero_stage=before.zero_stage if flags.zero_stage is None else flags.zero_stage,
+    )
+
+
+def planned_sizes(now: Topology, flags: Flags, *, is_megatron: bool) -> BatchSchedule | None:
+    """The global batch sizes that the flags mean, from sample 0; None: not known.
+
+    Raises:
+        UsageError: a bad ramp-up.
+    """
+    if now.global_batch_size is None:
+        return None
+    if flags.rampup_batch_size is None:
+        return BatchSchedule.constant(now.global_batch_size)
+    if is_megatron:
+        sizes = SimpleNamespace(global_batch_size=now.global_batch_size, rampup_batch_size=flags.rampup_batch_size)
+        return schedule_from_args(sizes)
+    return BatchSchedule.ramp_up(*flags.rampup_batch_size, now.global_batch_size)
+
+
+def check_layout(
+    choice: Choice, now: Topology, schedule: BatchSchedule | None, sample: int, flags: Flags, findings: Findings
+) -> None:
+    """Batches over ranks, and ZeRO's partitions."""
+    micro = now.micro_batch_size
+    if schedule is not None and micro is not None:
+        sizes = schedule
+        findings.attempt(lambda: check_sizes(sizes, sample, micro_batch_size=micro, dp_size=now.dp))
+    before = None if choice.step is None else choice.step.topology
+    findings.attempt(
+        lambda: check_zero(
+            choice,
+            before,
+            partitions=now.dp * now.cp,
+            zero_stage=now.zero_stage or 0,
+            universal=flags.universal_checkpoint,
+            elastic=flags.elastic,
+        )
+    )
