@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megaresume.stream.plan import Plan
     from megaresume.stream.state import StreamState
     from megaresume.stream.stream import Stream
-    from megaresume.trace.shard_records import Records
+    from megaresume.trace.shard_records import ShardRecords
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -117,9 +117,9 @@ def _range(text: str) -> tuple[int, int]:
 def _samples(stream: Stream, plan: Plan) -> list[dict[str, Any]]:
     """Every sample of the plan; those that hold image-text records read them, which takes its time on a store."""
     from megaresume.stream.progress import progress
-    from megaresume.trace.shard_records import Records
+    from megaresume.trace.shard_records import ShardRecords
 
-    records = Records(stream.sources)
+    records = ShardRecords(stream.sources)
     if not records.shards:
         return [_sample(stream, plan, sample, records) for sample in range(plan.first, plan.stop)]
     samples = []
@@ -130,7 +130,7 @@ def _samples(stream: Stream, plan: Plan) -> list[dict[str, Any]]:
     return samples
 
 
-def _sample(stream: Stream, plan: Plan, sample: int, records: Records) -> dict[str, Any]:
+def _sample(stream: Stream, plan: Plan, sample: int, records: ShardRecords) -> dict[str, Any]:
     from megaresume.stream.ranges import absolute
 
     names = [s.name for s in stream.config.sources]

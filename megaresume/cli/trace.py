@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import io
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,7 +16,7 @@ from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
     from megaresume.sources.base import Source
-    from megaresume.trace.find import Found, Occurrence
+    from megaresume.trace.find import Occurrence, Sought
     from megaresume.trace.formats import Format
     from megaresume.trace.trace import Piece, Trace
 
@@ -192,7 +193,7 @@ def _decoded(
 ) -> Callable[[Piece], Iterable[str]]:
     """Writes pieces with the text of their segments, or with their records."""
     from megaresume.encoding.tokenizers import load_tokenizer
-    from megaresume.trace.decode import Decoder
+    from megaresume.trace.documents import Decoder
     from megaresume.trace.formats import csv_rows
     from megaresume.trace.shard_records import image_words
 
@@ -216,22 +217,12 @@ def _decoded(
         words = {"images": image_words(images), "fault": fault and f"{fault['policy']}: {fault['reason']}"}
         return segment | words
 
-    class Lines:
-        """What `csv.writer` writes to."""
-
-        def __init__(self) -> None:
-            self.lines: list[str] = []
-
-        def write(self, line: str) -> None:
-            self.lines.append(line)
-
     def of_csv(piece: Piece) -> Iterator[str]:
-        out = Lines()
         for row in rows(piece):
             row["segments"] = [cells(segment) for segment in row["segments"]]
+            out = io.StringIO()
             csv.writer(out, lineterminator="\n").writerows(csv_rows(row, more))
-            yield from out.lines
-            out.lines.clear()
+            yield out.getvalue()
 
     if form == "json":
         return lambda piece: (json.dumps(row, ensure_ascii=False) + "\n" for row in rows(piece))
@@ -260,7 +251,7 @@ def _text_of(row: Mapping[str, Any]) -> str:
 
 
 def _parquet(path: Path, trace: Trace, first: int, stop: int) -> None:
-    from megaresume.trace.parquet import require_pyarrow, write_parquet
+    from megaresume.trace.formats import require_pyarrow, write_parquet
 
     require_pyarrow()
     with _progress("tracing", trace.work(first, stop), to_file=True) as update:
@@ -302,7 +293,7 @@ def _find(args: argparse.Namespace, trace: Trace) -> None:
             _print_found(trace, document)
 
 
-def _print_found(trace: Trace, found: Found) -> None:
+def _print_found(trace: Trace, found: Sought) -> None:
     print(f"{found.source}:{found.document}  {found.tokens:,} tokens")
     if not found.tokens:
         print("  an empty document: passed over in every epoch")

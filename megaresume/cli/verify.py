@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -181,26 +182,13 @@ def _report(root: Path, problems: list[str], points: Points, checked: list[Check
 
 
 def _log_report(check: RankCheck, records: RankRecords) -> dict[str, Any]:
-    first = check.differences[0] if check.differences else None
-    return {
+    counts = ("steps", "lines", "contents", "seen", "lost", "given_up")
+    return {name: getattr(check, name) for name in counts} | {
         "holds": check.holds and not records.damaged,
-        "steps": check.steps,
-        "lines": check.lines,
-        "contents": check.contents,
-        "seen": check.seen,
-        "lost": check.lost,
-        "given_up": check.given_up,
         "missing": [{"step": step, "ranks": list(ranks)} for step, ranks in check.missing],
         "unreadable": list(records.problems),
         "different_steps": len({d.step for d in check.differences}),
-        "first_difference": first
-        and {
-            "step": first.step,
-            "rank": first.who,
-            "field": first.field,
-            "recorded": first.recorded,
-            "planned": first.found,
-        },
+        "first_difference": asdict(check.differences[0]) if check.differences else None,
         "error": None if check.error is None else str(check.error),
     }
 
@@ -281,29 +269,9 @@ def _losses(args: argparse.Namespace) -> int:
     logs = [read_losses(path) for path in args.loss]
     comparison = compare_losses(*logs)
     holds = comparison.holds(tolerance)
-    print(
-        json.dumps(_loss_report(comparison, tolerance, holds))
-        if args.json
-        else _loss_text(logs, comparison, tolerance, holds)
-    )
+    report = {**asdict(comparison), "holds": holds, "tolerance": tolerance}
+    print(json.dumps(report) if args.json else _loss_text(logs, comparison, tolerance, holds))
     return 0 if holds else 1
-
-
-def _loss_report(comparison: LossComparison, tolerance: float, holds: bool) -> dict[str, Any]:
-    def point(at: tuple[int, float, float] | None) -> dict[str, Any] | None:
-        return None if at is None else {"step": at[0], "first": at[1], "second": at[2]}
-
-    return {
-        "holds": holds,
-        "tolerance": tolerance,
-        "steps": comparison.steps,
-        "equal": comparison.equal,
-        "exact": comparison.exact,
-        "only_first": comparison.only_first,
-        "only_second": comparison.only_second,
-        "first_difference": point(comparison.first),
-        "largest_difference": point(comparison.largest),
-    }
 
 
 def _loss_text(logs: list[LossLog], c: LossComparison, tolerance: float, holds: bool) -> str:
@@ -312,8 +280,8 @@ def _loss_text(logs: list[LossLog], c: LossComparison, tolerance: float, holds: 
     for log, only in zip(logs, (c.only_first, c.only_second), strict=True):
         if only:
             lines.append(f"  {only} more steps in {log.path}")
-    for what, at in (("first", c.first), ("largest", c.largest)):
+    for what, at in (("first", c.first_difference), ("largest", c.largest_difference)):
         if at is not None:
-            lines.append(f"  {what} difference: step {at[0]}, {at[1]!r} and {at[2]!r}, {abs(at[1] - at[2]):.3e} apart")
-    verdict = "the same" if not c.first else f"within {tolerance:g}" if holds else "DIFFERENT"
+            lines.append(f"  {what} difference: step {at.step}, {at.first!r} and {at.second!r}, {at.size:.3e} apart")
+    verdict = "the same" if not c.first_difference else f"within {tolerance:g}" if holds else "DIFFERENT"
     return "\n".join([*lines, verdict if c.steps else "NOTHING TO COMPARE: no step is in both"])

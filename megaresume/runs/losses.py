@@ -19,7 +19,7 @@ from typing import Any
 
 from megaresume.stream.errors import UsageError
 
-__all__ = ["Loss", "LossComparison", "LossLog", "compare_losses", "read_losses"]
+__all__ = ["Loss", "LossComparison", "LossDifference", "LossLog", "compare_losses", "read_losses"]
 
 _NUMBER = r"[-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|nan|inf)"
 #: what is in front of it (rank, time) and what stands between (learning rate, ...) differs between versions.
@@ -65,6 +65,20 @@ class LossLog:
         return all(loss.text is None for loss in self.steps.values())
 
 
+@dataclass(frozen=True, slots=True)
+class LossDifference:
+    """One step with two losses."""
+
+    step: int
+    first: float
+    second: float
+
+    @property
+    def size(self) -> float:
+        """NaN if one loss is no number and the other is."""
+        return abs(self.first - self.second)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossComparison:
     """Two runs, over the steps that both logs have."""
@@ -74,21 +88,16 @@ class LossComparison:
     equal: int
     #: both logs are exact.
     exact: bool
-    #: (step, loss of the first, loss of the second).
-    first: tuple[int, float, float] | None
-    largest: tuple[int, float, float] | None
+    first_difference: LossDifference | None
+    largest_difference: LossDifference | None
     #: steps that one log has and the other has not.
     only_first: int
     only_second: int
 
-    @property
-    def largest_difference(self) -> float:
-        """0 where all are the same; NaN where one loss is no number and the other is."""
-        return 0.0 if self.largest is None else abs(self.largest[1] - self.largest[2])
-
     def holds(self, tolerance: float) -> bool:
         """Whether no step differs by more than ``tolerance``, and there is a step at all."""
-        return self.steps > 0 and self.largest_difference <= tolerance
+        largest = self.largest_difference
+        return self.steps > 0 and (largest is None or largest.size <= tolerance)
 
 
 def read_losses(path: str | Path) -> LossLog:
@@ -173,24 +182,24 @@ def compare_losses(first: LossLog, second: LossLog) -> LossComparison:
     """Compare two runs step by step. Where one log is printed, the other is rounded as it prints."""
     both = sorted(first.steps.keys() & second.steps.keys())
     equal = 0
-    earliest: tuple[int, float, float] | None = None
-    largest: tuple[int, float, float] | None = None
+    earliest: LossDifference | None = None
+    largest: LossDifference | None = None
     for step in both:
         one, other = _comparable(first.steps[step], second.steps[step])
         if one == other or (math.isnan(one) and math.isnan(other)):
             equal += 1
             continue
-        earliest = earliest or (step, one, other)
-        difference = abs(one - other)
+        difference = LossDifference(step, one, other)
+        earliest = earliest or difference
         # NaN against a number is the largest of differences, and stays it.
-        if largest is None or not difference <= abs(largest[1] - largest[2]):
-            largest = largest if largest is not None and math.isnan(largest[1] - largest[2]) else (step, one, other)
+        if largest is None or not (math.isnan(largest.size) or difference.size <= largest.size):
+            largest = difference
     return LossComparison(
         steps=len(both),
         equal=equal,
         exact=first.exact and second.exact,
-        first=earliest,
-        largest=largest,
+        first_difference=earliest,
+        largest_difference=largest,
         only_first=len(first.steps.keys() - second.steps.keys()),
         only_second=len(second.steps.keys() - first.steps.keys()),
     )

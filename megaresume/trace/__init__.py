@@ -5,9 +5,9 @@ replan.py          the stream of the past and of the future, from the nearest st
 trace.py           `Trace`: samples as arrays (`Piece`), piece by piece
 find.py            when a document was or will be seen
 shard_records.py   which record of which tar shard a document is
-documents.py       an image-text document as the model is shown it; decode.py, the text of segments
+documents.py       documents as the model is shown them: text, pictures
 images.py          the pictures of samples as files
-formats.py         pieces as text, JSON lines and CSV, by a compiled loop (kernels.py); parquet.py, as a Parquet file
+formats.py         pieces as text, JSON lines and CSV by a compiled loop (kernels.py), or as a Parquet file
 verify.py          every recorded point of a run, planned again
 rank_check.py      what the ranks wrote down against the stream
 content.py         hashes of what samples and documents hold

@@ -23,13 +23,13 @@ from megaresume.stream.skips import DocumentSkip
 from megaresume.stream.state import StreamState
 from megaresume.trace.trace import Trace, places
 
-__all__ = ["Found", "Occurrence", "Part", "as_json", "find", "parse_documents"]
+__all__ = ["Occurrence", "Seen", "Sought", "as_json", "find", "parse_documents"]
 
 Status = Literal["trained", "partly trained", "waiting", "left out", "to come", "not planned", "never"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class Seen:
     """A segment of the document; None where no record tells."""
 
     step: int | None
@@ -53,7 +53,7 @@ class Occurrence:
     #: an open bin. to come: planned ahead. left out: it lies in samples that are skipped, or is skipped by its number.
     #: not planned: further ahead than was asked for. never: the stream ends before it.
     status: Status
-    parts: list[Part] = field(default_factory=list)
+    parts: list[Seen] = field(default_factory=list)
     #: pieces of the source that come before it, and about which sample it comes with (not planned).
     pieces_ahead: int | None = None
     about_sample: int | None = None
@@ -62,8 +62,8 @@ class Occurrence:
 
 
 @dataclass(kw_only=True, slots=True)
-class Found:
-    """A document, and when it was or will be seen."""
+class Sought:
+    """A document that was looked for, and when it was or will be seen."""
 
     source: str
     document: int
@@ -76,7 +76,7 @@ class Found:
 class _Target:
     """What is looked for: a piece that was drawn, or what of a document is still to come in an epoch."""
 
-    found: Found
+    found: Sought
     occurrence: Occurrence
     #: number of the source.
     source: int
@@ -114,7 +114,7 @@ def find(
     epochs: int | None = None,
     until_sample: int | None = None,
     progress: Callable[[int], object] = lambda samples: None,
-) -> list[Found]:
+) -> list[Sought]:
     """Look for documents.
 
     Args:
@@ -128,7 +128,7 @@ def find(
         UsageError: an unknown source or document; or ``epochs`` of a source that is not drawn any more.
     """
     state = trace.history.state
-    result: list[Found] = []
+    result: list[Sought] = []
     past: list[tuple[Point | None, _Target]] = []
     listed: list[tuple[Point | None, _Target]] = []
     ahead: list[_Target] = []
@@ -137,7 +137,7 @@ def find(
         source = _checked(trace, name, document)
         order = orders[source]
         length = int(trace.replan.sources[source].lengths(np.array([document], np.int64))[0])
-        found = Found(source=name, document=document, tokens=length)
+        found = Sought(source=name, document=document, tokens=length)
         result.append(found)
         if not length:
             continue
@@ -213,7 +213,7 @@ def _positions(
             return  # the next one; how many more lie before a sample only planning tells
 
 
-def _pieces(order: SourceOrder, found: Found, occurrence: Occurrence, source: int) -> list[_Target]:
+def _pieces(order: SourceOrder, found: Sought, occurrence: Occurrence, source: int) -> list[_Target]:
     """The pieces of a document in one epoch."""
     pieces, left = [], found.tokens
     for position in occurrence.positions:
@@ -303,7 +303,7 @@ def _scan(
                         target.occurrence.status = "left out"
                     continue
                 sample = plan.first + int(np.searchsorted(plan.starts, k, side="right")) - 1
-                target.occurrence.parts.append(_part(trace, sample, int(at[k]), offset, length))
+                target.occurrence.parts.append(_seen(trace, sample, int(at[k]), offset, length))
             if not later and all(target.tokens <= 0 for target in targets):
                 return
     except StreamExhausted:
@@ -312,7 +312,7 @@ def _scan(
                 target.occurrence.status = "never"
 
 
-def _again(found: Found, source: int, epoch: int, position: int) -> _Target:
+def _again(found: Sought, source: int, epoch: int, position: int) -> _Target:
     """The same document in a later epoch."""
     occurrence = Occurrence(epoch=epoch, positions=[position], status="not planned")
     found.occurrences.append(occurrence)
@@ -320,9 +320,9 @@ def _again(found: Found, source: int, epoch: int, position: int) -> _Target:
     return _Target(found=found, occurrence=occurrence, source=source, position=None, tokens=found.tokens)
 
 
-def _part(trace: Trace, sample: int, place: int, offset: int, length: int) -> Part:
+def _seen(trace: Trace, sample: int, place: int, offset: int, length: int) -> Seen:
     step, rank, micro = trace.steps.place(sample)
-    return Part(step=step, sample=sample, rank=rank, micro_batch=micro, place=place, offset=offset, length=length)
+    return Seen(step=step, sample=sample, rank=rank, micro_batch=micro, place=place, offset=offset, length=length)
 
 
 def _check_ends(trace: Trace, targets: list[_Target]) -> None:
@@ -361,7 +361,7 @@ def _set_status(occurrence: Occurrence, tokens: int, state: StreamState) -> None
         occurrence.status = "to come"
 
 
-def as_json(trace: Trace, found: Found) -> dict[str, Any]:
+def as_json(trace: Trace, found: Sought) -> dict[str, Any]:
     """Plain JSON; with the step at which something comes about, where it was not planned."""
     data = asdict(found)
     for occurrence in data["occurrences"]:

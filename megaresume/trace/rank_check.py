@@ -30,11 +30,11 @@ class RankDifference:
     """What one rank wrote down and planning does not give."""
 
     step: int
-    #: the rank, in words.
-    who: str
+    #: in words.
+    rank: str
     field: Literal["samples", "order", "content"]
     recorded: str
-    found: str
+    planned: str
 
 
 @dataclass(kw_only=True, slots=True)
@@ -162,8 +162,10 @@ def _check(group: _Group, parts: list[Planned], contents: Contents | None, check
     read: dict[int, npt.NDArray[np.uint64]] = {}
     differences = []
 
-    def differ(line: RankStep, name: Literal["samples", "order", "content"], recorded: str, found: str) -> None:
-        differences.append(RankDifference(step=line.step, who=line.who, field=name, recorded=recorded, found=found))
+    def differ(line: RankStep, name: Literal["samples", "order", "content"], recorded: str, planned: str) -> None:
+        differences.append(
+            RankDifference(step=line.step, rank=line.who, field=name, recorded=recorded, planned=planned)
+        )
 
     for line in sorted(group.lines, key=lambda n: (-1 if n.dp_rank is None else n.dp_rank, n.rank or 0)):
         expected = line.samples if group.lost else _expected(line, low, high)

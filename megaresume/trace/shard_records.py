@@ -18,7 +18,7 @@ from megaresume.stream.errors import CorpusError
 if TYPE_CHECKING:
     from megaresume.sources.shards.source import ShardSource
 
-__all__ = ["Records", "image_words", "record_words", "shard_source"]
+__all__ = ["ShardRecords", "image_words", "record_words", "shard_source"]
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -33,7 +33,7 @@ def shard_source(source: object) -> tuple[ShardSource, int] | None:
     return (inner, int(getattr(source, "start", 0))) if isinstance(inner, ShardSource) else None
 
 
-class Records:
+class ShardRecords:
     """The records behind the documents of a run.
 
     Args:
@@ -110,7 +110,7 @@ class Records:
 
 
 def record_words(row: Mapping[str, Any]) -> str:
-    """What `Records` says of a document, for people: ``(pages-0.tar #3, images: 2 of 40 tokens)``."""
+    """What `ShardRecords` says of a document, for people: ``(pages-0.tar #3, images: 2 of 40 tokens)``."""
     if "shard" not in row:
         return ""
     place = f"{row['shard']} #{row['record']}"

@@ -17,7 +17,7 @@ from megaresume.stream.plan import Plan
 from megaresume.stream.ranges import trained
 from megaresume.stream.source import LengthSource
 from megaresume.trace.replan import Planned, Replan
-from megaresume.trace.shard_records import Records
+from megaresume.trace.shard_records import ShardRecords
 
 __all__ = ["ABSOLUTE", "RECORD_COLUMNS", "SAMPLE_COLUMNS", "SEGMENT_COLUMNS", "Piece", "Trace", "places"]
 
@@ -97,7 +97,7 @@ class Trace:
         self.history = run.history
         self.steps = Steps(self.history)
         self.replan = Replan(self.history, sources, self.steps.schedule, compare=compare)
-        self.records = Records(self.replan.sources)
+        self.records = ShardRecords(self.replan.sources)
 
     @property
     def names(self) -> list[str]:

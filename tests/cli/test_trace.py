@@ -18,7 +18,7 @@ from megaresume.cli.main import main
 from megaresume.loading.open import open_stream
 from megaresume.runs.run import Run
 from megaresume.sources import open_sources
-from megaresume.trace.decode import Decoder
+from megaresume.trace.documents import Decoder
 from megaresume.trace.trace import Trace
 from tests.cli.conftest import megaresume
 

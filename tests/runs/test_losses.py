@@ -93,7 +93,7 @@ def test_not_a_number(tmp_path: Path) -> None:
     one = read_losses(ours(tmp_path / "a", {1: 1.0, 2: float("nan"), 3: float("nan"), 4: 5.0}))
     other = read_losses(ours(tmp_path / "b", {1: 1.0, 2: float("nan"), 3: 7.0, 4: 9.0}))
     comparison = compare_losses(one, other)
-    assert (comparison.equal, comparison.first[0], comparison.largest[0]) == (2, 3, 3)
+    assert (comparison.equal, comparison.first_difference.step, comparison.largest_difference.step) == (2, 3, 3)
     assert not comparison.holds(1e9)
 
 

@@ -17,7 +17,7 @@ from megaresume.stream.errors import UsageError
 from megaresume.stream.pieces import LongDocuments
 from megaresume.stream.state import Fingerprint, SourceCursor
 from megaresume.stream.stream import Stream
-from megaresume.trace.find import Found, as_json, find, parse_documents
+from megaresume.trace.find import Sought, as_json, find, parse_documents
 from megaresume.trace.trace import Trace
 from tests.stream.orders import document_at, order_of
 from tests.trace.conftest import ToyRun, config
@@ -36,7 +36,7 @@ def everywhere(trace: Trace, stop: int) -> Parts:
     return parts
 
 
-def parts_of(found: list[Found]) -> Parts:
+def parts_of(found: list[Sought]) -> Parts:
     return {
         (f.source, f.document, o.epoch): [(p.sample, p.place, p.offset, p.length) for p in o.parts]
         for f in found

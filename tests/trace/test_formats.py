@@ -15,8 +15,7 @@ from megaresume.checkpoint.topology import Topology
 from megaresume.runs.run import Run
 from megaresume.runs.steps import UNKNOWN, Span
 from megaresume.stream.config import StreamConfig
-from megaresume.trace.formats import CSV_COLUMNS, Format, Writer, csv_rows, heading
-from megaresume.trace.parquet import write_parquet
+from megaresume.trace.formats import CSV_COLUMNS, Format, Writer, csv_rows, heading, write_parquet
 from megaresume.trace.trace import Piece, Trace, places
 from tests.trace.conftest import ToyRun, config, segments_of
 
