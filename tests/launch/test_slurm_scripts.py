@@ -179,7 +179,7 @@ def test_a_killed_rank_under_deepspeed(slurm: Cluster, directory: Path) -> None:
     run.until((run.path / "checkpoints" / "latest").exists, "a checkpoint")
     _rank(run, "1").send_signal(signal.SIGKILL)
     run.until_said(job, "queued again")
-    assert re.fullmatch(r"queued again: failed with status \d+, behind a new checkpoint", run.decisions(job)[-1])
+    assert re.fullmatch(r"queued again: failed with status \d+, after a new checkpoint", run.decisions(job)[-1])
     assert f"last lines of {run.path}/logs/{job}.0/" in (directory / f"killed-{job}.log").read_text()
     run.until(lambda: "repeated 0 skipped 0" in run.output(job, 1), "resumed")
     run.until_steps(1)
