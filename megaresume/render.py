@@ -9,13 +9,15 @@ from __future__ import annotations
 import html
 import io
 import re
+import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from megaresume.stream.errors import SetupError
 
-__all__ = ["COLOURS", "escape", "html_table", "page", "size", "svg", "text_table"]
+__all__ = ["COLOURS", "byte_bar", "escape", "html_table", "page", "page_head", "size", "svg", "text_table"]
 
 #: of lines in figures, in this order; told apart by the colour-blind too.
 COLOURS = ("#0b6e99", "#c2571a", "#2e7d4f", "#7b4ba8", "#8a6d00", "#b3356f", "#4a5568", "#009e8f")
@@ -35,6 +37,18 @@ details { margin-top: 1rem } summary { cursor: pointer; color: #56607a } .scroll
 """
 
 escape = html.escape
+
+
+@contextmanager
+def byte_bar(what: str, total: int | None = None, *, show: bool = True) -> Iterator[Callable[[int], object] | None]:
+    """A bar of bytes read, on a terminal alone; gives what is called with the bytes read since the last call."""
+    if not (show and sys.stderr.isatty()):
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(desc=what, total=total, unit="B", unit_scale=True, leave=False) as bar:
+        yield bar.update
 
 
 def size(num_bytes: float) -> str:
@@ -66,6 +80,19 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+def page_head(title: str, style: str = "") -> str:
+    """What a page begins with.
+
+    Args:
+        title: text, of the window.
+        style: further CSS.
+    """
+    return (
+        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>\n"
+        f"<title>{escape(title)}</title><style>{_STYLE}{style}</style>\n"
+    )
+
+
 def page(title: str, parts: Sequence[str]) -> str:
     """A whole page.
 
@@ -73,11 +100,7 @@ def page(title: str, parts: Sequence[str]) -> str:
         title: text, of the window; ``parts`` hold the heading.
         parts: HTML.
     """
-    head = [
-        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
-        f"<title>{escape(title)}</title><style>{_STYLE}</style>",
-    ]
-    return "\n".join([*head, *parts]) + "\n"
+    return page_head(title) + "\n".join(parts) + "\n"
 
 
 def html_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = False) -> str:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaresume.cli.latest import LAYOUT_NAMES
+from megaresume.render import byte_bar
 from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
@@ -77,20 +75,9 @@ def _checks(args: argparse.Namespace) -> list[Check]:
     for path in args.log:
         from megaresume.doctor.log import log_checks
 
-        with _progress(path) as progress:
+        with byte_bar(path.name, path.stat().st_size if path.is_file() else None) as progress:
             checks += log_checks(path, progress)
     return checks
-
-
-@contextmanager
-def _progress(path: Path) -> Iterator[Callable[[int], object] | None]:
-    if not sys.stderr.isatty() or not path.is_file():
-        yield None
-        return
-    from tqdm import tqdm
-
-    with tqdm(desc=path.name, total=path.stat().st_size, unit="B", unit_scale=True, leave=False) as bar:
-        yield bar.update
 
 
 def _text(checks: list[Check]) -> str:

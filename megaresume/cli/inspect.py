@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaresume.render import size, text_table
+from megaresume.render import byte_bar, size, text_table
 from megaresume.stream.errors import StateError, UsageError
 
 if TYPE_CHECKING:
@@ -51,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if args.last < 1:
         raise UsageError("--last must be at least 1", found=args.last)
     root, tag = split_root(args.dir)
-    with _progress(root, show=args.checksums and sys.stderr.isatty()) as progress:
+    with byte_bar(f"reading {root}", show=args.checksums) as progress:
         found = _look(Run(root, tag, checksums=args.checksums, progress=progress), args.last)
     print(json.dumps(_report(found, args.last)) if args.json else _text(found, args.last))
     return 0 if found.resumable else 1
@@ -143,17 +141,6 @@ def _look(run: Run, last: int) -> _Found:
         order_error=order_error,
         notes=notes,
     )
-
-
-@contextmanager
-def _progress(root: Path, *, show: bool) -> Iterator[Callable[[int], object] | None]:
-    if not show:
-        yield None
-        return
-    from tqdm import tqdm
-
-    with tqdm(desc=f"reading {root}", unit="B", unit_scale=True, leave=False) as bar:
-        yield bar.update
 
 
 # -- JSON

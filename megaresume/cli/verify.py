@@ -19,7 +19,7 @@ from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
     from megaresume.runs.losses import LossComparison, LossLog
-    from megaresume.runs.rank_steps import RankRecords
+    from megaresume.runs.rank_steps import RankSteps
     from megaresume.runs.run import Run
     from megaresume.stream.replay import Checked
     from megaresume.trace.rank_check import RankCheck
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace, run: Run) -> dict[str, Any]:
-    from megaresume.runs.rank_steps import read_rank_logs
+    from megaresume.runs.rank_steps import read_rank_steps
     from megaresume.stream.progress import progress
     from megaresume.trace.corpora import open_corpora
     from megaresume.trace.trace import Trace
@@ -87,7 +87,7 @@ def _verify(args: argparse.Namespace, run: Run) -> dict[str, Any]:
     sources = open_corpora(run.root, state, data=args.data, split=args.split, need_all=True)
     ranged = args.first is not None or args.last is not None
     problems = corpus_problems(sources, state, recompute=not ranged)
-    records = None if args.log_samples is None else read_rank_logs(args.log_samples)
+    records = None if args.log_samples is None else read_rank_steps(args.log_samples)
     checked: list[Checked] = []
     given_up: list[str] = []
     trace: Trace | None = None
@@ -112,24 +112,13 @@ def _verify(args: argparse.Namespace, run: Run) -> dict[str, Any]:
     return report
 
 
-def _check(trace: Trace, records: RankRecords, first: int, stop: int, *, content: bool) -> dict[str, Any]:
+def _check(trace: Trace, records: RankSteps, first: int, stop: int, *, content: bool) -> dict[str, Any]:
     """What the ranks wrote down of these steps, against the stream."""
     from megaresume.stream.progress import progress
-    from megaresume.trace.content import Contents
-    from megaresume.trace.rank_check import check_ranks, reach_of
-    from megaresume.trace.replan import Past
+    from megaresume.trace.rank_check import check_ranks
 
-    low, _ = reach_of(trace.steps, records, first, stop)
     with progress("checking what the ranks wrote", len(records.steps), "steps") as bar:
-        check = check_ranks(
-            Past(trace.replan, low),
-            trace.steps,
-            records,
-            first=first,
-            stop=stop,
-            contents=Contents(trace.names, trace.replan.sources) if content else None,
-            progress=bar.update,
-        )
+        check = check_ranks(trace, records, first=first, stop=stop, content=content, progress=bar.update)
     return _log_report(check, records)
 
 
@@ -181,7 +170,7 @@ def _report(root: Path, problems: list[str], points: Points, checked: list[Check
     return report
 
 
-def _log_report(check: RankCheck, records: RankRecords) -> dict[str, Any]:
+def _log_report(check: RankCheck, records: RankSteps) -> dict[str, Any]:
     counts = ("steps", "lines", "contents", "seen", "lost", "given_up")
     return {name: getattr(check, name) for name in counts} | {
         "holds": check.holds and not records.damaged,

@@ -19,7 +19,7 @@ from megaresume.runs.rank_log import VERSION, ranges_of
 from megaresume.stream.batches import micro_batches
 from megaresume.stream.errors import UsageError
 
-__all__ = ["RankRecords", "RankStep", "read_rank_logs"]
+__all__ = ["RankStep", "RankSteps", "read_rank_steps", "samples_of_rank"]
 
 _NAME = re.compile(r"rank_\d+(_chunk_\d+)?\.jsonl")
 
@@ -54,7 +54,7 @@ class RankStep:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankRecords:
+class RankSteps:
     """The log of a run, over all of its launches."""
 
     #: by step: its lines on the path to the present.
@@ -71,7 +71,7 @@ class RankRecords:
     gaps: tuple[int, ...] = ()
 
 
-def read_rank_logs(path: str | Path) -> RankRecords:
+def read_rank_steps(path: str | Path) -> RankSteps:
     """Read a directory of ranks' files, or the one file of the reference pretraining program.
 
     Raises:
@@ -116,7 +116,7 @@ def read_rank_logs(path: str | Path) -> RankRecords:
             cause="the run ended before its first step, or this is another directory",
             action="give what --megaresume-log-samples (log_samples) named",
         )
-    return RankRecords(
+    return RankSteps(
         steps={step: tuple(lines) for step, lines in sorted(steps.items())},
         lost=tuple(lost),
         problems=tuple(text for _, text in sorted(problems, key=lambda p: not p[0])),
@@ -201,6 +201,15 @@ def _read_gathered(path: Path, launches: dict[tuple[int, int], _Launch], problem
             launch.lines += _gathered(record)
 
 
+def samples_of_rank(
+    first: int, stop: int, *, micro_batch_size: int, dp_rank: int, dp: int
+) -> tuple[tuple[int, int], ...]:
+    """The samples that a data-parallel rank gets of a step's ``first .. stop``, as [first, stop) ranges."""
+    mine = micro_batches(first, stop - first, micro_batch_size=micro_batch_size, dp_rank=dp_rank, dp_size=dp)
+    ranges = ranges_of(np.concatenate([np.arange(r.start, r.stop) for r in mine]))
+    return tuple((a, b) for a, b in ranges)
+
+
 def _gathered(record: dict[str, Any]) -> Iterable[RankStep]:
     first, stop = record["samples"]
     step, dp, micro = int(record["step"]), int(record.get("dp", 1)), int(record.get("micro_batch_size") or 1)
@@ -218,15 +227,13 @@ def _gathered(record: dict[str, Any]) -> Iterable[RankStep]:
         )
     ranks: Sequence[Any] = record.get("ranks") or ()
     for rank, (order, content) in enumerate(ranks):
-        mine = micro_batches(first, stop - first, micro_batch_size=micro, dp_rank=rank, dp_size=dp)
-        samples = ranges_of(np.concatenate([np.arange(r.start, r.stop) for r in mine]))
         yield RankStep(
             step=step,
             rank=None,
             dp_rank=rank,
             dp=dp,
             micro_batch_size=micro,
-            samples=tuple((a, b) for a, b in samples),
+            samples=samples_of_rank(first, stop, micro_batch_size=micro, dp_rank=rank, dp=dp),
             order=str(order),
             content=str(content),
         )

@@ -11,7 +11,6 @@ files is one that its own list names.
 
 from __future__ import annotations
 
-import html
 import json
 import os
 import re
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megaresume.encoding.multimodal.types import Key
+from megaresume.render import escape, page_head
 from megaresume.sources.base import DocumentSource, is_document_source
 from megaresume.stream.errors import CheckpointError, UsageError
 from megaresume.trace.documents import Shown, of_stage, show
@@ -33,8 +33,7 @@ FORMAT, VERSION = "megaresume.images", 1
 LIST, PAGE = "images.jsonl", "index.html"
 
 _STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; margin: 2em; max-width: 75em }
-article { border-top: 1px solid #ccc; padding: .7em 0 } h2 { font-size: 15px; margin: 0 } p { margin: .3em 0 }
+article { border-top: 1px solid #ccc; padding: .7em 0 } h2 { font-size: 15px; margin: 0 }
 p.text { white-space: pre-wrap } figure { display: inline-block; margin: .3em .8em .3em 0; vertical-align: top }
 img { max-width: 20em; max-height: 20em; border: 1px solid #ddd } figcaption, small { color: #555 }
 .fault { color: #b00 }
@@ -177,10 +176,7 @@ class _Writer:
         head = {"format": FORMAT, "version": VERSION, "samples": [first, stop], "augmented": self._augmented}
         self._list.write(json.dumps(head) + "\n")
         title = f"Images of samples {first} to {stop - 1}"
-        self._page.write(
-            f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>'
-            f"<style>{_STYLE}</style>\n<h1>{title}</h1>\n"
-        )
+        self._page.write(page_head(title, _STYLE) + f"<h1>{title}</h1>\n")
 
     def end(self) -> None:
         done = self.done
@@ -257,20 +253,18 @@ def _article(line: Mapping[str, Any]) -> str:
     words = [f"{name} {value}" for name, value in where if value is not None]
     title = f"{line['source']}:{line['document']} epoch {line['epoch']}, {line['length']} tokens"
     record = f"{line['shard']} #{line['record']}" + (f" '{line['key']}'" if line["key"] is not None else "")
-    parts = [f"<article><h2>{_safe(title)}</h2><p>{_safe(', '.join(words))} <small>{_safe(record)}</small></p>"]
+    parts = [f"<article><h2>{escape(title)}</h2><p>{escape(', '.join(words))} <small>{escape(record)}</small></p>"]
     if line["fault"] is not None:
-        parts.append(f'<p class="fault">{_safe(line["fault"]["policy"])}: {_safe(line["fault"]["reason"])}</p>')
+        parts.append(f'<p class="fault">{escape(line["fault"]["policy"])}: {escape(line["fault"]["reason"])}</p>')
     for image in line["images"]:
         size = "size unknown" if image["width"] is None else f"{image['width']}x{image['height']}"
         caption = f"{image['member']} {size}, " + (
             f"{image['tokens']} tokens at {image['place']}" if image["shown"] else "not shown to the model"
         )
         files = [file for file in (image["file"], image.get("augmented")) if file]
-        tags = "".join(f'<a href="{_safe(file)}"><img loading="lazy" src="{_safe(file)}" alt=""></a>' for file in files)
-        parts.append(f"<figure>{tags}<figcaption>{_safe(caption)}</figcaption></figure>")
-    parts.append(f'<p class="text">{_safe(line.get("text", ""))}</p></article>\n')
+        tags = "".join(
+            f'<a href="{escape(file)}"><img loading="lazy" src="{escape(file)}" alt=""></a>' for file in files
+        )
+        parts.append(f"<figure>{tags}<figcaption>{escape(caption)}</figcaption></figure>")
+    parts.append(f'<p class="text">{escape(line.get("text", ""))}</p></article>\n')
     return "".join(parts)
-
-
-def _safe(text: str) -> str:
-    return html.escape(text)

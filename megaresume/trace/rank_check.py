@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megaresume.runs.rank_log import hash_samples
-from megaresume.runs.rank_steps import RankRecords, RankStep
+from megaresume.runs.rank_steps import RankStep, RankSteps, samples_of_rank
 from megaresume.runs.steps import Steps
-from megaresume.stream.batches import micro_batches
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 from megaresume.trace.content import Contents
 from megaresume.trace.replan import Past, Planned
+from megaresume.trace.trace import Trace
 
-__all__ = ["RankCheck", "RankDifference", "check_ranks", "reach_of"]
+__all__ = ["RankCheck", "RankDifference", "check_ranks"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,28 +75,28 @@ class _Group:
 
 
 def check_ranks(
-    past: Past,
-    steps: Steps,
-    records: RankRecords,
+    trace: Trace,
+    records: RankSteps,
     *,
     first: int,
     stop: int,
-    contents: Contents | None = None,
+    content: bool = False,
     progress: Callable[[int], object] = lambda steps: None,
 ) -> RankCheck:
     """Check every line of the steps ``first .. stop``.
 
     Args:
-        past: planned from at or before the first of them.
-        steps: of the run: which samples a step trains.
+        trace: the run, without comparing.
         records: what the ranks wrote.
         first, stop: numbers of steps, from 1.
-        contents: reads the corpora; None: only what was drawn is compared.
+        content: read the corpora as well; else only what was drawn is compared.
         progress: called with the steps checked since the last call.
     """
     check = RankCheck()
-    groups = _groups(steps, records, first, stop)
-    for group in sorted(groups, key=lambda g: (g.samples[0], g.step)):
+    contents = Contents(trace.names, trace.replan.sources) if content else None
+    groups = sorted(_groups(trace.steps, records, first, stop), key=lambda g: (g.samples[0], g.step))
+    past = Past(trace.replan, groups[0].samples[0] if groups else 0)
+    for group in groups:
         try:
             parts = past.blocks(*group.samples)
             differences = _check(group, parts, contents, check)
@@ -122,13 +122,7 @@ def check_ranks(
     return check
 
 
-def reach_of(steps: Steps, records: RankRecords, first: int, stop: int) -> tuple[int, int]:
-    """[first, stop) samples that `check_ranks` will ask for."""
-    samples = [group.samples for group in _groups(steps, records, first, stop)]
-    return min((a for a, _ in samples), default=0), max((b for _, b in samples), default=0)
-
-
-def _groups(steps: Steps, records: RankRecords, first: int, stop: int) -> list[_Group]:
+def _groups(steps: Steps, records: RankSteps, first: int, stop: int) -> list[_Group]:
     groups = []
     for step, lines in records.steps.items():
         if first <= step < stop:
@@ -195,15 +189,7 @@ def _expected(line: RankStep, first: int, stop: int) -> tuple[tuple[int, int], .
         return ((first, stop),)
     if (stop - first) % (line.dp * line.micro_batch_size):
         return ()
-    ranges: list[tuple[int, int]] = []
-    for part in micro_batches(
-        first, stop - first, micro_batch_size=line.micro_batch_size, dp_rank=line.dp_rank, dp_size=line.dp
-    ):
-        if ranges and ranges[-1][1] == part.start:
-            ranges[-1] = ranges[-1][0], part.stop
-        else:
-            ranges.append((part.start, part.stop))
-    return tuple(ranges)
+    return samples_of_rank(first, stop, micro_batch_size=line.micro_batch_size, dp_rank=line.dp_rank, dp=line.dp)
 
 
 def _words(ranges: Sequence[tuple[int, int]]) -> str:
