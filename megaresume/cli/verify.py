@@ -104,7 +104,8 @@ def _verify(args: argparse.Namespace, run: Run) -> dict[str, Any]:
     report = _report(args.dir, problems, points, checked) | {"given_up": given_up}
     if trace is not None and not problems:
         if records is not None:
-            steps = (args.first or 0) + 1, max(records.steps) + 1 if args.last is None else args.last + 1
+            newest = max(*records.steps, run.history.newest.iteration)
+            steps = (args.first or 0) + 1, (newest if args.last is None else args.last) + 1
             report["log"] = _check(trace, records, *steps, content=args.content)
             report["holds"] = report["holds"] and report["log"]["holds"]
         elif args.content:
@@ -175,6 +176,8 @@ def _log_report(check: RankCheck, records: RankSteps) -> dict[str, Any]:
     return {name: getattr(check, name) for name in counts} | {
         "holds": check.holds and not records.damaged,
         "missing": [{"step": step, "ranks": list(ranks)} for step, ranks in check.missing],
+        "unlogged": [list(steps) for steps in check.unlogged],
+        "unseen": check.unseen and {"step": check.unseen[0], "rank": check.unseen[1]},
         "unreadable": list(records.problems),
         "different_steps": len({d.step for d in check.differences}),
         "first_difference": asdict(check.differences[0]) if check.differences else None,
@@ -222,11 +225,18 @@ def _log_text(log: dict[str, Any]) -> list[str]:
     lines = [f"  log        {log['steps']} steps: {log['lines']} lines of ranks are as planned{content}"]
     if log["seen"]:
         lines.append(f"  log        {log['seen']} of them say what the model was given, not only what was handed out")
+        if log["unseen"]:
+            step, rank = log["unseen"]["step"], log["unseen"]["rank"]
+            lines.append(
+                f"  log        the first that does not: step {step}, {rank}; its forward had other tokens, or none"
+            )
     if log["lost"]:
         lines.append(f"  log        {log['lost']} lines of steps that were lost and done again are as planned, too")
     if log["given_up"]:
         lines.append(f"  given up   {log['given_up']} lines of the log: another branch of the run")
     lines += [f"  NOT READ   {problem}" for problem in log["unreadable"]]
+    for first, stop in log["unlogged"]:
+        lines.append(f"  NO LINES   steps {first} to {stop - 1}: that launch wrote down nothing of what it trained")
     for entry in log["missing"][:5]:
         who = f"data-parallel rank {entry['ranks']}" if entry["ranks"] else "any rank"
         lines.append(f"  MISSING    step {entry['step']}: no line of {who}")

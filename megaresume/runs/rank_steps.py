@@ -168,6 +168,8 @@ def _read_file(path: Path, launches: dict[tuple[int, int], _Launch], problems: l
                     seen=bool(fields["seen"]),
                 )
             )
+        else:
+            problems.append((True, f"{path.name} line {number} is of a step, and no start is before it"))
 
 
 def _check_version(path: Path, fields: dict[str, Any]) -> None:

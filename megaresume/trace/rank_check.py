@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from megaresume.checkpoint.ledger import LedgerEntry
 from megaresume.runs.rank_log import hash_samples
 from megaresume.runs.rank_steps import RankStep, RankSteps, samples_of_rank
 from megaresume.runs.steps import Steps
@@ -54,6 +55,10 @@ class RankCheck:
     given_up: int = 0
     #: (step, data-parallel ranks without a line); no rank is named where none has one.
     missing: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    #: [first, stop) steps of launches of which no rank wrote down anything.
+    unlogged: list[tuple[int, int]] = field(default_factory=list)
+    #: the first line that agrees without saying what the model was given: step, rank in words; None: there is none.
+    unseen: tuple[int, str] | None = None
     #: why it could not be checked to its end.
     error: MegaresumeError | None = None
 
@@ -96,6 +101,8 @@ def check_ranks(
     contents = Contents(trace.names, trace.replan.sources) if content else None
     groups = sorted(_groups(trace.steps, records, first, stop), key=lambda g: (g.samples[0], g.step))
     past = Past(trace.replan, groups[0].samples[0] if groups else 0)
+    kept = _kept(trace.steps.history.run.ledger.entries)
+    saved = {step for launch in kept for step in launch}
     for group in groups:
         try:
             parts = past.blocks(*group.samples)
@@ -112,14 +119,34 @@ def check_ranks(
         if not differences:
             check.lines += len(group.lines)
             check.seen += sum(line.seen for line in group.lines)
+            unseen = [(line.step, line.who) for line in group.lines if not line.seen]
+            check.unseen = min([*unseen, *([check.unseen] if check.unseen else [])], default=None)
         lacking = _lacking(group.lines)
-        if lacking and group.step not in records.last_steps:
+        if lacking and (group.step in saved or group.step not in records.last_steps):
             check.missing.append((group.step, lacking))
         progress(1)
     check.differences.sort(key=lambda d: d.step)
-    check.missing += [(step, ()) for step in records.gaps if first <= step < stop]
+    gaps = set(records.gaps)
+    for launch in kept:
+        if written := [step for step in launch if step in records.steps]:
+            gaps.update(set(launch) - set(written))
+        elif inside := range(max(launch.start, first), min(launch.stop, stop)):
+            check.unlogged.append((inside.start, inside.stop))
+    check.missing += [(step, ()) for step in gaps if first <= step < stop]
     check.missing.sort()
     return check
+
+
+def _kept(entries: Sequence[LedgerEntry]) -> list[range]:
+    """The steps of each launch that are in a checkpoint on the path to the present. Their lines were written before."""
+    kept: list[range] = []
+    for entry in entries:
+        after = entry.iteration + 1
+        if entry.kind == "start":
+            kept = [*(range(launch.start, min(launch.stop, after)) for launch in kept), range(after, after)]
+        elif kept:
+            kept[-1] = range(kept[-1].start, max(kept[-1].stop, after))
+    return [launch for launch in kept if launch]
 
 
 def _groups(steps: Steps, records: RankSteps, first: int, stop: int) -> list[_Group]:

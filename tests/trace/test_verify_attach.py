@@ -102,6 +102,31 @@ def test_lines_that_lack_or_are_damaged(root: Path, capsys: pytest.CaptureFixtur
     assert not found["holds"] and "rank_00001.jsonl" in found["log"]["unreadable"][0]
 
 
+def test_the_last_lines_before_a_checkpoint_are_cut_off(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A step that is in a checkpoint was written down before: only after it may a kill have come between."""
+    paths = [root / "logs" / f"rank_0000{rank}.jsonl" for rank in (0, 1)]
+    for number, path in enumerate(reversed(paths)):
+        path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-2]))
+        found = verify(capsys, root / "save", "--log-samples", root / "logs")
+        assert not found["holds"] and found["log"]["missing"] == [{"step": 6, "ranks": [[1], []][number]}]
+
+
+def test_a_launch_that_wrote_nothing_down(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (root / "logs").iterdir():
+        lines = path.read_bytes().splitlines(keepends=True)
+        starts = [number for number, line in enumerate(lines) if b'"event": "start"' in line]
+        path.write_bytes(b"".join(lines[starts[-1] :]))
+    found = verify(capsys, root / "save", "--log-samples", root / "logs")
+    assert found["holds"] and found["log"]["unlogged"] == [[1, 3]]
+
+
+def test_lines_without_their_start(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = root / "logs" / "rank_00001.jsonl"
+    path.write_bytes(path.read_bytes().split(b"\n", 1)[1])
+    found = verify(capsys, root / "save", "--log-samples", root / "logs")
+    assert not found["holds"] and "line 1 is of a step, and no start is before it" in found["log"]["unreadable"][0]
+
+
 def test_bad_input(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(made / "save"), "--log-samples", str(tmp_path)]) == 2
     assert "holds no steps" in capsys.readouterr().err
