@@ -8,7 +8,7 @@ from benchmarks.corpora import document_lengths, write_corpus
 from benchmarks.setup import Setup
 from benchmarks.table import Row
 from benchmarks.timing import median, wall
-from megaresume.sources.indexed import IndexedSource
+from megaresume.corpora.indexed import IndexedSource
 
 __all__ = ["rows"]
 

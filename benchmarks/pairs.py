@@ -20,11 +20,11 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.timing import cpu
-from megaresume.encoding.multimodal.encoder import ImageTextEncoder
-from megaresume.encoding.multimodal.prepare import prepare_shards
-from megaresume.encoding.multimodal.types import Key, Record
+from megaresume.corpora.image_text import Key, Record
+from megaresume.images.encoder import ImageTextEncoder
 from megaresume.loading.loader import StreamLoader
 from megaresume.loading.open import open_stream
+from megaresume.shards.prepare import prepare_shards
 from megaresume.stream.batches import BatchSchedule
 
 __all__ = ["SEQ_LENGTH", "Shards"]

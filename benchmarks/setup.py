@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.corpora import write_corpora
 from benchmarks.lengths import write_lengths
-from megaresume.sources.indexed import IndexedSource
+from megaresume.corpora.indexed import IndexedSource
 
 __all__ = ["FULL", "QUICK", "Setup", "Sizes"]
 

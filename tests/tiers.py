@@ -55,9 +55,11 @@ def _words() -> str:
 
 
 def _hook(event: str, args: tuple[Any, ...]) -> None:
-    what = args[1] if event == "subprocess.Popen" else args
-    if event in EVENTS and what[0] != "fc-list":
-        _note(event, what)
+    if event == "subprocess.Popen":
+        if args[1][0] != "fc-list":
+            _note(event, args[1])
+    elif event in EVENTS:
+        _note(event, args)
 
 
 def _watch() -> None:

@@ -97,10 +97,10 @@ def run(args: argparse.Namespace) -> int:
     """Exit status 0 when the corpus is complete.
 
     Raises:
-        MegaresumeError: see `megaresume.encoding.prepare.prepare`.
+        MegaresumeError: see `megaresume.corpora.prepare.corpus.prepare`.
     """
-    from megaresume.encoding.documents import TextOptions
-    from megaresume.encoding.prepare import PrepareOptions, prepare
+    from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
+    from megaresume.corpora.prepare.documents import TextOptions
     from megaresume.stream.errors import UsageError
 
     if wants_shards(args, args.parser):

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
-    from megaresume.encoding.multimodal.encoder import ImageTextEncoder
-    from megaresume.encoding.multimodal.prepare import ShardSummary
+    from megaresume.images.encoder import ImageTextEncoder
+    from megaresume.shards.prepare import ShardSummary
 
 __all__ = ["add_shard_arguments", "run_shards", "wants_shards"]
 
@@ -54,9 +54,9 @@ def wants_shards(args: argparse.Namespace, parser: argparse.ArgumentParser) -> b
     Raises:
         UsageError: shards beside text, or a flag that does not hold for the inputs.
     """
-    from megaresume.sources.shards.metadataset import is_metadataset
-    from megaresume.sources.shards.paths import is_shards
-    from megaresume.sources.shards.remote import is_url
+    from megaresume.shards.paths import is_shards
+    from megaresume.shards.remote import is_url
+    from megaresume.sources.metadataset import is_metadataset
 
     kinds = [is_shards(path) or is_metadataset(path) or is_url(path) for path in args.inputs]
     if any(kinds) and not all(kinds):
@@ -83,10 +83,10 @@ def run_shards(args: argparse.Namespace) -> int:
     """Exit status 0 when the index is complete.
 
     Raises:
-        MegaresumeError: see `megaresume.encoding.multimodal.prepare.prepare_shards`.
+        MegaresumeError: see `megaresume.shards.prepare.prepare_shards`.
     """
-    from megaresume.encoding.multimodal.prepare import prepare_shards
-    from megaresume.sources.shards.metadataset import index_files, is_metadataset
+    from megaresume.shards.prepare import prepare_shards
+    from megaresume.sources.metadataset import index_files, is_metadataset
 
     encoder = _encoder(args)
     jobs: list[tuple[list[str], str | Path]] = [(args.inputs, args.output)]
@@ -118,7 +118,7 @@ def run_shards(args: argparse.Namespace) -> int:
 
 
 def _encoder(args: argparse.Namespace) -> ImageTextEncoder:
-    from megaresume.encoding.multimodal.encoder import ImageTextEncoder
+    from megaresume.images.encoder import ImageTextEncoder
     from megaresume.sources.catalog import read_data_config
 
     flags = {
@@ -157,7 +157,7 @@ def _yaml(text: str | None, flag: str) -> Any:
         return None
     import yaml
 
-    from megaresume.sources.yaml_text import parse_yaml
+    from megaresume.corpora.yaml_text import parse_yaml
 
     try:
         return parse_yaml(text)

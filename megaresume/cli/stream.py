@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaresume.sources.layout import bin_path, idx_path, prefix_of
+from megaresume.corpora.layout import bin_path, idx_path, prefix_of
 from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
-    from megaresume.sources.base import Source
+    from megaresume.corpora.base import Source
     from megaresume.trace.find import Occurrence, Sought
     from megaresume.trace.formats import Format
     from megaresume.trace.trace import Piece, Trace
@@ -192,7 +192,7 @@ def _decoded(
     args: argparse.Namespace, trace: Trace, sources: Mapping[str, Source], form: Format
 ) -> Callable[[Piece], Iterable[str]]:
     """Writes pieces with the text of their segments, or with their records."""
-    from megaresume.encoding.tokenizers import load_tokenizer
+    from megaresume.corpora.prepare.tokenizers import load_tokenizer
     from megaresume.trace.documents import Decoder
     from megaresume.trace.formats import csv_rows
     from megaresume.trace.shard_records import image_words

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megaresume.checkpoint.data_file import data_path
+from megaresume.corpora.base import Source
 from megaresume.dryrun.findings import Findings
 from megaresume.dryrun.flags import Flags
 from megaresume.integrations.megatron.launch import check_stages
 from megaresume.sources import open_sources, read_data_config
-from megaresume.sources.base import Source
 from megaresume.stream.aliases import resolved
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.changes import Reconciled, changes_since, reconcile

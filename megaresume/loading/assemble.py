@@ -9,9 +9,9 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from megaresume.corpora.base import Source, TokenSource, is_document_source
 from megaresume.loading.documents import DocumentReader, Images
 from megaresume.loading.kernels import copy_segments, finish_rows, lay_out
-from megaresume.sources.base import Source, TokenSource, is_document_source
 from megaresume.stream.errors import UsageError
 from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET
 from megaresume.stream.plan import Plan

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.utils.data
 
-from megaresume.encoding.multimodal.room import Room
+from megaresume.images.room import Room
 from megaresume.loading.assemble import Arrays, Assembler
 from megaresume.loading.documents import DocumentReader, FaultEntry, Images
 from megaresume.stream.plan import Plan

@@ -14,9 +14,9 @@ from typing import Any, cast
 import torch.utils.data
 from numba.core.compiler_lock import global_compiler_lock
 
+from megaresume.corpora.base import Source
 from megaresume.loading.assemble import Assembler
 from megaresume.loading.batch import Batch, make_batch
-from megaresume.sources.base import Source
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.plan import Plan, concatenate
 from megaresume.stream.stream import Stream

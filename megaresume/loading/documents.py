@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.encoding.multimodal.room import Room
-from megaresume.encoding.multimodal.types import EncodedDocument, Key
-from megaresume.sources.base import DocumentSource
+from megaresume.corpora.base import DocumentSource
+from megaresume.corpora.image_text import EncodedDocument, Key
+from megaresume.images.room import Room
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.kernel import LENGTH, SOURCE
 

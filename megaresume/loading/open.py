@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megaresume.corpora.split import Part
 from megaresume.sources import open_sources, read_data_config, sources_from_data_path
 from megaresume.sources.catalog import located
-from megaresume.sources.shards.metadataset import expand_metadatasets
-from megaresume.sources.split import Part
+from megaresume.sources.metadataset import expand_metadatasets
 from megaresume.stream.config import OnChange, StreamConfig
 from megaresume.stream.skips import with_skip_files
 from megaresume.stream.state import StreamState

@@ -17,12 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from megaresume.corpora.base import Source
+from megaresume.corpora.split import PARTS, Part
 from megaresume.sources import open_sources, sources_from_data_path
-from megaresume.sources.base import Source
 from megaresume.sources.catalog import read_data_config, read_validation
+from megaresume.sources.metadataset import expand_metadatasets
 from megaresume.sources.overlap import check_no_overlap, check_not_seen
-from megaresume.sources.shards.metadataset import expand_metadatasets
-from megaresume.sources.split import PARTS, Part
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.state import StreamState

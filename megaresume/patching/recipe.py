@@ -12,8 +12,8 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from megaresume.corpora.yaml_text import UniqueKeyLoader, load_yaml, parse_yaml
 from megaresume.shipped import shipped_dir
-from megaresume.sources.yaml_text import UniqueKeyLoader, load_yaml, parse_yaml
 from megaresume.stream.errors import ConfigError, UsageError
 
 __all__ = ["Called", "Matches", "Recipe", "Wrap", "find_recipe", "parse_recipe", "recipe_dir", "shipped_recipes"]

@@ -4,7 +4,7 @@
     megatron    path (prefix, with or without .bin or .idx; relative to the data config); the default
     python      factory ("package.module:callable"), kwargs (mapping); or an object passed by name
 webdataset  index (``.shards.idx``), path (tar shards, where they are not where the index says), on_fault, too_long,
-            max_tokens, augment, encoder: see `megaresume.sources.shards`
+            max_tokens, augment, encoder: see `megaresume.shards`
 energon     path (a directory with .nv-meta), index, split_part, and as webdataset; it has a split of its own
 
 Every kind takes ``split`` ("969,30,1"). Further kinds: `register_kind`.
@@ -21,11 +21,11 @@ from typing import Any
 
 import yaml
 
-from megaresume.sources.base import Source
-from megaresume.sources.indexed import IndexedSource
-from megaresume.sources.python import as_source
-from megaresume.sources.split import PARTS, Part, range_of, split_part
-from megaresume.sources.yaml_text import UniqueKeyLoader, parse_yaml
+from megaresume.corpora.base import Source
+from megaresume.corpora.indexed import IndexedSource
+from megaresume.corpora.python import as_source
+from megaresume.corpora.split import PARTS, Part, range_of, split_part
+from megaresume.corpora.yaml_text import UniqueKeyLoader, parse_yaml
 from megaresume.stream.errors import ConfigError, NoFileError
 
 __all__ = ["open_sources", "read_data_config", "register_kind"]
@@ -119,7 +119,7 @@ def read_data_config(path: str | Path, *, part: Part = "train") -> tuple[dict[st
     data, text = _read(path)
     data.pop("validation", None)
     if "energon" in text:
-        from megaresume.sources.shards.metadataset import expand_metadatasets
+        from megaresume.sources.metadataset import expand_metadatasets
 
         data = expand_metadatasets(data, path.parent, part)
     return data, path.parent
@@ -278,13 +278,13 @@ def _did_you_mean(word: str, known: Iterable[str]) -> str | None:
 
 
 def _open_webdataset(options: Mapping[str, Any], name: str, base_dir: Path) -> object:
-    from megaresume.sources.shards.open import open_webdataset
+    from megaresume.sources.shards import open_webdataset
 
     return open_webdataset(options, name, base_dir)
 
 
 def _open_energon(options: Mapping[str, Any], name: str, base_dir: Path) -> object:
-    from megaresume.sources.shards.open import open_energon
+    from megaresume.sources.shards import open_energon
 
     return open_energon(options, name, base_dir)
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
-from megaresume.sources.indexed import IndexedSource
-from megaresume.sources.layout import prefix_of
-from megaresume.sources.split import Part, split_part
+from megaresume.corpora.indexed import IndexedSource
+from megaresume.corpora.layout import prefix_of
+from megaresume.corpora.split import Part, split_part
 from megaresume.stream.errors import ConfigError
 
 __all__ = ["source_names", "sources_from_data_path"]

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from megaresume.sources.base import Source
-from megaresume.sources.indexed import IndexedSource
-from megaresume.sources.python import PythonSource
-from megaresume.sources.split import RangeSource, range_of
+from megaresume.corpora.base import Source
+from megaresume.corpora.indexed import IndexedSource
+from megaresume.corpora.python import PythonSource
+from megaresume.corpora.split import RangeSource, range_of
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.state import Fingerprint
 
@@ -51,7 +51,7 @@ def extent_of(source: object) -> Extent:
         return Extent(corpus=frozenset([_file(path)]), name=str(source.prefix), start=start, stop=stop)
     index = getattr(source, "index", None)
     if index is not None and hasattr(index, "shards"):
-        from megaresume.sources.shards.paths import resolved
+        from megaresume.shards.paths import resolved
 
         shards = [resolved(shard.path, index.path) for shard in index.shards]
         corpus = frozenset(s if "://" in s else _file(Path(s)) for s in shards)

@@ -336,7 +336,7 @@ def _augment(entry: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], .
     # A state does not say of which kind a source is; another kind may mean something else by the word.
     if entry.get("augment") is None or entry.get("kind", IMAGE_KINDS[0]) not in IMAGE_KINDS:
         return ()
-    from megaresume.encoding.multimodal.augment import augmentation_from_options, augmentation_options
+    from megaresume.images.augment import augmentation_from_options, augmentation_options
 
     return tuple(augmentation_options(augmentation_from_options(entry["augment"], where)))
 

@@ -233,7 +233,9 @@ def _check_sources(state: StreamState, config: StreamConfig, orders: Orders) -> 
 
 def _most_later(order: SourceOrder) -> int:
     """Pieces of an epoch that are not the first of their documents, at most."""
-    return max((order.lists.num_pieces(era.documents, era.piece) - era.documents for era in order.eras), default=0)
+    # An era that began in the middle of an epoch holds only what was left of it.
+    whole = (order.lists.num_pieces(e.documents, e.piece) if e.rest else e.pieces for e in order.eras)
+    return max((pieces - e.documents for pieces, e in zip(whole, order.eras, strict=True)), default=0)
 
 
 def _contradiction(found: str, expected: str) -> StateError:

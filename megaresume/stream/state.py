@@ -56,7 +56,7 @@ class Fingerprint:
     lengths: str
     #: fingerprint of the tokenizer that made the corpus, if known; of image-text data, of its whole encoder.
     tokenizer: str | None = None
-    #: xxh3_64 of tokens at fixed places (`megaresume.sources.contents`), or of the hashes of all records of shards;
+    #: xxh3_64 of tokens at fixed places (`megaresume.corpora.contents`), or of the hashes of all records of shards;
     #: None: not known, of a source that has lengths only.
     contents: str | None = None
 

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from megaresume.corpora.base import Source
 from megaresume.loading.assemble import Arrays, Assembler
 from megaresume.loading.documents import Images
 from megaresume.runs.rank_log import hash_rows
-from megaresume.sources.base import Source
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.trace.documents import of_stage

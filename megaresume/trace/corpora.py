@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from megaresume.checkpoint.data_file import data_path
+from megaresume.corpora.base import Source
+from megaresume.corpora.split import range_of
 from megaresume.sources import open_sources, read_data_config
-from megaresume.sources.base import Source
-from megaresume.sources.split import range_of
 from megaresume.stream.aliases import resolved
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import ConfigError, UsageError

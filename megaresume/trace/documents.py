@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megaresume.encoding.multimodal.types import EncodedDocument, Key, Record
-from megaresume.encoding.tokenizers import ByteTokenizer, Tokenizer
-from megaresume.sources.base import DocumentSource, Source, is_document_source
+from megaresume.corpora.base import DocumentSource, Source, is_document_source
+from megaresume.corpora.image_text import EncodedDocument, Key, Record
+from megaresume.corpora.prepare.tokenizers import ByteTokenizer, Tokenizer
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import CorpusError, UsageError
 from megaresume.trace.shard_records import shard_source
@@ -19,7 +19,7 @@ from megaresume.trace.shard_records import shard_source
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from megaresume.encoding.multimodal.encoder import ImageTextEncoder
+    from megaresume.images.encoder import ImageTextEncoder
     from megaresume.trace.trace import Piece
 
 __all__ = ["Decoder", "Picture", "Shown", "of_stage", "show"]
@@ -125,7 +125,7 @@ def show(source: DocumentSource, key: Key) -> Shown:
 
 def _images(encoder: ImageTextEncoder, record: Record) -> list[tuple[str | None, tuple[int, int] | None]]:
     """Members and sizes in the order of the document; of a record that its template cannot read, in that of names."""
-    from megaresume.encoding.multimodal.templates.base import image_members
+    from megaresume.images.templates.base import image_members
 
     try:
         return [(member, (width, height)) for member, width, height, _ in encoder.images(record)]

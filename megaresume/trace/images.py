@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from megaresume.encoding.multimodal.types import Key
+from megaresume.corpora.base import DocumentSource, is_document_source
+from megaresume.corpora.image_text import Key
 from megaresume.render import escape, page_head
-from megaresume.sources.base import DocumentSource, is_document_source
 from megaresume.stream.errors import CheckpointError, UsageError
 from megaresume.trace.documents import Shown, of_stage, show
 from megaresume.trace.trace import Piece, Trace

@@ -14,9 +14,9 @@ from megaresume.checkpoint.state_file import StepFile
 from megaresume.stream.errors import CheckpointError, CorpusError, MegaresumeError, UsageError
 
 if TYPE_CHECKING:
+    from megaresume.corpora.base import Source
     from megaresume.runs.history import History
     from megaresume.runs.run import Run
-    from megaresume.sources.base import Source
     from megaresume.stream.replay import Checked, Recorded
     from megaresume.stream.state import StreamState
     from megaresume.trace.replan import Replan
@@ -165,7 +165,7 @@ def _first_gap(source: Source) -> str | None:
     """The first document that does not end where the next one starts: a damaged length, in words."""
     import numpy as np
 
-    from megaresume.sources.base import TokenSource
+    from megaresume.corpora.base import TokenSource
 
     if not isinstance(source, TokenSource):
         return None

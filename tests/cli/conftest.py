@@ -15,7 +15,7 @@ import yaml
 from megaresume.checkpoint import Topology, begin_save, commit_save, record_start
 from megaresume.checkpoint.data_file import write_data_file
 from megaresume.cli.main import main
-from megaresume.encoding.prepare import PrepareOptions, prepare
+from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
 from megaresume.loading.open import open_stream
 
 

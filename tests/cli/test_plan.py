@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from megaresume.checkpoint import Topology, begin_save, commit_save
+from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
 from megaresume.dryrun.ending import steps_until
-from megaresume.encoding.prepare import PrepareOptions, prepare
 from megaresume.loading.open import open_stream
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import MegaresumeError, StateError

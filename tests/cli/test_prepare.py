@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.sources import IndexedSource
+from megaresume.corpora import IndexedSource
 
 pytestmark = pytest.mark.process
 

@@ -13,8 +13,8 @@ import yaml
 from megaresume.checkpoint import begin_save, commit_save, record_start
 from megaresume.checkpoint.data_file import write_data_file
 from megaresume.checkpoint.state_file import read_step_file
+from megaresume.corpora.layout import HEADER_BYTES
 from megaresume.loading.open import open_stream
-from megaresume.sources.layout import HEADER_BYTES
 from megaresume.stream.errors import StateError
 from megaresume.stream.fingerprints import same_corpora
 from tests.cli.conftest import megaresume

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megaresume.encoding.multimodal.augment import STEPS, augmentation_from_options
-from megaresume.encoding.multimodal.encoder import ImageTextEncoder
-from megaresume.encoding.multimodal.processors import KINDS
+from megaresume.images.augment import STEPS, augmentation_from_options
+from megaresume.images.encoder import ImageTextEncoder
+from megaresume.images.processors import KINDS
 
 pytest.importorskip("PIL")
 

@@ -44,7 +44,7 @@ def test_commands_and_scripts_as_they_stand(tmp_path, monkeypatch, capsys):
 
 
 def test_options_in_the_tables_are_those_of_the_code():
-    from megaresume.sources.shards.open import COMMON
+    from megaresume.sources.shards import COMMON
 
     named = set(re.findall(r"^\| `(\w+)` \|", TEXT, flags=re.MULTILINE))
     assert set(COMMON) <= named

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.encoding.prepare import PrepareOptions, prepare
+from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
 from tests.cli.conftest import megaresume
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "stream.md"

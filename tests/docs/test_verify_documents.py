@@ -12,7 +12,7 @@ import pytest
 
 from megaresume.checkpoint import Topology
 from megaresume.cli.main import main
-from megaresume.encoding.prepare import PrepareOptions, prepare
+from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
 from megaresume.loading.loader import StreamLoader
 from megaresume.loading.open import open_stream
 from megaresume.runs.rank_log import RankLog

@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from megaresume.corpora.indexed import IndexedSource
+from megaresume.corpora.sidecar import CorpusIdentity, read_fingerprint, read_tokenizer, sidecar_path
 from megaresume.integrations.megatron.guard.show import describe, read_record
 from megaresume.integrations.megatron.state import read_state, write_state
 from megaresume.patching.recipe import read_recipe
+from megaresume.shards.index import ShardIndex
+from megaresume.shards.layout import COLUMNS, COLUMNS_AT, FORMAT, PREAMBLE_BYTES, Preamble, column_places
 from megaresume.sources import read_data_config
 from megaresume.sources.catalog import read_validation
-from megaresume.sources.indexed import IndexedSource
-from megaresume.sources.shards.index import ShardIndex
-from megaresume.sources.shards.layout import COLUMNS, COLUMNS_AT, FORMAT, PREAMBLE_BYTES, Preamble, column_places
-from megaresume.sources.sidecar import CorpusIdentity, read_fingerprint, read_tokenizer, sidecar_path
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import ConfigError, MegaresumeError, StateError
 from megaresume.stream.skips import with_skip_files
@@ -266,7 +266,7 @@ def check_sidecar(data: bytes) -> None:
 
 
 def _sidecars() -> list[bytes]:
-    from megaresume.sources import sidecar
+    from megaresume.corpora import sidecar
 
     entry = {**asdict(CorpusIdentity.of(_beside())), "range": [0, 3], "documents": 3, "tokens": 24}
     entry |= {"lengths": "0" * 32, "contents": "0" * 16}

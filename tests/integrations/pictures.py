@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from megaresume.encoding.multimodal.types import EncodedDocument, EncodedImage, Fault, Key
-from megaresume.sources.scan import scan_fingerprint
+from megaresume.corpora.image_text import EncodedDocument, EncodedImage, Fault, Key
+from megaresume.corpora.scan import scan_fingerprint
 from megaresume.stream.state import Fingerprint
 
 IMAGE_TOKEN = 60

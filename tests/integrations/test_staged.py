@@ -14,7 +14,7 @@ import pytest
 from megaresume.checkpoint import KEEP_ALL, choose, read_ledger
 from megaresume.integrations.staged import Staged
 from megaresume.stream.errors import SetupError, UsageError
-from tests.sources.conftest import _simple_corpus
+from tests.corpora.conftest import _simple_corpus
 
 PROGRAM = Path(__file__).with_name("staged.py")
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from megaresume.encoding.multimodal.types import EncodedDocument, EncodedImage, Fault, Key
+from megaresume.corpora.image_text import EncodedDocument, EncodedImage, Fault, Key
+from megaresume.corpora.scan import scan_fingerprint
 from megaresume.loading.open import open_stream
-from megaresume.sources.scan import scan_fingerprint
 from megaresume.stream.state import Fingerprint, StreamState
 from megaresume.stream.stream import Stream
 
@@ -172,10 +172,10 @@ def image_blend(config: dict, notes: Documents) -> Blend:
 @pytest.fixture(scope="session")
 def shard_blend(config: dict, notes: Documents, tmp_path_factory: pytest.TempPathFactory) -> Blend:
     """The real thing: tar shards, images of varied sizes, random augmentation, two images that cannot be decoded."""
-    from megaresume.encoding.multimodal.encoder import ImageTextEncoder
-    from megaresume.encoding.multimodal.prepare import prepare_shards
+    from megaresume.images.encoder import ImageTextEncoder
+    from megaresume.shards.prepare import prepare_shards
     from tests.loading.pages import page
-    from tests.sources.shards.kit import write_shard
+    from tests.shards.kit import write_shard
 
     directory = tmp_path_factory.mktemp("shards")
     processor = {"kind": "native", "patch_size": 4, "merge": 2, "min_pixels": 64, "max_pixels": 1024}

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import PIL.Image
 
-from megaresume.encoding.multimodal.encoder import ImageTextEncoder
-from megaresume.encoding.multimodal.types import EncodedDocument, Key, Record
-from megaresume.sources.scan import scan_fingerprint
+from megaresume.corpora.image_text import EncodedDocument, Key, Record
+from megaresume.corpora.scan import scan_fingerprint
+from megaresume.images.encoder import ImageTextEncoder
 from megaresume.stream.state import Fingerprint
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from megaresume.encoding.multimodal.types import Key
+from megaresume.corpora.base import DocumentSource, is_document_source
+from megaresume.corpora.image_text import Key
+from megaresume.corpora.split import range_of
 from megaresume.loading.dataset import StreamDataset
-from megaresume.sources.base import DocumentSource, is_document_source
-from megaresume.sources.split import range_of
 from megaresume.stream.errors import ConfigError, CorpusError, UsageError
 from tests.loading.conftest import IMAGE_TOKEN, PIXEL_SHAPE, Pictures
 

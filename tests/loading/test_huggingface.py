@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from megaresume.encoding.multimodal.types import Key
+from megaresume.corpora.image_text import Key
 from megaresume.loading.dataset import StreamDataset
 from megaresume.loading.models import for_hf
 from megaresume.loading.open import open_stream

@@ -19,7 +19,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megaresume.encoding.multimodal.types import Key
+from megaresume.corpora.image_text import Key
 from megaresume.loading.batch import make_batch
 from megaresume.loading.dataset import StreamDataset
 from megaresume.loading.models import for_mcore_gpt, for_mcore_llava, packed_seq_params

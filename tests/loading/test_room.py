@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megaresume.encoding.multimodal.room import Room
+from megaresume.images.room import Room
 from megaresume.loading import batch as batch_module
 from megaresume.loading.dataset import StreamDataset
 

@@ -5,7 +5,8 @@ import sys
 import numpy as np
 import pytest
 
-from megaresume.sources import IndexedSource, PythonSource, open_sources, read_data_config, register_kind
+from megaresume.corpora import IndexedSource, PythonSource
+from megaresume.sources import open_sources, read_data_config, register_kind
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import ConfigError, CorpusError
 

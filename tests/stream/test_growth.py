@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from benchmarks.corpora import write_corpus
+from megaresume.corpora.indexed import IndexedSource
+from megaresume.corpora.layout import bin_path
 from megaresume.loading.loader import StreamLoader
-from megaresume.sources.indexed import IndexedSource
-from megaresume.sources.layout import bin_path
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.cursor import comparable
@@ -218,7 +218,7 @@ def test_another_beginning(tmp_path: Path) -> None:
 
 
 def test_a_part_of_a_split(tmp_path: Path) -> None:
-    from megaresume.sources.split import split_part
+    from megaresume.corpora.split import split_part
 
     state = Stream(_config(), [split_part(_corpus(tmp_path, 40), "90,10", "train")]).state_at(10)
     with pytest.raises(StateError, match="is a part of a split") as error:

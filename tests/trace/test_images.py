@@ -85,7 +85,7 @@ def test_every_image_of_every_sample_byte_for_byte_and_in_order(vlm: VlmRun, wri
 
 def test_augmented_pictures_are_what_training_was_shown(vlm: VlmRun, written: Path) -> None:
     """Through the processor they are the pixels of the batch, at the places of the batch."""
-    from megaresume.encoding.multimodal.processors import processor_from_options
+    from megaresume.images.processors import processor_from_options
 
     processor = processor_from_options(PROCESSOR)
     rows, stored = lines(written), 0

@@ -12,14 +12,14 @@ import yaml
 from megaresume.checkpoint import Topology, begin_save, commit_save, record_start
 from megaresume.checkpoint.data_file import write_data_file
 from megaresume.cli.main import main
-from megaresume.encoding.multimodal.prepare import prepare_shards
 from megaresume.loading.loader import StreamLoader
 from megaresume.loading.open import open_stream
 from megaresume.loading.validation import open_validation
 from megaresume.runs.rank_log import RankLog
+from megaresume.shards.prepare import prepare_shards
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import ConfigError
-from tests.sources.shards.kit import encoder, write_shards
+from tests.shards.kit import encoder, write_shards
 from tests.training.conftest import write_corpus
 
 

@@ -10,15 +10,15 @@ import yaml
 
 from megaresume.checkpoint import Topology, begin_save, commit_save, record_start
 from megaresume.checkpoint.data_file import write_data_file
-from megaresume.encoding.multimodal.encoder import ImageTextEncoder
-from megaresume.encoding.multimodal.prepare import prepare_shards
-from megaresume.encoding.multimodal.types import Record
-from megaresume.encoding.prepare import PrepareOptions, prepare
+from megaresume.corpora.image_text import Record
+from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
+from megaresume.images.encoder import ImageTextEncoder
 from megaresume.loading.open import open_stream
+from megaresume.shards.prepare import prepare_shards
 from megaresume.stream.faults import FaultRecord
 from megaresume.stream.stream import Stream
 from tests.loading.pages import page
-from tests.sources.shards.kit import write_shard
+from tests.shards.kit import write_shard
 
 #: samples a step, and the first one after the second stage began: with other augmentation.
 BATCH, SECOND = 4, 16

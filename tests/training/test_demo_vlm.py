@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megaresume.encoding.multimodal.encoder import ImageTextEncoder
-from megaresume.encoding.multimodal.prepare import prepare_shards
+from megaresume.images.encoder import ImageTextEncoder
+from megaresume.shards.prepare import prepare_shards
 from megaresume.training.demo.digits import ENCODER, Pictures, write_pictures
 from megaresume.training.demo.vlm import VLM
 from megaresume.training.records import read_records

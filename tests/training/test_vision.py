@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from PIL import Image
 
-from megaresume.encoding.multimodal.processors import processor_from_options
+from megaresume.images.processors import processor_from_options
 from megaresume.stream.errors import SetupError, UsageError
 from megaresume.training.arguments import Arguments, parse_arguments
 from megaresume.training.content import content_hashes

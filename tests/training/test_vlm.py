@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megaresume.encoding.multimodal.encoder import ImageTextEncoder
-from megaresume.encoding.multimodal.prepare import prepare_shards
+from megaresume.images.encoder import ImageTextEncoder
 from megaresume.loading.open import open_stream
+from megaresume.shards.prepare import prepare_shards
 from megaresume.stream.kernel import SOURCE
 from megaresume.training.demo.digits import ENCODER, HELD_OUT, TRAIN, Pictures, digits_of, write_pictures
 from megaresume.training.held_out import read_held_out

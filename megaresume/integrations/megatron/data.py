@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megaresume.corpora.split import PARTS, Part, split_ranges
 from megaresume.integrations.megatron.launch import check_stages
 from megaresume.loading.open import open_stream
 from megaresume.loading.validation import check_held_out, open_part, open_validation
 from megaresume.sources.catalog import read_data_config, read_validation
 from megaresume.sources.data_path import sources_from_data_path
-from megaresume.sources.split import PARTS, Part, split_ranges
 from megaresume.stream.config import OnChange
 from megaresume.stream.errors import ConfigError, UsageError
 from megaresume.stream.state import StreamState

@@ -22,6 +22,7 @@ from typing import Any
 
 import xxhash
 
+from megaresume.corpora.base import is_document_source
 from megaresume.integrations.megatron.calls import check_load, is_built
 from megaresume.integrations.megatron.launch import check_mode
 from megaresume.integrations.megatron.order import StreamOrder
@@ -31,7 +32,6 @@ from megaresume.integrations.megatron.session import Session, session
 from megaresume.integrations.megatron.starting import begin_start
 from megaresume.integrations.ranks import gather, is_rank_0, on_all_ranks, on_rank_0
 from megaresume.integrations.resume import change_lines
-from megaresume.sources.base import is_document_source
 from megaresume.stream.errors import StateError
 from megaresume.stream.fingerprints import same_corpora
 from megaresume.stream.state import StreamState

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch.utils.data
 
+from megaresume.corpora.split import PARTS, Part
 from megaresume.integrations.megatron.order import StreamOrder
 from megaresume.integrations.megatron.project import Project
 from megaresume.integrations.megatron.samples import Item, SampleDataset, SampleForm
 from megaresume.loading.dataset import whole
 from megaresume.loading.signals import outlive_signals
-from megaresume.sources.split import PARTS, Part
 from megaresume.stream.stream import Stream
 
 __all__ = ["MicroBatches", "coordinates", "data_parallel", "end_of_document", "stream_provider"]

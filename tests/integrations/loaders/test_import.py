@@ -27,8 +27,8 @@ WORLD = 2
 @pytest.fixture(scope="session")
 def indexed(energon_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data.yaml over the same directory: what a run would go on with."""
-    from megaresume.encoding.multimodal.encoder import ImageTextEncoder
-    from megaresume.encoding.multimodal.prepare import prepare_shards
+    from megaresume.images.encoder import ImageTextEncoder
+    from megaresume.shards.prepare import prepare_shards
 
     directory = tmp_path_factory.mktemp("stream")
     encoder = ImageTextEncoder.from_options({"processor": {"kind": "patches", "size": 16, "patch_size": 8}})

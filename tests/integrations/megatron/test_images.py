@@ -13,11 +13,11 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parent))
 import stream_kit as kit
 
-from megaresume.encoding.multimodal.prepare import prepare_shards
 from megaresume.integrations.megatron.samples import form_of
+from megaresume.shards.prepare import prepare_shards
 from megaresume.stream.config import PackingConfig
 from megaresume.stream.errors import UsageError
-from tests.sources.shards.kit import encoder, write_shards
+from tests.shards.kit import encoder, write_shards
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from megaresume.corpora.layout import HEADER_BYTES, IndexHeader
 from megaresume.integrations.megatron.guard.arrays import array_digest
-from megaresume.sources.layout import HEADER_BYTES, IndexHeader
 
 __all__ = ["Corpus", "Identity"]
 

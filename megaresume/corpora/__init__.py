@@ -1,0 +1,31 @@
+"""Documents of text: where they lie, how long they are, what they hold.
+
+base.py            `Source`: what loading asks of any source of documents
+indexed.py         `IndexedSource`: a Megatron .bin/.idx corpus
+layout.py          the bytes of .bin/.idx, for its reader and its writer; kernels.py reads its arrays
+python.py          `PythonSource`: any object with __len__, length(i), get(i)
+split.py           `RangeSource`: the train, valid or test part of a source, as ``--split`` cuts it
+scan.py            the fingerprint of any source; contents.py: what it sees of the tokens
+sidecar.py         ``<prefix>.megaresume.json``: what is known of a corpus and need not be computed twice
+long_documents.py  the documents that are longer than a piece
+image_text.py      records, encoded documents and images: what passes between shards, encoder and batches
+yaml_text.py       YAML that people wrote, with one kind of error for whatever is wrong with it
+prepare/           text, JSON lines or directories to a .bin/.idx corpus
+"""
+
+from megaresume.corpora.base import Source, TokenSource
+from megaresume.corpora.indexed import IndexedSource
+from megaresume.corpora.python import PythonSource, as_source
+from megaresume.corpora.split import RangeSource, range_of, split_part, split_ranges
+
+__all__ = [
+    "IndexedSource",
+    "PythonSource",
+    "RangeSource",
+    "Source",
+    "TokenSource",
+    "as_source",
+    "range_of",
+    "split_part",
+    "split_ranges",
+]

@@ -1,0 +1,92 @@
+"""``<prefix>.megaresume.<piece>.pieces``: the documents of a large corpus that are longer than a piece.
+
+To find them takes seconds for 10^9 documents, and a resume must not wait for it; so the list is kept, and mapped into
+memory, where only what is looked up is read. Little-endian int64:
+
+    magic, version, .idx: size, time of change, inode; piece, k, later pieces in all
+    int64[k] documents, ascending;  int64[k] later pieces up to and with each
+
+It holds as long as the .idx is untouched, and goes to the cache directory where the corpus cannot be written to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from pathlib import Path
+
+import numpy as np
+
+from megaresume.corpora import sidecar
+from megaresume.stream.pieces import LongDocuments, find_long
+from megaresume.stream.progress import progress
+from megaresume.stream.source import LengthSource
+
+__all__ = ["MIN_DOCUMENTS", "kept_list"]
+
+#: fewer are looked through at every start: some milliseconds.
+MIN_DOCUMENTS = 1 << 22
+MAGIC = int.from_bytes(b"mgrpiece", "little")
+VERSION = 1
+
+
+def kept_list(source: LengthSource, prefix: Path, idx: sidecar.FileIdentity, piece: int) -> LongDocuments:
+    """The documents of a corpus that are longer than a piece, from a file that an earlier start has left.
+
+    Args:
+        source: the corpus.
+        prefix: of it.
+        idx: its index as it was opened.
+        piece: tokens.
+    """
+    if len(source) < MIN_DOCUMENTS:
+        return find_long(source, piece)
+    header = [MAGIC, VERSION, idx.size, idx.mtime_ns, idx.inode, piece]
+    suffix = f".megaresume.{piece}.pieces"
+    cache = sidecar.cache_path(prefix)
+    places = [prefix.with_name(prefix.name + suffix)]
+    if cache is not None:
+        places.append(cache.with_name(cache.stem + suffix))
+    for path in places:
+        if (found := _read(path, header)) is not None:
+            return found
+    with progress(f"long documents of {prefix.name}", len(source), "documents") as bar:
+        found = find_long(source, piece, update=bar.update)
+    for path in places:
+        with contextlib.suppress(OSError):  # read-only, full or not ours: the next place, or without
+            _write(path, header, found)
+            break
+    return found
+
+
+def _read(path: Path, header: list[int]) -> LongDocuments | None:
+    """None: there is none, or of another corpus, or damaged."""
+    try:
+        data = np.memmap(path, "<i8", mode="r")
+    except (OSError, ValueError):
+        return None
+    begin = len(header) + 2
+    if len(data) < begin or data[: len(header)].tolist() != header:
+        return None
+    num, later = data[len(header) : begin].tolist()
+    if len(data) != begin + 2 * num or (num and data[-1] != later):
+        return None
+    return LongDocuments(data[begin : begin + num], data[begin + num :])
+
+
+def _write(path: Path, header: list[int], found: LongDocuments) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
+    later = int(found.ends[-1]) if len(found.ends) else 0
+    try:
+        with open(temporary, "xb") as file:
+            for part in ([*header, len(found.ids), later], found.ids, found.ends):
+                np.asarray(part, "<i8").tofile(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise

@@ -1,0 +1,318 @@
+"""Text, JSON lines or a directory of files to a Megatron corpus: parallel, resumable, the same bytes every time.
+
+    files -> BlockReader -> blocks -> workers: decode, tokenize -> parts -> merge -> .bin, .idx, sidecar
+
+One process reads and cuts, workers do the rest. Finished parts stay in ``PREFIX.prepare/``
+until the corpus is complete.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megaresume.corpora.layout import DTYPES, bin_path, idx_path, prefix_of
+from megaresume.corpora.prepare.blocks import Block, BlockReader, Position, TextUnit, block_bytes
+from megaresume.corpora.prepare.documents import TextOptions
+from megaresume.corpora.prepare.encode import Encoder, EncoderSpec, disk_error, encode_in_worker, start_worker
+from megaresume.corpora.prepare.inputs import Format, InputFile, find_inputs
+from megaresume.corpora.prepare.merge import merge_parts
+from megaresume.corpora.prepare.parts import SHOWN, Part, PartFiles
+from megaresume.corpora.prepare.tokenizers import Tokenizer, read_tokenizer_file, tokenizer_from_content
+from megaresume.corpora.prepare.workers import check_workers, run_in_processes
+from megaresume.corpora.sidecar import sidecar_path
+from megaresume.stream.errors import CorpusError, UsageError
+from megaresume.stream.progress import Progress, progress
+
+__all__ = ["DTYPE_NAMES", "PrepareOptions", "PrepareSummary", "prepare"]
+
+#: of tokens, that Megatron knows.
+DTYPE_NAMES = tuple(dtype.name for dtype in DTYPES.values() if dtype.kind in "iu")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrepareOptions:
+    """Everything that decides what the corpus holds, and how it is made."""
+
+    #: file or directory; None: bytes.
+    tokenizer: str | Path | None = None
+    eod_token: str | None = None
+    append_eod: bool = True
+    #: "auto": uint16 for vocabularies below 65500, otherwise int32, as Megatron does.
+    dtype: str = "auto"
+    #: for directories.
+    glob: str = "**/*"
+    #: of all files; None: by their names.
+    format: Format | None = None
+    #: what a document is in a text file.
+    text_unit: TextUnit = "file"
+    text: TextOptions = field(default_factory=TextOptions)
+    #: processes; the result does not depend on it.
+    workers: int = 1
+    #: decompressed bytes in a unit of work; the result does not depend on it.
+    block_bytes: int | None = None
+    #: replace a corpus that is there.
+    overwrite: bool = False
+    #: throw away what a killed run left.
+    restart: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrepareSummary:
+    """What was done."""
+
+    prefix: str
+    files: int
+    documents: int
+    tokens: int
+    #: documents without a token, left out.
+    empty: int
+    #: documents that are not UTF-8, left out (``invalid: skip``).
+    skipped: int
+    #: lines that are no JSON object with a text, left out (``bad_lines: skip``).
+    bad_lines: int
+    #: where the first few of both are, and what is wrong with them.
+    first_left_out: list[str]
+    #: directories that were left out, because they lead to one that is read already.
+    linked_twice: list[str]
+    #: UTF-8 bytes of the documents.
+    text_bytes: int
+    #: size of the .bin.
+    bin_bytes: int
+    dtype: str
+    tokenizer: str
+    vocab_size: int
+    eod: int | None
+    #: wall clock of this run.
+    seconds: float
+    #: units of work, and how many of them an earlier run had finished.
+    blocks: int
+    resumed_blocks: int
+
+
+def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOptions) -> PrepareSummary:
+    """Build ``OUTPUT.bin``, ``OUTPUT.idx`` and ``OUTPUT.megaresume.json``.
+
+    Args:
+        inputs: files and directories, in order.
+        output: prefix of the corpus.
+        options: see `PrepareOptions`.
+
+    Raises:
+        UsageError: wrong options, an unknown input, an output that exists, the rest of another run.
+        CorpusError: damaged input, or input without a document.
+        SetupError: no room, no permission, a missing library, a worker that was killed.
+    """
+    begin = time.monotonic()
+    prefix = prefix_of(output)
+    found = find_inputs(inputs, glob=options.glob, format=options.format)
+    # --output may lie in a directory that is read
+    files = [file for file in found.files if not _is_output(file.path, prefix)]
+    content, name = read_tokenizer_file(options.tokenizer)
+    tokenizer = tokenizer_from_content(content, name, eod_token=options.eod_token)
+    dtype = _dtype(options.dtype, tokenizer)
+    if options.append_eod and tokenizer.eod is None:
+        raise UsageError(
+            f"tokenizer {name} has no end-of-document token that we know",
+            found=f"a vocabulary of {tokenizer.vocab_size} tokens",
+            expected="<|endoftext|>, </s> or the like",
+            action="name it: --eod-token TEXT, or leave it out: --no-append-eod",
+        )
+    spec = EncoderSpec(
+        prefix=prefix,
+        tokenizer=content,
+        tokenizer_name=name,
+        eod_token=options.eod_token,
+        append_eod=options.append_eod,
+        dtype=dtype,
+        text=options.text,
+    )
+    parts_files = PartFiles(prefix)
+    _check_output(prefix, parts_files, overwrite=options.overwrite)
+    size = options.block_bytes or block_bytes(files)
+    reader = BlockReader(files, options.text_unit, size)
+    try:
+        with parts_files.locked(_plan(files, spec, tokenizer, options, size), restart=options.restart):
+            with closing(reader):
+                parts, resumed = _make_parts(reader, parts_files, spec, files, _workers(options.workers, files, size))
+            _check_not_empty(parts, files)
+            with progress("writing the corpus", sum(p.tokens * p.token_bytes for p in parts), "B") as bar:
+                merge_parts(prefix, parts_files, parts, dtype, _identity(tokenizer, options), bar.update)
+            parts_files.remove()
+    except OSError as error:
+        raise disk_error(prefix.parent, error) from error
+    return PrepareSummary(
+        prefix=str(prefix),
+        files=len(files),
+        documents=sum(p.documents for p in parts),
+        tokens=sum(p.tokens for p in parts),
+        empty=sum(p.empty for p in parts),
+        skipped=sum(p.skipped for p in parts),
+        bad_lines=sum(p.bad_lines for p in parts),
+        first_left_out=[why for part in parts for why in part.first_left_out][:SHOWN],
+        linked_twice=[str(path) for path in found.linked_twice],
+        text_bytes=sum(p.text_bytes for p in parts),
+        bin_bytes=bin_path(prefix).stat().st_size,
+        dtype=dtype,
+        tokenizer=name,
+        vocab_size=tokenizer.vocab_size,
+        eod=tokenizer.eod,
+        seconds=time.monotonic() - begin,
+        blocks=len(parts),
+        resumed_blocks=resumed,
+    )
+
+
+def _make_parts(
+    reader: BlockReader, parts_files: PartFiles, spec: EncoderSpec, files: Sequence[InputFile], workers: int
+) -> tuple[list[Part], int]:
+    """All parts in order, and how many of them were there already."""
+    parts: dict[int, Part] = {}
+    resumed = 0
+    with progress("tokenizing", sum(f.size for f in files), "B") as bar:
+        work = _blocks_to_do(reader, parts_files, parts, bar)
+        if workers == 1:
+            encoder = Encoder(spec)
+            for index, block in work:
+                parts[index] = encoder.encode(index, block)
+                bar.update(block.raw_bytes)
+                resumed -= 1
+        else:
+            resumed -= _encode_in_processes(work, parts, spec, workers, bar)
+    return [parts[i] for i in sorted(parts)], len(parts) + resumed
+
+
+def _blocks_to_do(
+    reader: BlockReader, parts_files: PartFiles, parts: dict[int, Part], bar: Progress
+) -> Iterator[tuple[int, Block]]:
+    """Blocks that have no part yet; the parts that are there are added to ``parts``."""
+    position, index = Position(), 0
+    while True:
+        part = parts_files.find_part(index)
+        if part is not None:
+            parts[index] = part
+            position = part.end
+            bar.update(part.raw_bytes)
+        else:
+            block = reader.read(position)
+            if block is None:
+                return
+            position = block.end
+            yield index, block
+        index += 1
+
+
+def _encode_in_processes(
+    work: Iterator[tuple[int, Block]], parts: dict[int, Part], spec: EncoderSpec, workers: int, bar: Progress
+) -> int:
+    """Encode by worker processes; returns the number of blocks encoded. Errors come in the order of the input."""
+    indices: deque[tuple[int, int]] = deque()
+    count = 0
+
+    def items() -> Iterator[tuple[int, Block]]:
+        nonlocal count
+        for index, block in work:
+            indices.append((index, block.raw_bytes))
+            count += 1
+            yield index, block
+
+    def done(part: Part) -> None:
+        index, raw_bytes = indices.popleft()
+        parts[index] = part
+        bar.update(raw_bytes)
+
+    run_in_processes(items(), encode_in_worker, done, workers=workers, initializer=start_worker, spec=spec)
+    return count
+
+
+def _is_output(path: Path, prefix: Path) -> bool:
+    directory = PartFiles(prefix).directory
+    outputs = (bin_path(prefix), idx_path(prefix), sidecar_path(prefix))
+    # Names first: resolving the links of every input takes longer than reading it.
+    if path.parent.name == directory.name:
+        return path.parent.resolve() == directory.resolve()
+    return any(path.name == output.name and path.resolve() == output.resolve() for output in outputs)
+
+
+def _workers(wanted: int, files: Sequence[InputFile], size: int) -> int:
+    """No more than there are blocks: a process takes longer to start than a small block to encode."""
+    check_workers(wanted)
+    return max(1, min(wanted, sum(f.size for f in files) // size))
+
+
+def _dtype(wanted: str, tokenizer: Tokenizer) -> str:
+    if wanted == "auto":
+        # as megatron.core.datasets.indexed_dataset.DType.optimal_dtype
+        return "uint16" if tokenizer.vocab_size < 65500 else "int32"
+    if wanted not in DTYPE_NAMES:
+        raise UsageError("unknown dtype", found=wanted, expected=f"auto or one of {', '.join(DTYPE_NAMES)}")
+    if tokenizer.vocab_size - 1 > np.iinfo(wanted).max:
+        raise UsageError(
+            f"the tokens do not fit into {wanted}",
+            found=f"a vocabulary of {tokenizer.vocab_size} tokens",
+            expected=f"at most {np.iinfo(wanted).max + 1}",
+            action="leave out --dtype, or give a wider one",
+        )
+    return wanted
+
+
+def _check_output(prefix: Path, parts_files: PartFiles, *, overwrite: bool) -> None:
+    if overwrite:
+        return
+    for path in (idx_path(prefix), bin_path(prefix)):
+        # A .bin without an .idx beside our parts is our own: we were killed between the two.
+        if path.exists() and not (path.suffix == ".bin" and parts_files.directory.exists()):
+            raise UsageError(
+                f"{path} exists",
+                found="a corpus, or a part of one",
+                expected="an --output that is free",
+                action="give another --output, or replace it: --overwrite",
+            )
+
+
+def _check_not_empty(parts: Sequence[Part], files: Sequence[InputFile]) -> None:
+    if sum(part.documents for part in parts):
+        return
+    empty, skipped = sum(p.empty for p in parts), sum(p.skipped + p.bad_lines for p in parts)
+    first = next((f", the first: {why}" for part in parts for why in part.first_left_out), "")
+    raise CorpusError(
+        "the input has no document",
+        found=f"{len(files)} files with {sum(f.size for f in files)} bytes; {empty} documents empty, "
+        f"{skipped} left out{first}",
+        expected="at least one document with text",
+        cause="the wrong files, or the wrong --json-key or --text-unit",
+        action="check the input",
+    )
+
+
+def _plan(
+    files: Sequence[InputFile], spec: EncoderSpec, tokenizer: Tokenizer, options: PrepareOptions, size: int
+) -> dict[str, Any]:
+    return {
+        "inputs": [file.to_dict() for file in files],
+        "tokenizer": tokenizer.fingerprint(),
+        "append_eod": spec.append_eod,
+        "dtype": spec.dtype,
+        "text_unit": options.text_unit,
+        "json_key": spec.text.json_key,
+        "invalid": spec.text.invalid,
+        "bad_lines": spec.text.bad_lines,
+        "block_bytes": size,
+    }
+
+
+def _identity(tokenizer: Tokenizer, options: PrepareOptions) -> dict[str, Any]:
+    return {
+        "fingerprint": tokenizer.fingerprint(),
+        "name": tokenizer.name,
+        "vocab_size": tokenizer.vocab_size,
+        "eod": tokenizer.eod,
+        "append_eod": options.append_eod,
+    }

@@ -1,0 +1,275 @@
+"""The files that `megaresume prepare` reads: which, in which order, of which format; opened and decompressed."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from megaresume.corpora.prepare.directories import files_below
+from megaresume.stream.errors import CorpusError, SetupError, UsageError
+
+__all__ = ["Format", "InputFile", "InputStream", "Inputs", "find_inputs"]
+
+Format = Literal["text", "jsonl"]
+
+FORMATS: dict[str, Format] = {
+    ".txt": "text",
+    ".text": "text",
+    ".md": "text",
+    ".rst": "text",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+}
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputFile:
+    """One file of the input."""
+
+    path: Path
+    format: Format
+    #: as on disk.
+    size: int
+    mtime_ns: int
+
+    @property
+    def compressed(self) -> bool:
+        """By its name."""
+        return self.path.suffix in COMPRESSIONS
+
+    def to_dict(self) -> dict[str, object]:
+        """What tells, on a rerun, that it is still the same file; plain JSON."""
+        return {"path": str(self.path), "format": self.format, "size": self.size, "mtime_ns": self.mtime_ns}
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What is read."""
+
+    files: list[InputFile]
+    #: links to directories that are read already, by another path.
+    linked_twice: list[Path]
+
+
+def find_inputs(paths: Sequence[str | Path], *, glob: str = "**/*", format: Format | None = None) -> Inputs:
+    """Files in the order given; the files of a directory that match, sorted by their path in it.
+
+    In a directory, whatever has no suffix of JSON lines is text: source code is. Names that begin with a dot are
+    left out. Links to files and to directories are followed, each directory is read once.
+
+    Args:
+        paths: files and directories.
+        glob: for directories, with ``**`` for any depth.
+        format: for all files, whatever their names.
+
+    Raises:
+        UsageError: nothing there, an unknown suffix, a directory without a match.
+        CorpusError: a link that leads nowhere, a directory that cannot be read.
+    """
+    inputs, linked_twice = [], []
+    for path in map(Path, paths):
+        if path.is_dir():
+            files, twice = files_below(path, glob)
+            linked_twice += twice
+            if not files:
+                raise UsageError(
+                    f"no file in {path} matches",
+                    found=f"--glob {glob!r}",
+                    expected="at least one file; names that begin with a dot do not count",
+                    action="correct --glob, for example --glob '**/*.py'",
+                )
+            inputs += [_input(file, format or _format(file) or "text") for file in files]
+        elif path.is_file():
+            known = format or _format(path)
+            if known is None:
+                raise UsageError(
+                    f"{path} has an unknown suffix",
+                    found=repr("".join(path.suffixes)),
+                    expected=f"one of {', '.join(FORMATS)}, alone or with {', '.join(COMPRESSIONS)}",
+                    action="say what it is: --format text or --format jsonl",
+                )
+            inputs.append(_input(path, known))
+        else:
+            raise UsageError(
+                f"{path} does not exist",
+                found="no such file or directory",
+                expected="files and directories to read",
+                action="check the path",
+            )
+    return Inputs(inputs, linked_twice)
+
+
+class InputStream:
+    """The decompressed bytes of a file from some offset on, read forwards.
+
+    Args:
+        file: the file.
+        offset: decompressed bytes to leave out: a seek in a plain file, otherwise they are read.
+
+    Raises:
+        CorpusError: the file is gone, changed since `find_inputs`, or its compression is damaged.
+        SetupError: the library for its compression is missing.
+    """
+
+    def __init__(self, file: InputFile, offset: int = 0) -> None:
+        self.file = file
+        try:
+            self._raw: IO[bytes] = open(file.path, "rb")  # noqa: SIM115 - closed by close()
+            stat = file.path.stat()
+        except OSError as error:
+            raise _unreadable(file, error) from error
+        if (stat.st_size, stat.st_mtime_ns) != (file.size, file.mtime_ns):
+            self._raw.close()
+            raise CorpusError(
+                f"{file.path} changed while it was being prepared",
+                found=f"{stat.st_size} bytes, changed at {stat.st_mtime_ns}",
+                expected=f"{file.size} bytes, changed at {file.mtime_ns}",
+                action="wait until it is complete and start again with --restart",
+            )
+        with self._errors():
+            self._stream = _decompressed(self._raw, file)
+            if not file.compressed:
+                self._stream.seek(offset)
+            else:
+                while offset > 0:
+                    skipped = len(self._stream.read(min(offset, 1 << 20)))
+                    if not skipped:
+                        raise _changed_length(file)
+                    offset -= skipped
+
+    def read(self, size: int) -> bytes:
+        """Up to size bytes; fewer only at the end."""
+        with self._errors():
+            return self._stream.read(size)
+
+    def readline(self, limit: int) -> bytes:
+        """Up to and with the next newline, or limit bytes."""
+        with self._errors():
+            return self._stream.readline(limit)
+
+    def raw_position(self) -> int:
+        """Bytes of the file on disk that were read so far (about)."""
+        return self._raw.tell()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._stream.close()
+        self._raw.close()
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        damaged: tuple[type[BaseException], ...] = (EOFError, zlib.error, lzma.LZMAError)
+        if self.file.path.suffix == ".zst":
+            damaged += (_zstandard().ZstdError,)
+        try:
+            yield
+        except damaged as error:
+            raise _damaged(self.file, error) from error
+        except OSError as error:
+            # gzip and bz2 report damage as an OSError that does not come from the operating system
+            raise _unreadable(self.file, error) if error.errno else _damaged(self.file, error) from error
+
+
+def _decompressed(raw: IO[bytes], file: InputFile) -> IO[bytes]:
+    suffix = file.path.suffix
+    if suffix == ".gz":
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20)
+    if suffix == ".bz2":
+        return bz2.BZ2File(raw)
+    if suffix == ".xz":
+        return lzma.LZMAFile(raw)
+    if suffix == ".zst":
+        return io.BufferedReader(_ZstdReader(raw), 1 << 20)
+    return raw
+
+
+class _ZstdReader(io.RawIOBase):
+    """zstandard's own stream reader takes a file that was cut short for a complete one; this one does not."""
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        self._raw = raw
+        self._context = _zstandard().ZstdDecompressor()
+        self._frame: Any = None
+        self._output = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._output:
+            data = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
+            data = data or self._raw.read(1 << 17)
+            if not data:
+                if self._frame is not None and not self._frame.eof:
+                    raise EOFError("compressed file ended before the end of its last frame")
+                return 0
+            if self._frame is None or self._frame.eof:
+                self._frame = self._context.decompressobj()
+            self._output = memoryview(self._frame.decompress(data))
+        size = min(len(buffer), len(self._output))
+        buffer[:size] = self._output[:size]
+        self._output = self._output[size:]
+        return size
+
+
+def _zstandard() -> Any:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise SetupError(
+            "the library 'zstandard' is missing",
+            found=str(error),
+            expected="it reads .zst",
+            action="pip install 'megaresume[text]', or decompress the files first",
+        ) from error
+    return zstandard
+
+
+def _input(path: Path, format: Format) -> InputFile:
+    stat = path.stat()
+    return InputFile(path=path, format=format, size=stat.st_size, mtime_ns=stat.st_mtime_ns)
+
+
+def _format(path: Path) -> Format | None:
+    suffixes = path.suffixes
+    if suffixes and suffixes[-1] in COMPRESSIONS:
+        suffixes = suffixes[:-1]
+    return FORMATS.get(suffixes[-1].lower()) if suffixes else None
+
+
+def _unreadable(file: InputFile, error: OSError) -> CorpusError:
+    return CorpusError(
+        f"{file.path} cannot be read",
+        found=error.strerror or str(error),
+        expected="a file that can be read",
+        action=f"check: ls -l {file.path}",
+    )
+
+
+def _damaged(file: InputFile, error: BaseException) -> CorpusError:
+    return CorpusError(
+        f"{file.path} is damaged",
+        found=f"{type(error).__name__}: {error}",
+        expected=f"a complete {file.path.suffix} file",
+        cause="an interrupted download or copy, or a file with the wrong suffix",
+        action=f"fetch {file.path.name} again, then start again: --restart",
+    )
+
+
+def _changed_length(file: InputFile) -> CorpusError:
+    return CorpusError(
+        f"{file.path} is shorter than it was",
+        found="its end, before the place where an earlier run had stopped",
+        expected="the same content as in the earlier run",
+        action="start again: --restart",
+    )

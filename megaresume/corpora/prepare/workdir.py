@@ -1,0 +1,200 @@
+"""``OUTPUT.prepare/``: what is finished of a prepare, so that a rerun after a kill goes on there.
+
+    plan.json     the input and the settings; another plan is refused
+    lock          held while a prepare runs
+    NAME          one finished part: a line of JSON that says what it holds, with a hash, then arrays
+
+A part appears by rename, when it is complete.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from megaresume.corpora.sidecar import write_json_atomically
+from megaresume.stream.errors import CorpusError, SetupError, UsageError
+
+__all__ = ["WorkDirectory"]
+
+FORMAT = "megaresume.prepare"
+VERSION = 1
+#: settings of a plan that say what to do with bad input.
+POLICIES = ("invalid", "bad_lines")
+
+
+class WorkDirectory:
+    """The directory of one prepare.
+
+    Args:
+        output: what it is to make; the directory lies beside it.
+    """
+
+    def __init__(self, output: Path) -> None:
+        self.directory = output.with_name(output.name + ".prepare")
+
+    @contextmanager
+    def locked(self, plan: Mapping[str, Any], *, restart: bool) -> Iterator[None]:
+        """Hold the directory: new, or left by a killed run of the same plan.
+
+        Args:
+            plan: input files and settings, plain JSON.
+            restart: throw away what another run left.
+
+        Raises:
+            SetupError: another prepare is running there.
+            UsageError: what is there belongs to another plan.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with open(self.directory / "lock", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise SetupError(
+                        f"another prepare is working on {self.directory.with_suffix('')}",
+                        found=f"{self.directory / 'lock'} is locked",
+                        expected="one prepare at a time",
+                        action="wait for it, or give this one another --output",
+                    ) from error
+                # Some network file systems have no locks: then it is up to the user.
+            if restart:
+                for path in self.directory.iterdir():
+                    if path.name != "lock":
+                        path.unlink()
+            self._check_plan({"format": FORMAT, "version": VERSION, **plan})
+            yield
+
+    def _check_plan(self, plan: dict[str, Any]) -> None:
+        plan = json.loads(json.dumps(plan))
+        path = self.directory / "plan.json"
+        try:
+            old = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            write_json_atomically(path, plan)
+            return
+        except ValueError:
+            old = None
+        if old == plan:
+            return
+        # What was finished under "error" holds nothing of that kind: a milder policy changes nothing in it.
+        milder = {key: plan[key] for key in POLICIES if isinstance(old, dict) and old.get(key) == "error"}
+        if isinstance(old, dict) and old | milder == plan:
+            write_json_atomically(path, plan)
+            return
+        raise UsageError(
+            f"{self.directory} was left by a prepare of other input or with other settings",
+            found="; ".join(_differences(old, plan)) if isinstance(old, dict) else "an unreadable plan.json",
+            expected="the same input files and settings, to go on where that run stopped",
+            action="repeat the earlier command to go on, or add --restart to throw its work away",
+        )
+
+    def path(self, name: str) -> Path:
+        """Where a part is when it is finished."""
+        return self.directory / name
+
+    def write(self, name: str, head: Mapping[str, Any], arrays: Sequence[npt.NDArray[Any]]) -> str:
+        """Write a part: all of it or nothing.
+
+        Args:
+            name: of the part.
+            head: what it holds, plain JSON.
+            arrays: its body.
+
+        Returns:
+            xxh3_64 of the body, which goes into the head as ``hash``: 16 hex digits.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        bodies = [np.ascontiguousarray(array).view(np.uint8).data for array in arrays if array.size]
+        hasher = xxhash.xxh3_64()
+        for body in bodies:
+            hasher.update(body)
+        temporary = self.directory / f".{name}.{os.getpid()}.tmp"
+        try:
+            with open(temporary, "wb") as file:
+                file.write(json.dumps({**head, "hash": hasher.hexdigest()}).encode() + b"\n")
+                for body in bodies:
+                    file.write(body)
+            os.replace(temporary, self.path(name))
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+        return hasher.hexdigest()
+
+    def find(self, name: str, body_bytes: Callable[[Mapping[str, Any]], int]) -> dict[str, Any] | None:
+        """The head of a part if it is finished; a damaged one is removed.
+
+        Args:
+            name: of the part.
+            body_bytes: from the head, the bytes that follow it.
+        """
+        path = self.path(name)
+        try:
+            with open(path, "rb") as file:
+                line = file.readline()
+                size = os.fstat(file.fileno()).st_size
+        except FileNotFoundError:
+            return None
+        try:
+            head: dict[str, Any] = json.loads(line)
+            if size == len(line) + body_bytes(head):
+                return head
+        except (ValueError, TypeError, KeyError):
+            pass
+        path.unlink()
+        return None
+
+    def read(self, name: str) -> tuple[dict[str, Any], bytes]:
+        """Head and body of a finished part.
+
+        Raises:
+            CorpusError: it is damaged; it is removed, so that a rerun makes it again.
+        """
+        path = self.path(name)
+        line, _, body = path.read_bytes().partition(b"\n")
+        try:
+            head: dict[str, Any] = json.loads(line)
+        except ValueError:
+            head = {"hash": "a line of JSON"}
+        if xxhash.xxh3_64_hexdigest(body) != head["hash"]:
+            path.unlink()
+            raise CorpusError(
+                f"{path} is damaged",
+                found="another hash than when it was written",
+                expected=head["hash"],
+                cause="a damaged disk, or a machine that lost power",
+                action="run the same command again: this part is made again, the others are kept",
+            )
+        return head, body
+
+    def remove(self) -> None:
+        """Remove the directory."""
+        shutil.rmtree(self.directory)
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """At most a few, in words."""
+    keys = sorted({*old, *new} - {"inputs"})
+    found = [f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)]
+    before = {f["path"]: f for f in old.get("inputs", [])}
+    after = {f["path"]: f for f in new.get("inputs", [])}
+    if list(before) != list(after):
+        gone, added = [p for p in before if p not in after], [p for p in after if p not in before]
+        found += [f"{p} is gone" for p in gone[:3]] + [f"{p} is new" for p in added[:3]]
+        found += [] if gone or added else ["the files are in another order"]
+    found += [f"{p} changed" for p in [p for p in after if p in before and before[p] != after[p]][:3]]
+    return found

@@ -1,0 +1,301 @@
+"""Records to documents: text to tokens, images to pixels and places, what is trained on.
+
+    record --template--> text, images --+-- measure: tokenize, read image headers --> lengths        (the index)
+                                        `-- encode:  tokenize, decode, augment, process --> document (a sample)
+
+    tokens   [ 12  7  9  I  I  I  I  88  41  5  E ]     I image token, E end of document
+    trained  [  .  .  .  .  .  .  .   x   x  x  x ]
+
+An encoder is a value: its spec (plain JSON that holds the tokenizer's content) says everything about it except the
+augmentation, which no length depends on.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import xxhash
+
+from megaresume.corpora.image_text import EncodedDocument, EncodedImage, Key, Measure, Record
+from megaresume.corpora.prepare.tokenizers import ByteTokenizer, Tokenizer
+from megaresume.images.augment import augmentation_from_options, augmentation_options
+from megaresume.images.checks import check_processor
+from megaresume.images.decode import ImageOptions, decode, size_of
+from megaresume.images.options import read_options
+from megaresume.images.processors import Grid, Pixels, processor_from_options
+from megaresume.images.spec import check_spec, spec_from_options, unpack_tokenizer
+from megaresume.images.templates import Image, template_from_options
+from megaresume.stream.errors import ConfigError, CorpusError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as PILImage
+
+__all__ = ["ImageTextEncoder"]
+
+T = TypeVar("T")
+
+
+class ImageTextEncoder:
+    """A stateless function of records; picklable, and cheap to send to a worker.
+
+    Args:
+        spec: as `to_spec` returns it.
+        augmentation: options as in data.yaml.
+
+    Raises:
+        ConfigError: a spec that this version cannot read, or tokens that the tokenizer has not.
+        UsageError, SetupError: the tokenizer cannot be built.
+    """
+
+    def __init__(self, spec: Mapping[str, Any], augmentation: object = None) -> None:
+        check_spec(spec)
+        self._spec = dict(spec)
+        self._steps = augmentation_from_options(augmentation)
+        self._template = template_from_options(spec["template"])
+        self._images = read_options(ImageOptions, spec["images"], "images")
+        self.processor = processor_from_options(spec["processor"])
+        self.image_token_id, self.vocab_size = self._image_token()
+        #: what stands where nothing is to be learned; None without an end-of-document token.
+        self.eod = self.tokenizer.eod
+        if spec["eod"] and self.eod is None:
+            raise ConfigError(
+                f"tokenizer {self.tokenizer.name} has no end-of-document token that is known",
+                found="eod: true",
+                expected="a token that ends every document",
+                action="name it: eod_token: TOKEN, or eod: false",
+            )
+        self.fingerprint = self._fingerprint()
+
+    @classmethod
+    def from_options(cls, options: object, base_dir: str | Path = ".") -> ImageTextEncoder:
+        """The encoder of options in YAML (`megaresume.images.spec`), its processor checked.
+
+        Raises:
+            ConfigError: an unknown key, a bad value, or a processor that breaks its promises.
+            UsageError, SetupError: the tokenizer cannot be read.
+        """
+        encoder = cls(spec_from_options(options, base_dir))
+        check_processor(encoder.processor)
+        return encoder
+
+    @classmethod
+    def from_spec(cls, spec: Mapping[str, Any]) -> ImageTextEncoder:
+        """The encoder that `to_spec` described."""
+        return cls(spec)
+
+    def to_spec(self) -> dict[str, Any]:
+        """Plain JSON that holds everything except the augmentation."""
+        return copy.deepcopy(self._spec)
+
+    def augmented(self, options: object) -> ImageTextEncoder:
+        """The same encoder with the steps that ``options`` declare (None: without any).
+
+        Raises:
+            ConfigError: an unknown step or option, or a bad value.
+        """
+        other = copy.copy(self)
+        other._steps = augmentation_from_options(options)
+        return other
+
+    @property
+    def augmentation(self) -> list[dict[str, Any]]:
+        """The steps, normalised, as plain JSON."""
+        return augmentation_options(self._steps)
+
+    @property
+    def pixel_shape(self) -> tuple[int, ...]:
+        """Shape of one row of an image's pixels."""
+        return tuple(self.processor.pixel_shape)
+
+    def most_rows(self, num_tokens: int) -> int:
+        """Rows of pixels that a document of so many tokens has at most; 0 where the processor does not say."""
+        most: Callable[[int], int] | None = getattr(self.processor, "most_rows", None)
+        return 0 if most is None else most(num_tokens)
+
+    @property
+    def filler(self) -> int:
+        """The token that stands where a document is masked."""
+        return 0 if self.eod is None else self.eod
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Built when it is first asked for: a worker that was sent the encoder pays for it then."""
+        return unpack_tokenizer(self._spec["tokenizer"], self._spec["eod_token"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "tokenizer"}
+
+    def __repr__(self) -> str:
+        kinds = (
+            f"{self._spec['processor']['kind']}, {self._spec['template']['kind']}, {self._spec['tokenizer']['name']}"
+        )
+        return f"ImageTextEncoder({kinds}, {self.fingerprint[:8]})"
+
+    def measure(self, record: Record) -> Measure:
+        """Lengths of the document, from text and image headers: no pixel is decoded.
+
+        Raises:
+            CorpusError: the record is not what the template expects, or an image header cannot be read.
+        """
+        tokens = num_images = image_tokens = 0
+        for part in self._parts(record):
+            if isinstance(part, Image):
+                name = _name(record, part.member)
+                width, height = size_of(record.members[part.member], self._images, name)
+                num_images += 1
+                image_tokens += _named(name, self.processor.num_tokens, width, height)
+            else:
+                tokens += len(part[0])
+        return Measure(tokens=tokens + image_tokens, num_images=num_images, image_tokens=image_tokens)
+
+    def encode(self, record: Record, key: Key) -> EncodedDocument:
+        """The document: as many tokens as `measure` says, whatever the augmentation draws.
+
+        Raises:
+            CorpusError: as `measure`, or an image cannot be decoded.
+        """
+        tokens: list[int] = []
+        spans: list[tuple[int, int]] = []
+        images: list[EncodedImage] = []
+        for part in self._parts(record):
+            if isinstance(part, Image):
+                image = self._image(record, part.member, key, number=len(images), offset=len(tokens))
+                tokens += [self.image_token_id] * image.num_tokens
+                images.append(image)
+            else:
+                ids, is_trained = part
+                if is_trained:
+                    spans.append((len(tokens), len(tokens) + len(ids)))
+                tokens += ids
+        trained = np.zeros(len(tokens), np.bool_)
+        for start, end in spans:
+            trained[start:end] = True
+        return EncodedDocument(tokens=np.array(tokens, np.int64), trained=trained, images=tuple(images))
+
+    def images(self, record: Record) -> list[tuple[str, int, int, int]]:
+        """(member, width, height, tokens) of the images of a record in the order of the document, from their headers.
+
+        Raises:
+            CorpusError: as `measure`.
+        """
+        found = []
+        for piece in self._template.pieces(record):
+            if isinstance(piece, Image):
+                name = _name(record, piece.member)
+                width, height = size_of(record.members[piece.member], self._images, name)
+                tokens = _named(name, self.processor.num_tokens, width, height)
+                found.append((piece.member, width, height, tokens))
+        return found
+
+    def augmented_image(self, record: Record, member: str, key: Key, number: int) -> PILImage:
+        """An image as the model is shown it, before the processor resizes and normalises it.
+
+        Args:
+            record: its record.
+            member: its name there.
+            key: which document it is.
+            number: of the image in the document, 0-based.
+
+        Raises:
+            CorpusError: it cannot be decoded.
+        """
+        return self._drawn(record, member, key, number)[0]
+
+    def _parts(self, record: Record) -> Iterator[Image | tuple[list[int], bool]]:
+        """Images, and (tokens, are they trained on), in order."""
+        is_trained = False
+        for piece in self._template.pieces(record):
+            if isinstance(piece, Image):
+                yield from self._markup(self._spec["image_start"])
+                yield piece
+                yield from self._markup(self._spec["image_end"])
+            else:
+                ids = self.tokenizer.encode(piece.text, special=piece.markup)
+                if self.image_token_id in ids:
+                    raise CorpusError(
+                        f"record '{record.key}' spells the image token in its text",
+                        found=f"token {self.image_token_id} in {piece.text!r:.60}",
+                        expected="image tokens only where an image stands",
+                        cause="a mark such as <image> that the template does not take for one",
+                        action="correct the template, or the record",
+                    )
+                is_trained = piece.trained
+                yield ids, is_trained
+        if self._spec["eod"]:
+            yield [self.filler], is_trained
+
+    def _markup(self, text: str) -> Iterator[tuple[list[int], bool]]:
+        if text:
+            yield self.tokenizer.encode(text, special=True), False
+
+    def _image(self, record: Record, member: str, key: Key, *, number: int, offset: int) -> EncodedImage:
+        name = _name(record, member)
+        image, generator = self._drawn(record, member, key, number)
+        num_tokens = _named(name, self.processor.num_tokens, *image.size)
+        pixels, grid = _named(name, self.processor, image, generator)
+        self._agree(name, num_tokens, pixels, grid)
+        return EncodedImage(offset=offset, num_tokens=num_tokens, pixels=pixels, grid=grid)
+
+    def _drawn(self, record: Record, member: str, key: Key, number: int) -> tuple[PILImage, np.random.Generator]:
+        """The image as augmentation leaves it, of the size that it was stored with; and the generator as it is then."""
+        image = decode(record.members[member], self._images, _name(record, member))
+        generator = key.generator(number)
+        for step in self._steps:
+            image = step(image, generator)
+        return image, generator
+
+    def _agree(self, name: str, num_tokens: int, pixels: Pixels, grid: Grid) -> None:
+        made = self.processor.tokens_of(pixels, grid)
+        if made != num_tokens:
+            raise CorpusError(
+                f"{name}: the processor made another number of tokens than it announced",
+                found=f"{made} tokens of a grid of {grid}",
+                expected=f"{num_tokens} tokens, by its num_tokens",
+                cause="a processor whose two formulas differ for this size",
+                action="correct the processor; its lengths must not depend on what it draws",
+            )
+
+    def _image_token(self) -> tuple[int, int]:
+        """The id of the image token, and the size of the vocabulary that has it."""
+        text, tokenizer = self._spec["image_token"], self.tokenizer
+        if text is None or isinstance(tokenizer, ByteTokenizer):
+            return tokenizer.vocab_size, tokenizer.vocab_size + 1
+        number = tokenizer.token_id(text)
+        if number is None:
+            raise ConfigError(
+                f"tokenizer {tokenizer.name} has no token {text!r}",
+                found=f"image_token: {text!r}",
+                expected="the text of one of its tokens",
+                cause="a tokenizer of a text model, to which the image token was never added",
+                action="add the token to the tokenizer, or image_token: null takes the id behind its vocabulary",
+            )
+        return number, tokenizer.vocab_size
+
+    def _fingerprint(self) -> str:
+        # The tokenizer by what it does: neither its file name nor how its content was packed.
+        spec = {**self._spec, "tokenizer": self.tokenizer.fingerprint()}
+        return xxhash.xxh3_128_hexdigest(json.dumps(spec, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _name(record: Record, member: str) -> str:
+    return f"record '{record.key}': {member}"
+
+
+def _named(name: str, function: Callable[..., T], *arguments: Any) -> T:
+    """What the function returns; its CorpusError says which image it was."""
+    try:
+        return function(*arguments)
+    except CorpusError as error:
+        raise CorpusError(
+            f"{name}: {error.headline}",
+            found=error.found,
+            expected=error.expected,
+            cause=error.cause,
+            action=error.action,
+        ) from error

@@ -1,0 +1,111 @@
+"""What becomes of a record that cannot be encoded, or is not as long as its index says.
+
+    policy     cannot be encoded           longer than indexed     shorter than indexed
+    error      CorpusError                 CorpusError             CorpusError
+    mask       masked, as long as indexed  masked                  masked
+    truncate   masked, as long as indexed  text cut at its end     masked at its end
+
+A record of another content than the indexed one, but of its length, is as one that cannot be encoded.
+
+The document is as long as the index says in any case, so the stream does not move. What was done depends on the record
+and the index alone: a resume, another rank and another worker do the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+from megaresume.corpora.image_text import EncodedDocument, Fault, FaultPolicy, Key, Record
+from megaresume.images.cut import fit_document, masked_document
+from megaresume.images.encoder import ImageTextEncoder
+from megaresume.stream.errors import CorpusError
+
+__all__ = ["encode_as_indexed"]
+
+log = logging.getLogger(__name__)
+
+#: (source, document) that this process has reported.
+_reported: set[tuple[str, int]] = set()
+
+
+def encode_as_indexed(
+    encoder: ImageTextEncoder,
+    record_or_error: Record | CorpusError,
+    key: Key,
+    *,
+    tokens: int,
+    policy: FaultPolicy,
+    changed: CorpusError | None = None,
+) -> EncodedDocument:
+    """The document, exactly as long as its index says.
+
+    Args:
+        encoder: of the source.
+        record_or_error: the record, or why it could not be read.
+        key: which document it is.
+        tokens: its length in the index.
+        policy: of the source.
+        changed: set where the record has another content than when it was measured.
+
+    Returns:
+        the document; with `fault` where the policy was applied, which is logged once a document and process.
+
+    Raises:
+        CorpusError: the policy is ``error``.
+    """
+    document, error = None, None
+    if isinstance(record_or_error, CorpusError):
+        error = record_or_error
+    else:
+        try:
+            document = encoder.encode(record_or_error, key)
+        except CorpusError as raised:
+            error = raised
+    if document is not None and len(document.tokens) != tokens:
+        error = _other_length(record_or_error, len(document.tokens), tokens)
+    if error is None and changed is not None:
+        document, error = None, changed
+    if error is None:
+        assert document is not None
+        return document
+    if policy == "error":
+        raise error
+    if policy == "mask" or document is None:
+        document = masked_document(tokens, encoder.filler)
+    else:
+        document = fit_document(document, tokens, encoder.filler)
+    fault = Fault(policy=policy, reason=_reason(error))
+    _report(key, tokens, fault, error)
+    return dataclasses.replace(document, fault=fault)
+
+
+def _reason(error: CorpusError) -> str:
+    # Not its cause: libraries word that, in each version anew.
+    return error.headline if error.found is None else f"{error.headline}; found {error.found}"
+
+
+def _report(key: Key, tokens: int, fault: Fault, error: CorpusError) -> None:
+    if (key.source, key.document) in _reported:
+        return
+    _reported.add((key.source, key.document))
+    log.warning(
+        "source '%s', document %d (%d tokens), policy %s: %s%s",
+        key.source,
+        key.document,
+        tokens,
+        fault.policy,
+        fault.reason,
+        f" ({error.cause})" if error.cause else "",
+    )
+
+
+def _other_length(record: object, found: int, expected: int) -> CorpusError:
+    name = f"record '{record.key}'" if isinstance(record, Record) else "a record"
+    return CorpusError(
+        f"{name} is not as long as its index says",
+        found=f"{found} tokens",
+        expected=f"{expected} tokens",
+        cause="a shard that was written again after `megaresume prepare`",
+        action="run megaresume prepare again, or on_fault: truncate (or mask)",
+    )

@@ -1,0 +1,37 @@
+"""Image processors by kind: from options in YAML to the processor, and back to what the index keeps.
+
+kind       image becomes                              made for                          file
+patches    one square of fixed size                   CLIP, LLaVA-1.5, SigLIP           patches.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megaresume.images.options import choose_kind, plain, read_options
+from megaresume.images.processors.base import Grid, Pixels, Processor, Statistics
+from megaresume.images.processors.native import Native
+from megaresume.images.processors.patches import Patches
+from megaresume.images.processors.python import PythonProcessor
+from megaresume.images.processors.tiles import Tiles
+
+__all__ = ["KINDS", "Grid", "Pixels", "Processor", "Statistics", "processor_from_options", "processor_options"]
+
+KINDS: dict[str, type[Any]] = {cls.kind: cls for cls in (Patches, Tiles, Native, PythonProcessor)}
+
+
+def processor_from_options(options: object, where: str = "processor") -> Processor:
+    """The processor that the options describe: ``{kind: native, max_pixels: 1003520}``.
+
+    Raises:
+        ConfigError: an unknown kind or option, or a bad value.
+    """
+    kind, rest = choose_kind(options, KINDS, where)
+    processor: Processor = read_options(KINDS[kind], rest, where)
+    return processor
+
+
+def processor_options(processor: Any) -> Mapping[str, Any]:
+    """The options, normalised: every default written out. ``processor_from_options`` gives the same processor."""
+    return {"kind": processor.kind, **plain(processor)}

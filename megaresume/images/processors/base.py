@@ -1,0 +1,121 @@
+"""What an image processor promises, and the arithmetic that all of them share.
+
+    PIL image, RGB, W x H  --processor-->  float32[k, ...] normalised, (frames, rows, columns)
+    W, H                   --num_tokens->  tokens that the image takes in the sequence
+
+A processor is a declared, stateless function of (image, generator): `megaresume.images.checks` holds it
+to that when an encoder is built.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megaresume.images.options import choice, mapping, number, option, read_options, sequence
+from megaresume.stream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = [
+    "CLIP",
+    "IMAGENET",
+    "STATISTICS",
+    "Grid",
+    "Pixels",
+    "Processor",
+    "Statistics",
+    "normalized",
+    "resampling",
+    "resized",
+    "statistics",
+]
+
+Pixels = npt.NDArray[np.float32]
+#: (frames, rows, columns) of patches; of tiles for tiled processors.
+Grid = tuple[int, int, int]
+
+
+class Processor(Protocol):
+    """Picklable and without state; every random draw comes from the generator given."""
+
+    @property
+    def pixel_shape(self) -> tuple[int, ...]:
+        """Shape of one row of the pixels: (3, H, W) of a tile, or (3 * T * P * P,) of a patch."""
+        ...
+
+    def num_tokens(self, width: int, height: int) -> int:
+        """Tokens of an image of this size. Raises CorpusError for a size that it cannot take."""
+        ...
+
+    def tokens_of(self, pixels: Pixels, grid: Grid) -> int:
+        """Tokens that the vision model makes of this output: the other side of `num_tokens`."""
+        ...
+
+    def __call__(self, image: Image, generator: np.random.Generator) -> tuple[Pixels, Grid]:
+        """float32[k, *pixel_shape], C-contiguous, and the grid of an RGB image."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Statistics:
+    """Mean and standard deviation of red, green, blue, of values from 0 to 1."""
+
+    mean: tuple[float, float, float] = option((0.5, 0.5, 0.5), sequence(number(-10, 10), 3))
+    std: tuple[float, float, float] = option((0.5, 0.5, 0.5), sequence(number(1e-6, 10), 3))
+
+
+#: what published vision encoders were trained with.
+CLIP = Statistics(mean=(0.48145466, 0.4578275, 0.40821073), std=(0.26862954, 0.26130258, 0.27577711))
+IMAGENET = Statistics(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+STATISTICS = {
+    "clip": CLIP,
+    "imagenet": IMAGENET,
+    "siglip": Statistics(),
+    "none": Statistics(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)),
+}
+
+
+def statistics(value: Any, where: str) -> Statistics:
+    """Reader of ``normalize``: a name in `STATISTICS`, or {mean: [r, g, b], std: [r, g, b]}."""
+    if isinstance(value, str):
+        if value in STATISTICS:
+            return STATISTICS[value]
+        raise ConfigError(
+            f"bad value of {where}",
+            found=repr(value),
+            expected=f"one of {', '.join(STATISTICS)}, or mean and std",
+            action=f"correct {where}",
+        )
+    return read_options(Statistics, mapping(value, where), where)
+
+
+@functools.lru_cache(maxsize=16)
+def normalized(by: Statistics) -> Pixels:
+    """(value / 255 - mean) / std of every channel and 8-bit value, as one multiplication and one subtraction: [3, 256].
+
+    Rounded once from float64, then computed in float32 by NumPy, which contracts no multiplication and subtraction:
+    the same bits on every machine.
+    """
+    table = np.empty((3, 256), np.float32)
+    for channel in range(3):
+        table[channel] = np.arange(256)
+        table[channel] *= np.float32(1 / (255 * by.std[channel]))
+        table[channel] -= np.float32(by.mean[channel] / by.std[channel])
+    return table
+
+
+#: reader of ``resample``: the filter that images are resized with.
+resampling = choice("bicubic", "bilinear", "lanczos")
+
+
+def resized(image: Image, width: int, height: int, resample: str) -> Image:
+    """Resized by Pillow, antialiased, in 8 bits, as the originals do it; the image itself if it has the size."""
+    from PIL.Image import Resampling
+
+    return image if image.size == (width, height) else image.resize((width, height), Resampling[resample.upper()])

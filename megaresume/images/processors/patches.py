@@ -1,0 +1,140 @@
+"""Processor ``patches``: every image becomes one square of fixed size (CLIP, LLaVA, SigLIP).
+
+    W x H  --crop: shorter edge to S, centre cut out ---+
+           --pad: squared with the mean colour, to S ---+-->  [1, 3, S, S]  -->  (S / P / merge)^2 + class tokens
+           --stretch: to S x S -------------------------+
+
+`crop` is `CLIPImageProcessor`, `pad` is LLaVA-1.5's (``image_aspect_ratio: pad``), `stretch` is SigLIP's and
+Megatron-LM's (``examples/multimodal/image_processing.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from megaresume.images.options import choice, integer, option
+from megaresume.images.processors.base import (
+    CLIP,
+    Grid,
+    Pixels,
+    Statistics,
+    normalized,
+    resampling,
+    resized,
+    statistics,
+)
+from megaresume.images.processors.kernels import fill_patches
+from megaresume.images.room import new_pixels
+from megaresume.stream.errors import ConfigError, CorpusError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["Patches"]
+
+#: of an image on its way to a square: 4 bytes each. Pillow itself opens no more.
+MOST_PIXELS = 178_956_970
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patches:
+    """One square an image. Every image takes the same number of tokens.
+
+    Raises:
+        ConfigError: ``size`` is not a multiple of ``patch_size * merge``.
+    """
+
+    kind: ClassVar[str] = "patches"
+
+    #: edge of the square, pixels.
+    size: int = option(336, integer(1, 8192))
+    #: edge of a patch, pixels.
+    patch_size: int = option(14, integer(1, 1024))
+    #: how the image comes to be a square: crop, pad or stretch.
+    fit: str = option("crop", choice("crop", "pad", "stretch"))
+    #: patches along each axis that become one token (pixel shuffle of InternVL, scale 1 / merge).
+    merge: int = option(1, integer(1, 64))
+    #: further tokens of the vision model that are kept (CLS); LLaVA drops CLIP's.
+    class_tokens: int = option(0, integer(0, 64))
+    #: bicubic, bilinear or lanczos.
+    resample: str = option("bicubic", resampling)
+    normalize: Statistics = option(CLIP, statistics)  # noqa: RUF009 (frozen)
+
+    def __post_init__(self) -> None:
+        unit = self.patch_size * self.merge
+        if self.size % unit:
+            raise ConfigError(
+                "the size of an image is not a multiple of its patches",
+                found=f"size {self.size}, patch_size {self.patch_size}, merge {self.merge}",
+                expected=f"a multiple of {unit}, such as {max(1, round(self.size / unit)) * unit}",
+                action="correct processor.size",
+            )
+
+    @property
+    def pixel_shape(self) -> tuple[int, ...]:
+        """(3, size, size)."""
+        return (3, self.size, self.size)
+
+    def num_tokens(self, width: int, height: int) -> int:
+        """The same for every size.
+
+        Raises:
+            CorpusError: an image so narrow that the square, before it is cut or made small, would fill the memory.
+        """
+        self._check_room(width, height)
+        return (self.size // (self.patch_size * self.merge)) ** 2 + self.class_tokens
+
+    def tokens_of(self, pixels: Pixels, grid: Grid) -> int:
+        """Of the grid of patches."""
+        return grid[0] * grid[1] * grid[2] // self.merge**2 + self.class_tokens * len(pixels)
+
+    def most_rows(self, num_tokens: int) -> int:
+        """Squares of as many tokens."""
+        return num_tokens // self.num_tokens(1, 1)
+
+    def __call__(self, image: Image, generator: np.random.Generator) -> tuple[Pixels, Grid]:
+        """float32[1, 3, size, size], and (1, rows, columns) of patches. Draws nothing."""
+        out = new_pixels((1, *self.pixel_shape))
+        self._check_room(*image.size)
+        values = np.asarray(self._square(image))
+        shape = (1, 1, 3, 1, self.size, self.size)
+        fill_patches(values, 0, 0, normalized(self.normalize), 1, out.reshape(shape))
+        side = self.size // self.patch_size
+        return out, (1, side, side)
+
+    def _check_room(self, width: int, height: int) -> None:
+        longer, shorter = max(width, height), min(width, height)
+        needed = {"pad": longer**2, "crop": self.size**2 * longer // shorter}.get(self.fit, 0)
+        if needed > MOST_PIXELS:
+            raise CorpusError(
+                "an image too narrow for its length",
+                found=f"{width} x {height} pixels, {needed} on the way to a square",
+                expected=f"at most {MOST_PIXELS}",
+                cause=f"fit: {self.fit} makes the shorter edge as long as the square, or the square as the longer edge",
+                action="fit: stretch needs no room; or see on_fault, or leave the record out",
+            )
+
+    def _square(self, image: Image) -> Image:
+        width, height = image.size
+        if self.fit == "stretch" or width == height:
+            return resized(image, self.size, self.size, self.resample)
+        if self.fit == "crop":
+            return self._crop(image)
+        import PIL.Image
+
+        edge = max(width, height)
+        # As LLaVA fills it: truncated, not rounded.
+        colour = tuple(int(255 * mean) for mean in self.normalize.mean)
+        square = PIL.Image.new("RGB", (edge, edge), colour)
+        square.paste(image, ((edge - width) // 2, (edge - height) // 2))
+        return resized(square, self.size, self.size, self.resample)
+
+    def _crop(self, image: Image) -> Image:
+        width, height = image.size
+        short = min(width, height)
+        width, height = int(self.size * width / short), int(self.size * height / short)
+        left, top = (width - self.size) // 2, (height - self.size) // 2
+        return resized(image, width, height, self.resample).crop((left, top, left + self.size, top + self.size))

@@ -1,0 +1,91 @@
+"""Processor ``python``: one's own, from a factory.
+
+    processor: {kind: python, factory: "my_package.images:build", kwargs: {size: 224}}
+
+``build(size=224)`` returns an object as `megaresume.images.processors.base.Processor` describes it. It is
+tried when the encoder is built (`megaresume.images.checks`). What an image cannot be, it says by
+`CorpusError`: that follows the policy of the source; any other exception ends the run.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from megaresume.images.options import json_mapping, option, optional, string
+from megaresume.images.processors.base import Grid, Pixels, Processor
+from megaresume.stream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["PythonProcessor"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PythonProcessor:
+    """The object that a factory returns.
+
+    Raises:
+        ConfigError: the factory cannot be imported, or what it returns is no processor.
+    """
+
+    kind: ClassVar[str] = "python"
+
+    #: "package.module:callable".
+    factory: str = option("", string)
+    #: of the factory; part of the encoder's fingerprint. Put a version in it when the code changes.
+    kwargs: Mapping[str, Any] | None = option(None, optional(json_mapping))
+    _inner: Processor = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        inner = _factory(self.factory)(**(self.kwargs or {}))
+        lacking = [name for name in ("pixel_shape", "num_tokens", "tokens_of", "__call__") if not hasattr(inner, name)]
+        if lacking:
+            raise ConfigError(
+                f"what {self.factory} returns is no image processor",
+                found=f"{type(inner).__name__} without {', '.join(lacking)}",
+                expected="pixel_shape, num_tokens(width, height), tokens_of(pixels, grid), call (image, generator)",
+                action="see docs/images.md, 'Your own processor'",
+            )
+        object.__setattr__(self, "_inner", inner)
+
+    @property
+    def pixel_shape(self) -> tuple[int, ...]:
+        """Of the object."""
+        return tuple(self._inner.pixel_shape)
+
+    def num_tokens(self, width: int, height: int) -> int:
+        """Of the object."""
+        return self._inner.num_tokens(width, height)
+
+    def tokens_of(self, pixels: Pixels, grid: Grid) -> int:
+        """Of the object."""
+        return self._inner.tokens_of(pixels, grid)
+
+    def __call__(self, image: Image, generator: np.random.Generator) -> tuple[Pixels, Grid]:
+        """Of the object."""
+        return self._inner(image, generator)
+
+
+def _factory(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    try:
+        if not module or not attribute:
+            raise ImportError("no package.module:callable")
+        found: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            "the factory of the image processor cannot be imported",
+            found=f"factory: {name!r} ({error})",
+            expected="factory: package.module:callable",
+            cause="a wrong name, or a module that is not on PYTHONPATH",
+            action="correct processor.factory, or set PYTHONPATH",
+        ) from error
+    return found

@@ -1,0 +1,38 @@
+"""Templates by kind: how the members of a record become one document.
+
+kind          record                                         trained on                file
+caption       an image, a text                               the text                  caption.py
+    chat          images, a conversation in JSON                 the assistant's turns     chat.py, roles.py
+    interleaved   images, lists of texts and images in JSON      every text                interleaved.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megaresume.images.options import choose_kind, plain, read_options
+from megaresume.images.templates.base import Image, Piece, Template, Text
+from megaresume.images.templates.caption import Caption
+from megaresume.images.templates.chat import Chat
+from megaresume.images.templates.interleaved import Interleaved
+
+__all__ = ["KINDS", "Image", "Piece", "Template", "Text", "template_from_options", "template_options"]
+
+KINDS: dict[str, type[Any]] = {cls.kind: cls for cls in (Caption, Chat, Interleaved)}
+
+
+def template_from_options(options: object, where: str = "template") -> Template:
+    """The template that the options describe: ``{kind: caption, prompt: "\\n"}``, or only ``caption``.
+
+    Raises:
+        ConfigError: an unknown kind or option, or a bad value.
+    """
+    kind, rest = choose_kind(options, KINDS, where, default="caption")
+    template: Template = read_options(KINDS[kind], rest, where)
+    return template
+
+
+def template_options(template: Any) -> Mapping[str, Any]:
+    """The options, normalised: every default written out."""
+    return {"kind": template.kind, **plain(template)}

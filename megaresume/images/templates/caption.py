@@ -1,0 +1,79 @@
+"""Template ``caption``: an image and the text that belongs to it.
+
+<image> prompt text <eod>        the prompt is not trained on, text and end of document are
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megaresume.corpora.image_text import Record
+from megaresume.images.options import boolean, option, optional, sequence, string
+from megaresume.images.templates.base import (
+    IMAGE_EXTENSIONS,
+    Image,
+    Piece,
+    Text,
+    bad_json,
+    checked_text,
+    json_member,
+    missing,
+    no_text,
+    text_member,
+)
+
+__all__ = ["Caption"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Caption:
+    """One image, one text."""
+
+    kind: ClassVar[str] = "caption"
+
+    #: member of the image: the first of these that is there.
+    image: tuple[str, ...] = option(IMAGE_EXTENSIONS, sequence(string))
+    #: member of the text: the first of these that is there.
+    text: tuple[str, ...] = option(("txt", "caption"), sequence(string))
+    #: read the text out of the JSON member, under this key, instead.
+    json_key: str | None = option(None, optional(string))
+    #: between image and text; not trained on.
+    prompt: str = option("", string)
+    #: image before text.
+    image_first: bool = option(True, boolean)
+    #: records without an image are documents of text alone; otherwise they are errors.
+    text_only: bool = option(False, boolean)
+    #: take white space at the ends of the text away.
+    strip: bool = option(True, boolean)
+
+    def pieces(self, record: Record) -> list[Piece]:
+        """Raises CorpusError: no image, no text, not UTF-8, not JSON."""
+        member = next((name for name in self.image if name in record.members), None)
+        if member is None and not self.text_only:
+            raise missing(record, self.image)
+        text = self._text(record)
+        text = text.strip() if self.strip else text
+        if not text.strip():
+            raise no_text(record, "the caption")
+        caption = Text(text=text, trained=True)
+        if member is None:
+            return [caption]
+        prompt = [Text(text=self.prompt, trained=False, markup=True)] if self.prompt else []
+        return (
+            [Image(member=member), *prompt, caption] if self.image_first else [caption, *prompt, Image(member=member)]
+        )
+
+    def _text(self, record: Record) -> str:
+        if self.json_key is not None:
+            data = json_member(record, ("json",))
+            if self.json_key not in data:
+                keys = ", ".join(sorted(data)[:10])
+                raise bad_json(
+                    record, f"no '{self.json_key}' in the JSON", f"keys {keys}", f"a text in '{self.json_key}'"
+                )
+            return checked_text(record, data[self.json_key], f"'{self.json_key}'")
+        name = next((name for name in self.text if name in record.members), None)
+        if name is None:
+            raise missing(record, self.text)
+        return text_member(record, name)

@@ -1,0 +1,173 @@
+"""Template ``chat``: a conversation about images; only the answers are trained on.
+
+    {"conversations": [{"from": "human", "value": "<image>\\nWhat is it?"}, {"from": "gpt", "value": "A cat."}]}
+    {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}, ...]}
+
+    <|im_start|>user\\n <image> \\nWhat is it? <|im_end|> \\n <|im_start|>assistant\\n A cat. <|im_end|> \\n
+                                                                                     xxxxxx xxxxxxxxxx   trained on
+
+A mark without a name takes the next image: of the list ``images`` in the JSON when there is one, otherwise of the
+members of the record in the order of their names ("2.jpg" before "10.jpg"). Every image must be used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megaresume.corpora.image_text import Record
+from megaresume.images.options import boolean, option, optional, sequence, string
+from megaresume.images.templates.base import (
+    Image,
+    Piece,
+    Text,
+    bad_json,
+    checked_text,
+    image_members,
+    json_member,
+    named_image,
+    no_text,
+)
+from megaresume.images.templates.roles import CHATML, Role, style
+from megaresume.stream.errors import CorpusError
+
+__all__ = ["Chat"]
+
+#: as data sets call them -> as `Role` has them.
+_ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chat:
+    """A conversation in the JSON member."""
+
+    kind: ClassVar[str] = "chat"
+
+    #: member of the conversation: the first of these that is there.
+    json: tuple[str, ...] = option(("json",), sequence(string))
+    #: key of the list of turns: the first of these that is there.
+    turns: tuple[str, ...] = option(("conversations", "messages"), sequence(string))
+    #: what stands around the turns: chatml, llama3, vicuna, plain, or a mapping of roles.
+    style: tuple[Role, ...] = option(CHATML, style)
+    #: system text of conversations that have none.
+    system: str | None = option(None, optional(string))
+    #: marks an image in a turn that is one text.
+    mark: str = option("<image>", string)
+    #: images of the record that no turn shows are left out; otherwise they are errors.
+    unused_images: bool = option(False, boolean)
+
+    def pieces(self, record: Record) -> list[Piece]:
+        """Raises CorpusError: no JSON, no turns, an unknown role, no answer, images and marks that do not agree."""
+        data = json_member(record, self.json)
+        key = next((key for key in self.turns if key in data), None)
+        turns = None if key is None else data[key]
+        if not isinstance(turns, list) or not turns:
+            expected = f"a list of turns under {' or '.join(self.turns)}"
+            raise bad_json(record, "no conversation", f"keys {', '.join(sorted(data)[:10]) or 'none'}", expected)
+        images = _Images(record, data.get("images"))
+        pieces: list[Piece] = []
+        for number, turn in enumerate(turns):
+            name, content = _turn(record, turn, f"{key}[{number}]")
+            if number == 0 and name != "system" and self.system is not None:
+                pieces += self._around(record, "system", [Text(text=self.system, trained=False)])
+            is_trained = name == "assistant"
+            pieces += self._around(record, name, list(self._content(record, content, is_trained, images)))
+        if not any(isinstance(piece, Text) and piece.trained and piece.text.strip() for piece in pieces):
+            raise no_text(record, "the turns of the assistant")
+        if not self.unused_images:
+            images.check_all_used()
+        return pieces
+
+    def _around(self, record: Record, name: str, content: list[Piece]) -> list[Piece]:
+        role = next((role for role in self.style if role.role == name), None)
+        if role is None:
+            known = ", ".join(role.role for role in self.style)
+            raise bad_json(record, f"a turn of the role '{name}'", repr(name), f"one of {known}, by template.style")
+        trained = name == "assistant"
+        parts: list[Piece] = [Text(text=role.before, trained=False, markup=True), *content]
+        parts += [Text(text=role.end, trained=trained, markup=True), Text(text=role.after, trained=False, markup=True)]
+        return [part for part in parts if not isinstance(part, Text) or part.text]
+
+    def _content(self, record: Record, content: Any, is_trained: bool, images: _Images) -> Iterator[Piece]:
+        if isinstance(content, str):
+            first, *others = checked_text(record, content, "a turn").split(self.mark) if self.mark else [content]
+            yield Text(text=first, trained=is_trained)
+            for text in others:
+                yield Image(member=images.take(None))
+                yield Text(text=text, trained=is_trained)
+            return
+        if not isinstance(content, list):
+            raise bad_json(record, "a turn without text", type(content).__name__, "a text, or a list of parts")
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind == "text":
+                yield Text(text=checked_text(record, part.get("text"), "a part of a turn"), trained=is_trained)
+            elif kind in ("image", "image_url"):
+                yield Image(member=images.take(_name_in(part)))
+            else:
+                found = f"type {kind!r}" if isinstance(part, dict) else type(part).__name__
+                raise bad_json(record, "an unknown part of a turn", found, "type: text, image or image_url")
+
+
+class _Images:
+    """Hands the images of a record out, in order or by name."""
+
+    def __init__(self, record: Record, names: object) -> None:
+        self._record = record
+        if names is not None and not isinstance(names, list):
+            raise bad_json(record, "'images' is not a list", type(names).__name__, "names of members")
+        self._all = image_members(record) if names is None else [named_image(record, name) for name in names]
+        self._left = list(self._all)
+        self._marks = 0
+
+    def take(self, name: object) -> str:
+        self._marks += 1
+        if name is not None:
+            member = named_image(self._record, name)
+            if member in self._left:
+                self._left.remove(member)
+            return member
+        if not self._left:
+            raise self._disagree()
+        return self._left.pop(0)
+
+    def check_all_used(self) -> None:
+        if self._left:
+            raise self._disagree()
+
+    def _disagree(self) -> CorpusError:
+        return CorpusError(
+            f"record '{self._record.key}': images and their marks do not agree",
+            found=f"images {', '.join(self._all) or 'none'}; {self._marks} marks used them up to there",
+            expected="a mark for each image, and an image for each mark",
+            cause="a mark in the text that means none, or an image that the conversation does not show",
+            action="correct the record, template.mark, or template.unused_images: true",
+        )
+
+
+def _turn(record: Record, turn: Any, where: str) -> tuple[str, Any]:
+    """Role and content of one turn, in LLaVA's words or OpenAI's."""
+    if not isinstance(turn, dict):
+        raise bad_json(record, f"{where} is no turn", type(turn).__name__, "an object with role and content")
+    name = turn.get("role", turn.get("from"))
+    content = turn.get("content", turn.get("value"))
+    if not isinstance(name, str) or name not in _ROLES:
+        raise bad_json(record, f"{where} has an unknown role", f"{name!r:.40}", f"one of {', '.join(_ROLES)}")
+    if content is None:
+        raise bad_json(record, f"{where} has no content", f"keys {', '.join(turn)}", "content or value")
+    return _ROLES[name], content
+
+
+def _name_in(part: dict[str, Any]) -> object:
+    """The name in {"type": "image", "image": NAME} or {"type": "image_url", "image_url": {"url": NAME}}, or None."""
+    value = part.get("image", part.get("image_url"))
+    return value.get("url") if isinstance(value, dict) else value

@@ -1,0 +1,17 @@
+"""Image-text records in tar shards, as webdataset and Energon have them.
+
+shards -- megaresume prepare --> NAME.shards.idx -- data.yaml --> ShardSource -- one range read --> record
+
+prepare.py      tar shards to an index; index_measure.py: one shard to a part, index_merge.py: parts to the index
+layout.py       the bytes of an index; index.py opens one
+source.py       `ShardSource`: records as documents
+tar.py          members to records, and the damage that archives can have; headers.py reads their headers
+files.py        range reads: local descriptors, object stores (remote.py); blocks.py reads forwards
+paths.py        braces, wildcards, URLs to a list of shards
+energon.py      ``.nv-meta`` of an Energon data set; fields.py: its field map
+"""
+
+from megaresume.shards.index import ShardIndex
+from megaresume.shards.source import ShardSource
+
+__all__ = ["ShardIndex", "ShardSource"]

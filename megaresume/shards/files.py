@@ -1,0 +1,171 @@
+"""Bytes of shards, wherever they lie: local files through a cache of open descriptors, others through `RemoteStore`."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+from megaresume.shards.blocks import BlockFile
+from megaresume.shards.remote import RemoteStore, is_url
+from megaresume.stream.errors import CorpusError, SetupError
+
+__all__ = ["ShardFiles", "local_path"]
+
+#: local shards that are kept open, by each process.
+MAX_OPEN = 64
+#: bytes read at once when a whole shard is read.
+SCAN_BLOCK = 8 << 20
+
+
+def local_path(path: str) -> str:
+    """Without ``file://``."""
+    return path.removeprefix("file://")
+
+
+class ShardFiles:
+    """Reads ranges of shards. Safe to share between threads, to fork and to pickle: descriptors are opened again.
+
+    Args:
+        max_open: local files kept open; the one that was not read for longest is closed first.
+    """
+
+    def __init__(self, max_open: int = MAX_OPEN) -> None:
+        self.max_open = max_open
+        self._open: OrderedDict[str, _Descriptor] = OrderedDict()
+        self._checked: dict[str, int] = {}
+        self._stores: dict[str, RemoteStore] = {}
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (ShardFiles, (self.max_open,))
+
+    @property
+    def num_open(self) -> int:
+        """Descriptors held now."""
+        return len(self._open)
+
+    def size(self, path: str) -> int:
+        """Bytes of a shard now.
+
+        Raises:
+            CorpusError: it is missing.
+            SetupError: it cannot be reached, or not be read.
+        """
+        if is_url(path):
+            return self._store(path).size(path)
+        try:
+            return os.stat(local_path(path)).st_size
+        except OSError as error:
+            raise _cannot_open(path, error) from error
+
+    def identity(self, path: str) -> str:
+        """Changes when the shard is written again: size and time of change, or what the store has for it."""
+        if is_url(path):
+            info = self._store(path).info(path)
+            stamp = next((str(info[key]) for key in ("ETag", "etag", "md5Hash", "LastModified") if key in info), "")
+            return f"{info['size']}:{stamp}"
+        try:
+            stat = os.stat(local_path(path))
+        except OSError as error:
+            raise _cannot_open(path, error) from error
+        return f"{stat.st_size}:{stat.st_mtime_ns}"
+
+    def check(self, path: str, size: int) -> None:
+        """Refuse a shard that has another size than when its index was made; asked once of each shard.
+
+        Raises:
+            CorpusError: it is missing, or has another size.
+            SetupError: it cannot be reached.
+        """
+        if path in self._checked:
+            return
+        found = self.size(path)
+        if found != size:
+            raise CorpusError(
+                f"{path} is not the shard that the index was made of",
+                found=f"{found} bytes",
+                expected=f"{size} bytes",
+                cause="an interrupted copy" if found < size else "the shard was written again, or appended to",
+                action="put the shard back, or make the index again: megaresume prepare --overwrite",
+            )
+        self._checked[path] = found
+
+    def read(self, path: str, offset: int, nbytes: int) -> bytes:
+        """Exactly ``nbytes`` bytes of a shard, by one range read.
+
+        Raises:
+            CorpusError: it is missing, or shorter.
+            SetupError: it cannot be reached.
+        """
+        if is_url(path):
+            return self._store(path).read(path, offset, nbytes)
+        descriptor = self._descriptor(path)
+        try:
+            data = os.pread(descriptor.number, nbytes, offset)
+            while len(data) < nbytes and (more := os.pread(descriptor.number, nbytes - len(data), offset + len(data))):
+                data += more
+        except OSError as error:
+            raise _cannot_open(path, error) from error
+        if len(data) != nbytes:
+            raise CorpusError(
+                f"{path} is cut",
+                found=f"{offset + len(data)} bytes",
+                expected=f"at least {offset + nbytes} bytes",
+                cause="the file was cut while it was in use",
+                action="copy the shard again",
+            )
+        return data
+
+    def scan(self, path: str, size: int) -> BlockFile:
+        """The shard as a file to be read from front to back."""
+        return BlockFile(lambda offset, nbytes: self.read(path, offset, nbytes), size, SCAN_BLOCK)
+
+    def _store(self, path: str) -> RemoteStore:
+        protocol = path.partition("://")[0]
+        return self._stores.setdefault(protocol, RemoteStore(protocol))
+
+    def _descriptor(self, path: str) -> _Descriptor:
+        with self._lock:
+            descriptor = self._open.get(path)
+            if descriptor is None:
+                try:
+                    descriptor = self._open[path] = _Descriptor(Path(local_path(path)))
+                except OSError as error:
+                    raise _cannot_open(path, error) from error
+                if len(self._open) > self.max_open:
+                    self._open.popitem(last=False)
+            self._open.move_to_end(path)
+            return descriptor
+
+
+class _Descriptor:
+    """Closed with the last reference to it: never under a thread that reads."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):
+            os.close(self.number)
+
+
+def _cannot_open(path: str, error: OSError) -> CorpusError | SetupError:
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return CorpusError(
+            f"{path} is missing",
+            found="no such file",
+            expected="a shard",
+            cause="a wrong path, or a shard that was moved or deleted",
+            action="check the path, or give the place where the shards lie now: path in data.yaml",
+        )
+    too_many = error.errno in (errno.EMFILE, errno.ENFILE)
+    return SetupError(
+        f"{path} cannot be read",
+        found=error.strerror or str(error),
+        expected="a file that this process may read",
+        cause="too many open files" if too_many else None,
+        action="raise the limit: ulimit -n" if too_many else "check the permissions and the file system",
+    )

@@ -1,0 +1,250 @@
+"""Tar shards to an index of lengths: parallel, resumable, the same bytes every time.
+
+    shards -> workers: walk the tar, measure each record -> parts -> merge -> NAME.shards.idx
+
+A part is one shard. Finished parts stay in ``NAME.shards.idx.prepare/`` until the index is complete; one is used again
+only if its shard is still the same and the encoder too.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaresume.corpora.prepare.encode import disk_error
+from megaresume.corpora.prepare.workdir import WorkDirectory
+from megaresume.corpora.prepare.workers import check_workers, run_in_processes
+from megaresume.images.encoder import ImageTextEncoder
+from megaresume.shards.energon import EnergonDataset, read_energon
+from megaresume.shards.files import ShardFiles
+from megaresume.shards.index_measure import (
+    IndexSpec,
+    Invalid,
+    ShardTask,
+    find_part,
+    measure_in_worker,
+    measure_shard,
+    start_worker,
+)
+from megaresume.shards.index_merge import merge_parts
+from megaresume.shards.layout import index_path
+from megaresume.shards.paths import expand_shards, is_energon, join
+from megaresume.shards.remote import is_url
+from megaresume.stream.errors import CorpusError, UsageError
+from megaresume.stream.progress import progress
+
+__all__ = ["ShardSummary", "prepare_shards"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardSummary:
+    """What was done."""
+
+    index: str
+    shards: int
+    #: of the shards, bytes.
+    bytes: int
+    records: int
+    tokens: int
+    images: int
+    image_tokens: int
+    #: tokens of the longest document.
+    longest: int
+    #: records that could not be measured, what was done with them, and the first of them: document, shard, key, reason.
+    invalid: int
+    invalid_policy: Invalid
+    first_invalid: tuple[Mapping[str, Any], ...]
+    #: files in the shards that belong to no record: without an extension, or ``__meta__``.
+    ignored_files: int
+    #: records that the split of an Energon data set leaves out.
+    excluded: int
+    #: part of an Energon data set -> documents.
+    parts: Mapping[str, int]
+    #: fingerprint of the encoder.
+    encoder: str
+    #: wall clock of this run.
+    seconds: float
+    #: shards that an earlier run had finished.
+    resumed_shards: int
+
+
+def prepare_shards(
+    inputs: Sequence[str | os.PathLike[str]],
+    output: str | Path,
+    encoder: ImageTextEncoder,
+    *,
+    invalid: Invalid = "error",
+    workers: int = 1,
+    overwrite: bool = False,
+    restart: bool = False,
+    split_config: str = "split.yaml",
+    dataset_config: str = "dataset.yaml",
+) -> ShardSummary:
+    """Build ``OUTPUT.shards.idx``.
+
+    Args:
+        inputs: patterns of tar shards, in order; or one directory that Energon has prepared.
+        output: where the index goes, with or without ``.shards.idx``.
+        encoder: measures the records; the index keeps its spec.
+        invalid: what becomes of a record that cannot be measured: ``error``, ``mask`` (one token, masked), ``drop``
+            (length 0: the stream passes over it).
+        workers: processes; the result does not depend on it.
+        overwrite: replace an index that is there.
+        restart: throw away what a killed run left.
+        split_config: name of the split file of an Energon data set.
+        dataset_config: name of its file with the field map.
+
+    Raises:
+        UsageError: wrong options, an output that exists, the rest of another run.
+        CorpusError: a shard is missing, damaged or empty; a record cannot be measured.
+        SetupError: no room, no permission, a store that does not answer, a worker that was killed.
+    """
+    begin = time.monotonic()
+    check_workers(workers)
+    index = index_path(output)
+    if index.exists() and not overwrite:
+        raise UsageError(
+            f"{index} exists",
+            found="an index of shards",
+            expected="an --output that is free",
+            action="give another --output, or replace it: --overwrite",
+        )
+    dataset = _energon(inputs, split_config, dataset_config)
+    tasks, names = _tasks(inputs, dataset)
+    spec = IndexSpec(output=index, encoder=encoder, invalid=invalid, fields=None if dataset is None else dataset.fields)
+    directory = WorkDirectory(index)
+    plan = {
+        "encoder": encoder.fingerprint,
+        "invalid": invalid,
+        "fields": None if spec.fields is None else spec.fields.options(),
+    }
+    try:
+        index.parent.mkdir(parents=True, exist_ok=True)
+        with directory.locked(plan, restart=restart):
+            heads, resumed = _make_parts(directory, spec, tasks, workers)
+            energon = None if dataset is None else _energon_header(dataset, tasks, names, heads)
+            with progress("writing the index", sum(head["records"] for head in heads), "records") as bar:
+                header = merge_parts(index, directory, spec, tasks, heads, energon, bar.update)
+            directory.remove()
+    except OSError as error:
+        raise disk_error(index.parent, error) from error
+    return ShardSummary(
+        index=str(index),
+        shards=len(tasks),
+        bytes=sum(task.size for task in tasks),
+        invalid=header["invalid"]["count"],
+        invalid_policy=invalid,
+        first_invalid=tuple(header["invalid"]["first"]),
+        ignored_files=sum(head["ignored"] for head in heads),
+        excluded=sum(head["left_out"] for head in heads),
+        parts={} if energon is None else {part: stop - first for part, (first, stop) in energon["parts"].items()},
+        encoder=encoder.fingerprint,
+        seconds=time.monotonic() - begin,
+        resumed_shards=resumed,
+        **{key: header[key] for key in ("records", "tokens", "images", "image_tokens", "longest")},
+    )
+
+
+def _energon(inputs: Sequence[str | os.PathLike[str]], split_config: str, dataset_config: str) -> EnergonDataset | None:
+    texts = [os.fspath(path) for path in inputs]
+    directories = [path for path in texts if is_energon(path) or (is_url(path) and not path.endswith(".tar"))]
+    if not directories:
+        return None
+    if len(inputs) > 1:
+        raise UsageError(
+            "several data sets for one index",
+            found=", ".join(texts[:4]),
+            expected="one directory that Energon has prepared, or tar shards",
+            action="prepare each directory by itself: each is a source of its own",
+        )
+    return read_energon(texts[0], split_config=split_config, dataset_config=dataset_config)
+
+
+def _tasks(
+    inputs: Sequence[str | os.PathLike[str]], dataset: EnergonDataset | None
+) -> tuple[list[ShardTask], list[str]]:
+    """The shards in the order of the documents, and their names in an Energon data set."""
+    files = ShardFiles()
+    if dataset is None:
+        return [_task(files, path, frozenset()) for path in expand_shards(inputs)], []
+    names = [name for shards in dataset.parts.values() for name in shards]
+    if not names:
+        raise CorpusError(
+            f"{dataset.path} has no shard",
+            found=f"parts {', '.join(dataset.parts) or 'none'} in its split, all empty",
+            expected="at least one shard",
+            action=f"run energon prepare {dataset.path} again",
+        )
+    excluded = dataset.excluded
+    return [_task(files, join(dataset.path, name), excluded.get(name, frozenset())) for name in names], names
+
+
+def _task(files: ShardFiles, path: str, excluded: frozenset[str]) -> ShardTask:
+    identity = files.identity(path)
+    return ShardTask(path=path, size=int(identity.partition(":")[0]), identity=identity, excluded=excluded)
+
+
+def _make_parts(
+    directory: WorkDirectory, spec: IndexSpec, tasks: Sequence[ShardTask], workers: int
+) -> tuple[list[Mapping[str, Any]], int]:
+    """Heads of all parts in order, and how many of them were there already."""
+    heads: dict[str, Mapping[str, Any]] = {}
+    with progress("measuring", sum(task.size for task in tasks), "B") as bar:
+        missing: dict[str, ShardTask] = {}
+        for task in tasks:
+            found = find_part(directory, task)
+            if found is None:
+                missing[task.part] = task
+            else:
+                heads[task.part] = found
+                bar.update(task.size)
+        resumed = len(heads)
+
+        def done(head: Mapping[str, Any]) -> None:
+            task = next(remaining)
+            heads[task.part] = head
+            bar.update(task.size)
+
+        remaining: Iterator[ShardTask] = iter(missing.values())
+        # A process takes longer to start than a small shard to measure.
+        wanted = min(workers, len(missing))
+        if wanted > 1:
+            run_in_processes(
+                ((task,) for task in missing.values()),
+                measure_in_worker,
+                done,
+                workers=wanted,
+                initializer=start_worker,
+                spec=spec,
+            )
+        else:
+            for task in missing.values():
+                done(measure_shard(spec, task))
+    return [heads[task.part] for task in tasks], resumed
+
+
+def _energon_header(
+    dataset: EnergonDataset, tasks: Sequence[ShardTask], names: Sequence[str], heads: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    parts: dict[str, tuple[int, int]] = {}
+    at = k = 0
+    for part, shards in dataset.parts.items():
+        first = at
+        for name in shards:
+            records, expected = heads[k]["records"], dataset.counts[name]
+            if records != expected:
+                raise CorpusError(
+                    f"{tasks[k].path} is not the shard that Energon has prepared",
+                    found=f"{records} records",
+                    expected=f"{expected} records, as .nv-meta/.info.json says",
+                    cause="the shard was written again after energon prepare",
+                    action=f"run it again: energon prepare {dataset.path}",
+                )
+            at += records
+            k += 1
+        parts[part] = (first, at)
+    return {"hash": dataset.hash, "parts": parts, "names": list(names)}
