@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Found:
+class _Inspection:
     """A run, looked at."""
 
     run: Run
@@ -112,7 +112,7 @@ class _Found:
         return words.replace(UNMANAGED, _UNDER_GUARD) if UNMANAGED in words and self.is_guarded else words
 
 
-def _look(run: Run, last: int) -> _Found:
+def _look(run: Run, last: int) -> _Inspection:
     from megaresume.checkpoint.ledger import LedgerReading
     from megaresume.integrations.megatron.guard import read_record
 
@@ -132,7 +132,7 @@ def _look(run: Run, last: int) -> _Found:
         order = read_record(run.root)
     except StateError as error:
         order_error = error
-    return _Found(
+    return _Inspection(
         run=run,
         checkpoints=checkpoints,
         named=run.named,
@@ -146,7 +146,7 @@ def _look(run: Run, last: int) -> _Found:
 # -- JSON
 
 
-def _report(found: _Found, last: int) -> dict[str, Any]:
+def _report(found: _Inspection, last: int) -> dict[str, Any]:
     run, choice, step, ledger = found.run, found.run.choice, found.step, found.ledger
     return {
         "root": str(run.root),
@@ -173,7 +173,7 @@ def _report(found: _Found, last: int) -> dict[str, Any]:
     }
 
 
-def _checkpoint(found: _Found, examined: Examined) -> dict[str, Any]:
+def _checkpoint(found: _Inspection, examined: Examined) -> dict[str, Any]:
     step, manifest = examined.step, examined.manifest
     return {
         "tag": examined.candidate.tag,
@@ -201,7 +201,7 @@ def _random(manifest: Manifest | None) -> dict[str, Any] | None:
 # -- text
 
 
-def _text(found: _Found, last: int) -> str:
+def _text(found: _Inspection, last: int) -> str:
     blocks = [_headline(found) + _held(found.run), _state_block(found), _order_block(found), _pointer_block(found)]
     blocks += [_checkpoint_block(found), _copy_block(found), _ledger_block(found, last), _note_block(found)]
     return "\n\n".join(block for block in blocks if block)
@@ -225,7 +225,7 @@ def _held(run: Run) -> str:
     return f"\nheld by {holder}"
 
 
-def _copy_block(found: _Found) -> str:
+def _copy_block(found: _Inspection) -> str:
     """Where the checkpoints are copied to, and which are there."""
     from megaresume.checkpoint.staging import read_staging
 
@@ -237,7 +237,7 @@ def _copy_block(found: _Found) -> str:
     return f"copies in {staging.to}\n  {there}{waiting}"
 
 
-def _headline(found: _Found) -> str:
+def _headline(found: _Inspection) -> str:
     run, choice = found.run, found.run.choice
     if found.unrecorded is not None:
         return (
@@ -254,7 +254,7 @@ def _headline(found: _Found) -> str:
     return f"{run.root}\nresumes from {choice.tag}, at sample {choice.state.samples:,}"
 
 
-def _state_block(found: _Found) -> str:
+def _state_block(found: _Inspection) -> str:
     step = found.step
     if step is None:
         return ""
@@ -303,7 +303,7 @@ def _state_block(found: _Found) -> str:
     return f"data state of {step.tag}\n" + text_table(rows) + _source_table(step)
 
 
-def _order_block(found: _Found) -> str:
+def _order_block(found: _Inspection) -> str:
     from megaresume.integrations.megatron.guard import describe
 
     if found.order_error is not None:
@@ -342,7 +342,7 @@ def _words(values: dict[str, Any]) -> str:
     return "  ".join(f"{name} {value}" for name, value in values.items() if value is not None)
 
 
-def _pointer_block(found: _Found) -> str:
+def _pointer_block(found: _Inspection) -> str:
     rows = []
     for pointer, named in zip(found.run.pointers, found.named, strict=True):
         says = f"{named.candidate.tag}, {named.status}" if named is not None else pointer.problem or pointer.status
@@ -350,7 +350,7 @@ def _pointer_block(found: _Found) -> str:
     return "pointers\n" + text_table(rows)
 
 
-def _checkpoint_block(found: _Found) -> str:
+def _checkpoint_block(found: _Inspection) -> str:
     if not found.checkpoints:
         return f"checkpoints\n  none; {found.run.num_pruned} were pruned" if found.run.num_pruned else ""
     rows = [["", "tag", "status", "files", "size", "samples", "digest", "saved", "layout"]]
@@ -388,7 +388,7 @@ def _checkpoint_block(found: _Found) -> str:
     return "checkpoints\n" + "\n".join(lines)
 
 
-def _ledger_block(found: _Found, last: int) -> str:
+def _ledger_block(found: _Inspection, last: int) -> str:
     entries, problems = found.ledger.entries, found.ledger.problems
     if not entries and not problems:
         return ""
@@ -414,7 +414,7 @@ def _ledger_block(found: _Found, last: int) -> str:
     return "\n".join([text, *shown])
 
 
-def _note_block(found: _Found) -> str:
+def _note_block(found: _Inspection) -> str:
     above = {str(problem) for problem in found.ledger.problems}
     notes = [note for note in (*found.choice_notes, *found.notes) if note not in above]
     if found.run.leftovers:

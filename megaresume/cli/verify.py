@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from megaresume.runs.losses import LossComparison, LossLog
     from megaresume.runs.rank_steps import RankSteps
     from megaresume.runs.run import Run
-    from megaresume.stream.replay import Checked
     from megaresume.trace.rank_check import RankCheck
+    from megaresume.trace.replay import Replayed
     from megaresume.trace.trace import Trace
     from megaresume.trace.verify import Points
 
@@ -79,8 +79,9 @@ def _verify(args: argparse.Namespace, run: Run) -> dict[str, Any]:
     from megaresume.runs.rank_steps import read_rank_steps
     from megaresume.stream.progress import progress
     from megaresume.trace.corpora import open_corpora
+    from megaresume.trace.replay import replay_all, replay_between
     from megaresume.trace.trace import Trace
-    from megaresume.trace.verify import between, corpus_problems, read_points, replay_all, replay_between
+    from megaresume.trace.verify import between, corpus_problems, read_points
 
     points = read_points(run)
     state = points.newest
@@ -88,7 +89,7 @@ def _verify(args: argparse.Namespace, run: Run) -> dict[str, Any]:
     ranged = args.first is not None or args.last is not None
     problems = corpus_problems(sources, state, recompute=not ranged)
     records = None if args.log_samples is None else read_rank_steps(args.log_samples)
-    checked: list[Checked] = []
+    checked: list[Replayed] = []
     given_up: list[str] = []
     trace: Trace | None = None
     if ranged or ((records is not None or args.content) and not problems):
@@ -97,10 +98,10 @@ def _verify(args: argparse.Namespace, run: Run) -> dict[str, Any]:
         first, stop = between(run.history, args.first, args.last)
     if ranged and trace is not None:
         with progress("planning the stream again", stop - first, "samples") as bar:
-            checked = list(replay_between(points, trace.replan, first, stop, bar.update))
+            checked = list(replay_between(points.recorded, trace.replan, first, stop, bar.update))
     else:
         with progress("planning the stream again", state.samples, "samples") as bar:
-            checked, given_up = replay_all(points, sources, bar.update)
+            checked, given_up = replay_all(points.recorded, state, sources, bar.update)
     report = _report(args.dir, problems, points, checked) | {"given_up": given_up}
     if trace is not None and not problems:
         if records is not None:
@@ -138,7 +139,7 @@ def _read(trace: Trace, first: int, stop: int) -> dict[str, Any]:
     return {name: {"documents": d.documents, "digest": d.digest} for name, d in sorted(contents.digests.items())}
 
 
-def _report(root: Path, problems: list[str], points: Points, checked: list[Checked]) -> dict[str, Any]:
+def _report(root: Path, problems: list[str], points: Points, checked: list[Replayed]) -> dict[str, Any]:
     difference = next((c for c in checked if not c.holds), None)
     agreeing = [c.recorded.sample for c in checked if c.holds]
     report: dict[str, Any] = {

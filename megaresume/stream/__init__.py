@@ -17,7 +17,6 @@
     cursor.py        between the loop's arrays and the state
     fingerprints.py  is this state one of this config and these corpora?
     batches.py       which samples belong to which step, rank and micro-step
-    replay.py        plan again and compare with what was recorded
     progress.py      a bar on a terminal, plain lines in a log
     errors.py        errors, by who must act
 

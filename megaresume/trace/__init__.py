@@ -8,7 +8,8 @@ shard_records.py   which record of which tar shard a document is
 documents.py       documents as the model is shown them: text, pictures
 images.py          the pictures of samples as files
 formats.py         pieces as text, JSON lines and CSV by a compiled loop (kernels.py), or as a Parquet file
-verify.py          every recorded point of a run, planned again
+verify.py          every recorded point of a run, and its corpora as they are now
+replay.py          those points, planned again and compared
 rank_check.py      what the ranks wrote down against the stream
 content.py         hashes of what samples and documents hold
 """

@@ -1,27 +1,27 @@
-"""What the records of a run say about its past, point by point, and the stream planned again through them."""
+"""What the records of a run say about its past, point by point, and whether its corpora are those of today."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from megaresume.checkpoint.layout import manifest_path, records_dir
 from megaresume.checkpoint.ledger import LedgerProblem, abandoned_checkpoints
 from megaresume.checkpoint.manifest import read_manifest
 from megaresume.checkpoint.state_file import StepFile
+from megaresume.corpora.base import Source, TokenSource
+from megaresume.runs.history import History
+from megaresume.runs.run import Run
+from megaresume.stream.cursor import comparable
 from megaresume.stream.errors import CheckpointError, CorpusError, MegaresumeError, UsageError
+from megaresume.stream.fingerprints import check_fingerprint
+from megaresume.stream.state import StreamState
+from megaresume.trace.replay import Recorded
 
-if TYPE_CHECKING:
-    from megaresume.corpora.base import Source
-    from megaresume.runs.history import History
-    from megaresume.runs.run import Run
-    from megaresume.stream.replay import Checked, Recorded
-    from megaresume.stream.state import StreamState
-    from megaresume.trace.replan import Replan
-
-__all__ = ["Points", "between", "corpus_problems", "read_points", "replay_all", "replay_between"]
+__all__ = ["Points", "between", "corpus_problems", "read_points"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,9 +51,6 @@ def read_points(run: Run) -> Points:
         CheckpointError: there is nothing to verify.
         StateError: a record is damaged.
     """
-    from megaresume.stream.cursor import comparable
-    from megaresume.stream.replay import Recorded
-
     entries, records = run.ledger.entries, records_dir(run.root)
     abandoned = abandoned_checkpoints(entries)
     checkpoints = [entry for entry in entries if entry.kind == "checkpoint" and entry.tag is not None]
@@ -149,8 +146,6 @@ def corpus_problems(sources: Mapping[str, Source], state: StreamState, *, recomp
         state: of the run.
         recompute: read the corpora's indexes from end to end; else what lies beside them is believed.
     """
-    from megaresume.stream.fingerprints import check_fingerprint
-
     problems = []
     for name, source in sources.items():
         try:
@@ -163,10 +158,6 @@ def corpus_problems(sources: Mapping[str, Source], state: StreamState, *, recomp
 
 def _first_gap(source: Source) -> str | None:
     """The first document that does not end where the next one starts: a damaged length, in words."""
-    import numpy as np
-
-    from megaresume.corpora.base import TokenSource
-
     if not isinstance(source, TokenSource):
         return None
     chunk = 1 << 20
@@ -184,59 +175,3 @@ def _first_gap(source: Source) -> str | None:
             between = int(starts[k + 1] - starts[k])
             return f"document {ids[k]} has {lengths[k]} tokens, but {between} lie between its start and the next one's"
     return None
-
-
-def replay_all(
-    points: Points, sources: Mapping[str, Source], progress: Callable[[int], object]
-) -> tuple[list[Checked], list[str]]:
-    """Every recorded point, in a stream planned from sample 0; and those of branches that were given up.
-
-    What was given up and is the same proves as much as the rest; what is not is no part of the run any more.
-    """
-    from megaresume.stream.config import StreamConfig
-    from megaresume.stream.replay import replay
-    from megaresume.stream.stream import Stream
-
-    state = points.newest
-    try:
-        config = StreamConfig.from_dict(state.config)
-        stream = Stream(config, list(sources.values()), past=state)
-    except CorpusError:
-        return [], []  # already among the problems of the corpora
-    checked = list(replay(stream, points.recorded, progress=progress))
-    given_up = [c for c in checked if c.recorded.given_up and not c.holds]
-    return [c for c in checked if c not in given_up], [c.recorded.origin for c in given_up]
-
-
-def replay_between(
-    points: Points, replan: Replan, first: int, stop: int, progress: Callable[[int], object]
-) -> Iterator[Checked]:
-    """The recorded points from sample ``first`` to ``stop``, planned from the nearest state at or before ``first``.
-
-    Args:
-        points: of the run.
-        replan: the run, without points of its own.
-        first, stop: samples.
-        progress: called with the samples planned since the last call.
-    """
-    from megaresume.stream.replay import Checked
-
-    wanted = sorted(
-        (p for p in points.recorded if first <= p.sample <= stop and not p.given_up), key=lambda p: p.sample
-    )
-    state = replan.history.before(first)
-    at = 0 if state is None else state.samples
-    digest = "0" * 16 if state is None else state.digest
-    blocks = replan.plans(at, stop, progress=progress)
-    plan = None
-    for point in wanted:
-        try:
-            while at < point.sample:
-                if plan is None or plan.stop < point.sample:
-                    plan = next(blocks).plan
-                at = min(plan.stop, point.sample)
-                digest = f"{int(plan.digests[at - plan.first - 1]):016x}"
-        except MegaresumeError as error:
-            yield Checked(recorded=point, digest=None, error=error)
-            return
-        yield Checked(recorded=point, digest=digest)

@@ -22,10 +22,10 @@ from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.cursor import comparable
 from megaresume.stream.errors import ConfigError, StateError, StreamExhausted
-from megaresume.stream.replay import Recorded, replay
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList, assert_exact_resume
+from megaresume.trace.replay import Recorded, replay
 
 SEQ, BATCH = 32, 6
 SIZES = random.Random(3)

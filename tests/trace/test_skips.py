@@ -95,9 +95,9 @@ def test_a_state_of_a_branch_without_the_skip_is_not_used(skipping: ToyRun) -> N
 def test_verify(skipping: ToyRun) -> None:
     from megaresume.stream.config import StreamConfig
     from megaresume.stream.cursor import comparable
-    from megaresume.stream.replay import Recorded, replay
     from megaresume.stream.skips import NO_SKIPS
     from megaresume.stream.stream import Stream
+    from megaresume.trace.replay import Recorded, replay
 
     last = skipping.states[22]
     stream = Stream(

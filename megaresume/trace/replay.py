@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megaresume.stream import cursor
-from megaresume.stream.errors import MegaresumeError
-from megaresume.stream.state import SourceCursor
+from megaresume.stream.config import StreamConfig
+from megaresume.stream.errors import CorpusError, MegaresumeError
+from megaresume.stream.source import LengthSource
+from megaresume.stream.state import SourceCursor, StreamState
 from megaresume.stream.stream import Stream
+from megaresume.trace.replan import Replan
 
-__all__ = ["Checked", "Recorded", "replay"]
+__all__ = ["Recorded", "Replayed", "replay", "replay_all", "replay_between"]
 
 #: Samples planned between two signs of life.
 STRIDE = 1 << 15
@@ -35,7 +38,7 @@ class Recorded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
+class Replayed:
     """A recorded point, and what planning it again gave."""
 
     recorded: Recorded
@@ -54,10 +57,10 @@ class Checked:
 
 def replay(
     stream: Stream, recorded: Iterable[Recorded], *, progress: Callable[[int], object] = lambda samples: None
-) -> Iterator[Checked]:
+) -> Iterator[Replayed]:
     """Check recorded points in the order of their samples.
 
-    Ends after a point that could not be planned: nothing behind it can be either.
+    Ends after a point that could not be planned: nothing after it can be either.
 
     Args:
         stream: a stream that begins at or before the first point.
@@ -75,9 +78,65 @@ def replay(
                 done = stop
             position = cursor.comparable(stream.fields_at(point.sample))
         except MegaresumeError as error:
-            yield Checked(recorded=point, digest=None, error=error)
+            yield Replayed(recorded=point, digest=None, error=error)
             return
-        yield Checked(recorded=point, digest=position["digest"], fields=_differ(position, point, declared))
+        yield Replayed(recorded=point, digest=position["digest"], fields=_differ(position, point, declared))
+
+
+def replay_all(
+    recorded: Iterable[Recorded],
+    state: StreamState,
+    sources: Mapping[str, LengthSource],
+    progress: Callable[[int], object],
+) -> tuple[list[Replayed], list[str]]:
+    """Every recorded point, in a stream planned from sample 0; and those of branches that were given up.
+
+    What was given up and is the same proves as much as the rest; what is not is no part of the run any more.
+
+    Args:
+        recorded: the points.
+        state: the newest of the run.
+        sources: its corpora, by name, in the order of its config.
+        progress: called with the samples planned since the last call.
+    """
+    try:
+        config = StreamConfig.from_dict(state.config)
+        stream = Stream(config, list(sources.values()), past=state)
+    except CorpusError:
+        return [], []  # already among the problems of the corpora
+    checked = list(replay(stream, recorded, progress=progress))
+    given_up = [c for c in checked if c.recorded.given_up and not c.holds]
+    return [c for c in checked if c not in given_up], [c.recorded.origin for c in given_up]
+
+
+def replay_between(
+    recorded: Iterable[Recorded], replan: Replan, first: int, stop: int, progress: Callable[[int], object]
+) -> Iterator[Replayed]:
+    """The recorded points from sample ``first`` to ``stop``, planned from the nearest state at or before ``first``.
+
+    Args:
+        recorded: points of the run.
+        replan: the run, without points of its own.
+        first, stop: samples.
+        progress: called with the samples planned since the last call.
+    """
+    wanted = sorted((p for p in recorded if first <= p.sample <= stop and not p.given_up), key=lambda p: p.sample)
+    state = replan.history.before(first)
+    at = 0 if state is None else state.samples
+    digest = "0" * 16 if state is None else state.digest
+    blocks = replan.plans(at, stop, progress=progress)
+    plan = None
+    for point in wanted:
+        try:
+            while at < point.sample:
+                if plan is None or plan.stop < point.sample:
+                    plan = next(blocks).plan
+                at = min(plan.stop, point.sample)
+                digest = f"{int(plan.digests[at - plan.first - 1]):016x}"
+        except MegaresumeError as error:
+            yield Replayed(recorded=point, digest=None, error=error)
+            return
+        yield Replayed(recorded=point, digest=digest)
 
 
 def _begun(source: SourceCursor) -> SourceCursor:
