@@ -9,7 +9,26 @@
     megaresume.open_stream("data.yaml")        the stream itself: plan, state and digest of any sample
     megaresume.StreamLoader, StreamDataset     its samples as torch tensors
 
-Names are imported when they are first used, so that the command line stays fast.
+Names are imported when they are first used, so that the command line stays fast. The rooms, each importing only from
+those below it (``lint-imports`` checks that):
+
+cli/           the program
+smoke/         the resume test on a cluster
+dryrun/, doctor/  what would a launch do, what is wrong
+training/      the reference pretraining program, and the demo
+run.py         the launcher of Megatron's scripts
+integrations/  DeepSpeed, Megatron, other people's loaders
+trace/         the stream of a run planned again
+loading/       samples to batches
+patching/      scripts adapted by a codemod
+sources/       what a data config names, opened
+shards/        image-text records in tar shards
+images/        records to tokens and pixels
+corpora/       documents of text
+runs/          a run, as its checkpoint directory tells it
+checkpoint/    the protocol on a directory: save, choose, lock, keep
+render.py, shipped.py, testing.py  tables and pages; files of a checkout; a check for your own sources
+stream/        the order of samples: ids and lengths alone
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """What may be wrong: with this machine, with a directory of checkpoints, with a launch that failed.
 
-    machine       versions, CUDA, apex, shared memory; the kind of filesystem, locks, space; nothing is imported
-    directory     pointers, completeness, ranks                    checkpoint.layouts, ledger; nothing is unpickled
-    log           ``known.yaml``: what users' logs say, what it means, what to do
+    machine.py    versions, CUDA, apex, shared memory; the kind of filesystem, locks, space; nothing is imported
+    directory.py  pointers, completeness, ranks                    checkpoint.layouts, ledger; nothing is unpickled
+    log.py        ``known.yaml``: what users' logs say, what it means, what to do
 
-Each gives `Check`s (``check``); ``megaresume doctor`` prints them.
+Each gives `Check`s (check.py); ``megaresume doctor`` prints them.
 """
 
 from megaresume.doctor.check import Check

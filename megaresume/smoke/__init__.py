@@ -3,7 +3,9 @@
     plan.py       flags -> launches and stops
     job.py        what a launcher is: starts, stops, lets come back
     local.py      processes of this machine, a group of them for each node
-    slurm.py      jobs of the cluster: sbatch, scancel, scontrol
+    signals.py    Ctrl-C and the like: what was started is ended
+    slurm.py      jobs of the cluster; slurm_job.py: one attempt, slurm_stops.py: the ways to stop it,
+                  slurm_check.py and slurm_nodes.py: can the cluster run the test?, slurm_commands.py: Slurm's commands
     scripts.py    where our launch scripts are
     records.py    what the training recorded of its steps: the reference program's file, or Megatron's directory
     compare.py    the run against the uninterrupted reference, step by step

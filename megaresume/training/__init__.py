@@ -1,4 +1,4 @@
-"""The reference pretraining program: a megatron-core GPT (it sees, where the data has images) under DeepSpeed.
+"""The reference pretraining program: a megatron-core GPT (with images, if the data has some) under DeepSpeed.
 
 torchrun --nproc-per-node 2 -m megaresume.training --num-layers 2 ... --save checkpoints --load checkpoints
 deepspeed --module megaresume.training ...
@@ -22,7 +22,11 @@ logging.py      lines for people, JSON lines for programs
 loop.py         the loop
 stopwatch.py    seconds spent on the data
 compare.py      every step of a run against another run
+records.py      reads the log of samples
 watch.py        follows the records of a run, with a progress bar
+jobs.py         runs of a program on this machine: started, watched, killed; ports.py: where its ranks meet
+length.py       where a run ends, by steps or samples
 own_directory.py  a directory that demo and smoke fill, and may remove
+demo/           `megaresume demo`: the main job, killed and resumed, compared
 __main__.py     from flags to a trained model
 """

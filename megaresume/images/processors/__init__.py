@@ -1,7 +1,11 @@
 """Image processors by kind: from options in YAML to the processor, and back to what the index keeps.
 
-kind       image becomes                              made for                          file
-patches    one square of fixed size                   CLIP, LLaVA-1.5, SigLIP           patches.py
+patches.py  patches  one square of fixed size                   CLIP, LLaVA-1.5, SigLIP
+tiles.py    tiles    squares, as many as its shape asks for     InternVL, NVLM
+native.py   native   patches of about its own size              Qwen2-VL and its successors
+python.py   python   one's own, from a factory
+
+base.py says what a processor promises; kernels.py is the compiled loop from 8-bit pixels to normalised patches.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Templates by kind: how the members of a record become one document.
 
-kind          record                                         trained on                file
-caption       an image, a text                               the text                  caption.py
-    chat          images, a conversation in JSON                 the assistant's turns     chat.py, roles.py
-    interleaved   images, lists of texts and images in JSON      every text                interleaved.py
+caption.py      caption      an image, a text                            trained on: the text
+chat.py         chat         images, a conversation in JSON (roles.py)   the assistant's turns
+interleaved.py  interleaved  images, lists of texts and images in JSON   every text
+
+base.py says what a template makes of a record.
 """
 
 from __future__ import annotations
