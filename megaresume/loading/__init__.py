@@ -4,8 +4,8 @@
     assemble.py   planned samples -> arrays of tokens, labels, loss mask, position ids (kernels.py does the copying)
     batch.py      arrays -> torch tensors, cu_seqlens, document-diagonal attention mask
     dataset.py    the stream as a map-style torch dataset
-    loader.py     the micro-batches of one rank, read ahead by a thread or by worker processes (signals.py: which outlive
-                  the signals that stop the run)
+    loader.py     the micro-batches of one rank, read ahead by a thread or by worker processes (signals.py: they
+                  outlive the signals that stop the run)
     documents.py  image-text documents into the arrays of a batch
     validation.py validation sets that stay put
     models/       batches as the arguments of other people's models

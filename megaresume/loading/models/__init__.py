@@ -4,7 +4,9 @@
     image-text     megatron-core LLaVAModel   for_mcore_llava    one image token an image, as that model wants it
     both           Hugging Face transformers  for_hf             causal language models, LLaVA, InternVL, Qwen2-VL
 
-mcore.py has those of megatron-core, huggingface.py the others. All keep documents apart: what a model computes for one does not depend on what lies beside it in a sample. They work on
+mcore.py has those of megatron-core, huggingface.py the others.
+
+All keep documents apart: what a model computes for one does not depend on what lies beside it in a sample. They work on
 whatever device the batch is on.
 """
 
