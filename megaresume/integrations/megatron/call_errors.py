@@ -13,7 +13,16 @@ from megaresume.integrations.megatron.seams import ITERATORS, LOAD, SAVE, SEAMS,
 from megaresume.integrations.megatron.session import Session
 from megaresume.stream.errors import MegaresumeError, SetupError
 
-__all__ = ["not_asked", "not_built", "not_loaded", "not_read", "saved_past_us", "seam_name", "without_state"]
+__all__ = [
+    "not_asked",
+    "not_built",
+    "not_loaded",
+    "not_read",
+    "not_trained",
+    "saved_past_us",
+    "seam_name",
+    "without_state",
+]
 
 #: Packages whose frames are not the training loop.
 _BELOW_THE_LOOP = ("torch", "deepspeed", "functools", "contextlib", "megaresume")
@@ -75,15 +84,39 @@ def not_loaded(iteration: int) -> MegaresumeError:
     )
 
 
-def not_read() -> MegaresumeError:
-    """What was built through our hook is not what is trained on."""
+def not_read(taken: int, trained: int) -> MegaresumeError:
+    """What was built through our hook is not what is trained on.
+
+    Args:
+        taken: samples of all ranks, by what this rank took from its training iterator.
+        trained: samples, by Megatron's counter.
+    """
     name = seam_name(ITERATORS)
     return SetupError(
-        "the data that megaresume built is not what was trained on: no batch was taken from it",
-        found=f"{_loop(sys._getframe())} trains on other batches{_others()}",
-        expected=f"the training iterator that {name} returns",
+        "the data that megaresume built is not what was trained on",
+        found=f"{trained} samples trained, {taken} of them taken from it; {_loop(sys._getframe())} trains on other "
+        f"batches{_others()}",
+        expected=f"the training iterator that {name} returns, for every step",
         cause="the loop builds its data a second time, in a way of its own",
         action=f"train on what {name} returns; or --megaresume-mode off",
+    )
+
+
+def not_trained(taken: int, trained: int) -> MegaresumeError:
+    """More was taken from the data that was built through our hook than Megatron counts as trained.
+
+    Args:
+        taken: samples of all ranks, by what this rank took from its training iterator.
+        trained: samples, by Megatron's counter.
+    """
+    return SetupError(
+        "batches were taken and not trained",
+        found=f"{taken} samples taken from the training iterator, {trained} counted as trained, in "
+        f"{_loop(sys._getframe())}",
+        expected="the micro-batches of a step, taken within it, and counted in args.consumed_train_samples after it",
+        cause="the loop looks at a batch before it trains (a shape check, a warm-up), reads ahead, or counts its "
+        "samples in another way",
+        action="take batches in the forward pass of a step only; or --megaresume-mode off",
     )
 
 
@@ -105,7 +138,8 @@ def saved_past_us(current: Session, tracker: str) -> MegaresumeError:
     name = seam_name(SAVE)
     return SetupError(
         "checkpoints were written without the state of their data",
-        found=f"{current.args.save}/{TRACKER} says {tracker}, and {name} was never called",
+        found=f"{current.args.save}/{TRACKER} says {tracker}, and {name} "
+        + (f"was called for {', '.join(sorted(current.saved))} only" if current.saved else "was never called"),
         expected=f"saves through {name}",
         cause="a fork saves with a function of its own, or moved the one that we wrap",
         action=f"save through {name}; these checkpoints hold no data: load them with {BEGIN_ANEW}",

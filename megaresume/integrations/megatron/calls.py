@@ -5,12 +5,13 @@
 
 A name that is wrapped proves nothing about a fork that calls a copy of it. So, when a step begins, our part of
 ``build_train_valid_test_data_iterators`` must have run: it is called on every rank of every layout, also on those that
-read no data. And what it built must have been read before the second step and before a save, on global rank 0: the
-first pipeline stage and the first tensor-parallel rank always need tokens.
+read no data. And what it built is what is trained on: on global rank 0 (the first pipeline stage and the first
+tensor-parallel rank always need tokens), and on every rank that reads at all, as many samples were taken as Megatron
+counts as trained, or those of the step under way as well.
 
     at the start  `check_load`       training goes on from something that was loaded past us
     at a step     `before_step`      nothing was built: stop before the weights change
-    at a save     `check_save`       samples were trained, and no order was set, or nothing was read from it
+    at a save     `check_save`       samples were trained, and no order was set, or others were taken
                   `around_save`      any ``torch.save`` of Megatron's arguments: they hold the state of their counter
     at the end    `at_exit`          what was trained or saved past us: exit status 1; nothing trained: one line
 """
@@ -24,7 +25,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from megaresume.checkpoint.layout import TRACKER
 from megaresume.integrations.megatron import session as sessions
@@ -34,18 +35,20 @@ from megaresume.integrations.megatron.call_errors import (
     not_built,
     not_loaded,
     not_read,
+    not_trained,
     saved_past_us,
     seam_name,
     without_state,
 )
 from megaresume.integrations.megatron.importing import wrap
 from megaresume.integrations.megatron.project import current_project, package_name
-from megaresume.integrations.megatron.seams import ITERATORS, SAVE, SIGNALS, Factory, called
+from megaresume.integrations.megatron.seams import ITERATORS, SIGNALS, Factory, called
 from megaresume.integrations.megatron.session import Session
 from megaresume.integrations.megatron.state import KEY, read_state
 from megaresume.stream.errors import MegaresumeError, SetupError
 
 __all__ = [
+    "Counted",
     "around_forward_backward",
     "around_save",
     "before_step",
@@ -67,8 +70,6 @@ class _Process:
     launched: bool = False
     #: torch's handle of our hook on all optimizers.
     handle: Any = None
-    #: a training step began.
-    trained: bool = False
     #: an error of ours was raised: nothing more has to be said at the end.
     refused: bool = False
 
@@ -135,7 +136,7 @@ def before_step(what: str) -> None:
         what: of the step is about to happen.
 
     Raises:
-        SetupError: the data was not built through our hook, or what it built was not read in the step before.
+        SetupError: the data was not built through our hook, or what it built is not what the steps before trained.
     """
     current = _session()
     if current is None and not _process.launched:
@@ -144,9 +145,7 @@ def before_step(what: str) -> None:
         return
     if current is None or not current.built:
         raise _refused(not_built(current, what))
-    if _process.trained:
-        _check_read(current)
-    _process.trained = True
+    _check_read(current, during="a step")
 
 
 def check_load(current: Session) -> None:
@@ -184,10 +183,16 @@ def is_built(current: Session, iterators: Any) -> Any:
     batches = train if inner is None else inner
     if not hasattr(batches, "__next__"):  # a list of loaders, which the script's own functions know how to read
         return iterators
-    current.num_read = current.num_read or 0
+    if getattr(_rerun_machine(), "data_iterator_checkpoints", None):  # begins with batches in the checkpoint
+        return iterators
+    samples = int(getattr(current.args, "consumed_train_samples", 0) or 0)
+    if current.taken and current.taken[0].begin != samples:  # a further phase; else a further chunk
+        current.taken.clear()
+    counted = Counted(batches, samples)
+    current.taken.append(counted)
     if inner is None:
-        return (_Counted(batches, current), *others)
-    train.iterable = _Counted(batches, current)
+        return (counted, *others)
+    train.iterable = counted
     return iterators
 
 
@@ -203,17 +208,21 @@ def _watch_saves() -> None:
         wrap(torch, "save", factory)
 
 
-class _Counted:
-    """Hands batches on, and counts them; everything else is asked of what it wraps."""
+class Counted:
+    """Hands micro-batches on, and counts them; everything else is asked of what it wraps."""
 
-    def __init__(self, batches: Iterator[Any], current: Session) -> None:
-        self._batches, self._session = batches, current
+    def __init__(self, batches: Iterator[Any], begin: int) -> None:
+        self._batches = batches
+        #: samples trained before the first of them.
+        self.begin = begin
+        #: micro-batches taken.
+        self.num_taken = 0
 
-    def __iter__(self) -> _Counted:
+    def __iter__(self) -> Counted:
         return self
 
     def __next__(self) -> Any:
-        self._session.num_read += 1  # type: ignore[operator]
+        self.num_taken += 1
         return next(self._batches)
 
     def __getattr__(self, name: str) -> Any:
@@ -227,13 +236,13 @@ def check_save(current: Session) -> None:
     """Before a save: what was trained was trained in an order of ours.
 
     Raises:
-        SetupError: samples were trained, and no order was set, or none of the data was read. The same on every rank.
+        SetupError: samples were trained, and no order was set (the same on every rank); or others were taken.
     """
-    if not _trained(current):
-        return  # a conversion, or weights before the first step
     if not current.built:
+        if not _trained(current):
+            return  # a conversion, or weights before the first step
         raise _refused(not_built(current, "a save, after samples were trained"))
-    _check_read(current)
+    _check_read(current, during="a save")
 
 
 def around_save(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -242,22 +251,30 @@ def around_save(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
         current = sessions.latest()
-        if current is not None and current.order is not None and _holds(obj, current.args):
-            _check_state(current)
+        if current is not None and current.order is not None and current.settings.mode != "off":
+            names = _arguments_in(obj, current.args)
+            if names is not None:
+                _check_state(names)
         return original(obj, *args, **kwargs)
 
     return save
 
 
-def _holds(obj: Any, args: Any) -> bool:
-    return obj is args or (isinstance(obj, Mapping) and obj.get("args") is args and "iteration" in obj)
+def _arguments_in(obj: Any, args: Any) -> Mapping[str, Any] | None:
+    """Megatron's arguments in what is about to be written: themselves, or a copy of them in a checkpoint."""
+    if obj is args:
+        return dict(vars(args))
+    if not isinstance(obj, Mapping) or "iteration" not in obj:
+        return None
+    found = obj.get("args")
+    names: Mapping[str, Any] = found if isinstance(found, Mapping) else getattr(found, "__dict__", {})
+    return names if "consumed_train_samples" in names else None
 
 
-def _check_state(current: Session) -> None:
-    samples, text = int(current.args.consumed_train_samples), getattr(current.args, KEY, None)
-    if current.settings.mode == "off" or (text is not None and read_state(text).samples == samples):
-        return
-    raise _refused(without_state(samples))
+def _check_state(names: Mapping[str, Any]) -> None:
+    samples, text = int(names["consumed_train_samples"]), names.get(KEY)
+    if text is None or read_state(text).samples != samples:
+        raise _refused(without_state(samples))
 
 
 # The end of the process
@@ -285,14 +302,16 @@ def at_exit() -> None:
 def _passed_by(current: Session | None) -> MegaresumeError | None:
     if current is None or not _trained(current):
         return None
+    if not current.built:
+        return not_built(current, "the end, after samples were trained")
     try:
-        check_save(current)
+        _check_read(current, during="the end")
     except MegaresumeError as error:
         return error
     if current.stopper is not None and SIGNALS not in called:
         return not_asked(current)
     saved = _tracker(current)
-    if SAVE in called or saved in (None, current.tracker_at_start) or os.environ.get("RANK", "0") != "0":
+    if saved is None or saved in {current.tracker_at_start, *current.saved} or os.environ.get("RANK", "0") != "0":
         return None
     return saved_past_us(current, saved)
 
@@ -327,10 +346,46 @@ def _trained(current: Session) -> bool:
     return int(getattr(current.args, "consumed_train_samples", 0) or 0) > current.first_samples
 
 
-def _check_read(current: Session) -> None:
-    if current.num_read != 0 or os.environ.get("RANK", "0") != "0":
+def _check_read(current: Session, during: Literal["a step", "a save", "the end"]) -> None:
+    """What was taken from the training iterators of this rank is what was trained.
+
+    Raises:
+        SetupError: fewer samples, so others were trained; or more (not at the end, which may come within a step).
+    """
+    if not current.taken:
         return
-    raise _refused(not_read())
+    args, is_rank_0 = current.args, os.environ.get("RANK", "0") == "0"
+    size = int(args.micro_batch_size) * int(args.data_parallel_size)
+    for chunk, counted in enumerate(current.taken):
+        if counted.num_taken == 0 and (chunk or not is_rank_0):
+            continue  # a stage that needs no tokens
+        taken, trained = counted.num_taken * size, int(args.consumed_train_samples) - counted.begin
+        if current.project.kind != "megatron-lm":  # the engine takes its batches, and proves them
+            taken = max(taken, trained) if taken else 0
+        if taken < trained:
+            raise _refused(not_read(taken, trained))
+        if taken == trained or during == "the end" or current.project.kind != "megatron-lm":
+            continue
+        # A loop may take the batches of its step before the schedule begins; and a step is run again on the same ones.
+        if taken - trained != _step_size(size) or (during == "a save" and not _is_run_again()):
+            raise _refused(not_trained(taken, trained))
+
+
+def _step_size(size: int) -> int:
+    """Samples of the step under way; 0: not known."""
+    module = sys.modules.get(f"{package_name()}.core.num_microbatches_calculator")
+    return 0 if module is None else size * int(module.get_num_microbatches())
+
+
+def _rerun_machine() -> Any:
+    """What runs a step of doubtful results again; None: this core has none."""
+    module = sys.modules.get(f"{package_name()}.core.rerun_state_machine")
+    return None if module is None else module.get_rerun_state_machine()
+
+
+def _is_run_again() -> bool:
+    state = getattr(_rerun_machine(), "state", None)
+    return state is not None and state.name != "NOT_RUNNING_YET"
 
 
 def _refused(error: MegaresumeError) -> MegaresumeError:

@@ -77,6 +77,8 @@ def around_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         if prepare is not None:
             prepare(int(current.args.consumed_train_samples))
         put_state(current, int(iteration))
+        given = _arguments(original, iteration, *args, **kwargs)
+        current.saved.add("release" if given.get("release") else str(int(iteration)))
         if current.settings.retention and getattr(current.args, "save_retain_interval", None):
             current.args.save_retain_interval = None  # it is part of ours, which knows what is complete
         write = functools.partial(original, iteration, *args, **kwargs)
@@ -84,7 +86,6 @@ def around_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             _underway.began = time.monotonic()  # over in the finalizer
         else:
             write = functools.partial(_measured, current, write)
-        given = _arguments(original, iteration, *args, **kwargs)
         plain = not given.get("non_persistent_ckpt") and not given.get("release")
         # Megatron-DeepSpeed saves through its engine, which has records of its own.
         if current.project.kind != "megatron-lm" or not plain or not records.can_be_written(current.args.save):
@@ -242,9 +243,9 @@ def around_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             raise _not_loaded(current, ending) from ending
         finally:
             _underway.loading, _underway.checkpoint_args = False, None
-        current.first_samples = int(getattr(current.args, "consumed_train_samples", 0) or 0)
         iteration = result[0] if isinstance(result, tuple) else result
         _restore(current, int(iteration), seen)
+        current.first_samples = int(getattr(current.args, "consumed_train_samples", 0) or 0)
         return result
 
     return load_checkpoint

@@ -16,6 +16,7 @@ from megaresume.integrations.megatron.arguments import Settings
 from megaresume.integrations.megatron.state import Kind, SavedState
 
 if TYPE_CHECKING:
+    from megaresume.integrations.megatron.calls import Counted
     from megaresume.integrations.megatron.project import Project
     from megaresume.integrations.resume import Resume
     from megaresume.integrations.stopping import Stopper
@@ -77,8 +78,10 @@ class Session:
     building: bool = False
     #: whether the data was built through our hook.
     built: bool = False
-    #: micro-batches taken from it by this rank; None: it reads none, or in a way that cannot be counted.
-    num_read: int | None = None
+    #: the training iterators of this rank, one for every chunk; empty: none, or such as cannot be counted.
+    taken: list[Counted] = field(default_factory=list)
+    #: iterations that were saved through our hook, as Megatron's tracker names them.
+    saved: set[str] = field(default_factory=set)
     #: samples trained before this process.
     first_samples: int = 0
     #: what Megatron's tracker in ``--save`` said when the data was built.

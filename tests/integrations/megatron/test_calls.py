@@ -129,6 +129,49 @@ def test_the_data_is_built_twice(mini: Mini, corpus: Path, tmp_path: Path) -> No
     assert checkpoints(tmp_path / "save") == []
 
 
+STEP = "        read, loss = train_step("
+
+
+def test_the_data_is_replaced_in_the_middle(mini: Mini, corpus: Path, tmp_path: Path) -> None:
+    """The first step trains on ours, the others on a copy's: taken once is not taken always."""
+    copy, _ = with_a_copy()
+    body = "(build_train_valid_test_datasets_provider):\n    args = get_args()\n    loaders"
+    kept = body.replace("    loaders", "    args.fork_provider = build_train_valid_test_datasets_provider\n    loaders")
+    swap = "        if iteration == 1:\n            import fork_loop\n\n"
+    swap += "            fork = fork_loop.build_train_valid_test_data_iterators(args.fork_provider)\n"
+    swap += "            train_data_iterator = fork[0]\n"
+    script = fork(tmp_path, copy, (TRAINING, body, kept), (TRAINING, STEP, swap + STEP))
+    run = mini(*flags(corpus, tmp_path / "save"), script=str(script))
+    headline = "the data that megaresume built is not what was trained on"
+    refused(run, headline, "16 samples trained, 8 of them taken", "fork_loop.build")
+    assert checkpoints(tmp_path / "save") == []
+
+
+LOOP = "    iteration = args.iteration\n\n    def save"
+COUNT = "        args.consumed_train_samples += size\n        stop"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (LOOP, f"    next(train_data_iterator)\n{LOOP}", "20 samples taken from the training iterator, 16 counted"),
+        (
+            COUNT,
+            COUNT.replace("consumed_train", "fork_total"),
+            "16 samples taken from the training iterator, 0 counted",
+        ),
+    ],
+    ids=["a look at a batch", "a counter of its own"],
+)
+def test_batches_that_nobody_counts(mini: Mini, corpus: Path, tmp_path: Path, old: str, new: str, words: str) -> None:
+    """A resume would train them again: no checkpoint says that it would not."""
+    counter = (TRAINING, LOOP, f"    args.fork_total_samples = 0\n{LOOP}")
+    script = fork(tmp_path, (TRAINING, old, new), counter)
+    run = mini(*flags(corpus, tmp_path / "save"), script=str(script))
+    refused(run, "batches were taken and not trained", words)
+    assert checkpoints(tmp_path / "save") == []
+
+
 def moved_save(format_: str) -> list[Edit]:
     text = (MINI / "megatron/training/checkpointing.py").read_text()
     begin = text.index("def save_checkpoint")
@@ -154,6 +197,25 @@ def test_a_moved_save(mini: Mini, corpus: Path, tmp_path: Path, ckpt_format: str
         run, "a checkpoint is about to be written without the state of its data", "write_checkpoint in", "fork_save.py"
     )
     assert not (save / "latest_checkpointed_iteration.txt").exists()
+
+
+@pytest.mark.parametrize("how", ["torch.save", "pickle.dump"])
+def test_a_moved_save_after_one_of_ours(mini: Mini, corpus: Path, tmp_path: Path, how: str) -> None:
+    """With a copy of the arguments, which holds the state of our save: stopped, or named at the end."""
+    save = tmp_path / "save"
+    writer = "import copy, pickle\nfrom pathlib import Path\nimport torch\n\n\ndef write(args, iteration):\n"
+    writer += "    folder = Path(args.save, f'iter_{iteration:07d}')\n    folder.mkdir()\n"
+    writer += "    with open(folder / 'common.pt', 'wb') as file:\n"
+    writer += f"        {how}({{'args': copy.copy(args), 'iteration': iteration}}, file)\n"
+    writer += "    Path(args.save, 'latest_checkpointed_iteration.txt').write_text(str(iteration))\n"
+    call = "            save()\n            saved = True"
+    own = call.replace("save()", "__import__('fork_save').write(args, iteration) if iteration > 2 else save()")
+    script = fork(tmp_path, ("fork_save.py", "", writer), (TRAINING, call, own))
+    run = mini(*flags(corpus, save), script=str(script), num_processes=1)
+    if how == "torch.save":
+        refused(run, "a checkpoint is about to be written without the state of its data", "write in")
+    else:
+        refused(run, "checkpoints were written without the state of their data", "says 4, and", "called for 2 only")
 
 
 def test_a_moved_load(mini: Mini, corpus: Path, tmp_path: Path) -> None:

@@ -259,7 +259,7 @@ def test_save(loading: Loading, stream: Stream) -> None:
     assert save_with(loading, 1) is None  # before the data is built
     assert records(loading) == []
     current.order = Fixed(stream)  # type: ignore[assignment]
-    current.built, current.num_read = True, 1
+    current.built = True
     loading.args.consumed_train_samples = 80
     text = save_with(loading, 10)
     assert text is not None

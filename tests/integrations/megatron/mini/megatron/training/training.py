@@ -6,7 +6,7 @@ import sys
 import torch
 from megatron.core import mpu
 from megatron.core.num_microbatches_calculator import get_num_microbatches, update_num_microbatches
-from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.core.rerun_state_machine import RerunDataIterator, RerunState, get_rerun_state_machine
 
 from megatron.training.async_utils import maybe_finalize_async_save
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
@@ -205,6 +205,7 @@ def train(forward_step_func, model, optimizer, train_data_iterator, valid_data_i
             continue
         read, loss = train_step(forward_step_func, train_data_iterator, model, optimizer, iteration + 1)
         if loss is None:
+            get_rerun_state_machine().state = RerunState.WILL_RERUN_FROM_CHECKPOINT
             save()
             maybe_finalize_async_save(blocking=True)
             sys.exit(16)
