@@ -5,6 +5,7 @@ On a machine without CUDA ``cpu_shim.py`` stands before the worker; with CUDA it
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,6 +13,8 @@ import subprocess
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import psutil
 
 from megaresume.training.ports import free_port
 from tests.upstream.trees import Tree, environment
@@ -168,7 +171,17 @@ def train(setup: Setup, name: str, *, layout: Layout, save: Path, kill: str | No
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             status = process.wait() or -1
+        finally:
+            _kill_left_behind(batches)
     return Outcome(status=status, seconds=time.monotonic() - began, log=log, batches=batches, command=command)
+
+
+def _kill_left_behind(batches: Path) -> None:
+    """What a killed rank leaves: megatron-core's persistent checkpoint writer, of a session of its own."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it has ended, or is another user's
+            if process.environ().get("UPSTREAM_LOG") == str(batches):
+                process.kill()
 
 
 def _shims(setup: Setup) -> list[str]:
@@ -203,10 +216,12 @@ def _flags(setup: Setup, folder: Path, save: Path) -> list[str]:
         length = ["--train-iters", str(SAMPLES // GLOBAL_BATCH)]
     flags = [
         *_MODEL.split(),
-        *("--global-batch-size", str(GLOBAL_BATCH), *length),
+        *length,
         *_data(setup),
         *("--save", str(save), "--load", str(save), "--save-interval", str(setup.save_interval)),
     ]
+    if "--step-batch-size-schedule" not in setup.flags:
+        flags += ["--global-batch-size", str(GLOBAL_BATCH)]
     if not setup.cuda:
         flags += _CPU.split()
     if setup.tree.kind == "bigscience":

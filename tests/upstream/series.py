@@ -62,10 +62,12 @@ def _zero(stage: int) -> Case:
 
 _CP = ("--no-create-attention-mask-in-dataloader", *DIST)
 _RAMP_UP = ("--rampup-batch-size", "4", "4", "16", *DIST)
+#: 4 steps of 4, 4 of 8, 2 of 16; since 0.18 in the place of --rampup-batch-size. Counted in tokens.
+_BATCH_SIZES = ("--step-batch-size-schedule", "0:4 1024:8 3072:16", *DIST)
 
 #: upstream -> series. 0.12 writes torch_dist with functions that torch 2.13 and NumPy 2.4 no longer have.
 CASES: dict[str, list[Case]] = {
-    "0.12.0": _plain(*TORCH),
+    "0.12.0": _plain(*TORCH, layouts=[(DP2, DP1)]),
     "0.16.0": [
         *_plain(*DIST),
         Case(what="stream, patched script", mode="stream", flags=DIST, layouts=[(DP2, DP1)], is_patched=True),
@@ -76,7 +78,7 @@ CASES: dict[str, list[Case]] = {
              counts_samples=True),
     ],
     "0.19.0": [
-        *_plain(*DIST),
+        *_plain(*DIST, layouts=[(DP2, DP1)]),
         Case(what="stream, PP", mode="stream", flags=(*FOUR_LAYERS, *DIST), layouts=[(Layout(pp=2), DP2)]),
         Case(what="guard, --train-data-path", mode="guard", flags=DIST, layouts=[(DP2, DP1)], is_split=True),
     ],
@@ -86,7 +88,7 @@ CASES: dict[str, list[Case]] = {
              layouts=[(Layout(tp=2), DP2)]),
         Case(what="stream, PP, VPP", mode="stream", flags=(*FOUR_LAYERS, *DIST), layouts=[(Layout(pp=2, vpp=2), DP2)]),
         Case(what="stream, CP", mode="stream", flags=_CP, layouts=[(Layout(cp=2), DP2)]),
-        Case(what="stream, ramp-up, --train-samples", mode="stream", flags=_RAMP_UP, layouts=[(DP2, DP1)],
+        Case(what="stream, ramp-up, --train-samples", mode="stream", flags=_BATCH_SIZES, layouts=[(DP2, DP1)],
              counts_samples=True),
         Case(what="stream, --train-data-path", mode="stream", flags=DIST, layouts=[(DP2, DP1)], is_split=True),
     ],
@@ -94,11 +96,11 @@ CASES: dict[str, list[Case]] = {
     "swiss-ai": _plain(*TORCH, layouts=[(DP2, DP1)]),
     "rocm": _plain(*TORCH, layouts=[(DP2, DP1)]),
     "deepspeedai": [
-        *_plain(),
+        *_plain(layouts=[(DP2, DP1)]),
         *map(_zero, (1, 2, 3)),
         Case(what="stream, patched script", mode="stream", layouts=[(DP2, DP1)], is_patched=True),
     ],
-    "bigscience": _plain(),
+    "bigscience": _plain(layouts=[(DP2, DP1)]),
 }  # fmt: skip
 
 #: what is left in place of the loop that we know: the launcher must refuse.

@@ -32,7 +32,15 @@ def test_the_fingerprint_covers_what_decides(tmp_path):
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(path.read_bytes())
     assert fingerprint(tmp_path) == fingerprint()
-    copy.write_text("changed")
+    for path in (tmp_path / "megaresume" / "run.py", tmp_path / "megaresume" / "patching" / "__init__.py"):
+        text = path.read_text()
+        head, _, rest = text.partition('"""')[2].partition('"""')
+        path.write_text(f'# why\n"""Other words than {head[:9]}."""\n{rest.rstrip()}  # at the end\n')
+        assert fingerprint(tmp_path) == fingerprint(), "comments and docstrings decide nothing"
+        path.write_text(f'{text}"""A string.""".strip()\n')
+        assert fingerprint(tmp_path) != fingerprint()
+        path.write_text(text)
+    (tmp_path / "patches" / "mindspeed-llm.yaml").write_text("changed")
     assert fingerprint(tmp_path) != fingerprint()
 
 
