@@ -7,9 +7,9 @@ branch that was given up (`abandoned_checkpoints`), or was saved again with othe
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megaresume.checkpoint.layout import records_dir, step_path
 from megaresume.checkpoint.ledger import LedgerEntry, LedgerReading, abandoned_checkpoints
@@ -20,10 +20,9 @@ from megaresume.stream.errors import CheckpointError, StateError
 from megaresume.stream.ranges import Ranges, common
 from megaresume.stream.state import StreamState
 
-if TYPE_CHECKING:
-    from megaresume.runs.run import Run
-
 __all__ = ["History", "Point", "read_history"]
+
+ReadStep = Callable[[Path], StepFile]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +42,9 @@ class Point:
 class History:
     """The path of a run to the present."""
 
-    run: Run
+    root: Path
+    #: reads a state, or knows it.
+    read_step: ReadStep
     #: every checkpoint on the path, also where its state is gone; ascending.
     points: list[Point]
     #: those whose states are there; ascending. What turns out to be damaged is left out from then on.
@@ -92,7 +93,7 @@ class History:
     def read(self, point: Point) -> StreamState | None:
         """The state of a point; None, a note and one of ``saved`` less if it is not what the ledger says."""
         try:
-            state = self.run.state(point.path).state
+            state = self.read_step(point.path).state
         except NewerFormatError:
             raise
         except StateError as error:
@@ -129,29 +130,36 @@ def _same_skips(before: StreamState, newest: StreamState) -> bool:
     return lists[0] == lists[1]
 
 
-def read_history(run: Run) -> History:
+def read_history(root: Path, ledger: LedgerReading, states: Sequence[Path], read_step: ReadStep) -> History:
     """Read the records of a run.
+
+    Args:
+        root: the checkpoint root.
+        ledger: of it.
+        states: the files of all its data states.
+        read_step: reads one of them.
 
     Raises:
         CheckpointError: there is no data state that can be read.
         NewerFormatError: a record was written by a newer megaresume.
     """
-    ledger, notes = run.ledger, [str(problem) for problem in run.ledger.problems if problem.kind == "damaged"]
-    path = _path(run.root, ledger)
+    notes = [str(problem) for problem in ledger.problems if problem.kind == "damaged"]
+    path = _path(root, ledger)
     # Without a ledger the states that are there are the path.
-    saved = [point for point in path if point.path.exists()] if ledger.entries else _readable(run, notes)
-    newest = _newest(run, saved, notes)
+    saved = [point for point in path if point.path.exists()] if ledger.entries else _readable(states, read_step, notes)
+    newest = _newest(root, ledger, states, read_step, saved, notes)
     state = newest.state
     points = {point.samples: point for point in path if point.samples <= state.samples}
-    points[state.samples] = _point(step_path(run.root, newest.iteration, newest.tag), newest)
-    topologies = _topologies(ledger, path) if ledger.entries else _topologies_of_states(run, saved)
+    points[state.samples] = _point(step_path(root, newest.iteration, newest.tag), newest)
+    topologies = _topologies(ledger, path) if ledger.entries else _topologies_of_states(saved, read_step)
     last = ledger.entries[-1] if ledger.entries else None
     if last is None or newest.saved_at > last.time:
         # A save without a line is of the last start.
         _append(topologies, min(topologies[-1][0] if topologies else 0, state.samples), newest.topology)
     announced = last is not None and last.kind == "start" and last.samples == state.samples
     return History(
-        run=run,
+        root=root,
+        read_step=read_step,
         points=[points[samples] for samples in sorted(points)],
         saved=[point for point in saved if point.samples <= state.samples],
         newest=newest,
@@ -177,11 +185,11 @@ def _point(path: Path, step: StepFile) -> Point:
     return Point(iteration=step.iteration, samples=step.state.samples, digest=step.state.digest, path=path)
 
 
-def _readable(run: Run, notes: list[str]) -> list[Point]:
+def _readable(states: Sequence[Path], read_step: ReadStep, notes: list[str]) -> list[Point]:
     points = []
-    for path in run.states:
+    for path in states:
         try:
-            points.append(_point(path, run.state(path)))
+            points.append(_point(path, read_step(path)))
         except NewerFormatError:
             raise
         except StateError as error:
@@ -189,30 +197,37 @@ def _readable(run: Run, notes: list[str]) -> list[Point]:
     return sorted(points, key=lambda p: (p.samples, p.iteration))
 
 
-def _newest(run: Run, saved: list[Point], notes: list[str]) -> StepFile:
+def _newest(
+    root: Path,
+    ledger: LedgerReading,
+    states: Sequence[Path],
+    read_step: ReadStep,
+    saved: list[Point],
+    notes: list[str],
+) -> StepFile:
     """The newest state of the path; one whose save was killed before its line is taken in."""
-    entries = run.ledger.entries
+    entries = ledger.entries
     known = {point.path: point for point in saved}
     last_time = entries[-1].time if entries else ""
     candidates: list[tuple[int, Path]] = [(p.samples, p.path) for p in saved]
     # A step that was saved after the last line: at most one, but which one its name does not say.
-    spoken_of = {step_path(run.root, e.iteration, e.tag) for e in entries if e.kind == "checkpoint" and e.tag}
-    for path in run.states if entries else ():
+    spoken_of = {step_path(root, e.iteration, e.tag) for e in entries if e.kind == "checkpoint" and e.tag}
+    for path in states if entries else ():
         if path not in spoken_of:
             try:
-                step = run.state(path)
+                step = read_step(path)
             except NewerFormatError:
                 raise
             except StateError as error:
                 notes.append(f"not used: {path.name}: {error.headline}: {error.found}")
                 continue
-            if step.saved_at > last_time and step.run == run.ledger.run:
+            if step.saved_at > last_time and step.run == ledger.run:
                 candidates.append((step.state.samples, path))
     problems = []
     for _, path in sorted(candidates, reverse=True):
         point = known.get(path)
         try:
-            step = run.state(path)
+            step = read_step(path)
         except NewerFormatError:
             raise
         except StateError as error:
@@ -228,12 +243,12 @@ def _newest(run: Run, saved: list[Point], notes: list[str]) -> StepFile:
         return step
     raise CheckpointError(
         "there is no data state to trace from",
-        found="; ".join((*notes, *problems)) or f"no step_*.json in {records_dir(run.root)}",
+        found="; ".join((*notes, *problems)) or f"no step_*.json in {records_dir(root)}",
         expected="step_0000010.json or the like, written with a checkpoint",
         cause="not a --save directory; or no checkpoint was saved with megaresume's stream (a guarded run has none)"
         if not (notes or problems)
         else None,
-        action=f"megaresume inspect {run.root}",
+        action=f"megaresume inspect {root}",
     )
 
 
@@ -260,11 +275,11 @@ def _append(topologies: list[tuple[int, Topology]], first: int, topology: Topolo
         topologies.append((first, topology))
 
 
-def _topologies_of_states(run: Run, saved: list[Point]) -> list[tuple[int, Topology]]:
+def _topologies_of_states(saved: list[Point], read_step: ReadStep) -> list[tuple[int, Topology]]:
     """Without a ledger: a state tells the layout of the steps before it."""
     topologies: list[tuple[int, Topology]] = []
     first = 0
     for point in saved:
-        _append(topologies, first, run.state(point.path).topology)
+        _append(topologies, first, read_step(point.path).topology)
         first = point.samples
     return topologies

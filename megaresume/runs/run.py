@@ -208,7 +208,7 @@ class Run:
             CheckpointError: there is no data state that can be read.
             NewerFormatError: a record was written by a newer megaresume.
         """
-        return read_history(self)
+        return read_history(self.root, self.ledger, self.states, self.state)
 
     def holder(self, *, ask_slurm: bool = False) -> Holder | None:
         """Who writes here, or did last; None: nobody ever. See `holder_of`."""

@@ -159,7 +159,7 @@ class Replan:
                     found=f"digest {digest} up to sample {point.samples}",
                     expected=f"digest {point.digest}, recorded at step {point.iteration}",
                     cause="a record or a corpus was changed",
-                    action=f"megaresume verify {self.history.run.root} finds the first difference",
+                    action=f"megaresume verify {self.history.root} finds the first difference",
                 )
 
 
@@ -210,5 +210,5 @@ def _ended(position: int, stop: int | None, history: History) -> StreamExhausted
         found=f"the stream has {position} samples" + ("" if stop is None else f", {stop} were asked for"),
         expected=f"samples up to {position}",
         cause="a source has a max_epochs with on_exhausted: stop, or all sources have ended",
-        action=f"megaresume inspect {history.run.root} shows the sources",
+        action=f"megaresume inspect {history.root} shows the sources",
     )

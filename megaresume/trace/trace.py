@@ -94,7 +94,7 @@ class Trace:
     """
 
     def __init__(self, run: Run, sources: Mapping[str, LengthSource], *, compare: bool = True) -> None:
-        self.history = run.history
+        self.run, self.history = run, run.history
         self.steps = Steps(self.history)
         self.replan = Replan(self.history, sources, self.steps.schedule, compare=compare)
         self.records = ShardRecords(self.replan.sources)

@@ -125,7 +125,7 @@ def between(history: History, first: int | None, last: int | None) -> tuple[int,
                 f"no record is of step {step}",
                 found=f"{len(by_step) - 1} recorded steps, {min(by_step)} to {max(by_step)}",
                 expected=f"a step with a line in the ledger: {near} is the nearest",
-                action=f"megaresume inspect {history.run.root} lists them",
+                action=f"megaresume inspect {history.root} lists them",
             )
         ends.append(by_step[step])
     if ends[0] >= ends[1]:
