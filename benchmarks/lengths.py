@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.corpora import WEIGHTS, document_lengths
+from megaresume.corpora.long_documents import kept_list
+from megaresume.corpora.sidecar import FileIdentity
 from megaresume.stream.pieces import LongDocuments, find_long
 from megaresume.stream.state import Fingerprint
 
@@ -27,7 +29,8 @@ class LengthsOnDisk:
 
     Args:
         lengths: int32[documents], memory-mapped.
-        beside: where the list of long documents is kept, as a corpus keeps its own; None: it is made anew.
+        beside: prefix of the list of long documents that is kept, as a corpus keeps its own: the file of the lengths
+            and one suffix more; None: the list is made anew.
     """
 
     def __init__(self, lengths: npt.NDArray[np.int32], beside: Path | None = None) -> None:
@@ -51,11 +54,7 @@ class LengthsOnDisk:
         """The documents longer than a piece, from a memory map."""
         if self._beside is None:
             return find_long(self, piece)
-        path = Path(f"{self._beside}.{len(self)}.{piece}.npy")
-        if not path.exists():
-            found = find_long(self, piece)
-            np.save(path, np.stack([found.ids, found.ends]))
-        return LongDocuments(*np.load(path, mmap_mode="r"))
+        return kept_list(self, self._beside, FileIdentity.of(self._beside.with_suffix("").stat()), piece)
 
     def token_starts(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Where each document starts in ``token_view``, int64[n]."""
@@ -93,4 +92,4 @@ def open_lengths(path: Path, num_documents: int | None = None) -> list[LengthsOn
     lengths = np.frombuffer(data, np.int32)[:num_documents]
     ends = np.cumsum([int(len(lengths) * share) for share in WEIGHTS.values()])
     parts = np.split(lengths, ends)[: len(WEIGHTS)]
-    return [LengthsOnDisk(part, path.with_name(f"{path.name}.{k}")) for k, part in enumerate(parts)]
+    return [LengthsOnDisk(part, path.with_name(f"{path.name}.{k}-{len(part)}")) for k, part in enumerate(parts)]

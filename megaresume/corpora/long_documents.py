@@ -1,9 +1,10 @@
 """``<prefix>.megaresume.<piece>.pieces``: the documents of a large corpus that are longer than a piece.
 
 To find them takes seconds for 10^9 documents, and a resume must not wait for it; so the list is kept, and mapped into
-memory, where only what is looked up is read. Little-endian int64:
+memory, where only what is looked up is read: with the guide, a page or two for a piece. Little-endian int64:
 
     magic, version, .idx: size, time of change, inode; piece, k, later pieces in all
+    int64[k // STRIDE] the guide: every so many of the last list
     int64[k] documents, ascending;  int64[k] later pieces up to and with each
 
 It holds as long as the .idx is untouched, and goes to the cache directory where the corpus cannot be written to.
@@ -12,6 +13,7 @@ It holds as long as the .idx is untouched, and goes to the cache directory where
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import uuid
 from pathlib import Path
@@ -19,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from megaresume.corpora import sidecar
-from megaresume.stream.pieces import LongDocuments, find_long
+from megaresume.stream.pieces import STRIDE, LongDocuments, find_long
 from megaresume.stream.progress import progress
 from megaresume.stream.source import LengthSource
 
@@ -62,17 +64,23 @@ def kept_list(source: LengthSource, prefix: Path, idx: sidecar.FileIdentity, pie
 
 def _read(path: Path, header: list[int]) -> LongDocuments | None:
     """None: there is none, or of another corpus, or damaged."""
+    begin = len(header) + 2
     try:
-        data = np.memmap(path, "<i8", mode="r")
+        with open(path, "rb") as file:
+            head = np.fromfile(file, "<i8", begin)
+            if len(head) < begin or head[:-2].tolist() != header:
+                return None
+            num, later = head[-2:].tolist()
+            if os.fstat(file.fileno()).st_size != 8 * (begin + num // STRIDE + 2 * num):
+                return None
+            guide = np.fromfile(file, "<i8", num // STRIDE)
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError):
         return None
-    begin = len(header) + 2
-    if len(data) < begin or data[: len(header)].tolist() != header:
-        return None
-    num, later = data[len(header) : begin].tolist()
-    if len(data) != begin + 2 * num or (num and data[-1] != later):
-        return None
-    return LongDocuments(data[begin : begin + num], data[begin + num :])
+    if hasattr(mmap, "MADV_RANDOM"):
+        data.madvise(mmap.MADV_RANDOM)  # reading on after each look-up only delays
+    ids, ends = np.split(np.frombuffer(data, "<i8")[begin + len(guide) :], 2)
+    return None if num and ends[-1] != later else LongDocuments(ids, ends, guide)
 
 
 def _write(path: Path, header: list[int], found: LongDocuments) -> None:
@@ -81,7 +89,7 @@ def _write(path: Path, header: list[int], found: LongDocuments) -> None:
     later = int(found.ends[-1]) if len(found.ends) else 0
     try:
         with open(temporary, "xb") as file:
-            for part in ([*header, len(found.ids), later], found.ids, found.ends):
+            for part in ([*header, len(found.ids), later], found.guide, found.ids, found.ends):
                 np.asarray(part, "<i8").tofile(file)
             file.flush()
             os.fsync(file.fileno())

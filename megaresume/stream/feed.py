@@ -8,6 +8,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
+from megaresume.stream.compiled import compiled
 from megaresume.stream.config import SourceConfig
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.masking import Masks, masked
@@ -70,14 +71,8 @@ class Feed:
             return 0
         if rows := self._remembered(position, out, masks, order):
             return rows
-        start = position
-        # Two epochs hold a whole one wherever they begin; a single one may miss its only document.
-        last = order.end_of_epoch(order.end_of_epoch(start))
+        start = begin = position
         while limit is None or position < limit:
-            if position >= last:
-                position = self._after_skips(position, order, masks)
-                last = order.end_of_epoch(order.end_of_epoch(position))
-                continue
             self._note_repeat(position, config, order)
             num = min(self.chunk, len(out), order.left(position))
             rows = self._look_up(position, num, out, order, masks)
@@ -86,6 +81,9 @@ class Feed:
                 self._recent.append((position, position + num, out[:rows].copy(), masks, order))
                 return rows
             position += num
+            # Two epochs hold a whole one wherever they begin; a single one may miss its only document.
+            if position >= order.end_of_epoch(order.end_of_epoch(begin)):
+                begin = position = self._after_skips(position, order, masks)
         if start == 0:
             raise self._only_empty()
         return 0
@@ -102,22 +100,13 @@ class Feed:
         """Write those of ``num`` pieces of one epoch that are not empty; how many they are."""
         positions = np.arange(position, position + num)
         documents, offsets = order.pieces_at(positions)
-        lengths = self.source.lengths(documents)
-        empty = lengths.min() <= 0 or lengths.max() > MAX_DOCUMENT_TOKENS
-        if empty:
-            self._check(documents, lengths)
-        if piece := order.piece_length(position):
-            lengths = np.minimum(lengths - offsets, piece)
+        found = lengths = np.ascontiguousarray(self.source.lengths(documents), np.int64)
         if masks:
             lengths = masked(lengths, documents, order.epoch_of(position), masks)
-        columns = (positions, documents, offsets, lengths)
-        if masks or empty:
-            keep = lengths > 0
-            columns = tuple(column[keep] for column in columns)  # type: ignore[assignment]
-        rows = len(columns[0])
-        for k, column in enumerate(columns):
-            out[:rows, k] = column
-        return rows
+        rows = _write(out, position, documents, offsets, lengths, order.piece_length(position))
+        if rows < 0:
+            raise self._impossible(documents, found)
+        return int(rows)
 
     def _only_empty(self) -> CorpusError:
         return CorpusError(
@@ -137,17 +126,15 @@ class Feed:
                 return len(rows)
         return 0
 
-    def _check(self, documents: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> None:
-        bad = (lengths < 0) | (lengths > MAX_DOCUMENT_TOKENS)
-        if bad.any():
-            worst = int(np.flatnonzero(bad)[0])
-            raise CorpusError(
-                f"source '{self.name}' has a document of an impossible length",
-                found=f"document {documents[worst]} with {lengths[worst]} tokens",
-                expected=f"0 to {MAX_DOCUMENT_TOKENS} tokens",
-                cause="the index is damaged",
-                action="build the index again: megaresume prepare",
-            )
+    def _impossible(self, documents: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> CorpusError:
+        worst = int(np.flatnonzero((lengths < 0) | (lengths > MAX_DOCUMENT_TOKENS))[0])
+        return CorpusError(
+            f"source '{self.name}' has a document of an impossible length",
+            found=f"document {documents[worst]} with {lengths[worst]} tokens",
+            expected=f"0 to {MAX_DOCUMENT_TOKENS} tokens",
+            cause="the index is damaged",
+            action="build the index again: megaresume prepare",
+        )
 
     def _note_repeat(self, position: int, config: SourceConfig, order: SourceOrder) -> None:
         if config.max_epochs is None or config.on_exhausted != "repeat":
@@ -159,3 +146,20 @@ class Feed:
                 self.name,
                 config.max_epochs,
             )
+
+
+@compiled
+def _write(out, position, documents, offsets, lengths, piece):  # type: ignore[no-untyped-def]
+    """Write the rows of `Feed.fill` from ``position`` on; how many, or -1 for a length that cannot be."""
+    rows = 0
+    for k in range(documents.size):
+        length = lengths[k]
+        if length < 0 or length > MAX_DOCUMENT_TOKENS:
+            return -1
+        length -= offsets[k]
+        if piece:
+            length = min(length, piece)
+        if length > 0:
+            out[rows, 0], out[rows, 1], out[rows, 2], out[rows, 3] = position + k, documents[k], offsets[k], length
+            rows += 1
+    return rows

@@ -47,6 +47,7 @@ __all__ = [
     "advance",
     "hash_sample",
     "set_deadline",
+    "set_shares",
     "trained_samples",
 ]
 
@@ -83,7 +84,8 @@ HEAD, NUM_AHEAD = 12, 13
 EXHAUSTED_ROW = 14
 LEFT_OUT_DOCUMENTS, LEFT_OUT_TOKENS = 15, 16  # of those drawn
 SHARE, SHARE_REST = 17, 18  # quotient and remainder of all weights by its own: units of all sources to one of its own
-NUM_SOURCE_ROWS = 19
+SHARE_FRACTION = 19  # of SHARE_REST: in units of 2**-32 of the weight, rounded down
+NUM_SOURCE_ROWS = 20
 
 #: Bits for the index of a bin: `config.MAX_OPEN_BINS` is below 2**INDEX_BITS.
 INDEX_BITS = 11
@@ -124,7 +126,7 @@ class Arrays(NamedTuple):
     digest: UInt64Array
     #: int64[NUM_SOURCE_ROWS, n].
     sources: Int64Array
-    #: int64[K]: tokens left, in opening order.
+    #: int64[K]: tokens left, in opening order; at least 1 of an open bin, else 0.
     room: Int64Array
     #: int64[K]: samples closed when the bin was opened, in opening order.
     opened: Int64Array
@@ -147,25 +149,33 @@ def trained_samples(arrays: Arrays) -> int:
     return int(arrays.scalars[SAMPLES] - arrays.scalars[LEFT_OUT])
 
 
-@compiled(error_model="numpy")  # no check for a weight of 0: such a source is never drawn
+def set_shares(sources: Int64Array) -> None:
+    """Compute the shares of the sources that are drawn, from their weights."""
+    active = sources[ACTIVE] > 0
+    weights = sources[WEIGHT, active]
+    sources[SHARE, active], rests = np.divmod(weights.sum(), weights)
+    sources[SHARE_REST, active] = rests
+    pairs = zip(rests.tolist(), weights.tolist(), strict=True)
+    sources[SHARE_FRACTION, active] = [(rest << 32) // weight for rest, weight in pairs]
+
+
+@compiled
 def set_deadline(sources, i, ahead, by_tokens):  # type: ignore[no-untyped-def]
     """Compute the deadline of the document at the head of source i: the release of the one after it, rounded up.
 
     ``units * W / w`` for W of up to 61 bits: ``units * (W // w)``, and ``units * (W % w) / w``, which is below 2**31.
-    The latter is estimated in floating point, to one at most, and then corrected by its exact remainder; the products
-    wrap around, but the remainder, their difference, is less than 63 bits long.
+    The latter is estimated by `SHARE_FRACTION`, which loses less than one, and then corrected by its exact remainder,
+    which lies between 0 and 3 w; the products wrap around, but the remainder, their difference, is 63 bits long.
     """
     units = ahead[i, sources[HEAD, i], 3] if by_tokens else np.int64(ahead[i, sources[HEAD, i], 2] == 0)
-    weight, share, share_rest = sources[WEIGHT, i], sources[SHARE, i], sources[SHARE_REST, i]
-    quotient = np.int64(float(units) * (float(share_rest) / float(weight)))
+    weight, share = sources[WEIGHT, i], sources[SHARE, i]
+    quotient = (units * sources[SHARE_FRACTION, i]) >> 32
     taken = np.uint64(quotient) * np.uint64(weight)
-    rest = np.int64(np.uint64(units) * np.uint64(share_rest) + np.uint64(sources[RELEASE_REST, i]) - taken)
-    while rest < 0:
-        quotient -= 1
-        rest += weight
-    while rest >= weight:
-        quotient += 1
-        rest -= weight
+    rest = np.int64(np.uint64(units) * np.uint64(sources[SHARE_REST, i]) + np.uint64(sources[RELEASE_REST, i]) - taken)
+    for _ in range(2):  # no branch: nothing predicts them
+        over = np.int64(rest >= weight)
+        quotient += over
+        rest -= weight * over
     too_far = (share >> 30) > 0 and share > LATE // max(units, 1)
     release = np.int64(LATE) if too_far else sources[RELEASE, i] + units * share + quotient
     if release >= LATE:
@@ -175,12 +185,27 @@ def set_deadline(sources, i, ahead, by_tokens):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _select(release, deadline, stage_units, earliest, due):  # type: ignore[no-untyped-def]
+def _select(release, deadline, stage_units):  # type: ignore[no-untyped-def]
     """The place of the released source with the earliest deadline, or -1. What is not drawn is never released.
 
     Args:
         release, deadline: int64[n], of the sources in the order of their names.
         stage_units: units drawn in the stage.
+    """
+    best, earliest = -1, NEVER
+    for k in range(release.size):
+        # No branch: which source comes next is what no processor can predict.
+        its = deadline[k] if release[k] <= stage_units else NEVER
+        best = k if its < earliest else best
+        earliest = min(earliest, its)
+    return best
+
+
+@compiled
+def _select_of_many(release, deadline, stage_units, earliest, due):  # type: ignore[no-untyped-def]
+    """The same, looking only at groups in which something may have changed.
+
+    Args:
         earliest: int64[groups], the earliest deadline of those released.
         due: int64[groups], when a group is to be looked through again: at its next release; at 0 after a draw.
     """
@@ -188,7 +213,7 @@ def _select(release, deadline, stage_units, earliest, due):  # type: ignore[no-u
         if due[g] <= stage_units:
             first, next_release = NEVER, NEVER
             for k in range(g * GROUP, min((g + 1) * GROUP, release.size)):
-                # No branch: which source comes next is what no processor can predict. Plain minima become vectors.
+                # Plain minima become vectors.
                 first = min(first, deadline[k] if release[k] <= stage_units else NEVER)
                 next_release = min(next_release, release[k] if release[k] > stage_units else NEVER)
             earliest[g], due[g] = first, next_release
@@ -207,23 +232,14 @@ def _select(release, deadline, stage_units, earliest, due):  # type: ignore[no-u
 
 
 @compiled
-def _best_fit(room, num_open, length):  # type: ignore[no-untyped-def]
-    """The open bin that ``length`` tokens fill best (ties: the oldest), or -1."""
-    # Room and index in one number: a plain minimum, which the compiler turns into vector instructions.
+def _best_fit(room, length):  # type: ignore[no-untyped-def]
+    """The open bin that ``length`` tokens, at least one, fill best (ties: the oldest), or -1."""
+    # Room and index in one number: a plain minimum, which the compiler turns into vector instructions. Over all bins,
+    # as those that are not open have no room: always as many, so that the processor foresees the end.
     best = NEVER
-    for b in range(num_open):
+    for b in range(room.size):
         best = min(best, (room[b] << INDEX_BITS) | b if room[b] >= length else NEVER)
     return best & ((1 << INDEX_BITS) - 1) if best != NEVER else -1
-
-
-@compiled
-def _fullest(room, num_open):  # type: ignore[no-untyped-def]
-    """The open bin with the least room (ties: the oldest)."""
-    fullest = 0
-    for b in range(1, num_open):
-        if room[b] < room[fullest]:
-            fullest = b
-    return fullest
 
 
 @compiled
@@ -247,6 +263,7 @@ def _remove_bin(which, num_open, room, opened, head, tail):  # type: ignore[no-u
     """Take a bin out of the opening order."""
     for b in range(which, num_open - 1):
         room[b], opened[b], head[b], tail[b] = room[b + 1], opened[b + 1], head[b + 1], tail[b + 1]
+    room[num_open - 1] = 0
 
 
 @compiled
@@ -308,7 +325,7 @@ def advance(a, config, keys, by_name, ahead, want, out, starts, hashes, digests)
             b = -1
             fits_a_bin = (config.mode == BEST_FIT or knapsack) and length < config.seq_length
             if fits_a_bin and not knapsack:
-                b = _best_fit(room, num_open, length)
+                b = _best_fit(room, length)
             elif config.mode == SPLIT and length < config.seq_length:
                 b = num_open - 1
             elif fits_a_bin and num_open > 0:
@@ -317,7 +334,7 @@ def advance(a, config, keys, by_name, ahead, want, out, starts, hashes, digests)
             enough = num_open == config.open_bins or (not knapsack and num_waiting >= OPEN_SEGMENTS)
             if b < 0 and fits_a_bin and enough:
                 gather = knapsack
-                close = -1 if knapsack else _fullest(room, num_open)
+                close = -1 if knapsack else _best_fit(room, 1)  # the fullest
             else:
                 if free < 0:
                     status = GROW_BINS
@@ -358,7 +375,10 @@ def advance(a, config, keys, by_name, ahead, want, out, starts, hashes, digests)
             first_tail = (first_tail + 1) % tails.shape[0]
             num_tails -= 1
         else:
-            place = _select(release, deadline, stage_units, earliest, due)
+            if groups == 1:
+                place = _select(release, deadline, stage_units)
+            else:
+                place = _select_of_many(release, deadline, stage_units, earliest, due)
             if place >= 0:
                 i = by_name[place]
                 at = sources[HEAD, i]
@@ -396,18 +416,20 @@ def advance(a, config, keys, by_name, ahead, want, out, starts, hashes, digests)
 
         if gather:
             choose(room, num_open, config.seq_length, config.align, overdue, order, tried, sums, chosen)
+        elif close >= 0:
+            chosen[close] = True
         if close >= 0 or gather:
             first = num_segments
-            for b in range(num_open):
-                if b != close and not (gather and chosen[b]):
+            begin, stop = (0, num_open) if gather else (close, close + 1)
+            for b in range(begin, stop):
+                if not chosen[b]:
                     continue
                 k = head[b]
                 while k >= 0:
                     for column in range(SEGMENT_WIDTH):
                         out[num_segments, column] = segments[k, column]
                     tokens += segments[k, LENGTH]
-                    if segments[k, OFFSET] == 0:
-                        documents += 1
+                    documents += segments[k, OFFSET] == 0
                     num_segments += 1
                     k = link[k]
                 link[tail[b]] = free
@@ -419,8 +441,9 @@ def advance(a, config, keys, by_name, ahead, want, out, starts, hashes, digests)
             num_out += 1
             starts[num_out] = num_segments
             samples += 1
-            for b in range(num_open - 1, -1, -1):
-                if b == close or (gather and chosen[b]):
+            for b in range(stop - 1, begin - 1, -1):
+                if chosen[b]:
+                    chosen[b] = False
                     _remove_bin(b, num_open, room, opened, head, tail)
                     num_open -= 1
 

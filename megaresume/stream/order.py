@@ -161,11 +161,9 @@ class SourceOrder(Eras):
 
     def _resolve(self, era: Era, numbers: Int64Array) -> tuple[Int64Array, Int64Array]:
         """The documents of pieces by their numbers, and which of their pieces."""
-        parts = np.zeros_like(numbers)
-        later = numbers >= era.documents
-        if later.any():
-            numbers[later], parts[later] = self.lists.of(era.piece).resolve(numbers[later] - era.documents)
-        return numbers, parts
+        if not era.piece:
+            return numbers, np.zeros_like(numbers)
+        return self.lists.of(era.piece).resolve(numbers, era.documents)
 
     def positions_of(self, document: int, epoch: int) -> list[int]:
         """The positions of all pieces of a document in an epoch, in the order of the document."""

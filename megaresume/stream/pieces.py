@@ -15,12 +15,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from megaresume.stream.compiled import compiled
 from megaresume.stream.source import LengthSource
 
 __all__ = ["LongDocuments", "PieceLists", "find_long", "may_be_cut"]
 
 #: lengths asked for at a time.
 SCAN = 1 << 20
+#: long documents that a look-up in a guide leaves to be searched: a page of memory.
+STRIDE = 512
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -33,18 +36,29 @@ class LongDocuments:
     ids: Int64Array
     #: int64[k]: later pieces of these documents, up to and with each.
     ends: Int64Array
+    #: int64[k // STRIDE]: every so many of the ends, so that a look-up in a list on disk reads a page of it or two.
+    guide: Int64Array
+
+    @classmethod
+    def of_lists(cls, ids: Int64Array, ends: Int64Array) -> LongDocuments:
+        """From lists in memory."""
+        return cls(ids, ends, ends[STRIDE - 1 :: STRIDE].copy())
 
     def later(self, num_documents: int) -> int:
         """Later pieces of the first so many documents."""
-        k = int(self.ids.searchsorted(num_documents))
+        if not len(self.ids) or self.ids[-1] < num_documents:
+            k = len(self.ids)  # all of them, nearly always: no search through a list on disk
+        else:
+            k = int(self.ids.searchsorted(num_documents))
         return int(self.ends[k - 1]) if k else 0
 
     def between(self, start: int, stop: int) -> LongDocuments:
         """Those of documents ``start .. stop``, numbered from 0."""
         a, b = (int(k) for k in self.ids.searchsorted([start, stop]))
         if start == 0:
-            return LongDocuments(self.ids[:b], self.ends[:b])
-        return LongDocuments(self.ids[a:b] - start, self.ends[a:b] - (self.ends[a - 1] if a else 0))
+            return LongDocuments(self.ids[:b], self.ends[:b], self.guide[: b // STRIDE])
+        before = int(self.ends[a - 1]) if a else 0
+        return LongDocuments.of_lists(self.ids[a:b] - start, self.ends[a:b] - before)
 
     def of(self, document: int) -> range:
         """The later pieces of a document, counted from 0."""
@@ -53,11 +67,30 @@ class LongDocuments:
             return range(0)
         return range(int(self.ends[k - 1]) if k else 0, int(self.ends[k]))
 
-    def resolve(self, later: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """The documents of later pieces, and which of their pieces each is (from 1): int64[n] to int64[n] twice."""
-        at = self.ends.searchsorted(later, side="right")
-        before = np.where(at > 0, self.ends[at - 1], 0)
-        return self.ids[at], later - before + 1
+    def resolve(self, numbers: Int64Array, num_documents: int) -> tuple[Int64Array, Int64Array]:
+        """The documents of pieces by their numbers, and which of their pieces each is: int64[n] to int64[n] twice.
+
+        Args:
+            numbers: changed: they become the documents.
+            num_documents: of the source; later pieces are numbered from it on.
+        """
+        parts = np.zeros(len(numbers), np.int64)
+        _resolve(numbers, parts, num_documents, self.ids, self.ends, self.guide)
+        return numbers, parts
+
+
+@compiled
+def _resolve(numbers, parts, num_documents, ids, ends, guide):  # type: ignore[no-untyped-def]
+    for j in range(numbers.size):
+        later = numbers[j] - num_documents
+        if later < 0:
+            continue
+        g = np.searchsorted(guide, later, side="right")
+        first, stop = g * STRIDE, min((g + 1) * STRIDE, ends.size)
+        at = first + np.searchsorted(ends[first:stop], later, side="right")
+        if at == ends.size:
+            raise IndexError("a piece beyond the last one")
+        numbers[j], parts[j] = ids[at], later + 1 - (ends[at - 1] if at > 0 else 0)
 
 
 def find_long(
@@ -71,7 +104,7 @@ def find_long(
         ids.append(first + found)
         later.append((lengths[found] - 1) // piece)
         update(len(lengths))
-    return LongDocuments(np.concatenate(ids), np.concatenate(later).cumsum())
+    return LongDocuments.of_lists(np.concatenate(ids), np.concatenate(later).cumsum())
 
 
 def may_be_cut(source: LengthSource) -> bool:

@@ -324,10 +324,8 @@ class Planner:
     def _activate(self) -> None:
         """Set the shares of the sources that are drawn, and never release the others."""
         sources = self._arrays.sources
-        active = sources[kernel.ACTIVE] > 0
-        weights = sources[kernel.WEIGHT, active]
-        sources[kernel.SHARE, active], sources[kernel.SHARE_REST, active] = np.divmod(weights.sum(), weights)
-        sources[kernel.RELEASE, ~active] = kernel.NEVER
+        kernel.set_shares(sources)
+        sources[kernel.RELEASE, sources[kernel.ACTIVE] == 0] = kernel.NEVER
 
     def _refill(self, i: int) -> None:
         sources = self._arrays.sources

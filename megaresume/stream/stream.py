@@ -44,11 +44,11 @@ from megaresume.stream.whole import check_whole
 __all__ = ["Stream"]
 
 #: Tokens and samples planned at a time, whichever is less: little, because `state_at` plans up to this much again.
-BLOCK_TOKENS, BLOCK = 1 << 19, 128
+BLOCK_TOKENS, BLOCK = 1 << 20, 256
 #: Samples planned at first, doubled until they are `BLOCK`: a resume must not wait for an index that lies on disk.
 FIRST_BLOCK = 8
 #: Blocks kept behind the front, and bytes; what lies before them is planned again from an anchor.
-KEPT_BLOCKS, KEPT_BYTES = 256, 24 << 20
+KEPT_BLOCKS, KEPT_BYTES = 128, 24 << 20
 #: A seek over more samples than this shows a progress bar.
 LONG_SEEK = 200_000
 
@@ -420,7 +420,7 @@ class Stream:
     def _advance_to(self, sample: int, bar: Progress | None) -> _Block:
         while self._planner.position <= sample:
             snapshot = self._planner.snapshot()
-            # 8, 8, 16, 32, 64, 128, 128, ...: so that longer blocks still begin at multiples of their length.
+            # 8, 8, 16, 32, 64, 128, 256, 256, ...: so that longer blocks still begin at multiples of their length.
             size = min(max(self._planner.position - self.start, FIRST_BLOCK), self._block_samples)
             plan = self._planner.advance(size)
             if len(plan):

@@ -182,9 +182,9 @@ def test_ties_go_by_name(names: list[str]) -> None:
 def test_deadlines_are_exact(weights: list[int], units: list[int]) -> None:
     """The loop's 64-bit arithmetic against Python's integers, document by document."""
     total, weight = sum(weights), weights[0]
-    sources = np.zeros((kernel.NUM_SOURCE_ROWS, 1), np.int64)
-    sources[kernel.WEIGHT] = weight
-    sources[kernel.SHARE], sources[kernel.SHARE_REST] = divmod(total, weight)
+    sources = np.zeros((kernel.NUM_SOURCE_ROWS, len(weights)), np.int64)
+    sources[kernel.WEIGHT], sources[kernel.ACTIVE] = weights, 1
+    kernel.set_shares(sources)
     drawn = 0
     for length in units:
         kernel.set_deadline(sources, 0, np.array([[[0, 0, 0, length]]]), True)
@@ -192,7 +192,7 @@ def test_deadlines_are_exact(weights: list[int], units: list[int]) -> None:
         quotient, rest = min(divmod(drawn * total, weight), (kernel.LATE, 0))
         assert sources[kernel.NEXT_RELEASE, 0] == quotient and sources[kernel.NEXT_RELEASE_REST, 0] == rest
         assert sources[kernel.DEADLINE, 0] == quotient + (rest > 0)
-        sources[kernel.RELEASE], sources[kernel.RELEASE_REST] = quotient, rest
+        sources[kernel.RELEASE, 0], sources[kernel.RELEASE_REST, 0] = quotient, rest
 
 
 def test_a_weight_of_zero_is_never_drawn_even_without_documents() -> None:

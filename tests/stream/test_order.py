@@ -102,15 +102,17 @@ def test_an_order_that_is_not_of_this_corpus() -> None:
 
 def test_long_documents_are_found_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megaresume.stream.pieces.SCAN", 7)
-    lengths = [random.Random(k).randint(0, 50) for k in range(100)]
+    lengths = [random.Random(k).randint(0, 50) for k in range(3000)]
     found = find_long(LengthList(lengths), 10)
     assert found.ids.tolist() == [d for d, n in enumerate(lengths) if n > 10]
     later = [(d, part) for d, n in enumerate(lengths) for part in range(1, -(-n // 10))]
-    documents, parts = found.resolve(np.arange(len(later)))
+    documents, parts = found.resolve(3000 + np.arange(len(later)), 3000)
     assert list(zip(documents.tolist(), parts.tolist(), strict=True)) == later
-    assert [found.later(n) for n in (0, 40, 100)] == [sum(d < n for d, _ in later) for n in (0, 40, 100)]
-    assert [len(found.of(d)) for d in range(100)] == [max(-(-n // 10) - 1, 0) for n in lengths]
-    part, alone = found.between(13, 77), find_long(LengthList(lengths[13:77]), 10)
+    assert [found.later(n) for n in (0, 40, 3000)] == [sum(d < n for d, _ in later) for n in (0, 40, 3000)]
+    assert [len(found.of(d)) for d in range(3000)] == [max(-(-n // 10) - 1, 0) for n in lengths]
+    with pytest.raises(IndexError):
+        found.resolve(np.array([3000 + len(later)]), 3000)
+    part, alone = found.between(13, 2077), find_long(LengthList(lengths[13:2077]), 10)
     assert part.ids.tolist() == alone.ids.tolist() and part.ends.tolist() == alone.ends.tolist()
 
 

@@ -21,7 +21,7 @@ StreamOf = Callable[..., Stream]
 
 DATA = {"seq_length": 64, "packing": "best_fit", "sources": {"a": {"weight": 2}, "b": {"weight": 1}}}
 LENGTHS = {"a": [3, 40, 7, 0, 12, 64, 90, 1, 33], "b": [130, 5, 64, 20]}
-ENDING = DATA | {"sources": {"a": {"max_epochs": 60}, "b": {"max_epochs": 27}}}
+ENDING = DATA | {"sources": {"a": {"max_epochs": 90}, "b": {"max_epochs": 40}}}
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_an_end(stream_of: StreamOf) -> None:
             with pytest.raises(StreamExhausted, match="the stream has ended") as error:
                 ask(stream)
             assert f"the stream has {n} samples" in str(error.value.found)
-            assert error.value.cause == "sources with an end: a (60 epochs, drop), b (27 epochs, drop)"
+            assert error.value.cause == "sources with an end: a (90 epochs, drop), b (40 epochs, drop)"
         assert_same_samples(stream.plan(0, n), everything)
     # The state after the last sample does not depend on what was planned before.
     last = stream_of(ENDING, LENGTHS).state_at(n)

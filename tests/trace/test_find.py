@@ -146,7 +146,7 @@ class Endless:
         return 20 + ids % 40
 
     def long_documents(self, piece: int) -> LongDocuments:
-        return LongDocuments(np.zeros(0, np.int64), np.zeros(0, np.int64))
+        return LongDocuments.of_lists(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
     def fingerprint(self) -> Fingerprint:
         return Fingerprint(documents=10**9, tokens=39_500_000_000, lengths="0" * 32)
