@@ -142,7 +142,7 @@ class EngineData(ABC):
         except MegaresumeError:  # ours come before weights change
             raise
         except BaseException as error:
-            failure = _half_done(call, error, weights)
+            failure = _half_done(call, error, weights, reload=weights or facts.zero_stage(self.engine) < 2)
             self._fail(failure)
             if weights:
                 self._taken.broken = failure
@@ -201,13 +201,14 @@ def _lost(error: BaseException) -> StateError:
     )
 
 
-def _half_done(call: str, error: BaseException, weights: bool) -> StateError:
+def _half_done(call: str, error: BaseException, weights: bool, *, reload: bool) -> StateError:
     return StateError(
         f"{call} failed half-way, and nothing is trained any more",
         found=f"{type(error).__name__}: {error}",
         expected="each micro-batch once in the gradients of its step, and each step once in the weights",
         cause="the loop caught the error and went on: tried again, the micro-batch would be in the gradients twice"
         + (", or the step in the weights" if weights else ""),
-        action="mend what failed (a smaller micro-batch, if memory ran out), and start again or call "
-        "engine.load_checkpoint; a forward that failed may be tried again",
+        action="mend what failed (a smaller micro-batch, if memory ran out), and start again"
+        + (" or call engine.load_checkpoint" if reload else ": after it ZeRO 2 and 3 take no backward in this process")
+        + "; a forward that failed may be tried again",
     )

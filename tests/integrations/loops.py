@@ -561,6 +561,15 @@ class Numbers:
         self.at = state["at"]
 
 
+class Random(Numbers):
+    """Its batches are drawn."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            self.at += 1
+            yield torch.full((2, 32), int(torch.randint(toy.VOCAB, ())))
+
+
 class Other(Numbers):
     """Its data set was changed since."""
 
@@ -611,7 +620,21 @@ def loaders() -> None:
             engine.load_checkpoint(str(toy.ROOT / "not_restored"))
         return plain(engine, data)
 
-    for case in (plain, peeked, looked, changed, another, not_restored):
+    def saved_after_peek(engine: Any, data: Any) -> list[int]:
+        found = []
+        for first in (True, False):
+            engine = toy.engine_of(micro=2, batch=8)
+            data = megaresume.attach_loader(engine, Random())
+            if first:
+                plain(engine, data)
+                data.peek()
+                engine.save_checkpoint(str(toy.ROOT / "saved_after_peek"))
+            else:
+                engine.load_checkpoint(str(toy.ROOT / "saved_after_peek"))
+            found.append(plain(engine, data))
+        return [int(found[0] == found[1])]
+
+    for case in (plain, peeked, looked, changed, another, not_restored, saved_after_peek):
         found[case.__name__] = go(case)
     toy.result("loaders", found)
 

@@ -145,6 +145,7 @@ def test_batches_of_other_loaders(loops: Any) -> None:
         assert "batch 0 of this rank, batch 1 of this rank taken, engine.step() called 1 time" in error[1]
         error, trained = found["another"]
         assert error[1].startswith(TAKEN) and "the model was not given batch 0 of this rank" in error[1]
+        assert found["saved_after_peek"] == [[], [1]]
         assert found["not_restored"][0][1].startswith("the loader does not take its state back")
 
 

@@ -169,6 +169,7 @@ class AttachedLoader(EngineData):
             raise self._failure
         self._check_clock()
         if not self._ahead:
+            self.checkpoints.random.step_begins()  # what the loader draws for it is drawn again after a resume
             self._ahead.append(next(self._the_reader()))
         if not self._is_pipeline and (tokens := tokens_of(self._ahead[0])) is not None:
             self._taken.looked_at(int(fingerprint(tokens)))
