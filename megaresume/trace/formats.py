@@ -7,7 +7,6 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,20 +30,6 @@ Word = bytes | str
 CSV_COLUMNS = (*SAMPLE_COLUMNS[:4], "place", "source", "epoch", "document", "offset", "length", "hash")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Template:
-    """Words of a line: bytes as they are, text for the number, name or hash of that name."""
-
-    head: Sequence[Word]
-    row: Sequence[Word]
-    between: Sequence[Word]
-    tail: Sequence[Word]
-    #: for what no record tells.
-    unknown: bytes
-    #: the name of a source.
-    name: Callable[[str], str]
-
-
 def _csv_cell(text: str) -> str:
     line = io.StringIO()
     csv.writer(line, lineterminator="").writerow([text])
@@ -58,68 +43,45 @@ def _numbers(columns: Sequence[str]) -> list[Word]:
     return words
 
 
-_TEMPLATES: dict[Format, _Template] = {
-    "json": _Template(
-        head=[b"{", *_numbers(SAMPLE_COLUMNS), b', "hash": "', "hash", b'", "segments": ['],
-        row=[b'{"source": ', "source", b", ", *_numbers(SEGMENT_COLUMNS[1:-1]), b"}"],
-        between=[b", "],
-        tail=[b"]}\n"],
-        unknown=b"null",
-        name=json.dumps,
-    ),
-    "csv": _Template(
-        head=[],
-        row=[*[w for column in CSV_COLUMNS for w in (column, b",")][:-1], b"\n"],
-        between=[],
-        tail=[],
-        unknown=b"",
-        name=_csv_cell,
-    ),
-    # step 5  sample 32  rank 0  micro-batch 0  64 tokens  2abc...  web:217[0:30], code:3[0:34] epoch 1
-    "text": _Template(
-        head=[
-            *(w for c in SAMPLE_COLUMNS[:4] for w in (f"{c.replace('_', '-')} ".encode(), c, b"  ")),
-            *("tokens", b" tokens  ", "hash", b"  "),
-        ],
-        row=["source", b":", "document", b"[", "offset", b":", "end", b"]", "?epoch", b" epoch ", "epoch"],
-        between=[b", "],
-        tail=[b"\n"],
-        unknown=b"?",
-        name=str,
-    ),
-}
+def _if_known(words: Sequence[Word], wanted: bool) -> list[Word]:
+    """Words of a record in a tar shard, which documents of other sources do not have."""
+    return [f"+{len(words)}", *words] if wanted else []
 
+
+def _sections(form: Format, numbered: bool, with_shards: bool) -> tuple[Sequence[Word], ...]:
+    """What is written of a sample: before its segments, of each, between two, after them.
+
+    Bytes as they are, text for the number, name or hash of that name.
+    """
+    if form == "json":
+        absolute: list[Word] = [b', "absolute": ', "absolute"] if numbered else []
+        shard = _if_known([b', "shard": ', "shard", b", ", *_numbers(RECORD_COLUMNS[1:])], with_shards)
+        return (
+            [b"{", *_numbers(SAMPLE_COLUMNS), *absolute, b', "hash": "', "hash", b'", "segments": ['],
+            [b'{"source": ', "source", b", ", *_numbers(SEGMENT_COLUMNS[1:-1]), *shard, b"}"],
+            [b", "],
+            [b"]}\n"],
+        )
+    if form == "csv":
+        columns = [*CSV_COLUMNS, *(["absolute"] if numbered else []), *(RECORD_COLUMNS if with_shards else ())]
+        words: list[Word] = [word for column in columns for word in (column, b",")]
+        return [], [*words[:-1], b"\n"], [], []
+    # step 5  sample 32  rank 0  micro-batch 0  64 tokens  2abc...  web:217[0:30], code:3[0:34] epoch 1
+    absolute = [b" (absolute ", "absolute", b")"] if numbered else []
+    head = [*(b"step ", "step", b"  sample ", "sample"), *absolute, *(b"  rank ", "rank", b"  micro-batch ")]
+    head += [*("micro_batch", b"  ", "tokens", b" tokens  ", "hash", b"  ")]
+    row = ["source", b":", "document", b"[", "offset", b":", "end", b"]", "?epoch", b" epoch ", "epoch"]
+    return head, [*row, *_if_known(RECORD_WORDS, with_shards)], [b", "], [b"\n"]
+
+
+#: for what no record tells, and how a name is written.
+_UNKNOWN: dict[Format, bytes] = {"json": b"null", "csv": b"", "text": b"?"}
+_NAMES: dict[Format, Callable[[str], str]] = {"json": json.dumps, "csv": _csv_cell, "text": str}
 
 #: what is said of a record of a tar shard, in text.
 RECORD_WORDS: tuple[Word, ...] = (
     *(b" (", "shard", b" #", "record", b", images: ", "num_images", b" of ", "image_tokens", b" tokens)"),
 )
-
-
-def _with_records(template: _Template, form: Format) -> _Template:
-    """The template of a run that has tar shards: documents of other sources say nothing of records."""
-    row = list(template.row)
-    if form == "json":
-        more: list[Word] = [b', "shard": ', "shard", b", ", *_numbers(RECORD_COLUMNS[1:])]
-        row[-1:] = [f"+{len(more)}", *more, row[-1]]
-    elif form == "csv":
-        row[-1:] = [*(word for column in RECORD_COLUMNS for word in (b",", column)), row[-1]]
-    else:
-        row += [f"+{len(RECORD_WORDS)}", *RECORD_WORDS]
-    return replace(template, row=row)
-
-
-def _numbered(template: _Template, form: Format) -> _Template:
-    """The template of a run that leaves samples out."""
-    head, row = list(template.head), list(template.row)
-    if form == "json":
-        head[head.index(b', "hash": "') : head.index(b', "hash": "')] = [b', "absolute": ', "absolute"]
-    elif form == "csv":
-        row[-1:] = [b",", "absolute", b"\n"]
-    else:
-        after = head.index("sample") + 1
-        head[after:after] = [b" (absolute ", "absolute", b")"]
-    return replace(template, head=head, row=row)
 
 
 class Writer:
@@ -135,15 +97,10 @@ class Writer:
     def __init__(
         self, form: Format, names: Sequence[str], *, numbered: bool = False, shards: Sequence[str] = ()
     ) -> None:
-        template = _TEMPLATES[form]
-        if numbered:
-            template = _numbered(template, form)
-        if shards:
-            template = _with_records(template, form)
         self._first_shard = 1 + len(names)
-        self._literals = [template.unknown, *(template.name(name).encode() for name in [*names, *shards])]
+        self._literals = [_UNKNOWN[form], *(_NAMES[form](name).encode() for name in [*names, *shards])]
         self._longest_name = max((len(literal) for literal in self._literals[1:]), default=0)
-        sections = (template.head, template.row, template.between, template.tail)
+        sections = _sections(form, numbered, bool(shards))
         self._programs = [self._program(words) for words in sections]
         self._bytes = [self._most_bytes(words) for words in sections]
         self._text = np.frombuffer(b"".join(self._literals), np.uint8)
