@@ -17,7 +17,7 @@ from typing import Any
 
 from megaresume.stream.errors import SetupError
 
-__all__ = ["COLOURS", "byte_bar", "escape", "html_table", "page", "page_head", "size", "svg", "text_table"]
+__all__ = ["COLOURS", "byte_bar", "escape", "html_table", "page", "page_head", "spell_bytes", "svg", "text_table"]
 
 #: of lines in figures, in this order; told apart by the colour-blind too.
 COLOURS = ("#0b6e99", "#c2571a", "#2e7d4f", "#7b4ba8", "#8a6d00", "#b3356f", "#4a5568", "#009e8f")
@@ -51,7 +51,7 @@ def byte_bar(what: str, total: int | None = None, *, show: bool = True) -> Itera
         yield bar.update
 
 
-def size(num_bytes: float) -> str:
+def spell_bytes(num_bytes: float) -> str:
     """``12 B``, ``3.4 GB``."""
     for unit in ("B", "KB", "MB", "GB"):
         if num_bytes < 1000:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaresume.render import byte_bar, size, text_table
+from megaresume.render import byte_bar, spell_bytes, text_table
 from megaresume.stream.errors import StateError, UsageError
 
 if TYPE_CHECKING:
@@ -65,17 +65,16 @@ class _Inspection:
     #: what each of the pointers names.
     named: Sequence[Examined | None]
     ledger: LedgerReading
-    #: what the guard recorded of Megatron's own datasets; None: nothing.
+    #: what the guard recorded of Megatron's own datasets, or the ``error`` why that cannot be read; None: nothing.
     order: Mapping[str, Any] | None
-    #: why that cannot be read.
-    order_error: StateError | None
     #: sentences, besides those of the choice.
     notes: Sequence[str]
 
     @property
     def is_guarded(self) -> bool:
         """Whether Megatron's own datasets are trained here under guard: their record is inside the checkpoints."""
-        return self.run.choice is not None and self.run.choice.state is None and self.order is not None
+        is_there = self.run.choice is not None and self.run.choice.state is None
+        return is_there and self.order is not None and "error" not in self.order
 
     @property
     def unrecorded(self) -> str | None:
@@ -127,20 +126,11 @@ def _look(run: Run, last: int) -> _Inspection:
     if run.checksums and unsummed:
         some = ", ".join(unsummed[:5]) + (f", and {len(unsummed) - 5} more" if len(unsummed) > 5 else "")
         notes.append(f"saved without checksums, so that only sizes could be compared: {some}")
-    order, order_error = None, None
     try:
         order = read_record(run.root)
     except StateError as error:
-        order_error = error
-    return _Inspection(
-        run=run,
-        checkpoints=checkpoints,
-        named=run.named,
-        ledger=ledger,
-        order=order,
-        order_error=order_error,
-        notes=notes,
-    )
+        order = {"error": str(error)}
+    return _Inspection(run=run, checkpoints=checkpoints, named=run.named, ledger=ledger, order=order, notes=notes)
 
 
 # -- JSON
@@ -157,7 +147,7 @@ def _report(found: _Inspection, last: int) -> dict[str, Any]:
         "error": None if run.error is None else str(run.error),
         "notes": [*found.choice_notes, *found.notes],
         "state": None if step is None else step.to_fields(),
-        "order": found.order if found.order_error is None else {"error": str(found.order_error)},
+        "order": found.order,
         "pointers": [asdict(pointer) | {"problem": pointer.problem} for pointer in run.pointers],
         "checkpoints": [_checkpoint(found, e) for e in found.checkpoints],
         "older_checkpoints": len(run.present) - len(found.checkpoints),
@@ -279,7 +269,7 @@ def _state_block(found: _Inspection) -> str:
         num_bytes = sum(row[0] for row in loader["ranks"])
         rows.append(["loader", f"{loader['library']}, {loader['kind']}: {loader['batches']:,} batches of each rank"])
         rows.append(["", f"dp {loader['dp']}  workers {loader['workers']}  batch size {loader['batch_size']}"])
-        rows.append(["", f"{len(loader['ranks'])} states beside the checkpoint, {size(num_bytes)}"])
+        rows.append(["", f"{len(loader['ranks'])} states beside the checkpoint, {spell_bytes(num_bytes)}"])
     manifest = next((e.manifest for e in found.checkpoints if e.step == step), None)
     if (random := _random(manifest)) is not None:
         rows.append(["random state", f"of {random['ranks']} ranks, digest {random['digest']}"])
@@ -306,9 +296,9 @@ def _state_block(found: _Inspection) -> str:
 def _order_block(found: _Inspection) -> str:
     from megaresume.integrations.megatron.guard import describe
 
-    if found.order_error is not None:
-        return str(found.order_error)
-    return "" if found.order is None else "\n".join(describe(found.order))
+    if found.order is None:
+        return ""
+    return found.order["error"] if "error" in found.order else "\n".join(describe(found.order))
 
 
 def _source_table(step: StepFile) -> str:
@@ -366,7 +356,7 @@ def _checkpoint_block(found: _Inspection) -> str:
                 examined.candidate.tag,
                 examined.status,
                 "-" if manifest is None else f"{len(manifest.files):,}",
-                "-" if manifest is None else size(manifest.size),
+                "-" if manifest is None else spell_bytes(manifest.size),
                 "-" if step is None else f"{step.state.samples:,}",
                 "-" if step is None else step.state.digest,
                 "-" if step is None else step.saved_at[:19].replace("T", " "),

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megaresume.checkpoint.proc import mount_of
 from megaresume.doctor.check import Check, Status
-from megaresume.render import size
+from megaresume.render import spell_bytes
 
 __all__ = ["TESTED", "environment_checks", "filesystem_checks", "kind_check", "version_check"]
 
@@ -265,9 +265,9 @@ def _locks(directory: Path) -> Check:
 def _space(directory: Path, newest: int | None, num_files: int | None) -> list[Check]:
     free = shutil.disk_usage(directory).free
     if newest is None:
-        found = f"{size(free)} free; no checkpoint yet to compare with"
+        found = f"{spell_bytes(free)} free; no checkpoint yet to compare with"
         return [_filesystem("space", "note", found)]
-    found = f"{size(free)} free, the newest checkpoint has {size(newest)}"
+    found = f"{spell_bytes(free)} free, the newest checkpoint has {spell_bytes(newest)}"
     action = "free space, or save elsewhere; --megaresume-keep-last K deletes old checkpoints"
     if free < newest:
         first = _filesystem("space", "problem", found, action=action)

@@ -68,9 +68,13 @@ def _sections(form: Format, numbered: bool, with_shards: bool) -> tuple[Sequence
         return [], [*words[:-1], b"\n"], [], []
     # step 5  sample 32  rank 0  micro-batch 0  64 tokens  2abc...  web:217[0:30], code:3[0:34] epoch 1
     absolute = [b" (absolute ", "absolute", b")"] if numbered else []
-    head = [*(b"step ", "step", b"  sample ", "sample"), *absolute, *(b"  rank ", "rank", b"  micro-batch ")]
+    head: list[Word] = [
+        *(b"step ", "step", b"  sample ", "sample"),
+        *absolute,
+        *(b"  rank ", "rank", b"  micro-batch "),
+    ]
     head += [*("micro_batch", b"  ", "tokens", b" tokens  ", "hash", b"  ")]
-    row = ["source", b":", "document", b"[", "offset", b":", "end", b"]", "?epoch", b" epoch ", "epoch"]
+    row: list[Word] = ["source", b":", "document", b"[", "offset", b":", "end", b"]", "?epoch", b" epoch ", "epoch"]
     return head, [*row, *_if_known(RECORD_WORDS, with_shards)], [b", "], [b"\n"]
 
 
