@@ -674,7 +674,14 @@ def pipelines() -> None:
     def other_iterator(engine: Any, data: Any) -> None:
         engine.train_batch(data_iter=iter([data.peek()] * 9))
 
-    for case in (usual_pipeline, other_iterator, evaluates):
+    def fails(engine: Any, data: Any) -> None:
+        made, engine.optimizer.step = engine.optimizer.step, out_of_memory
+        with contextlib.suppress(RuntimeError):
+            engine.train_batch(data_iter=data)
+        engine.optimizer.step = made
+        engine.save_checkpoint(str(toy.ROOT / "pipeline_fails"))
+
+    for case in (usual_pipeline, other_iterator, evaluates, fails):
         found[case.__name__] = go(case)
     web = {"path": str(toy.DATA.parent / "web"), "max_epochs": 1, "on_exhausted": "stop"}  # 300 samples
     engine = toy.pipeline_engine(micro=40, batch=80)

@@ -161,6 +161,8 @@ def test_pipelines(loops: Any) -> None:
         assert error[0] == "UsageError" and counts == [1, 8]
         assert "handed out within train_batch only" in error[1]
         assert "do not evaluate with it" in error[1]
+        error, *counts = found["fails"]
+        assert error[1].startswith(f"engine.train_batch() {HALF}") and counts == [0, 0]
         error, made = found["ends"]  # on both ranks: the one that reads no more would wait for the other
         assert error[0] == "StreamExhausted" and made == loops["pipelines"][0]["ends"][1] > 2
         error, *_ = found["other_iterator"]
