@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megaresume.cli.flags import number_range
 from megaresume.corpora.layout import bin_path, idx_path, prefix_of
 from megaresume.stream.errors import UsageError
 
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     """Show the samples."""
     from megaresume.loading.open import open_stream
 
-    samples = None if args.samples is None else _range(args.samples)
+    samples = None if args.samples is None else number_range("--samples", args.samples, 0)
     data = args.data[0] if len(args.data) == 1 and args.data[0].endswith((".yaml", ".yml")) else args.data
     _check_paths(data, args.state)
     seed = 1234 if args.seed is None else args.seed
@@ -99,19 +100,6 @@ def _check_size(first: int, stop: int) -> None:
             expected=f"at most {MOST_SAMPLES}",
             action=f"for example --samples {first}:{first + MOST_SAMPLES}",
         )
-
-
-def _range(text: str) -> tuple[int, int]:
-    first, colon, stop = text.partition(":")
-    try:
-        numbers = int(first or 0), int(stop) if colon else int(first) + 1
-    except ValueError:
-        numbers = (0, -1)
-    if not 0 <= numbers[0] < numbers[1]:
-        raise UsageError(
-            "bad range of samples", found=repr(text), expected="A:B with 0 <= A < B", action="for example --samples 0:8"
-        )
-    return numbers
 
 
 def _samples(stream: Stream, plan: Plan) -> list[dict[str, Any]]:

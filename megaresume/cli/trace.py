@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megaresume.cli.flags import number_range
 from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
@@ -122,26 +123,10 @@ def _check_flags(args: argparse.Namespace) -> None:
             raise UsageError(f"{flag} must be at least 1", found=value)
 
 
-def _range(flag: str, text: str, lowest: int) -> tuple[int, int]:
-    first, colon, stop = text.partition(":")
-    try:
-        numbers = int(first) if first else lowest, int(stop) if colon else int(first) + 1
-    except ValueError:
-        numbers = (0, -1)
-    if not lowest <= numbers[0] < numbers[1]:
-        raise UsageError(
-            f"bad range of {flag[2:]}",
-            found=repr(text),
-            expected=f"A:B with {lowest} <= A < B: from A to B-1" + (" (steps are counted from 1)" if lowest else ""),
-            action=f"for example {flag} {lowest}:{lowest + 8}",
-        )
-    return numbers
-
-
 def _samples(args: argparse.Namespace, trace: Trace) -> tuple[int, int]:
     if args.samples is not None:
-        return _range("--samples", args.samples, 0)
-    return trace.steps.samples(*_range("--steps", args.steps, 1))
+        return number_range("--samples", args.samples, 0)
+    return trace.steps.samples(*number_range("--steps", args.steps, 1))
 
 
 @contextlib.contextmanager

@@ -38,9 +38,11 @@ def test_what_a_later_start_gave_up_is_on_no_path(toy: ToyRun) -> None:  # noqa:
 def test_choosing_again_says_nothing_twice(toy: ToyRun) -> None:  # noqa: F811
     toy.attempt(DATA, stop=4, saves=(2, 4))
     (toy.root / "global_step4" / "weights.pt").write_bytes(b"cut")
+    (toy.root / "latest").write_text("global_step9")
     run = Run(toy.root)
     first, second = run.choose(), run.choose()
     assert first is not None and first == second and [r.tag for r in first.rejected] == ["global_step4"]
+    assert sum("latest names 'global_step9'" in note for note in first.notes) == 1
     assert run.choose(2) is not None
     with pytest.raises(CheckpointError, match="iteration 4 cannot be loaded"):
         run.choose(4)
