@@ -118,8 +118,8 @@ def run_shards(args: argparse.Namespace) -> int:
 
 
 def _encoder(args: argparse.Namespace) -> ImageTextEncoder:
+    from megaresume.corpora.yaml_text import read_encoder
     from megaresume.images.encoder import ImageTextEncoder
-    from megaresume.sources.catalog import read_data_config
 
     flags = {
         "tokenizer": args.tokenizer,
@@ -148,8 +148,8 @@ def _encoder(args: argparse.Namespace) -> ImageTextEncoder:
             expected="one of the two",
             action="write it all into the file, or all into flags",
         )
-    options, directory = read_data_config(args.encoder)
-    return ImageTextEncoder.from_options(options, directory)
+    path = Path(args.encoder)
+    return ImageTextEncoder.from_options(read_encoder(path), path.parent)
 
 
 def _yaml(text: str | None, flag: str) -> Any:

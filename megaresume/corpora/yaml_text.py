@@ -7,11 +7,14 @@ aliases for ever: nine lines in which each names the line before nine times stan
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-__all__ = ["UniqueKeyLoader", "load_yaml", "parse_yaml"]
+from megaresume.stream.errors import ConfigError, NoFileError
+
+__all__ = ["UniqueKeyLoader", "load_yaml", "parse_yaml", "read_encoder", "read_mapping"]
 
 #: values that the aliases of a file may stand for, beyond which it is no configuration.
 MAX_VALUES = 1_000_000
@@ -55,6 +58,42 @@ def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:
             reader.dispose()
 
     return load_yaml(load)
+
+
+def read_mapping(path: Path, what: str, holds: str) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Args:
+        path: of the file.
+        what: the file is, for errors: "a data config".
+        holds: what is expected in it.
+
+    Raises:
+        ConfigError: missing, unreadable, not YAML, a key that stands in a mapping twice, or not a mapping.
+    """
+    try:
+        data = parse_yaml(path.read_text(encoding="utf-8"), UniqueKeyLoader)
+    except OSError as error:
+        raise NoFileError(
+            f"{path} cannot be read", found=error.strerror, expected=f"{what} in YAML", action="check the path"
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} is not YAML", found=str(error), expected=f"{what} in YAML", action=f"correct {path}"
+        ) from error
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"{path} is not {what}",
+            found="an empty file" if data is None else f"a {type(data).__name__}",
+            expected=holds,
+            action=f"correct {path}",
+        )
+    return data
+
+
+def read_encoder(path: Path) -> dict[str, Any]:
+    """The options of an encoder in a YAML file. Raises ConfigError as `read_mapping`."""
+    return read_mapping(path, "an encoder", "a mapping with processor, template, tokenizer and so on")
 
 
 def load_yaml(load: Callable[[], Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +13,8 @@ from megaresume.corpora.base import Source
 from megaresume.dryrun.findings import Findings
 from megaresume.dryrun.flags import Flags
 from megaresume.integrations.megatron.launch import check_stages
-from megaresume.sources import open_sources, read_data_config
+from megaresume.sources import open_sources
+from megaresume.sources.data_config import DataConfig
 from megaresume.stream.aliases import resolved
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.changes import Reconciled, changes_since, reconcile
@@ -22,7 +23,7 @@ from megaresume.stream.errors import ConfigError, CorpusError, MegaresumeError, 
 from megaresume.stream.fingerprints import fingerprint_of, first_documents, same_corpora
 from megaresume.stream.ranges import Range
 from megaresume.stream.remaining import check_remaining
-from megaresume.stream.skips import check_documents, no_schedule, with_skip_files
+from megaresume.stream.skips import check_documents, no_schedule
 from megaresume.stream.stages import Stage
 from megaresume.stream.state import Fingerprint, StreamState
 
@@ -95,20 +96,18 @@ def _open(data: Data, root: Path, state: StreamState, flags: Flags, is_megatron:
         _from_state(data, state, flags)
         return
     data.path = path
-    mapping, directory = read_data_config(path)
-    mapping = with_skip_files(mapping, directory)
-    given = {"seq_length": flags.seq_length, "seed": flags.seed}
-    given = {name: value for name, value in given.items() if value is not None}
-    if flags.data is None:
-        mapping = {**mapping, **given}  # the file says what it was
-    else:
-        mapping = {"seed": flags.seed, **mapping} if flags.seed is not None else mapping
+    named = DataConfig.of(path)
+    if flags.data is None:  # the file says what it was
+        given = {"seq_length": flags.seq_length, "seed": flags.seed}
+        given = {name: value for name, value in given.items() if value is not None}
+        named = replace(named, mapping={**named.mapping, **given})
     length = flags.seq_length
-    if length is None and mapping.get("seq_length") is None:
+    if length is None and named.mapping.get("seq_length") is None:
         length = int(state.config["seq_length"])
-    data.config = resolved(StreamConfig.from_dict(mapping, seq_length=length), state.config["sources"])
+    config = named.stream_config(seq_length=length, seed=flags.seed)
+    data.config = resolved(config, state.config["sources"])
     specs = {source.name: source.options for source in data.config.sources}
-    data.sources = open_sources(specs, base_dir=directory, split=flags.split or _recorded_split(recorded))
+    data.sources = open_sources(specs, base_dir=named.directory, split=flags.split or _recorded_split(recorded))
     if is_megatron:
         check_stages(data.config, data.config.seq_length)
     data.fingerprints = {name: fingerprint_of(source, name) for name, source in data.sources.items()}
@@ -118,8 +117,8 @@ def _recorded_split(recorded: Path) -> str | None:
     """``--split`` of the launch that saved, if its sources say all the same."""
     if not recorded.is_file():
         return None
-    mapping, _ = read_data_config(recorded)
-    splits = {entry.get("split") for entry in mapping.get("sources", {}).values() if isinstance(entry, Mapping)}
+    sources = DataConfig.of(recorded).of_part("train").get("sources", {})
+    splits = {entry.get("split") for entry in sources.values() if isinstance(entry, Mapping)}
     return splits.pop() if len(splits) == 1 else None
 
 

@@ -8,14 +8,15 @@ depend on them, so they are no part of the encoder's fingerprint.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
 import numpy as np
+from pydantic import BeforeValidator
 
-from megaresume.images.options import choose_kind, mapping, number, option, plain, read_options, sequence
 from megaresume.stream.errors import ConfigError
+from megaresume.stream.schema import Items, ListOf, Options, Within, near, plain, read, refused
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -31,17 +32,19 @@ class Step(Protocol):
         ...
 
 
-_share = number(0.0, 1.0)
+Share = Annotated[float, Within(0.0, 1.0)]
+Area = Annotated[float, Within(0.01, 1.0)]
+Radius = Annotated[float, Within(0.0, 100.0)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Flip:
+class Flip(Options):
     """Left and right exchanged."""
 
     kind: ClassVar[str] = "flip"
     main: ClassVar[str] = "p"
     #: probability.
-    p: float = option(0.5, _share)
+    p: Share = 0.5
 
     def __call__(self, image: Image, generator: np.random.Generator) -> Image:
         """One draw."""
@@ -51,15 +54,15 @@ class Flip:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Crop:
+class Crop(Options):
     """A part of the image, of the same shape, enlarged to its size."""
 
     kind: ClassVar[str] = "crop"
     main: ClassVar[str] = "scale"
     #: least and largest share of the area that is kept.
-    scale: tuple[float, float] = option((0.8, 1.0), sequence(number(0.01, 1.0), 2))
+    scale: Annotated[tuple[Area, Area], Items()] = (0.8, 1.0)
     #: probability.
-    p: float = option(1.0, _share)
+    p: Share = 1.0
 
     def __post_init__(self) -> None:
         _ascending(self.scale, "crop.scale")
@@ -79,16 +82,16 @@ class Crop:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ColorJitter:
+class ColorJitter(Options):
     """Brightness, contrast, saturation, each by a factor from 1 - x to 1 + x."""
 
     kind: ClassVar[str] = "color_jitter"
     main: ClassVar[str | None] = None
-    brightness: float = option(0.0, _share)
-    contrast: float = option(0.0, _share)
-    saturation: float = option(0.0, _share)
+    brightness: Share = 0.0
+    contrast: Share = 0.0
+    saturation: Share = 0.0
     #: probability.
-    p: float = option(1.0, _share)
+    p: Share = 1.0
 
     def __call__(self, image: Image, generator: np.random.Generator) -> Image:
         """Four draws; brightness, then contrast, then saturation."""
@@ -109,13 +112,13 @@ class ColorJitter:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Grayscale:
+class Grayscale(Options):
     """Without colour."""
 
     kind: ClassVar[str] = "grayscale"
     main: ClassVar[str] = "p"
     #: probability.
-    p: float = option(0.1, _share)
+    p: Share = 0.1
 
     def __call__(self, image: Image, generator: np.random.Generator) -> Image:
         """One draw."""
@@ -123,15 +126,15 @@ class Grayscale:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GaussianBlur:
+class GaussianBlur(Options):
     """Out of focus."""
 
     kind: ClassVar[str] = "gaussian_blur"
     main: ClassVar[str] = "radius"
     #: least and largest radius, pixels.
-    radius: tuple[float, float] = option((0.1, 2.0), sequence(number(0.0, 100.0), 2))
+    radius: Annotated[tuple[Radius, Radius], Items()] = (0.1, 2.0)
     #: probability.
-    p: float = option(0.5, _share)
+    p: Share = 0.5
 
     def __post_init__(self) -> None:
         _ascending(self.radius, "gaussian_blur.radius")
@@ -147,15 +150,15 @@ class GaussianBlur:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GaussianNoise:
+class GaussianNoise(Options):
     """Noise on every value."""
 
     kind: ClassVar[str] = "gaussian_noise"
     main: ClassVar[str] = "std"
     #: largest standard deviation, of values from 0 to 255; the one used is drawn from 0 up to it.
-    std: float = option(8.0, number(0.0, 255.0))
+    std: Annotated[float, Within(0.0, 255.0)] = 8.0
     #: probability.
-    p: float = option(1.0, _share)
+    p: Share = 1.0
 
     def __call__(self, image: Image, generator: np.random.Generator) -> Image:
         """Two draws, and one for each value when it is applied."""
@@ -176,6 +179,32 @@ STEPS: dict[str, type[Any]] = {
 }
 
 
+def _step(item: Any) -> Any:
+    """One item of the list as (class, its options)."""
+    given = {item: {}} if isinstance(item, str) else item
+    if not isinstance(given, Mapping):
+        raise refused(expected="keys and values: the name of a step, and its options")
+    if len(given) != 1:
+        found = ", ".join(map(str, given)) or "nothing"
+        raise refused(f"{{place}} names {len(given)} steps", found=found, expected="one: their order counts")
+    name, options = next(iter(given.items()))
+    if name not in STEPS:
+        raise refused(
+            "unknown kind of {place}",
+            found=repr(name),
+            expected=f"one of {', '.join(sorted(STEPS))}",
+            cause=near(name, STEPS),
+        )
+    main = STEPS[name].main
+    return {name: {main: options} if main is not None and not isinstance(options, Mapping) else options}
+
+
+Steps = Annotated[
+    tuple[Annotated[dict[str, Any], BeforeValidator(_step)], ...],
+    ListOf("the steps in order: [{flip: 0.5}, {crop: {scale: [0.8, 1.0]}}]"),
+]
+
+
 def augmentation_from_options(options: object, where: str = "augment") -> tuple[Step, ...]:
     """The steps of a list: ``{name: {option: value}}``, ``{name: value of its main option}``, or the name alone.
 
@@ -184,37 +213,13 @@ def augmentation_from_options(options: object, where: str = "augment") -> tuple[
     """
     if options is None:
         return ()
-    if not isinstance(options, list | tuple):
-        raise ConfigError(
-            f"{where} is not a list",
-            found=f"{options!r:.80}",
-            expected="the steps in order: [{flip: 0.5}, {crop: {scale: [0.8, 1.0]}}]",
-            action=f"correct {where}",
-        )
-    return tuple(_step(item, f"{where}[{number}]") for number, item in enumerate(options))
+    named = [next(iter(item.items())) for item in read(Steps, options, where)]
+    return tuple(read(STEPS[name], given, f"{where}[{k}].{name}") for k, (name, given) in enumerate(named))
 
 
 def augmentation_options(steps: tuple[Any, ...]) -> list[dict[str, Any]]:
     """Normalised: every default written out."""
     return [{step.kind: plain(step)} for step in steps]
-
-
-def _step(item: object, where: str) -> Step:
-    given = {item: {}} if isinstance(item, str) else mapping(item, where)
-    if len(given) != 1:
-        raise ConfigError(
-            f"{where} names {len(given)} steps",
-            found=", ".join(map(str, given)) or "nothing",
-            expected="one: their order counts",
-            action=f"make one list item of each in {where}",
-        )
-    name, value = next(iter(given.items()))
-    kind, _ = choose_kind({"kind": name}, STEPS, where)
-    cls = STEPS[kind]
-    if not isinstance(value, dict) and cls.main is not None:
-        value = {cls.main: value}
-    step: Step = read_options(cls, value, f"{where}.{kind}")
-    return step
 
 
 def _ascending(values: tuple[float, float], where: str) -> None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 
-from megaresume.images.options import choice, integer, option, sequence, string
 from megaresume.stream.errors import ConfigError, CorpusError, SetupError
+from megaresume.stream.schema import Items, Options, Texts, Within
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -36,21 +36,24 @@ _UPRIGHT = {
 }
 
 
+Shade = Annotated[int, Within(0, 255)]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ImageOptions:
+class ImageOptions(Options):
     """What is taken for an image, and how it becomes RGB."""
 
     #: as Pillow calls them; a file of another format is refused.
-    formats: tuple[str, ...] = option(("JPEG", "PNG", "WEBP", "GIF", "BMP"), sequence(string))
+    formats: Texts = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
     #: largest width * height; above it the file is taken for a decompression bomb. Pillow itself opens no more than
     #: 178,956,970.
-    max_pixels: int = option(89_478_485, integer(1, 178_956_970))
+    max_pixels: Annotated[int, Within(1, 178_956_970)] = 89_478_485
     #: ``exif``: turned as the header says; ``ignore``: as stored.
-    orientation: str = option("exif", choice("exif", "ignore"))
+    orientation: Literal["exif", "ignore"] = "exif"
     #: red, green, blue under transparent pixels, 0 to 255.
-    background: tuple[int, int, int] = option((255, 255, 255), sequence(integer(0, 255), 3))
+    background: Annotated[tuple[Shade, Shade, Shade], Items()] = (255, 255, 255)
     #: an animated GIF, PNG or WebP: its first frame, or an error.
-    animated: str = option("first", choice("first", "error"))
+    animated: Literal["first", "error"] = "first"
 
 
 def size_of(content: bytes, options: ImageOptions, name: str) -> tuple[int, int]:

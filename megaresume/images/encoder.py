@@ -27,11 +27,11 @@ from megaresume.corpora.prepare.tokenizers import ByteTokenizer, Tokenizer
 from megaresume.images.augment import augmentation_from_options, augmentation_options
 from megaresume.images.checks import check_processor
 from megaresume.images.decode import ImageOptions, decode, size_of
-from megaresume.images.options import read_options
 from megaresume.images.processors import Grid, Pixels, processor_from_options
 from megaresume.images.spec import check_spec, spec_from_options, unpack_tokenizer
 from megaresume.images.templates import Image, template_from_options
 from megaresume.stream.errors import ConfigError, CorpusError
+from megaresume.stream.schema import read
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PILImage
@@ -58,7 +58,7 @@ class ImageTextEncoder:
         self._spec = dict(spec)
         self._steps = augmentation_from_options(augmentation)
         self._template = template_from_options(spec["template"])
-        self._images = read_options(ImageOptions, spec["images"], "images")
+        self._images = read(ImageOptions, spec["images"], "images")
         self.processor = processor_from_options(spec["processor"])
         self.image_token_id, self.vocab_size = self._image_token()
         #: what stands where nothing is to be learned; None without an end-of-document token.

@@ -8,23 +8,16 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megaresume.corpora.prepare.tokenizers import Tokenizer, read_tokenizer_file, tokenizer_from_content
 from megaresume.images.decode import ImageOptions
-from megaresume.images.options import (
-    boolean,
-    known_keys,
-    mapping,
-    optional,
-    plain,
-    read_options,
-    string,
-)
 from megaresume.images.processors import processor_from_options, processor_options
 from megaresume.images.templates import template_from_options, template_options
 from megaresume.stream.errors import ConfigError
+from megaresume.stream.schema import Options, Truth, plain, read
 
 __all__ = ["FORMAT", "VERSION", "check_spec", "pack_tokenizer", "spec_from_options", "unpack_tokenizer"]
 
@@ -32,14 +25,20 @@ FORMAT = "megaresume.image-text-encoder"
 #: raised when an older program would misread the spec.
 VERSION = 1
 
-_TEXTS = {
-    "image_token": optional(string),
-    "image_start": string,
-    "image_end": string,
-    "eod": boolean,
-    "eod_token": optional(string),
-}
-_DEFAULTS = {"image_token": None, "image_start": "", "image_end": "", "eod": True, "eod_token": None}
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderOptions(Options):
+    """The encoder as it is written; template, processor and images have readers of their own."""
+
+    tokenizer: str | None = None
+    image_token: str | None = None
+    image_start: str = ""
+    image_end: str = ""
+    eod: Truth = True
+    eod_token: str | None = None
+    template: Any = "caption"
+    processor: Any = None
+    images: ImageOptions = field(default_factory=ImageOptions)
 
 
 def spec_from_options(options: object, base_dir: str | Path = ".") -> dict[str, Any]:
@@ -61,26 +60,22 @@ def spec_from_options(options: object, base_dir: str | Path = ".") -> dict[str, 
         ConfigError: an unknown key or a bad value.
         UsageError: the tokenizer cannot be read.
     """
-    data = mapping(options, "the encoder")
-    known_keys(data, [*_TEXTS, "tokenizer", "template", "processor", "images"], "the encoder")
-    if "processor" not in data:
+    said: EncoderOptions = read(EncoderOptions, options, "the encoder", inside="")
+    if said.processor is None:
         raise ConfigError(
             "the encoder has no processor",
-            found=f"keys {', '.join(data) or 'none'}",
+            found=f"keys {', '.join(cast(dict[str, Any], options)) or 'none'}",
             expected="how an image becomes pixels and tokens",
             action="add processor: {kind: patches} (or tiles, native, python)",
         )
-    path = optional(string)(data.get("tokenizer"), "tokenizer")
+    path = said.tokenizer
     content, name = read_tokenizer_file(None if path is None else Path(base_dir) / Path(path).expanduser())
-    texts = {key: read(data[key], key) if key in data else _DEFAULTS[key] for key, read in _TEXTS.items()}
-    return {
+    return plain(said) | {
         "format": FORMAT,
         "version": VERSION,
         "tokenizer": pack_tokenizer(content, name),
-        **texts,
-        "template": template_options(template_from_options(data.get("template", {}))),
-        "processor": processor_options(processor_from_options(data["processor"])),
-        "images": plain(read_options(ImageOptions, data.get("images", {}), "images")),
+        "template": template_options(template_from_options(said.template)),
+        "processor": processor_options(processor_from_options(said.processor)),
     }
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megaresume.corpora.split import Part
-from megaresume.sources import open_sources, read_data_config, sources_from_data_path
+from megaresume.sources import open_sources
 from megaresume.sources.catalog import located
-from megaresume.sources.metadataset import expand_metadatasets
+from megaresume.sources.data_config import Data, DataConfig
 from megaresume.stream.config import OnChange, StreamConfig
-from megaresume.stream.skips import with_skip_files
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 
@@ -20,7 +19,7 @@ __all__ = ["open_stream"]
 
 
 def open_stream(
-    data: str | os.PathLike[str] | Mapping[str, Any] | Sequence[str],
+    data: Data,
     *,
     seq_length: int | None = None,
     seed: int | None = None,
@@ -34,7 +33,8 @@ def open_stream(
     """Open the sources of a data config and build their stream.
 
     Args:
-        data: path of a data.yaml; or the mapping in it; or what follows ``--data-path``, as a list of words.
+        data: path of a data.yaml; the mapping in it; what follows ``--data-path``, as a list of words; or a
+            `DataConfig`, which has read one of them.
         seq_length: tokens a sample, where the config does not say.
         seed: where the config does not say.
         split: Megatron's ``--split``, for sources without their own.
@@ -48,20 +48,9 @@ def open_stream(
     Raises:
         ConfigError, CorpusError, SetupError, StateError: see `StreamConfig.from_dict`, `open_sources` and `Stream`.
     """
-    directory = Path(base_dir)
-    if isinstance(data, Mapping):
-        mapping = expand_metadatasets(data, directory, part)
-    elif isinstance(data, str | os.PathLike):
-        mapping, directory = read_data_config(Path(data), part=part)
-    else:
-        mapping = {"sources": sources_from_data_path(data, base_dir=directory, split=split, part=part)}
-    mapping.pop("validation", None)  # sets of their own: `megaresume.loading.validation`
-    mapping = with_skip_files(mapping, directory)
-    if seed is not None:
-        mapping.setdefault("seed", seed)
-    if part != "train":
-        mapping["stages"] = mapping["skip"] = None  # validation stays put, whatever training changes
-    config = StreamConfig.from_dict(mapping, seq_length=seq_length)
+    named = DataConfig.of(data, base_dir)
+    directory = named.directory
+    config = named.stream_config(part, split=split, seq_length=seq_length, seed=seed)
     specs = {source.name: source.options for source in config.sources}
     opened = open_sources(specs, base_dir=directory, split=split, part=part, objects=objects)
     origin = None if objects or part != "train" else _origin(config, directory, split)

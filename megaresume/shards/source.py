@@ -22,7 +22,7 @@ from megaresume.shards.files import ShardFiles
 from megaresume.shards.index import ShardIndex, ShardInfo
 from megaresume.shards.paths import resolved
 from megaresume.shards.tar import RecordError, content_hash, parse_record
-from megaresume.stream.errors import ConfigError, CorpusError
+from megaresume.stream.errors import CorpusError
 from megaresume.stream.state import Fingerprint
 
 if TYPE_CHECKING:
@@ -350,21 +350,6 @@ def _changed(record: Record) -> CorpusError:
         cause="a damaged disk, or shards of the same size that were written again, renamed or mixed up",
         action="put the shards back, or make the index again: megaresume prepare --overwrite",
     )
-
-
-def check_choice(value: object, choices: tuple[str, ...], option: str, name: str) -> None:
-    """Refuse an option that is none of its words.
-
-    Raises:
-        ConfigError: naming the source and the option.
-    """
-    if value not in choices:
-        raise ConfigError(
-            f"bad value of {option} in source '{name}'",
-            found=repr(value),
-            expected=f"one of {', '.join(choices)}",
-            action=f"correct {option}",
-        )
 
 
 def _image_sizes(record: Record) -> dict[str, list[int] | str]:

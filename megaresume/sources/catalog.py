@@ -12,26 +12,26 @@ Every kind takes ``split`` ("969,30,1"). Further kinds: `register_kind`.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from megaresume.corpora.base import Source
 from megaresume.corpora.indexed import IndexedSource
 from megaresume.corpora.python import as_source
 from megaresume.corpora.split import PARTS, Part, range_of, split_part
-from megaresume.corpora.yaml_text import UniqueKeyLoader, parse_yaml
-from megaresume.stream.errors import ConfigError, NoFileError
+from megaresume.stream.config import SOURCE_KEYS
+from megaresume.stream.errors import ConfigError
+from megaresume.stream.schema import check_keys, near
 
-__all__ = ["open_sources", "read_data_config", "register_kind"]
+__all__ = ["open_sources", "register_kind"]
 
 #: options that are paths, of all kinds.
 PATHS = ("path", "index", "encoder")
+#: keys of a source, whatever its kind.
+OF_EVERY_KIND = ("kind", "split", *SOURCE_KEYS)
 #: options of a source (without kind and split), its name, the directory that paths are relative to -> the source.
 Opener = Callable[[Mapping[str, Any], str, Path], object]
 
@@ -67,7 +67,7 @@ def open_sources(
                 f"an object was given for source '{name}', which the data config does not have",
                 found=repr(name),
                 expected=f"one of {', '.join(specs) or 'no source at all'}",
-                cause=_did_you_mean(name, specs),
+                cause=near(name, specs),
                 action="add the source to the data config or correct the name",
             )
     return {name: _open(name, dict(options), Path(base_dir), split, part, objects) for name, options in specs.items()}
@@ -93,64 +93,6 @@ def register_kind(kind: str, opener: Opener) -> None:
         )
 
 
-def read_validation(path: Path) -> Any:
-    """What stands under ``validation`` in a data.yaml (see `megaresume.loading.validation`); None: nothing.
-
-    Raises:
-        ConfigError: as `read_data_config`.
-    """
-    return _read(path)[0].get("validation")
-
-
-def read_data_config(path: str | Path, *, part: Part = "train") -> tuple[dict[str, Any], Path]:
-    """The mapping in a data.yaml, and the directory that its paths are relative to.
-
-    Without its validation sets, which are no part of the training.
-
-    Args:
-        path: of the file.
-        part: which split of the metadatasets of Energon that it names; their data sets stand in the mapping.
-
-    Raises:
-        ConfigError: missing, unreadable, not YAML, a key that stands in a mapping twice, or not a mapping; a
-            metadataset that says what cannot be said here.
-    """
-    path = Path(path)
-    data, text = _read(path)
-    data.pop("validation", None)
-    if "energon" in text:
-        from megaresume.sources.metadataset import expand_metadatasets
-
-        data = expand_metadatasets(data, path.parent, part)
-    return data, path.parent
-
-
-def _read(path: Path) -> tuple[dict[str, Any], str]:
-    """The mapping in a file, and its text."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        data = parse_yaml(text, UniqueKeyLoader)
-    except OSError as error:
-        raise NoFileError(
-            f"{path} cannot be read",
-            found=error.strerror,
-            expected="a data config in YAML",
-            action="check the path",
-        ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{path} is not YAML", found=str(error), expected="a data config in YAML", action=f"correct {path}"
-        ) from error
-    if not isinstance(data, dict):
-        raise ConfigError(
-            f"{path} is not a data config",
-            found="an empty file" if data is None else f"a {type(data).__name__}",
-            expected="a mapping with seed, seq_length, sources and so on",
-            action=f"correct {path}",
-        )
-    return data, text
-
-
 def _open(
     name: str, options: dict[str, Any], base_dir: Path, split: str | None, part: Part, objects: Mapping[str, object]
 ) -> Source:
@@ -163,7 +105,7 @@ def _open(
             f"unknown kind of source '{name}'",
             found=repr(kind),
             expected=f"one of {', '.join(sorted(_KINDS))}",
-            cause=_did_you_mean(str(kind), _KINDS),
+            cause=near(str(kind), _KINDS),
             action="correct the kind, or register it: megaresume.sources.register_kind",
         )
     thing = objects[name] if name in objects else _KINDS[kind](options, name, base_dir)
@@ -203,7 +145,7 @@ def _own_part(source: Source, parts: Mapping[str, tuple[int, int]], name: str, p
 
 
 def _open_megatron(options: Mapping[str, Any], name: str, base_dir: Path) -> object:
-    _known_options(options, {"path"}, name)
+    check_keys(options, ("path",), f"source '{name}'", OF_EVERY_KIND)
     path = options.get("path")
     if not isinstance(path, str | os.PathLike) or not str(path):
         raise ConfigError(
@@ -234,7 +176,7 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def _open_python(options: Mapping[str, Any], name: str, base_dir: Path) -> object:
-    _known_options(options, {"factory", "kwargs"}, name)
+    check_keys(options, ("factory", "kwargs"), f"source '{name}'", OF_EVERY_KIND)
     factory, kwargs = options.get("factory"), options.get("kwargs") or {}
     module, _, attribute = str(factory or "").partition(":")
     if not module or not attribute or not isinstance(kwargs, Mapping):
@@ -257,24 +199,6 @@ def _open_python(options: Mapping[str, Any], name: str, base_dir: Path) -> objec
             action="correct factory, or set PYTHONPATH",
         ) from error
     return function(**kwargs)
-
-
-def _known_options(options: Mapping[str, Any], known: Iterable[str], name: str) -> None:
-    known = sorted(known)
-    for key in options:
-        if key not in known:
-            raise ConfigError(
-                f"unknown key '{key}' in source '{name}'",
-                found=repr(key),
-                expected=f"one of {', '.join([*known, 'kind', 'split', 'weight', 'max_epochs', 'on_exhausted'])}",
-                cause=_did_you_mean(str(key), [*known, "kind", "split", "weight", "max_epochs", "on_exhausted"]),
-                action="correct or remove the key",
-            )
-
-
-def _did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"did you mean '{close[0]}'?" if close else None
 
 
 def _open_webdataset(options: Mapping[str, Any], name: str, base_dir: Path) -> object:

@@ -2,25 +2,48 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
+from megaresume.corpora.yaml_text import read_encoder
 from megaresume.shards.energon import OUR_PARTS, read_energon
 from megaresume.shards.index import ShardIndex
 from megaresume.shards.layout import SUFFIX, index_path
 from megaresume.shards.paths import expand_shards, join
-from megaresume.shards.source import ShardSource, TooLong, check_choice
+from megaresume.shards.source import ShardSource, TooLong
+from megaresume.stream.config import SOURCE_KEYS
 from megaresume.stream.errors import ConfigError, CorpusError
+from megaresume.stream.schema import Options, Within, read
 
 __all__ = ["default_index", "open_energon", "open_webdataset"]
 
-COMMON = ("path", "index", "on_fault", "too_long", "max_tokens", "augment", "encoder")
-ENERGON = (*COMMON, "split_part", "split_config", "dataset_config")
-OF_EVERY_KIND = ("kind", "split", "weight", "max_epochs", "on_exhausted", "shuffle")
-POLICIES = ("error", "mask", "truncate")
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardOptions(Options):
+    """Of ``kind: webdataset``; what the policies mean: `ShardSource`."""
+
+    ALSO: ClassVar[tuple[str, ...]] = ("kind", "split", *SOURCE_KEYS)
+    #: tar shards, if they are not where the index says.
+    path: Any = None
+    index: Any = None
+    on_fault: Literal["error", "mask", "truncate"] = "error"
+    too_long: TooLong = "error"
+    max_tokens: Annotated[int, Within(1, 1 << 40)] | None = None
+    augment: Any = None
+    #: options of the encoder that the index was made with, or the file that holds them.
+    encoder: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnergonOptions(ShardOptions):
+    """Of ``kind: energon``: ``path`` is a directory with .nv-meta."""
+
+    split_part: str | None = None
+    split_config: str = "split.yaml"
+    dataset_config: str = "dataset.yaml"
 
 
 def open_webdataset(options: Mapping[str, Any], name: str, base_dir: Path) -> ShardSource:
@@ -30,9 +53,9 @@ def open_webdataset(options: Mapping[str, Any], name: str, base_dir: Path) -> Sh
         ConfigError: an unknown option, or one that does not fit the index.
         CorpusError: index or shards are missing, damaged or others.
     """
-    _known(options, COMMON, name)
-    path = options.get("path")
-    index = _index(options, name, base_dir)
+    said: ShardOptions = read(ShardOptions, options, f"source '{name}'", inside=f"sources.{name}")
+    path = said.path
+    index = _index(said, name, base_dir)
     if "energon" in index.header:
         raise ConfigError(
             f"source '{name}' is an Energon data set",
@@ -44,7 +67,7 @@ def open_webdataset(options: Mapping[str, Any], name: str, base_dir: Path) -> Sh
     if path is not None:
         patterns = [path] if isinstance(path, str | os.PathLike) else list(path)
         shards = _same_shards(expand_shards(patterns, base_dir), index, name)
-    return _source(index, options, name, base_dir, shards=shards)
+    return _source(index, said, name, base_dir, shards=shards)
 
 
 def open_energon(options: Mapping[str, Any], name: str, base_dir: Path) -> ShardSource:
@@ -54,8 +77,8 @@ def open_energon(options: Mapping[str, Any], name: str, base_dir: Path) -> Shard
         ConfigError: an unknown option or part, or one that does not fit the index.
         CorpusError: index, data set or shards are missing, damaged or others.
     """
-    _known(options, ENERGON, name)
-    path = options.get("path")
+    said: EnergonOptions = read(EnergonOptions, options, f"source '{name}'", inside=f"sources.{name}")
+    path = said.path
     if not isinstance(path, str | os.PathLike) or not str(path):
         raise ConfigError(
             f"source '{name}' has no path",
@@ -64,9 +87,9 @@ def open_energon(options: Mapping[str, Any], name: str, base_dir: Path) -> Shard
             action=f"add path to source '{name}'",
         )
     directory = join(base_dir, os.path.expanduser(os.path.expandvars(os.fspath(path))))
-    index = _index(options, name, base_dir)
+    index = _index(said, name, base_dir)
     found = index.header.get("energon")
-    configs = {key: str(options[key]) for key in ("split_config", "dataset_config") if key in options}
+    configs = {"split_config": said.split_config, "dataset_config": said.dataset_config}
     if found is None or found["hash"] != read_energon(directory, **configs).hash:
         raise CorpusError(
             f"source '{name}': {index.path} is not the index of {directory} as it is now",
@@ -76,14 +99,19 @@ def open_energon(options: Mapping[str, Any], name: str, base_dir: Path) -> Shard
             action=f"make it again: megaresume prepare {directory} --overwrite --output {_stem(index.path)} ...",
         )
     ranges = {str(part): (int(first), int(stop)) for part, (first, stop) in found["parts"].items()}
-    part = options.get("split_part")
-    if part is not None:
-        check_choice(part, tuple(ranges), "split_part", name)
-        parts = dict.fromkeys(OUR_PARTS, ranges[part])
+    if said.split_part in ranges:
+        parts = dict.fromkeys(OUR_PARTS, ranges[said.split_part])
+    elif said.split_part is not None:
+        raise ConfigError(
+            f"bad value of split_part in source '{name}'",
+            found=repr(said.split_part),
+            expected=f"one of {', '.join(ranges)}",
+            action="correct split_part",
+        )
     else:
         parts = {ours: ranges[theirs] for ours, theirs in OUR_PARTS.items() if theirs in ranges}
     shards = [join(directory, shard["name"]) for shard in index.header["shards"]]
-    return _source(index, options, name, base_dir, shards=shards, parts=parts)
+    return _source(index, said, name, base_dir, shards=shards, parts=parts)
 
 
 def default_index(path: str | os.PathLike[str]) -> str:
@@ -91,34 +119,23 @@ def default_index(path: str | os.PathLike[str]) -> str:
     return os.fspath(path).rstrip("/") + SUFFIX
 
 
-def _source(index: ShardIndex, options: Mapping[str, Any], name: str, base_dir: Path, **given: Any) -> ShardSource:
-    policy, too_long = options.get("on_fault", "error"), options.get("too_long", "error")
-    max_tokens = options.get("max_tokens")
-    check_choice(policy, POLICIES, "on_fault", name)
-    check_choice(too_long, get_args(TooLong), "too_long", name)
-    if max_tokens is not None and (not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1):
-        raise ConfigError(
-            f"bad value of max_tokens in source '{name}'",
-            found=repr(max_tokens),
-            expected="a number of tokens, 1 or more",
-            action="correct max_tokens",
-        )
-    if too_long != "error" and max_tokens is None:
+def _source(index: ShardIndex, said: ShardOptions, name: str, base_dir: Path, **given: Any) -> ShardSource:
+    if said.too_long != "error" and said.max_tokens is None:
         raise ConfigError(
             f"source '{name}' does not say what is too long",
-            found=f"too_long: {too_long} without max_tokens",
+            found=f"too_long: {said.too_long} without max_tokens",
             expected="max_tokens: the length that documents are held to",
             cause="it is part of what the source is: it must stay when a stage changes seq_length",
             action=f"add max_tokens to source '{name}', for example the seq_length",
         )
-    _check_encoder(options.get("encoder"), index, name, base_dir)
+    _check_encoder(said.encoder, index, name, base_dir)
     return ShardSource(
         index,
         name=name,
-        policy=policy,
-        too_long=too_long,
-        max_tokens=max_tokens,
-        augment=options.get("augment"),
+        policy=said.on_fault,
+        too_long=said.too_long,
+        max_tokens=said.max_tokens,
+        augment=said.augment,
         **given,
     )
 
@@ -128,10 +145,10 @@ def _check_encoder(options: Any, index: ShardIndex, name: str, base_dir: Path) -
     if options is None:
         return
     from megaresume.images.encoder import ImageTextEncoder
-    from megaresume.sources.catalog import read_data_config
 
     if isinstance(options, str | os.PathLike):
-        options, base_dir = read_data_config(base_dir / options)
+        path = base_dir / options
+        options, base_dir = read_encoder(path), path.parent
     encoder = ImageTextEncoder.from_options(options, base_dir)
     made = index.header["encoder"]
     if encoder.fingerprint == made["fingerprint"]:
@@ -156,10 +173,9 @@ def _differences(made: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return "; ".join(shown[:4])
 
 
-def _index(options: Mapping[str, Any], name: str, base_dir: Path) -> ShardIndex:
-    given = options.get("index")
-    path = options.get("path")
-    if given is None and options.get("path") is not None and isinstance(path, str) and not path.endswith(".tar"):
+def _index(said: ShardOptions, name: str, base_dir: Path) -> ShardIndex:
+    given, path = said.index, said.path
+    if given is None and isinstance(path, str) and not path.endswith(".tar"):
         given = default_index(path)
     if not isinstance(given, str | os.PathLike) or not str(given):
         raise ConfigError(
@@ -188,19 +204,6 @@ def _same_shards(shards: Sequence[str], index: ShardIndex, name: str) -> Sequenc
         action="leave path out (the index knows its shards), name the same shards, or prepare again; new shards are "
         "best a source of their own",
     )
-
-
-def _known(options: Mapping[str, Any], known: Sequence[str], name: str) -> None:
-    for key in options:
-        if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1)
-            raise ConfigError(
-                f"unknown key '{key}' in source '{name}'",
-                found=repr(key),
-                expected=f"one of {', '.join([*known, *OF_EVERY_KIND])}",
-                cause=f"did you mean '{close[0]}'?" if close else None,
-                action="correct or remove the key",
-            )
 
 
 def _stem(path: Path) -> str:

@@ -3,6 +3,7 @@
     permutation of each source  ->  blend  ->  lengths  ->  packer  ->  samples 0, 1, 2, ...
     permutation.py                  kernel.py  feed.py      kernel.py   stream.py
 
+    schema.py        what people wrote, checked and typed by pydantic
     config.py        what defines the order (data.yaml without its paths)
     weights.py       blend weights as exact integers
     permutation.py   position of a source <-> epoch and document, O(1)

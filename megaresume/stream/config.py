@@ -9,14 +9,16 @@ or another packing. `StreamConfig.changed_by` applies one.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
-from typing import Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BeforeValidator, Field
 
 from megaresume.stream.aliases import check_names
 from megaresume.stream.errors import ConfigError
+from megaresume.stream.schema import Expected, Items, ListOf, Options, Within, check_keys, read, refused
 from megaresume.stream.skips import NO_SKIP, SkipConfig
 from megaresume.stream.weights import integer_weights, parse_weight
 
@@ -44,43 +46,45 @@ OnChange = Literal["refuse", "stage"]
 
 #: kinds of sources whose documents hold images.
 IMAGE_KINDS = ("webdataset", "energon")
-MAX_SEQ_LENGTH = 1 << 30
 MAX_OPEN_BINS = 1024
+
+Length = Annotated[int, Within(1, 1 << 30)]
+Bins = Annotated[int, Within(1, MAX_OPEN_BINS)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PackingConfig:
+class PackingConfig(Options):
     """How documents become samples."""
 
     #: ``best_fit``: whole documents into open bins; ``knapsack``: whole documents, those of some that wait which fill a
     #: sample best; ``split``: concatenate and cut; ``none``: one document a sample.
     mode: PackingMode = "split"
     #: samples that are being filled at the same time (``best_fit``).
-    open_bins: int = 16
+    open_bins: Bins = 16
     #: documents that wait, small ones together (``knapsack``).
-    lookahead: int = 64
+    lookahead: Bins = 64
     #: samples closed since a bin was opened, or a document began to wait, after which it goes next.
-    max_age: int = 1024
+    max_age: Annotated[int, Within(1, 1 << 40)] = 1024
     #: every segment takes a multiple of this many tokens (context parallelism, FP8).
-    align: int = 1
+    align: Annotated[int, Within(1, 1 << 20)] = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BlendConfig:
+class BlendConfig(Options):
     """What the weights count."""
 
     unit: BlendUnit = "tokens"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ShuffleConfig:
+class ShuffleConfig(Options):
     """A shuffle in two levels: see ``block_shuffle.py``."""
 
     #: documents that lie together and are worth one request to a store.
-    block: int = 32
+    block: Annotated[int, Within(1, 1 << 40)] = 32
     #: blocks that are read at the same time: several times the documents of a global batch, so that few of one block
     #: meet in it. See the table in docs/shards.md.
-    window: int = 2048
+    window: Annotated[int, Within(1, 1 << 20)] = 2048
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,19 +170,20 @@ class StreamConfig:
         Raises:
             ConfigError: naming the key, what was found and what was expected.
         """
-        data = _mapping(data, "data.yaml")
-        _known_keys(data, {"seed", "seq_length", "packing", "blend", "sources", "stages", "skip"}, "data.yaml")
-        sources = _sources(data.get("sources"))
+        if isinstance(data, Mapping):
+            data = _with_flag(data, seq_length)
+        document: _Document = read(_Document, data, "data.yaml", inside="")
+        sources = _sources(document.sources or {})
         # Everywhere else in the mapping a source goes by its name of today.
         names = {source.label: source.name for source in sources} | {source.name: source.name for source in sources}
         return cls(
-            seed=_integer(data.get("seed", 1234), "seed", low=-(1 << 63), high=(1 << 64) - 1),
-            seq_length=_seq_length(data.get("seq_length"), seq_length),
-            packing=_packing(_default_packing(sources) if data.get("packing") is None else data["packing"], "packing"),
-            blend=_blend({} if data.get("blend") is None else data["blend"]),
+            seed=document.seed,
+            seq_length=document.seq_length,
+            packing=_used(document.packing or PackingConfig(mode=_default_packing(sources))),
+            blend=document.blend or BlendConfig(),
             sources=sources,
-            stages=_stages(data.get("stages"), sources),
-            skip=SkipConfig.from_dict(data.get("skip"), list(names)).renamed(names),
+            stages=_stages(document.stages or (), sources),
+            skip=SkipConfig.from_dict(document.skip, list(names)).renamed(names),
         )._checked()
 
     def without_stages(self) -> StreamConfig:
@@ -254,142 +259,176 @@ def _packing_dict(packing: PackingConfig) -> dict[str, Any]:
     return data
 
 
-def _packing(value: object, where: str) -> PackingConfig:
-    value = {"mode": value} if isinstance(value, str) else value
-    data = _mapping(value, where)
-    _known_keys(data, {"mode", "open_bins", "lookahead", "max_age", "align"}, where)
-    default = PackingConfig()
-    mode = cast(PackingMode, _choice(data.get("mode", default.mode), get_args(PackingMode), f"{where}.mode"))
-    packing = PackingConfig(
-        mode=mode,
-        open_bins=_integer(data.get("open_bins", default.open_bins), f"{where}.open_bins", low=1, high=MAX_OPEN_BINS),
-        lookahead=_integer(data.get("lookahead", default.lookahead), f"{where}.lookahead", low=1, high=MAX_OPEN_BINS),
-        max_age=_integer(data.get("max_age", default.max_age), f"{where}.max_age", low=1, high=1 << 40),
-        align=_integer(data.get("align", default.align), f"{where}.align", low=1, high=1 << 20),
-    )
-    # What a mode does not use would only be a number without a meaning.
-    if mode == "best_fit":
-        return replace(packing, lookahead=default.lookahead)
-    if mode == "knapsack":
-        return replace(packing, open_bins=default.open_bins)
-    return PackingConfig(mode=mode, align=packing.align)
+def _used(packing: PackingConfig) -> PackingConfig:
+    """Without what the mode does not use: it would only be a number without a meaning."""
+    used = {"best_fit": ("open_bins", "max_age"), "knapsack": ("lookahead", "max_age")}.get(packing.mode, ())
+    return PackingConfig(mode=packing.mode, align=packing.align, **{name: getattr(packing, name) for name in used})
 
 
-def _blend(value: object) -> BlendConfig:
-    data = _mapping(value, "blend")
-    _known_keys(data, {"unit"}, "blend")
-    return BlendConfig(unit=cast(BlendUnit, _choice(data.get("unit", "tokens"), get_args(BlendUnit), "blend.unit")))
+# -- as it is written
 
 
-def _sources(value: object) -> tuple[SourceConfig, ...]:
-    data = _mapping(value if value is not None else {}, "sources")
-    entries: dict[str, Mapping[str, Any]] = {}
-    for name, entry in data.items():
-        if not isinstance(name, str) or not name or name != name.strip() or not name.isprintable():
-            raise ConfigError(
-                "bad name of a source",
-                found=repr(name),
-                expected="a text that is not empty, without control characters and without spaces around it",
-                action="rename the source (quote it if YAML reads it as a number)",
+def _short(value: Any) -> Any:
+    return {"mode": value} if isinstance(value, str) else value
+
+
+def _whole_or_blocks(value: Any) -> Any:
+    return {None: None, "full": None, "blocks": {}}.get(value, value) if isinstance(value, str | None) else value
+
+
+def _source_name(name: Any) -> Any:
+    if not isinstance(name, str) or not name or name != name.strip() or not name.isprintable():
+        raise refused(
+            "bad name of a source",
+            expected="a text that is not empty, without control characters and without spaces around it",
+            action="rename the source (quote it if YAML reads it as a number)",
+        )
+    return name
+
+
+def _stage_name(name: Any) -> Any:
+    if not isinstance(name, str | None) or (name is not None and not (name.strip() and name.isprintable())):
+        raise refused("bad name: {place}", expected="a text")
+    return name
+
+
+def _parted(entry: Any) -> Any:
+    """What says where and what a source is goes apart: only its kind knows those keys."""
+    entry = {"path": entry} if isinstance(entry, str) else entry
+    if not isinstance(entry, Mapping):
+        return entry
+    ours = {key: value for key, value in entry.items() if key in SOURCE_KEYS}
+    # A state does not say of which kind a source is; another kind may mean something else by the word.
+    if entry.get("kind", IMAGE_KINDS[0]) in IMAGE_KINDS:
+        ours["augment"] = entry.get("augment")
+    return ours | {"options": {key: value for key, value in entry.items() if key not in ours or key == "augment"}}
+
+
+Packing = Annotated[PackingConfig, BeforeValidator(_short)]
+#: a stage begins with the first sample before which the stream holds at least so many.
+Start = Annotated[int, Within(1, 1 << 62)] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Source(Options):
+    options: dict[Any, Any]
+    weight: Any = 1
+    max_epochs: Annotated[int, Within(1, 1 << 32)] | None = None
+    on_exhausted: ExhaustedPolicy | None = None
+    shuffle: Annotated[ShuffleConfig | None, BeforeValidator(_whole_or_blocks)] = None
+    append: Append | None = None
+    augment: Annotated[tuple[Any, ...], ListOf("a list of steps, in order")] | None = None
+    was: (
+        Annotated[
+            tuple[Annotated[str, Field(min_length=1)], ...],
+            Items(),
+            Expected("the name that the source had before; or all that it had, the first one first"),
+        ]
+        | None
+    ) = None
+    #: in a state: the names that it was given since.
+    names: tuple[str, ...] = ()
+
+
+#: keys of a source that say nothing of its place or kind.
+SOURCE_KEYS = tuple(f.name for f in fields(_Source) if f.name not in ("options", "augment"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Stage(Options):
+    name: Annotated[str | None, BeforeValidator(_stage_name)] = None
+    from_samples: Start = None
+    from_tokens: Start = None
+    from_step: Start = None
+    weights: dict[Any, Any] | None = None
+    seq_length: Length | None = None
+    packing: Packing | None = None
+
+    def __post_init__(self) -> None:
+        said = [f.name for f in fields(self) if getattr(self, f.name) is not None]
+        begins = sum(name.startswith("from_") for name in said)
+        if begins != 1 or not {"weights", "seq_length", "packing"} & set(said):
+            raise refused(
+                f"{{place}} does not say {'when it begins' if begins != 1 else 'what it changes'}",
+                found=", ".join(said) or "nothing",
+                expected="one of from_samples, from_tokens and from_step, and weights, seq_length or packing",
             )
-        entries[name] = _mapping({"path": entry} if isinstance(entry, str) else entry, f"sources.{name}")
-    weights = integer_weights({n: parse_weight(e.get("weight", 1), n) for n, e in entries.items()})
+
+    @property
+    def start(self) -> tuple[StageUnit, int]:
+        return next((u, at) for u in get_args(StageUnit) if (at := getattr(self, f"from_{u}")) is not None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Document(Options):
+    seq_length: Length
+    seed: Annotated[int, Within(-(1 << 63), (1 << 64) - 1)] = 1234
+    packing: Packing | None = None
+    blend: BlendConfig | None = None
+    sources: (
+        dict[Annotated[str, BeforeValidator(_source_name)], Annotated[_Source, BeforeValidator(_parted)]] | None
+    ) = None
+    stages: (
+        Annotated[tuple[_Stage, ...], ListOf("a list of changes: [{from_tokens: 1000000, weights: {...}}, ...]")] | None
+    ) = None
+    skip: Any = None
+
+
+# -- from that to the config
+
+
+def _with_flag(data: Mapping[str, Any], flag: int | None) -> Mapping[str, Any]:
+    configured = data.get("seq_length")
+    if configured is None and flag is None:
+        raise ConfigError(
+            "no sequence length",
+            found="neither seq_length in the data config nor --seq-length",
+            expected="tokens a sample",
+            action="add seq_length to the data config or pass --seq-length",
+        )
+    if configured is not None and flag is not None and configured != flag:
+        raise ConfigError(
+            "two sequence lengths",
+            found=f"seq_length {configured} in the data config, --seq-length {flag}",
+            expected="the same number",
+            action="remove one of the two",
+        )
+    return {**data, "seq_length": flag if configured is None else configured}
+
+
+def _sources(entries: Mapping[str, _Source]) -> tuple[SourceConfig, ...]:
+    weights = integer_weights({name: parse_weight(entry.weight, name) for name, entry in entries.items()})
     sources = tuple(_source(name, entry, weights[name]) for name, entry in entries.items())
     check_names(sources)
     return sources
 
 
-def _source(name: str, entry: Mapping[str, Any], weight: int) -> SourceConfig:
-    max_epochs = entry.get("max_epochs")
-    if max_epochs is not None:
-        max_epochs = _integer(max_epochs, f"sources.{name}.max_epochs", low=1, high=1 << 32)
-    policy = entry.get("on_exhausted", "drop")
-    policy = cast(ExhaustedPolicy, _choice(policy, get_args(ExhaustedPolicy), f"sources.{name}.on_exhausted"))
-    if "on_exhausted" in entry and max_epochs is None:
+def _source(name: str, entry: _Source, weight: int) -> SourceConfig:
+    if entry.on_exhausted is not None and entry.max_epochs is None:
         raise ConfigError(
             f"source '{name}' has on_exhausted without max_epochs",
-            found=f"on_exhausted: {policy}",
+            found=f"on_exhausted: {entry.on_exhausted}",
             expected="max_epochs, after which it applies",
             cause="a source without max_epochs never ends",
             action=f"add max_epochs to source '{name}' or remove on_exhausted",
         )
-    append = entry.get("append")
-    if append is not None:
-        append = _choice(append, get_args(Append), f"sources.{name}.append")
-    ours = {"weight", "max_epochs", "on_exhausted", "shuffle", "append", "was", "names"}
-    first, *names = [name, *_names(entry, name)] if "was" not in entry else [*_was(entry["was"], name), name]
+    first, *names = (name, *entry.names) if entry.was is None else (*entry.was, name)
     return SourceConfig(
         name=first,
         names=tuple(names),
-        renamed="was" in entry,
+        renamed=entry.was is not None,
         weight=weight,
-        max_epochs=max_epochs,
-        on_exhausted=policy,
-        shuffle=_shuffle(entry.get("shuffle"), f"sources.{name}.shuffle"),
-        append=cast("Append | None", append),
-        augment=_augment(entry, f"sources.{name}.augment"),
-        options={key: value for key, value in entry.items() if key not in ours},
+        max_epochs=entry.max_epochs,
+        on_exhausted=entry.on_exhausted or "drop",
+        shuffle=entry.shuffle,
+        append=entry.append,
+        augment=entry.augment or (),
+        options=entry.options,
     )
 
 
-def _augment(entry: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ...]:
-    # A state does not say of which kind a source is; another kind may mean something else by the word.
-    if entry.get("augment") is None or entry.get("kind", IMAGE_KINDS[0]) not in IMAGE_KINDS:
-        return ()
-    from megaresume.images.augment import augmentation_from_options, augmentation_options
-
-    return tuple(augmentation_options(augmentation_from_options(entry["augment"], where)))
-
-
-def _was(value: object, name: str) -> list[str]:
-    """Earlier names of a source, the first one first."""
-    earlier = [value] if isinstance(value, str) else value
-    if not isinstance(earlier, list | tuple) or not earlier or not all(isinstance(n, str) and n for n in earlier):
-        raise ConfigError(
-            f"bad value of sources.{name}.was",
-            found=repr(value),
-            expected="the name that the source had before; or all that it had, the first one first",
-            action=f"correct sources.{name}.was",
-        )
-    return [str(n) for n in earlier]
-
-
-def _names(entry: Mapping[str, Any], name: str) -> list[str]:
-    names = entry.get("names", [])
-    if not isinstance(names, list | tuple) or not all(isinstance(n, str) and n for n in names):
-        raise ConfigError(
-            f"bad value of sources.{name}.names",
-            found=repr(names),
-            expected="the names that a state records",
-            action="to rename a source: was: OLD NAME",
-        )
-    return [str(n) for n in names]
-
-
-def _shuffle(value: object, where: str) -> ShuffleConfig | None:
-    if value is None or value == "full":
-        return None
-    standard = ShuffleConfig()
-    if value == "blocks":
-        return standard
-    data = _mapping(value, where)
-    _known_keys(data, {"block", "window"}, where)
-    block = _integer(data.get("block", standard.block), f"{where}.block", low=1, high=1 << 40)
-    window = _integer(data.get("window", standard.window), f"{where}.window", low=1, high=1 << 20)
-    return ShuffleConfig(block=block, window=window)
-
-
-def _stages(value: object, sources: tuple[SourceConfig, ...]) -> tuple[StageConfig, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, list | tuple):
-        raise ConfigError(
-            "stages is not a list",
-            found=f"{type(value).__name__}: {value!r:.60}",
-            expected="a list of changes: [{from_tokens: 1000000, weights: {...}}, ...]",
-            action="correct stages",
-        )
-    stages = tuple(_stage(entry, k, sources) for k, entry in enumerate(value))
+def _stages(entries: Sequence[_Stage], sources: tuple[SourceConfig, ...]) -> tuple[StageConfig, ...]:
+    stages = tuple(_stage(entry, k, sources) for k, entry in enumerate(entries))
     for before, after in pairwise(stages):
         if before.unit == after.unit and after.at <= before.at:
             raise ConfigError(
@@ -408,39 +447,21 @@ def _stages(value: object, sources: tuple[SourceConfig, ...]) -> tuple[StageConf
     return stages
 
 
-def _stage(value: object, k: int, sources: tuple[SourceConfig, ...]) -> StageConfig:
-    where = f"stages[{k}]"
-    data = _mapping(value, where)
-    units = get_args(StageUnit)
-    _known_keys(data, {"name", "weights", "seq_length", "packing", *(f"from_{unit}" for unit in units)}, where)
-    given = [unit for unit in units if f"from_{unit}" in data]
-    changes = [key for key in ("weights", "seq_length", "packing") if data.get(key) is not None]
-    if len(given) != 1 or not changes:
-        raise ConfigError(
-            f"{where} does not say {'when it begins' if len(given) != 1 else 'what it changes'}",
-            found=", ".join(map(str, data)) or "nothing",
-            expected="one of from_samples, from_tokens and from_step, and weights, seq_length or packing",
-            action=f"correct {where}",
-        )
-    name = data.get("name", f"stage {k + 1}")
-    if not isinstance(name, str) or not name.strip() or not name.isprintable():
-        raise ConfigError(f"bad name of {where}", found=repr(name), expected="a text", action=f"correct {where}.name")
-    at = _integer(data[f"from_{given[0]}"], f"{where}.from_{given[0]}", low=1, high=(1 << 62))
-    length, packing = data.get("seq_length"), data.get("packing")
+def _stage(entry: _Stage, k: int, sources: tuple[SourceConfig, ...]) -> StageConfig:
+    unit, at = entry.start
     return StageConfig(
-        name=name,
-        unit=cast(StageUnit, given[0]),
+        name=entry.name or f"stage {k + 1}",
+        unit=unit,
         at=at,
-        weights=None if data.get("weights") is None else _stage_weights(data["weights"], f"{where}.weights", sources),
-        seq_length=None if length is None else _integer(length, f"{where}.seq_length", low=1, high=MAX_SEQ_LENGTH),
-        packing=None if packing is None else _packing(packing, f"{where}.packing"),
+        weights=None if entry.weights is None else _stage_weights(entry.weights, f"stages[{k}].weights", sources),
+        seq_length=entry.seq_length,
+        packing=None if entry.packing is None else _used(entry.packing),
     )
 
 
-def _stage_weights(value: object, where: str, sources: tuple[SourceConfig, ...]) -> tuple[tuple[str, int], ...]:
-    data = _mapping(value, where)
+def _stage_weights(data: Mapping[Any, Any], where: str, sources: Sequence[SourceConfig]) -> tuple[tuple[str, int], ...]:
     names = [source.label if source.label in data else source.name for source in sources]
-    _known_keys(data, names, where)
+    check_keys(data, names, where)
     missing = [name for name in names if name not in data]
     if missing:
         raise ConfigError(
@@ -452,69 +473,3 @@ def _stage_weights(value: object, where: str, sources: tuple[SourceConfig, ...])
         )
     weights = integer_weights({name: parse_weight(data[name], name) for name in names})
     return tuple((source.name, weights[name]) for source, name in zip(sources, names, strict=True))
-
-
-def _seq_length(configured: object, flag: int | None) -> int:
-    if configured is None and flag is None:
-        raise ConfigError(
-            "no sequence length",
-            found="neither seq_length in the data config nor --seq-length",
-            expected="tokens a sample",
-            action="add seq_length to the data config or pass --seq-length",
-        )
-    if configured is not None and flag is not None and configured != flag:
-        raise ConfigError(
-            "two sequence lengths",
-            found=f"seq_length {configured} in the data config, --seq-length {flag}",
-            expected="the same number",
-            action="remove one of the two",
-        )
-    return _integer(configured if configured is not None else flag, "seq_length", low=1, high=MAX_SEQ_LENGTH)
-
-
-def _mapping(value: object, where: str) -> Mapping[str, Any]:
-    if isinstance(value, Mapping):
-        return value
-    raise ConfigError(
-        f"{where} is not a mapping",
-        found=f"{type(value).__name__}: {value!r:.60}",
-        expected="keys and values",
-        action=f"correct {where}",
-    )
-
-
-def _known_keys(data: Mapping[str, Any], known: Iterable[str], where: str) -> None:
-    known = sorted(known)
-    for key in data:
-        if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1)
-            raise ConfigError(
-                f"unknown key '{key}' in {where}",
-                found=repr(key),
-                expected=f"one of {', '.join(known)}",
-                cause=f"did you mean '{close[0]}'?" if close else None,
-                action="correct or remove the key",
-            )
-
-
-def _integer(value: object, where: str, *, low: int, high: int) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and low <= value <= high:
-        return value
-    raise ConfigError(
-        f"bad value of {where}",
-        found=repr(value),
-        expected=f"an integer from {low} to {high}",
-        action=f"correct {where}",
-    )
-
-
-def _choice(value: object, choices: tuple[str, ...], where: str) -> str:
-    if isinstance(value, str) and value in choices:
-        return value
-    # YAML reads an unquoted `none` as text but `null` and `~` as nothing.
-    raise ConfigError(
-        f"bad value of {where}",
-        found=repr(value),
-        expected=f"one of {', '.join(choices)}",
-        action=f"correct {where}",
-    )

@@ -29,7 +29,6 @@ EXTRAS = {
     "matplotlib": "report",
     "libcst": "patch",
     "packaging": "patch",
-    "pydantic": "patch",
 }
 
 

@@ -7,11 +7,10 @@ from pathlib import Path
 from megaresume.checkpoint.data_file import data_path
 from megaresume.corpora.base import Source
 from megaresume.corpora.split import range_of
-from megaresume.sources import open_sources, read_data_config
+from megaresume.sources import open_sources
+from megaresume.sources.data_config import DataConfig
 from megaresume.stream.aliases import resolved
-from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import ConfigError, UsageError
-from megaresume.stream.skips import with_skip_files
 from megaresume.stream.state import StreamState
 
 __all__ = ["open_corpora"]
@@ -42,9 +41,8 @@ def open_corpora(
             cause="a source is a Python object, or the run was saved by another program" if not data else None,
             action="pass --data DATA.yaml",
         )
-    mapping, directory = read_data_config(path)
-    mapping = with_skip_files(mapping, directory)
-    config = StreamConfig.from_dict(mapping, seq_length=mapping.get("seq_length", state.config["seq_length"]))
+    named = DataConfig.of(path)
+    config = named.stream_config(seq_length=named.mapping.get("seq_length", state.config["seq_length"]))
     # Under the names that the run knows its sources by.
     config = resolved(config, state.config["sources"])
     known = {name: fingerprint.documents for name, fingerprint in state.fingerprints.items()}
@@ -58,7 +56,7 @@ def open_corpora(
             cause="sources that were removed in the middle of the run" if data is None else None,
             action=f"--data with a copy of {path} that has {', '.join(missing)} too, with the path of that time",
         )
-    opened = open_sources(specs, base_dir=directory, split=split)
+    opened = open_sources(specs, base_dir=named.directory, split=split)
     return {
         name: range_of(opened[name], 0, documents) if len(opened[name]) > documents else opened[name]
         for name, documents in known.items()

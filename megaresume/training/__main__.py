@@ -97,7 +97,8 @@ def _run(args: Arguments) -> int:
         )
     on_data = Stopwatch()
     with on_data:
-        stream = on_all_ranks(lambda: open_stream(**_data(args), part="train"))
+        data_options = on_all_ranks(lambda: _data(args))
+        stream = on_all_ranks(lambda: open_stream(**data_options, on_change=args.megaresume_on_change))
     seq_length = stream.config.seq_length
     vocab_size = on_all_ranks(lambda: _vocab_size(args, stream.sources))
     encoder = on_all_ranks(lambda: image_encoder(args, stream.sources))
@@ -134,9 +135,7 @@ def _run(args: Arguments) -> int:
     validation = None
     if args.eval_iters:
         # Behind the load: a run that goes on measures what it measured when it began.
-        options = _data(args)
-        del options["on_change"]
-        sets = on_all_ranks(lambda: open_validation(training=stream, **options))
+        sets = on_all_ranks(lambda: open_validation(training=stream, **data_options))
         validation = Validation(
             sets,
             num_batches=args.eval_iters,
@@ -217,11 +216,13 @@ def _last_sample(args: Arguments, engine: Any, data: Any) -> int | None:
 
 
 def _data(args: Arguments) -> dict[str, Any]:
-    """What `open_stream` needs."""
-    common = {"seq_length": args.seq_length, "seed": args.seed, "on_change": args.megaresume_on_change}
+    """What `open_stream` and `open_validation` need; the data config is read here, once."""
+    from megaresume.sources.data_config import DataConfig
+
+    common = {"seq_length": args.seq_length, "seed": args.seed}
     if args.megaresume_data is not None:
-        return {"data": args.megaresume_data, "split": args.split} | common
-    return {"data": list(args.data_path or ()), "split": args.split or DEFAULT_SPLIT} | common
+        return {"data": DataConfig.of(args.megaresume_data), "split": args.split} | common
+    return {"data": DataConfig.of(list(args.data_path or ())), "split": args.split or DEFAULT_SPLIT} | common
 
 
 def _open_held_out(args: Arguments, seq_length: int, encoder: Any) -> Any:

@@ -22,11 +22,9 @@ from megaresume.integrations.megatron.state import read_state, write_state
 from megaresume.patching.recipe import read_recipe
 from megaresume.shards.index import ShardIndex
 from megaresume.shards.layout import COLUMNS, COLUMNS_AT, FORMAT, PREAMBLE_BYTES, Preamble, column_places
-from megaresume.sources import read_data_config
-from megaresume.sources.catalog import read_validation
+from megaresume.sources.data_config import DataConfig
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.errors import ConfigError, MegaresumeError, StateError
-from megaresume.stream.skips import with_skip_files
+from megaresume.stream.errors import MegaresumeError, StateError
 from megaresume.stream.state import checksum
 from tests.fuzz.mutate import json_file, yaml_file
 from tests.fuzz.target import Target, scratch
@@ -69,11 +67,8 @@ _ODD = (
 def check_data(data: bytes) -> None:
     path = scratch() / "data.yaml"
     path.write_bytes(data)
-    with contextlib.suppress(ConfigError):
-        read_validation(path)
     try:
-        mapping, directory = read_data_config(path)
-        config = StreamConfig.from_dict(with_skip_files(mapping, directory))
+        config = DataConfig.of(path).stream_config()
     except MegaresumeError:
         return
     if StreamConfig.from_dict(config.to_dict()) != config:
@@ -266,7 +261,7 @@ def check_sidecar(data: bytes) -> None:
 
 
 def _sidecars() -> list[bytes]:
-    from megaresume.corpora import sidecar
+    from megaresume.sources import sidecar
 
     entry = {**asdict(CorpusIdentity.of(_beside())), "range": [0, 3], "documents": 3, "tokens": 24}
     entry |= {"lengths": "0" * 32, "contents": "0" * 16}

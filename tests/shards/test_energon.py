@@ -13,7 +13,8 @@ from megaresume.loading.open import open_stream
 from megaresume.shards.fields import Fields
 from megaresume.shards.prepare import prepare_shards
 from megaresume.shards.tar import RecordError
-from megaresume.sources import open_sources, read_data_config
+from megaresume.sources import open_sources
+from megaresume.sources.data_config import DataConfig
 from megaresume.sources.metadataset import expand_metadatasets
 from megaresume.stream.errors import ConfigError, CorpusError
 from tests.images.kit import file, picture
@@ -256,7 +257,7 @@ def test_a_blend_is_several_sources_and_weights_multiply(several):
     assert found["stages"][0]["weights"]["text"] == 1
     assert Fraction(found["stages"][0]["weights"]["pairs/coco"]) == 1
     (several / "data.yaml").write_text(yaml.safe_dump(config()))
-    assert list(read_data_config(several / "data.yaml")[0]["sources"]) == list(found["sources"])[1:]
+    assert list(DataConfig.of(several / "data.yaml").of_part("train")["sources"]) == list(found["sources"])[1:]
     stream = open_stream(several / "data.yaml")
     assert [s.name for s in stream.config.sources] == list(found["sources"])[1:]
     assert [len(s) for s in stream.sources] == [11, 5, 11, 11]

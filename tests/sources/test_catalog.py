@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megaresume.corpora import IndexedSource, PythonSource
-from megaresume.sources import open_sources, read_data_config, register_kind
-from megaresume.stream.config import StreamConfig
+from megaresume.sources import open_sources, register_kind
+from megaresume.sources.data_config import DataConfig
 from megaresume.stream.errors import ConfigError, CorpusError
 
 
@@ -45,9 +45,8 @@ sources:
 
 
 def test_from_yaml_to_sources(data_yaml):
-    data, base = read_data_config(data_yaml)
-    config = StreamConfig.from_dict(data)
-    sources = open_sources({s.name: s.options for s in config.sources}, base_dir=base)
+    named = DataConfig.of(data_yaml)
+    sources = open_sources({s.name: s.options for s in named.stream_config().sources}, base_dir=named.directory)
     assert list(sources) == ["web", "code"]
     assert [len(s) for s in sources.values()] == [100, 2]
 
@@ -147,43 +146,3 @@ def test_empty_corpus_is_refused(tmp_path, simple_corpus):
     simple_corpus(tmp_path / "empty", [])
     with pytest.raises(ConfigError, match="source 'web' is empty"):
         open_sources({"web": {"path": "empty"}}, base_dir=tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        (b"", "is not a data config"),
-        (b"- 1", "is not a data config"),
-        (b"{a", "is not YAML"),
-        (b"\xff\xfea", "is not YAML"),
-    ],
-)
-def test_bad_yaml(tmp_path, content, text):
-    (tmp_path / "data.yaml").write_bytes(content)
-    with pytest.raises(ConfigError, match=text):
-        read_data_config(tmp_path / "data.yaml")
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["sources:\n  web: {path: a}\n  code: {path: b}\n  'web': {path: c}\n", "seed: 1\nseed: 2\n"],
-)
-def test_a_key_that_stands_there_twice(tmp_path, content):
-    path = tmp_path / "data.yaml"
-    path.write_text(content)
-    with pytest.raises(ConfigError) as error:
-        read_data_config(path)
-    key = "web" if "web" in content else "seed"
-    assert f"the key '{key}' stands there twice" in str(error.value.found)
-
-
-def test_merged_keys_may_be_given_again(tmp_path):
-    path = tmp_path / "data.yaml"
-    path.write_text("sources:\n  a: &a {path: x, weight: 1}\n  b: &b {<<: *a, weight: 2}\n  c: {<<: *b, weight: 3}\n")
-    data, _ = read_data_config(path)
-    assert data["sources"]["c"] == {"path": "x", "weight": 3}
-
-
-def test_missing_yaml(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_data_config(tmp_path / "data.yaml")

@@ -59,7 +59,7 @@ def test_shards_at_another_place_must_be_those_of_the_index(pairs, tmp_path):
         ({"on_fault": "drop"}, "one of error, mask, truncate"),
         ({"too_long": "cut"}, "one of error, truncate, drop"),
         ({"too_long": "drop"}, "without max_tokens"),
-        ({"max_tokens": 0}, "bad value of max_tokens"),
+        ({"max_tokens": 0}, "bad value of sources.pairs.max_tokens"),
         ({"augment": ["flap"]}, "did you mean 'flip'"),
         ({"index": None}, "has no index"),
     ],

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megaresume.images.options import choose_kind, plain, read_options
 from megaresume.images.processors.base import Grid, Pixels, Processor, Statistics
 from megaresume.images.processors.native import Native
 from megaresume.images.processors.patches import Patches
 from megaresume.images.processors.python import PythonProcessor
 from megaresume.images.processors.tiles import Tiles
+from megaresume.stream.schema import plain, read_kind
 
 __all__ = ["KINDS", "Grid", "Pixels", "Processor", "Statistics", "processor_from_options", "processor_options"]
 
@@ -31,8 +31,7 @@ def processor_from_options(options: object, where: str = "processor") -> Process
     Raises:
         ConfigError: an unknown kind or option, or a bad value.
     """
-    kind, rest = choose_kind(options, KINDS, where)
-    processor: Processor = read_options(KINDS[kind], rest, where)
+    processor: Processor = read_kind(options, KINDS, where)
     return processor
 
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BeforeValidator
 
-from megaresume.images.options import choice, mapping, number, option, read_options, sequence
-from megaresume.stream.errors import ConfigError
+from megaresume.stream.schema import Items, Options, Within, refused
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -27,13 +27,13 @@ __all__ = [
     "IMAGENET",
     "STATISTICS",
     "Grid",
+    "Normalize",
     "Pixels",
     "Processor",
+    "Resampling",
     "Statistics",
     "normalized",
-    "resampling",
     "resized",
-    "statistics",
 ]
 
 Pixels = npt.NDArray[np.float32]
@@ -62,12 +62,16 @@ class Processor(Protocol):
         ...
 
 
+Mean = Annotated[float, Within(-10, 10)]
+Deviation = Annotated[float, Within(1e-6, 10)]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Statistics:
+class Statistics(Options):
     """Mean and standard deviation of red, green, blue, of values from 0 to 1."""
 
-    mean: tuple[float, float, float] = option((0.5, 0.5, 0.5), sequence(number(-10, 10), 3))
-    std: tuple[float, float, float] = option((0.5, 0.5, 0.5), sequence(number(1e-6, 10), 3))
+    mean: Annotated[tuple[Mean, Mean, Mean], Items()] = (0.5, 0.5, 0.5)
+    std: Annotated[tuple[Deviation, Deviation, Deviation], Items()] = (0.5, 0.5, 0.5)
 
 
 #: what published vision encoders were trained with.
@@ -81,18 +85,16 @@ STATISTICS = {
 }
 
 
-def statistics(value: Any, where: str) -> Statistics:
-    """Reader of ``normalize``: a name in `STATISTICS`, or {mean: [r, g, b], std: [r, g, b]}."""
-    if isinstance(value, str):
-        if value in STATISTICS:
-            return STATISTICS[value]
-        raise ConfigError(
-            f"bad value of {where}",
-            found=repr(value),
-            expected=f"one of {', '.join(STATISTICS)}, or mean and std",
-            action=f"correct {where}",
-        )
-    return read_options(Statistics, mapping(value, where), where)
+def _statistics(value: Any) -> Any:
+    if isinstance(value, str) and value not in STATISTICS:
+        raise refused(expected=f"one of {', '.join(STATISTICS)}, or mean and std")
+    return STATISTICS.get(value) if isinstance(value, str) else value
+
+
+#: ``normalize``: a name in `STATISTICS`, or {mean: [r, g, b], std: [r, g, b]}.
+Normalize = Annotated[Statistics, BeforeValidator(_statistics)]
+#: ``resample``: the filter that images are resized with.
+Resampling = Literal["bicubic", "bilinear", "lanczos"]
 
 
 @functools.lru_cache(maxsize=16)
@@ -108,10 +110,6 @@ def normalized(by: Statistics) -> Pixels:
         table[channel] *= np.float32(1 / (255 * by.std[channel]))
         table[channel] -= np.float32(by.mean[channel] / by.std[channel])
     return table
-
-
-#: reader of ``resample``: the filter that images are resized with.
-resampling = choice("bicubic", "bilinear", "lanczos")
 
 
 def resized(image: Image, width: int, height: int, resample: str) -> Image:

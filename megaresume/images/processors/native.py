@@ -12,24 +12,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
 
-from megaresume.images.options import integer, option
 from megaresume.images.processors.base import (
     CLIP,
     Grid,
+    Normalize,
     Pixels,
-    Statistics,
+    Resampling,
     normalized,
-    resampling,
     resized,
-    statistics,
 )
 from megaresume.images.processors.kernels import fill_patches
 from megaresume.images.room import new_pixels
 from megaresume.stream.errors import ConfigError, CorpusError
+from megaresume.stream.schema import Options, Within
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -41,7 +40,7 @@ _MAX_RATIO = 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Native:
+class Native(Options):
     """Patches by size. The defaults are Qwen2-VL's: 4 to 1280 tokens an image.
 
     Raises:
@@ -51,17 +50,17 @@ class Native:
     kind: ClassVar[str] = "native"
 
     #: edge of a patch, pixels.
-    patch_size: int = option(14, integer(1, 1024))
+    patch_size: Annotated[int, Within(1, 1024)] = 14
     #: patches along each axis that become one token.
-    merge: int = option(2, integer(1, 64))
+    merge: Annotated[int, Within(1, 64)] = 2
     #: frames in a patch.
-    temporal_patch_size: int = option(2, integer(1, 64))
+    temporal_patch_size: Annotated[int, Within(1, 64)] = 2
     #: of the resized image.
-    min_pixels: int = option(56 * 56, integer(1, 2**31))
-    max_pixels: int = option(28 * 28 * 1280, integer(1, 2**31))
+    min_pixels: Annotated[int, Within(1, 2**31)] = 56 * 56
+    max_pixels: Annotated[int, Within(1, 2**31)] = 28 * 28 * 1280
     #: bicubic, bilinear or lanczos.
-    resample: str = option("bicubic", resampling)
-    normalize: Statistics = option(CLIP, statistics)  # noqa: RUF009 (frozen)
+    resample: Resampling = "bicubic"
+    normalize: Normalize = CLIP
 
     def __post_init__(self) -> None:
         token = (self.patch_size * self.merge) ** 2

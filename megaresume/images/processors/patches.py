@@ -11,24 +11,23 @@ Megatron-LM's (``examples/multimodal/image_processing.py``).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import numpy as np
 
-from megaresume.images.options import choice, integer, option
 from megaresume.images.processors.base import (
     CLIP,
     Grid,
+    Normalize,
     Pixels,
-    Statistics,
+    Resampling,
     normalized,
-    resampling,
     resized,
-    statistics,
 )
 from megaresume.images.processors.kernels import fill_patches
 from megaresume.images.room import new_pixels
 from megaresume.stream.errors import ConfigError, CorpusError
+from megaresume.stream.schema import Options, Within
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -40,7 +39,7 @@ MOST_PIXELS = 178_956_970
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Patches:
+class Patches(Options):
     """One square an image. Every image takes the same number of tokens.
 
     Raises:
@@ -50,18 +49,18 @@ class Patches:
     kind: ClassVar[str] = "patches"
 
     #: edge of the square, pixels.
-    size: int = option(336, integer(1, 8192))
+    size: Annotated[int, Within(1, 8192)] = 336
     #: edge of a patch, pixels.
-    patch_size: int = option(14, integer(1, 1024))
+    patch_size: Annotated[int, Within(1, 1024)] = 14
     #: how the image comes to be a square: crop, pad or stretch.
-    fit: str = option("crop", choice("crop", "pad", "stretch"))
+    fit: Literal["crop", "pad", "stretch"] = "crop"
     #: patches along each axis that become one token (pixel shuffle of InternVL, scale 1 / merge).
-    merge: int = option(1, integer(1, 64))
+    merge: Annotated[int, Within(1, 64)] = 1
     #: further tokens of the vision model that are kept (CLS); LLaVA drops CLIP's.
-    class_tokens: int = option(0, integer(0, 64))
+    class_tokens: Annotated[int, Within(0, 64)] = 0
     #: bicubic, bilinear or lanczos.
-    resample: str = option("bicubic", resampling)
-    normalize: Statistics = option(CLIP, statistics)  # noqa: RUF009 (frozen)
+    resample: Resampling = "bicubic"
+    normalize: Normalize = CLIP
 
     def __post_init__(self) -> None:
         unit = self.patch_size * self.merge

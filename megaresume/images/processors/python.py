@@ -10,15 +10,16 @@ tried when the encoder is built (`megaresume.images.checks`). What an image cann
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
+from pydantic import AfterValidator
 
-from megaresume.images.options import json_mapping, option, optional, string
 from megaresume.images.processors.base import Grid, Pixels, Processor
 from megaresume.stream.errors import ConfigError
+from megaresume.stream.schema import Options, refused
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -26,8 +27,18 @@ if TYPE_CHECKING:
 __all__ = ["PythonProcessor"]
 
 
+def _of_json(value: dict[str, Any]) -> dict[str, Any]:
+    try:
+        same = json.loads(json.dumps(value)) == value
+    except (TypeError, ValueError):
+        same = False
+    if not same:
+        raise refused(expected="keys and values of JSON: texts, numbers, true, false, null, lists, mappings")
+    return value
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PythonProcessor:
+class PythonProcessor(Options):
     """The object that a factory returns.
 
     Raises:
@@ -37,9 +48,9 @@ class PythonProcessor:
     kind: ClassVar[str] = "python"
 
     #: "package.module:callable".
-    factory: str = option("", string)
+    factory: str = ""
     #: of the factory; part of the encoder's fingerprint. Put a version in it when the code changes.
-    kwargs: Mapping[str, Any] | None = option(None, optional(json_mapping))
+    kwargs: Annotated[dict[str, Any], AfterValidator(_of_json)] | None = None
     _inner: Processor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -13,25 +13,24 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.images.options import boolean, choice, integer, option
 from megaresume.images.processors.base import (
     IMAGENET,
     Grid,
+    Normalize,
     Pixels,
-    Statistics,
+    Resampling,
     normalized,
-    resampling,
     resized,
-    statistics,
 )
 from megaresume.images.processors.kernels import fill_patches
 from megaresume.images.room import new_pixels
 from megaresume.stream.errors import ConfigError
+from megaresume.stream.schema import Options, Truth, Within
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -40,7 +39,7 @@ __all__ = ["Tiles"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tiles:
+class Tiles(Options):
     """Tiles by shape. The defaults are InternVL's: 256 tokens a tile, 1 to 12 tiles and a thumbnail.
 
     Raises:
@@ -50,24 +49,24 @@ class Tiles:
     kind: ClassVar[str] = "tiles"
 
     #: edge of a tile, pixels.
-    tile_size: int = option(448, integer(1, 8192))
+    tile_size: Annotated[int, Within(1, 8192)] = 448
     #: edge of a patch, pixels.
-    patch_size: int = option(14, integer(1, 1024))
+    patch_size: Annotated[int, Within(1, 1024)] = 14
     #: patches along each axis that become one token (pixel shuffle, scale 1 / merge).
-    merge: int = option(2, integer(1, 64))
+    merge: Annotated[int, Within(1, 64)] = 2
     #: without the thumbnail.
-    min_tiles: int = option(1, integer(1, 1000))
-    max_tiles: int = option(12, integer(1, 1000))
+    min_tiles: Annotated[int, Within(1, 1000)] = 1
+    max_tiles: Annotated[int, Within(1, 1000)] = 12
     #: the whole image once more, as one tile, behind the others; not for an image of one tile.
-    thumbnail: bool = option(True, boolean)
+    thumbnail: Truth = True
     #: which shape is closest: by ``ratio`` of the edges (InternVL), or with the ``area`` weighted in (Megatron-LM's
     #: ``--use-area-weighted-aspect-ratio``).
-    closest: str = option("ratio", choice("ratio", "area"))
+    closest: Literal["ratio", "area"] = "ratio"
     #: further tokens that the model makes of each tile (class tokens, tile tags of NVLM).
-    extra_tokens: int = option(0, integer(0, 64))
+    extra_tokens: Annotated[int, Within(0, 64)] = 0
     #: bicubic, bilinear or lanczos.
-    resample: str = option("bicubic", resampling)
-    normalize: Statistics = option(IMAGENET, statistics)  # noqa: RUF009 (frozen)
+    resample: Resampling = "bicubic"
+    normalize: Normalize = IMAGENET
 
     def __post_init__(self) -> None:
         unit = self.patch_size * self.merge

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megaresume.images.options import choose_kind, plain, read_options
 from megaresume.images.templates.base import Image, Piece, Template, Text
 from megaresume.images.templates.caption import Caption
 from megaresume.images.templates.chat import Chat
 from megaresume.images.templates.interleaved import Interleaved
+from megaresume.stream.schema import plain, read_kind
 
 __all__ = ["KINDS", "Image", "Piece", "Template", "Text", "template_from_options", "template_options"]
 
@@ -29,8 +29,7 @@ def template_from_options(options: object, where: str = "template") -> Template:
     Raises:
         ConfigError: an unknown kind or option, or a bad value.
     """
-    kind, rest = choose_kind(options, KINDS, where, default="caption")
-    template: Template = read_options(KINDS[kind], rest, where)
+    template: Template = read_kind(options, KINDS, where, default="caption")
     return template
 
 

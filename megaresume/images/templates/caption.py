@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megaresume.corpora.image_text import Record
-from megaresume.images.options import boolean, option, optional, sequence, string
 from megaresume.images.templates.base import (
     IMAGE_EXTENSIONS,
     Image,
@@ -22,30 +21,31 @@ from megaresume.images.templates.base import (
     no_text,
     text_member,
 )
+from megaresume.stream.schema import Options, Texts, Truth
 
 __all__ = ["Caption"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Caption:
+class Caption(Options):
     """One image, one text."""
 
     kind: ClassVar[str] = "caption"
 
     #: member of the image: the first of these that is there.
-    image: tuple[str, ...] = option(IMAGE_EXTENSIONS, sequence(string))
+    image: Texts = IMAGE_EXTENSIONS
     #: member of the text: the first of these that is there.
-    text: tuple[str, ...] = option(("txt", "caption"), sequence(string))
+    text: Texts = ("txt", "caption")
     #: read the text out of the JSON member, under this key, instead.
-    json_key: str | None = option(None, optional(string))
+    json_key: str | None = None
     #: between image and text; not trained on.
-    prompt: str = option("", string)
+    prompt: str = ""
     #: image before text.
-    image_first: bool = option(True, boolean)
+    image_first: Truth = True
     #: records without an image are documents of text alone; otherwise they are errors.
-    text_only: bool = option(False, boolean)
+    text_only: Truth = False
     #: take white space at the ends of the text away.
-    strip: bool = option(True, boolean)
+    strip: Truth = True
 
     def pieces(self, record: Record) -> list[Piece]:
         """Raises CorpusError: no image, no text, not UTF-8, not JSON."""

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megaresume.corpora.image_text import Record
-from megaresume.images.options import boolean, option, optional, sequence, string
 from megaresume.images.templates.base import (
     Image,
     Piece,
@@ -29,8 +28,9 @@ from megaresume.images.templates.base import (
     named_image,
     no_text,
 )
-from megaresume.images.templates.roles import CHATML, Role, style
+from megaresume.images.templates.roles import CHATML, Style
 from megaresume.stream.errors import CorpusError
+from megaresume.stream.schema import Options, Texts, Truth
 
 __all__ = ["Chat"]
 
@@ -47,23 +47,23 @@ _ROLES = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Chat:
+class Chat(Options):
     """A conversation in the JSON member."""
 
     kind: ClassVar[str] = "chat"
 
     #: member of the conversation: the first of these that is there.
-    json: tuple[str, ...] = option(("json",), sequence(string))
+    json: Texts = ("json",)
     #: key of the list of turns: the first of these that is there.
-    turns: tuple[str, ...] = option(("conversations", "messages"), sequence(string))
+    turns: Texts = ("conversations", "messages")
     #: what stands around the turns: chatml, llama3, vicuna, plain, or a mapping of roles.
-    style: tuple[Role, ...] = option(CHATML, style)
+    style: Style = CHATML
     #: system text of conversations that have none.
-    system: str | None = option(None, optional(string))
+    system: str | None = None
     #: marks an image in a turn that is one text.
-    mark: str = option("<image>", string)
+    mark: str = "<image>"
     #: images of the record that no turn shows are left out; otherwise they are errors.
-    unused_images: bool = option(False, boolean)
+    unused_images: Truth = False
 
     def pieces(self, record: Record) -> list[Piece]:
         """Raises CorpusError: no JSON, no turns, an unknown role, no answer, images and marks that do not agree."""

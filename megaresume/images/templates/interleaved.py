@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megaresume.corpora.image_text import Record
-from megaresume.images.options import boolean, option, sequence, string
 from megaresume.images.templates.base import (
     Image,
     Piece,
@@ -25,26 +24,27 @@ from megaresume.images.templates.base import (
     no_text,
 )
 from megaresume.stream.errors import CorpusError
+from megaresume.stream.schema import Options, Texts, Truth
 
 __all__ = ["Interleaved"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Interleaved:
+class Interleaved(Options):
     """Two lists in the JSON member, of the same length; or texts, and images with the index of theirs."""
 
     kind: ClassVar[str] = "interleaved"
 
     #: member of the lists: the first of these that is there.
-    json: tuple[str, ...] = option(("json",), sequence(string))
+    json: Texts = ("json",)
     #: key of the list of texts and nulls.
-    texts: str = option("texts", string)
+    texts: str = "texts"
     #: key of the list of names of images and nulls.
-    images: str = option("images", string)
+    images: str = "images"
     #: between two texts with no image between them.
-    separator: str = option("\n", string)
+    separator: str = "\n"
     #: images of the record that the lists do not name are left out; otherwise they are errors.
-    unused_images: bool = option(False, boolean)
+    unused_images: Truth = False
 
     def pieces(self, record: Record) -> list[Piece]:
         """Raises CorpusError: no JSON, no lists, lists of two lengths, an unknown image, no text."""

@@ -5,28 +5,36 @@ before + content + end + after        of the assistant, content and end are trai
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, cast
 
-from megaresume.images.options import choice, mapping, option, read_options, string
+from pydantic import BeforeValidator
 
-__all__ = ["CHATML", "STYLES", "Role", "style"]
+from megaresume.stream.schema import Options, near, refused
+
+__all__ = ["CHATML", "STYLES", "Role", "Style"]
+
+
+RoleName = Literal["system", "user", "assistant", "tool"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Role:
+class Role(Options):
     """Texts around a turn; special tokens in them are special tokens."""
 
     #: system, user, assistant or tool.
-    role: str = option("user", choice("system", "user", "assistant", "tool"))
-    before: str = option("", string)
+    role: RoleName = "user"
+    before: str = ""
     #: ends the turn: of an answer the model learns it too.
-    end: str = option("", string)
-    after: str = option("", string)
+    end: str = ""
+    after: str = ""
 
 
 def _all(names: str, before: str, end: str, after: str = "") -> tuple[Role, ...]:
-    return tuple(Role(role=name, before=before.format(role=name), end=end, after=after) for name in names.split())
+    return tuple(
+        Role(role=cast(RoleName, name), before=before.format(role=name), end=end, after=after) for name in names.split()
+    )
 
 
 #: Qwen, InternVL 2 and later.
@@ -46,13 +54,15 @@ STYLES: dict[str, tuple[Role, ...]] = {
 }
 
 
-def style(value: Any, where: str) -> tuple[Role, ...]:
-    """Reader of ``style``: a name in `STYLES`; {user: {before: ...}, ...}; or the list that a spec holds."""
+def _style(value: Any) -> Any:
     if isinstance(value, str):
-        return STYLES[choice(*STYLES)(value, where)]
-    if isinstance(value, list):
-        return tuple(read_options(Role, item, f"{where}[{number}]") for number, item in enumerate(value))
-    roles = mapping(value, where)
-    return tuple(
-        read_options(Role, {"role": name, **mapping(texts, f"{where}.{name}")}, where) for name, texts in roles.items()
-    )
+        if value not in STYLES:
+            raise refused(expected=f"one of {', '.join(STYLES)}, or the roles", cause=near(value, STYLES))
+        return STYLES[value]
+    if isinstance(value, Mapping):
+        return [{"role": name, **texts} if isinstance(texts, Mapping) else texts for name, texts in value.items()]
+    return value
+
+
+#: ``style``: a name in `STYLES`; {user: {before: ...}, ...}; or the list that a spec holds.
+Style = Annotated[tuple[Role, ...], BeforeValidator(_style)]

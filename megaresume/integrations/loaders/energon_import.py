@@ -159,9 +159,11 @@ def import_energon(states: Sequence[Any], factory: Factory, *, data: Path, sourc
         ConfigError: the config has no such source, or the source is another data set.
         StateError, UsageError: see `position_of`.
     """
-    from megaresume.sources.catalog import open_sources, read_data_config
+    from megaresume.sources.catalog import open_sources
+    from megaresume.sources.data_config import DataConfig
 
-    mapping, directory = read_data_config(data)
+    named = DataConfig.of(data)
+    mapping, directory = named.of_part("train"), named.directory
     options = (mapping.get("sources") or {}).get(source)
     if options is None:
         raise ConfigError(

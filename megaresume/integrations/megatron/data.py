@@ -19,7 +19,7 @@ from megaresume.corpora.split import PARTS, Part, split_ranges
 from megaresume.integrations.megatron.launch import check_stages
 from megaresume.loading.open import open_stream
 from megaresume.loading.validation import check_held_out, open_part, open_validation
-from megaresume.sources.catalog import read_data_config, read_validation
+from megaresume.sources.data_config import DataConfig
 from megaresume.sources.data_path import sources_from_data_path
 from megaresume.stream.config import OnChange
 from megaresume.stream.errors import ConfigError, UsageError
@@ -132,28 +132,29 @@ def open_streams(
         ConfigError: held-out data that is trained on.
         ConfigError, CorpusError, SetupError: see `megaresume.loading.open_stream`.
     """
-    parts = read_data(args, data_file)
+    named = None if data_file is None else DataConfig.of(data_file)
+    parts = read_data(args, data_file, named)
     training = parts["train"]
     assert training is not None  # read_data refuses
     train = _open(training, args, on_change)
     check_stages(train.config, args.seq_length)
-    declared = None if data_file is None else read_validation(Path(data_file))
-    if declared is not None and bool(getattr(args, "eval_iters", None)):
-        return Streams(train=train, valid=_open_declared(args, str(data_file), declared, train, state), test=None)
+    if named is not None and named.validation is not None and bool(getattr(args, "eval_iters", None)):
+        return Streams(train=train, valid=_open_declared(args, str(data_file), named, train, state), test=None)
     held_out = {part: _open_held_out(parts, part, args, train, state) for part in PARTS[1:]}
     return Streams(train=train, valid=held_out["valid"], test=held_out["test"])
 
 
-def _open_declared(args: Any, data_file: str, declared: Any, train: Stream, state: StreamState | None) -> Stream:
+def _open_declared(args: Any, data_file: str, named: DataConfig, train: Stream, state: StreamState | None) -> Stream:
     """The one validation set of a data config."""
-    if isinstance(declared, Mapping) and len(declared) > 1:
+    declared = named.validation or {}
+    if len(declared) > 1:
         raise UsageError(
             "Megatron evaluates one validation set",
-            found=f"{len(declared)} in {data_file}: {', '.join(map(str, declared))}",
+            found=f"{len(declared)} in {data_file}: {', '.join(declared)}",
             expected="one",
             action="keep one of them in the data.yaml of this run; or blend their sources into one set",
         )
-    sets = open_validation(data_file, train, seq_length=args.seq_length, seed=args.seed, state=state)
+    sets = open_validation(named, train, seq_length=args.seq_length, seed=args.seed, state=state)
     return next(iter(sets.values()))
 
 
@@ -186,15 +187,17 @@ def _weight(entry: Any) -> Any:
     return entry.get("weight", 1) if isinstance(entry, Mapping) else 1
 
 
-def read_data(args: Any, data_file: str | None) -> dict[Part, PartData | None]:
+def read_data(args: Any, data_file: str | None, named: DataConfig | None = None) -> dict[Part, PartData | None]:
     """What each part is opened from; None for a part that does not exist or is not evaluated.
+
+    ``named`` is what ``data_file`` holds, if it was read already.
 
     Raises:
         UsageError, ConfigError: as `open_streams`; no corpus is opened, except to weigh paths without weights.
     """
     _refuse(args, data_file)
     if data_file is not None:
-        parts = _from_yaml(args, data_file)
+        parts = _from_yaml(args, data_file, named or DataConfig.of(data_file))
     elif getattr(args, "data_path", None) or getattr(args, "data_args_path", None):
         parts = _from_blend(args)
     else:
@@ -288,8 +291,8 @@ def _twice(args: Any) -> UsageError:
     )
 
 
-def _from_yaml(args: Any, data_file: str) -> dict[Part, PartData | None]:
-    mapping, directory = read_data_config(Path(data_file))
+def _from_yaml(args: Any, data_file: str, named: DataConfig) -> dict[Part, PartData | None]:
+    mapping, directory = named.of_part("train"), named.directory
     seed = mapping.get("seed")
     if seed is not None and seed != args.seed:
         raise UsageError(

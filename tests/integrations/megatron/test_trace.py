@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from megaresume.sources import open_sources, read_data_config
+from megaresume.sources import open_sources
+from megaresume.sources.data_config import DataConfig
 
 pytest.importorskip("megatron.core")
 
@@ -50,9 +51,9 @@ def test_ranks_and_micro_batches(mini: Any, data_yaml: Path, tmp_path: Path) -> 
         if run is first:
             # Saved at 6: what came later is of the second run.
             trained = {key: micro for key, micro in trained.items() if key[0] <= 6}
-    mapping, directory = read_data_config(data_yaml)
-    specs = {name: {"path": options["path"]} for name, options in mapping["sources"].items()}
-    sources = open_sources(specs, base_dir=directory)
+    named = DataConfig.of(data_yaml)
+    specs = {name: {"path": options["path"]} for name, options in named.mapping["sources"].items()}
+    sources = open_sources(specs, base_dir=named.directory)
     found: dict[tuple[int, int, int], list[str]] = {}
     for row in trace(tmp_path / "save", "--steps", "1:11"):
         tokens = np.zeros(32, np.int64)

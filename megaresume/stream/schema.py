@@ -1,0 +1,246 @@
+"""What people wrote, as typed, frozen values: plain Python (of YAML or JSON) to dataclasses, by pydantic.
+
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Patches(Options):
+        size: Annotated[int, Within(1, 8192)] = 336
+
+    read(Patches, {"size": 224}, "processor")   Patches(size=224)
+    read(Patches, {"sise": 224}, "processor")   ConfigError: unknown key 'sise' in processor; did you mean 'size'?
+
+Values are checked here, once; code that makes such a dataclass itself is trusted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import re
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
+
+from pydantic import BeforeValidator, GetCoreSchemaHandler, Strict, TypeAdapter, ValidationError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from megaresume.stream.errors import ConfigError
+
+__all__ = [
+    "Expected",
+    "Items",
+    "ListOf",
+    "Options",
+    "Texts",
+    "Truth",
+    "Within",
+    "check_keys",
+    "near",
+    "plain",
+    "read",
+    "read_kind",
+    "refused",
+]
+
+T = TypeVar("T")
+
+
+class Options:
+    """Base of a frozen dataclass that `read` makes of a mapping, whose every key is one of its fields."""
+
+    __slots__ = ()
+    #: keys that something else reads, to be named beside the fields where a key is not known.
+    ALSO: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        known = [f.name for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
+
+        def check(value: Any) -> Any:
+            if not isinstance(value, Mapping):
+                return value
+            for key in value:
+                if key not in known:
+                    raise _unknown_key(key, [*known, *cls.ALSO])
+            return dict(value)
+
+        return core_schema.no_info_before_validator_function(check, handler(source))
+
+
+@dataclasses.dataclass(frozen=True)
+class Within:
+    """An integer, or a finite number, from low to high, both included."""
+
+    low: float
+    high: float
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        if source is int:
+            low, high = int(self.low), int(self.high)
+            return _expecting(
+                core_schema.int_schema(strict=True, ge=low, le=high), f"an integer from {self.low} to {self.high}"
+            )
+        number = core_schema.float_schema(strict=True, allow_inf_nan=False, ge=self.low, le=self.high)
+        return _expecting(number, f"a number from {self.low:g} to {self.high:g}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """Whatever is wrong with the value, its error says that this was expected."""
+
+    words: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return _expecting(handler(source), self.words)
+
+
+class Items:
+    """A tuple from a list that is not empty; a single value stands for a list of one."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        length = None if Ellipsis in get_args(source) else len(get_args(source))
+
+        def items(value: Any) -> tuple[Any, ...]:
+            found = tuple(value) if isinstance(value, list | tuple) else (value,)
+            if not found or length not in (None, len(found)):
+                raise refused(expected=f"a list of {length or 'one or more'} values")
+            return found
+
+        return core_schema.no_info_before_validator_function(items, handler(source))
+
+
+def ListOf(expected: str) -> BeforeValidator:
+    """A tuple from a list, maybe empty; anything else is refused with these words."""
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            raise refused("{place} is not a list", found=_typed(value), expected=expected)
+        return value
+
+    return BeforeValidator(check)
+
+
+Truth = Annotated[bool, Strict()]
+Texts = Annotated[tuple[str, ...], Items()]
+
+
+def read(cls: Any, value: object, where: str, *, inside: str | None = None) -> Any:
+    """The value as a ``cls``, which may be anything that pydantic knows; fields left out have their defaults.
+
+    Args:
+        cls: a dataclass of `Options`, most often.
+        value: plain Python.
+        where: its name in the configuration, for errors.
+        inside: what the names of its keys begin with, if that is not ``where``.
+
+    Raises:
+        ConfigError: naming the key, what was found and what was expected.
+    """
+    try:
+        return _adapter(cls).validate_python(value)
+    except ValidationError as error:
+        raise _config_error(error, where, where if inside is None else inside) from error
+
+
+def read_kind(options: object, kinds: Mapping[str, type[T]], where: str, default: str | None = None) -> T:
+    """An object of the class that ``kind`` names, read from the other options; a text is a kind without options.
+
+    Raises:
+        ConfigError: as `read`; no such kind.
+    """
+    data = {"kind": options} if isinstance(options, str) else read(dict[str, Any], options, where)
+    kind = data.pop("kind", default)
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ConfigError(
+            f"unknown kind of {where}",
+            found=repr(kind),
+            expected=f"kind: one of {', '.join(sorted(kinds))}",
+            cause=near(kind, kinds),
+            action=f"correct {where}.kind",
+        )
+    found: T = read(kinds[kind], data, where)
+    return found
+
+
+def plain(value: Any) -> dict[str, Any]:
+    """A dataclass of `Options` as JSON has it: every default written out, tuples as lists."""
+    found: dict[str, Any] = _adapter(value.__class__).dump_python(value, mode="json")
+    return found
+
+
+def refused(headline: str = "bad value of {place}", **fields: Any) -> PydanticCustomError:
+    """What a validator raises; `read` makes a `ConfigError` of it.
+
+    Args:
+        headline: ``{place}`` stands for the place in the configuration.
+        fields: of `ConfigError`; ``at``: keys below the value that is validated.
+    """
+    return PydanticCustomError("refused", "refused", {"headline": headline, **fields})
+
+
+def check_keys(data: Mapping[Any, Any], known: Collection[str], where: str, also: Collection[str] = ()) -> None:
+    """Refuse keys that nobody reads, with a `ConfigError`."""
+    for key in data:
+        if key not in known:
+            raise _worded(_unknown_key(key, [*known, *also]).context or {}, where, key)
+
+
+def near(word: object, known: Collection[str]) -> str | None:
+    """The likely cause of a word that is not known: a slip of a similar one."""
+    close = difflib.get_close_matches(str(word), list(known), n=1)
+    return f"did you mean '{close[0]}'?" if close else None
+
+
+def _expecting(schema: CoreSchema, expected: str) -> CoreSchema:
+    return core_schema.custom_error_schema(
+        schema, "refused", custom_error_message="{expected}", custom_error_context={"expected": expected}
+    )
+
+
+@functools.cache
+def _adapter(cls: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(cls)
+
+
+def _unknown_key(key: object, known: Collection[str]) -> PydanticCustomError:
+    return refused(
+        f"unknown key '{key}' in {{place}}",
+        found=repr(key),
+        expected=f"one of {', '.join(sorted(known))}" if known else "no options",
+        cause=near(key, known),
+        action="correct or remove the key",
+    )
+
+
+def _config_error(error: ValidationError, where: str, inside: str) -> ConfigError:
+    one = error.errors(include_url=False)[0]
+    context: dict[str, Any] = one.get("ctx", {}) if one["type"] == "refused" else _of_pydantic(one)
+    keys = [*one["loc"], *context.get("at", ())]
+    path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys if key != "[key]")
+    return _worded(context, f"{inside}{path}".removeprefix(".") if path else where, one["input"])
+
+
+def _worded(context: Mapping[str, Any], place: str, value: object) -> ConfigError:
+    return ConfigError(
+        context.get("headline", "bad value of {place}").replace("{place}", place),
+        found=context.get("found", f"{value!r:.80}"),
+        expected=context["expected"],
+        cause=context.get("cause"),
+        action=context.get("action", f"correct {place}"),
+    )
+
+
+def _of_pydantic(error: Any) -> dict[str, Any]:
+    """Words for what pydantic itself refuses."""
+    kind, value = error["type"], error["input"]
+    if kind in ("dataclass_type", "dict_type", "mapping_type"):
+        return {"headline": "{place} is not a mapping", "found": _typed(value), "expected": "keys and values"}
+    if kind == "missing":
+        return {"headline": "{place} is missing", "found": ", ".join(map(str, value)), "expected": "a value"}
+    if kind == "literal_error":
+        choices = re.findall(r"'(.*?)'", error["ctx"]["expected"])
+        return {"expected": f"one of {', '.join(choices)}", "cause": near(value, choices)}
+    words = {"bool_type": "true or false", "string_type": "a text", "tuple_type": "a list"}
+    return {"expected": words.get(kind, str(error["msg"]).removeprefix("Input should be "))}
+
+
+def _typed(value: object) -> str:
+    return f"{type(value).__name__}: {value!r:.60}"
