@@ -48,7 +48,9 @@ def main(argv: list[str] | None = None) -> int:
     where = series.Where(pythons=_pythons(options), cuda=_has_cuda(), scratch=scratch, corpora=corpora(scratch))
     record = Record(scratch / "results.json")
     for upstream in wanted:
-        try_one(upstream, clones, where, record, kinds)
+        left = kinds if options.only else {kind for kind in kinds if not record.is_current(upstream.name, kind)}
+        if left:
+            try_one(upstream, clones, where, record, left)
         record.write(options.output)
     num_failed = sum(result.status == "failed" for result in record.everything())
     print(f"{options.output}: {num_failed} failed; logs in {scratch}")
@@ -68,6 +70,7 @@ def try_one(upstream: Upstream, clones: Path, where: series.Where, record: Recor
     for kind in sorted(kinds, reverse=True):
         tried = False
         record.results.setdefault(name, {})[kind] = []
+        record.made_with.pop(f"{name} {kind}", None)
         for result in (series.static if kind == "static" else series.runs)(tree, where):
             record.add(name, kind, result)
             tried = True
@@ -121,6 +124,12 @@ class Record:
         """One more, also on the screen."""
         self.results[name][kind].append(result)
         print(f"{result.upstream:12} {result.status:8} {result.what}  {result.detail}", flush=True)
+
+    def is_current(self, name: str, kind: str) -> bool:
+        """Whether it was tried with this integration, and nothing failed."""
+        found = self.results.get(name, {}).get(kind, [])
+        made_with = self.made_with.get(f"{name} {kind}", "")
+        return made_with.startswith(f"{fingerprint()} ") and all(result.status != "failed" for result in found)
 
     def everything(self) -> list[Result]:
         """All results."""

@@ -20,8 +20,9 @@ in it is written by hand. To repeat it:
 
 `CLONES` holds git clones as `CLONES/OWNER/NAME` (`CLONES/NVIDIA/Megatron-LM`); what is missing is said, with the
 command that fetches it. The trees are exported into a scratch folder, and nothing in the clones is touched. Two virtual
-environments are made: with Python 3.11, and with 3.12 for Megatron-LM from core 0.17 on. `ONLY` repeats a part:
-upstreams by name, and `static` or `runs`; the other results are kept in the scratch folder (`SCRATCH`). Upstream's
+environments are made: with Python 3.11, and with 3.12 for Megatron-LM from core 0.17 on. What the scratch folder
+(`SCRATCH`) holds of this very integration, without a failure, is not tried again: an interrupted run goes on. `ONLY`
+repeats a part: upstreams by name, and `static` or `runs`. Upstream's
 training code needs CUDA; without a GPU, `tests/upstream/cpu_shim.py` lets `cuda` mean the CPU. Run it from a checkout
 that nobody edits meanwhile: every run imports it anew. `make test-all` fails if the integration, the patcher, the
 recipes or the launcher are no longer those that this file was made with.

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.upstream.__main__ import DOCUMENT
+from tests.upstream.__main__ import DOCUMENT, Record
 from tests.upstream.compare import difference, read_steps
 from tests.upstream.document import fingerprints_of
 from tests.upstream.fingerprint import ROOT, files, fingerprint
+from tests.upstream.results import Result
 from tests.upstream.trees import UPSTREAMS
 
 
@@ -48,6 +49,22 @@ def test_the_fingerprint_covers_what_decides(tmp_path):
 def test_every_upstream_that_was_asked_for_has_a_row():
     text = DOCUMENT.read_text()
     assert [one.title for one in UPSTREAMS if f"| {one.title} |" not in text] == []
+
+
+def test_an_interrupted_run_goes_on(tmp_path):
+    """What failed, what another integration was tried with, and what was interrupted is tried again."""
+    record = Record(tmp_path / "results.json")
+    for name, made_with, status in (
+        ("0.8.0", f"{fingerprint()} abc", "ok"),
+        ("main", f"{fingerprint()} abc", "failed"),
+        ("dev", "0000000000000000 abc", "ok"),
+        ("rocm", "", "ok"),
+    ):
+        record.results[name] = {"runs": [Result(upstream=name, what="x", status=status)]}
+        record.made_with |= {f"{name} runs": made_with} if made_with else {}
+    record.save()
+    again = Record(tmp_path / "results.json")
+    assert [name for name in ("0.8.0", "main", "dev", "rocm", "0.9.0") if again.is_current(name, "runs")] == ["0.8.0"]
 
 
 def test_missing_clones_are_named_with_what_fetches_them(tmp_path):
