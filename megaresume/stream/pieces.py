@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.stream.compiled import compiled
 from megaresume.stream.source import LengthSource
 
 __all__ = ["LongDocuments", "PieceLists", "find_long", "may_be_cut"]
@@ -74,23 +73,11 @@ class LongDocuments:
             numbers: changed: they become the documents.
             num_documents: of the source; later pieces are numbered from it on.
         """
+        from megaresume.stream.piece_search import resolve  # deferred: numba takes a second to import
+
         parts = np.zeros(len(numbers), np.int64)
-        _resolve(numbers, parts, num_documents, self.ids, self.ends, self.guide)
+        resolve(numbers, parts, num_documents, self.ids, self.ends, self.guide)
         return numbers, parts
-
-
-@compiled
-def _resolve(numbers, parts, num_documents, ids, ends, guide):  # type: ignore[no-untyped-def]
-    for j in range(numbers.size):
-        later = numbers[j] - num_documents
-        if later < 0:
-            continue
-        g = np.searchsorted(guide, later, side="right")
-        first, stop = g * STRIDE, min((g + 1) * STRIDE, ends.size)
-        at = first + np.searchsorted(ends[first:stop], later, side="right")
-        if at == ends.size:
-            raise IndexError("a piece beyond the last one")
-        numbers[j], parts[j] = ids[at], later + 1 - (ends[at - 1] if at > 0 else 0)
 
 
 def find_long(
