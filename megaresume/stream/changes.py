@@ -45,14 +45,14 @@ def extended(config: StreamConfig, names: Sequence[str], last: StreamConfig | No
     """
     known = {source.name: source for source in config.sources}
     before = {source.name: source for source in last.sources} if last is not None else {}
-    order = [*names, *(name for name in known if name not in names)]
-    gone = {
-        name: replace(before[name], weight=0, max_epochs=None, on_exhausted="drop", options={})
-        if name in before
-        else SourceConfig(name=name, weight=0)
-        for name in order
-    }
-    return replace(config, sources=tuple((gone | known)[name] for name in order))
+
+    def gone(name: str) -> SourceConfig:
+        if name not in before:
+            return SourceConfig(name=name, weight=0)
+        return replace(before[name], weight=0, max_epochs=None, on_exhausted="drop", options={})
+
+    order = dict.fromkeys([*names, *known])
+    return replace(config, sources=tuple(known[name] if name in known else gone(name) for name in order))
 
 
 def reconcile(
@@ -84,7 +84,7 @@ def reconcile(
     names = {given.name: source.name for given, source in zip(config.sources, now.sources, strict=True)}
     grown = check_corpora(config, names, fingerprints, state, first_of)
     going_on = _reconcile(now, grown, state, on_change)
-    then = StreamConfig.from_dict(state.config)
+    then = StreamConfig.recorded(state.config)
     going_on.course.skips, said = decide(
         state.skips,
         state.samples,
@@ -100,15 +100,15 @@ def reconcile(
 
 def _reconcile(config: StreamConfig, grown: Sequence[Growth], state: StreamState, on_change: OnChange) -> Reconciled:
     """The same for the stages, when it is known which corpora have grown."""
-    recorded = StreamConfig.from_dict(state.config)
+    recorded = StreamConfig.recorded(state.config)
     now = extended(config, list(state.sources), recorded)
     order = [source.name for source in now.sources]
     then = extended(recorded, order, now)
-    history = [replace(r, config=extended(StreamConfig.from_dict(r.config), order).to_dict()) for r in state.stages]
+    history = [replace(r, config=extended(StreamConfig.recorded(r.config), order).to_dict()) for r in state.stages]
     passed = [_passed(c.stages, state) for c in (then, now)]
     to_come = now.stages[passed[1] :]
     written, today = _plain_stages(then.stages), _plain_stages(now.stages)
-    current = wanted = StreamConfig.from_dict(history[-1].config)
+    current = wanted = StreamConfig.recorded(history[-1].config)
     accepted = []
     if then.without_stages() == now.without_stages() and written[: passed[0]] == today[: passed[1]]:
         if written != today:
@@ -135,7 +135,7 @@ def _reconcile(config: StreamConfig, grown: Sequence[Growth], state: StreamState
 
 def changes_since(config: StreamConfig, state: StreamState) -> list[tuple[str, Any, Any]]:
     """(field, then, now) wherever the data config of today differs from the one that a state was made with."""
-    recorded = StreamConfig.from_dict(state.config)
+    recorded = StreamConfig.recorded(state.config)
     now = extended(resolved(config, state.config["sources"]), list(state.sources), recorded)
     then = extended(recorded, [source.name for source in now.sources], now)
     return _changed(now, then)

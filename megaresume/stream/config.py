@@ -9,8 +9,10 @@ or another packing. `StreamConfig.changed_by` applies one.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import Annotated, Any, Literal, get_args
 
@@ -186,6 +188,11 @@ class StreamConfig:
             skip=SkipConfig.from_dict(document.skip, list(names)).renamed(names),
         )._checked()
 
+    @classmethod
+    def recorded(cls, data: Mapping[str, Any]) -> StreamConfig:
+        """The same of one that a state knows. The last few are remembered: a resume asks for the same ones again."""
+        return _recorded(json.dumps(data))
+
     def without_stages(self) -> StreamConfig:
         """What holds before the first declared change, whatever is skipped."""
         return replace(self, stages=(), skip=NO_SKIP)
@@ -230,6 +237,11 @@ class StreamConfig:
             | ({"skip": self.skip.to_dict()} if self.skip else {})
             | ({"stages": [stage.to_dict() for stage in self.stages]} if self.stages else {})
         )
+
+
+@lru_cache(maxsize=4)
+def _recorded(text: str) -> StreamConfig:
+    return StreamConfig.from_dict(json.loads(text))
 
 
 def _source_dict(source: SourceConfig) -> dict[str, Any]:

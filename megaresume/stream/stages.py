@@ -48,7 +48,7 @@ class Stage:
     @classmethod
     def recorded(cls, record: StageRecord) -> Stage:
         """One that was."""
-        return cls(name=record.name, config=StreamConfig.from_dict(record.config), unit="samples", at=record.first)
+        return cls(name=record.name, config=StreamConfig.recorded(record.config), unit="samples", at=record.first)
 
 
 def declared(before: StreamConfig, changes: Sequence[StageConfig]) -> list[Stage]:

@@ -213,7 +213,7 @@ class Stream:
         elif past is not None:
             course = Course.recorded(past)
             given = resolved(config, past.config["sources"])
-            last = StreamConfig.from_dict(past.stages[-1].config)
+            last = StreamConfig.recorded(past.stages[-1].config)
             config = extended(given, [s.name for s in last.sources], last)
         else:
             given, course = config, Course.of(config)
