@@ -32,6 +32,9 @@ def _count(text: str) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command: those of a training program, with their meaning there."""
+    from megaresume.integrations.flags import add_settings
+    from megaresume.integrations.settings import Checkpoints, DataOptions
+
     parser.add_argument("dir", metavar="DIR", type=Path, help="the run's --save directory")
     parser.add_argument("--json", action="store_true", help="JSON on standard output")
     data = parser.add_argument_group("data (default: as the run was last saved)")
@@ -39,21 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--split", help="of corpora without a split of their own")
     data.add_argument("--seed", type=int, help="where the data config does not say")
     data.add_argument("--seq-length", type=_count, metavar="S", help="tokens a sample")
-    data.add_argument(
-        "--on-change",
-        "--megaresume-on-change",
-        choices=("refuse", "stage"),
-        default="refuse",
-        help="what becomes of a changed data config, as --megaresume-on-change in the launch (default: refuse)",
-    )
-    data.add_argument(
-        "--skip-samples",
-        "--megaresume-skip-samples",
-        nargs="+",
-        metavar="A:B",
-        default=(),
-        help="samples that are to be left out, as --megaresume-skip-samples in the launch",
-    )
+    add_settings(data, DataOptions, "plan")
     data.add_argument(
         "--skip-train-iteration-range",
         nargs="+",
@@ -71,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     layout.add_argument("--num-workers", type=int, metavar="W", help="worker processes a rank")
     layout.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), metavar="Z", help="DeepSpeed's ZeRO")
-    layout.add_argument("--elastic", action="store_true", help="the job converts ZeRO checkpoints of other ranks")
+    add_settings(layout, Checkpoints, "plan")
     layout.add_argument("--universal-checkpoint", action="store_true", help="load what ds_to_universal wrote")
     length = parser.add_argument_group("the run (not recorded: give what the launch gives)")
     length.add_argument("--ckpt-step", type=int, metavar="N", help="load this iteration and no other")
@@ -103,7 +92,7 @@ def _flags(args: argparse.Namespace) -> Flags:
         given["rampup_batch_size"] = tuple(args.rampup_batch_size)
     try:
         given["skip"] = SkipConfig(
-            samples=union(parse_range(word, "--skip-samples") for word in args.skip_samples),
+            samples=union(parse_range(word, "--skip-samples") for word in args.skip_samples or ()),
             steps=tuple(parse_steps(word, "--skip-train-iteration-range") for word in args.skip_train_iteration_range),
         )
     except ConfigError as error:

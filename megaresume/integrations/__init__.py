@@ -13,6 +13,7 @@
     staged.py                 saves to fast local storage, copied to shared storage behind the training's back
     elastic/                  a ZeRO checkpoint of another number of ranks, converted when it is loaded or beforehand
     loaders/                  other people's loaders (Energon, torchdata), their states in the checkpoint
+    settings.py, flags.py     all settings, each declared once; the flags that are made of them
     stop_conditions.py        when to save and exit; stopping.py: how all ranks come to do it at one step
     megatron/                 the hooks in Megatron-LM and Megatron-DeepSpeed: its own docstring is the map
     ranks.py                  one rank decides, all ranks know; one rank fails, all ranks fail

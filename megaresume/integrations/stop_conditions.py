@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from megaresume.integrations.flags import described, setting
 from megaresume.stream.errors import UsageError
 
 __all__ = ["END_TIME_VARIABLES", "SIGNALS", "StopConditions", "Stopped", "job_end", "minutes_before_end"]
@@ -31,27 +32,52 @@ class Stopped(SystemExit):
         self.reason = reason
 
 
+def minutes_before_end(text: str | float | None) -> float | Literal["auto"] | None:
+    """What follows ``--megaresume-stop-before-end``. Raises UsageError."""
+    if text is None or text == "auto":
+        return None if text is None else "auto"
+    try:
+        return float(text)
+    except ValueError as error:
+        raise UsageError(
+            "--megaresume-stop-before-end takes minutes, or nothing",
+            found=text,
+            expected="a number of minutes",
+        ) from error
+
+
+@described
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopConditions:
     """When to save and exit. Any of them is enough.
-
-    Args:
-        signals: names of signals to listen to.
-        file: stop when this file appears; it is removed once the checkpoint is saved.
-        after_minutes: since the process began.
-        before_end: minutes before the end that the scheduler gives the job (Slurm's, or ``$MEGARESUME_JOB_END_TIME``
-            in seconds since 1970); ``auto``: as long before as a save was measured to take, and some more.
-        status: exit status. torchrun and Slurm take anything but 0 for a failure.
 
     Raises:
         UsageError: an unknown signal, an impossible time or status, or an end of the job that nobody tells.
     """
 
-    signals: tuple[str, ...] = SIGNALS
-    file: str | None = None
-    after_minutes: float | None = None
-    before_end: float | Literal["auto"] | None = None
-    status: int = 0
+    signals: tuple[str, ...] = setting(SIGNALS, "names of signals to listen to")
+    file: str | None = setting(
+        None,
+        "save and exit when this file appears; it is removed then",
+        hosts="megatron training",
+        flag="stop-file",
+        metavar="FILE",
+    )
+    after_minutes: float | None = setting(None, "save and exit so many minutes after the process began")
+    before_end: float | Literal["auto"] | None = setting(
+        None,
+        "save and exit so many minutes before the end of the Slurm job ($MEGARESUME_JOB_END_TIME); without a number: "
+        "as long before as a save was measured to take",
+        hosts="megatron training",
+        flag="stop-before-end",
+        type=minutes_before_end,
+        nargs="?",
+        const="auto",
+        metavar="MINUTES",
+    )
+    status: int = setting(
+        0, "exit status of a run that was asked to stop and saved", hosts="training", flag="stop-status"
+    )
 
     def __post_init__(self) -> None:
         for name in self.signals:
@@ -81,20 +107,6 @@ class StopConditions:
         return bool(self.signals) or any(
             condition is not None for condition in (self.file, self.after_minutes, self.before_end)
         )
-
-
-def minutes_before_end(text: str | float | None) -> float | Literal["auto"] | None:
-    """What follows ``--megaresume-stop-before-end``. Raises UsageError."""
-    if text is None or text == "auto":
-        return None if text is None else "auto"
-    try:
-        return float(text)
-    except ValueError as error:
-        raise UsageError(
-            "--megaresume-stop-before-end takes minutes, or nothing",
-            found=text,
-            expected="a number of minutes",
-        ) from error
 
 
 def _value(name: str) -> str:

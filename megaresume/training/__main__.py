@@ -93,12 +93,12 @@ def _run(args: Arguments) -> int:
             zero_stage=args.zero_stage,
             partitions=dp,
             tag=None if args.ckpt_step is None else f"global_step{args.ckpt_step}",
-            elastic=args.megaresume_elastic,
+            elastic=args.checkpoints.elastic,
         )
     on_data = Stopwatch()
     with on_data:
         data_options = on_all_ranks(lambda: _data(args))
-        stream = on_all_ranks(lambda: open_stream(**data_options, on_change=args.megaresume_on_change))
+        stream = on_all_ranks(lambda: open_stream(**data_options, on_change=args.data_options.on_change))
     seq_length = stream.config.seq_length
     vocab_size = on_all_ranks(lambda: _vocab_size(args, stream.sources))
     encoder = on_all_ranks(lambda: image_encoder(args, stream.sources))
@@ -118,16 +118,16 @@ def _run(args: Arguments) -> int:
             stream,
             schedule=schedule,
             num_workers=args.num_workers,
-            prefetch=args.megaresume_prefetch,
-            start_method=args.megaresume_start_method,
+            prefetch=args.loader.prefetch,
+            start_method=args.loader.start_method,
             skip=on_all_ranks(lambda: _skip(args)),
             save_dir=args.save,
             keep_last=kept.keep_last,
             keep_every=kept.keep_every,
-            max_starts=args.megaresume_max_starts,
-            elastic=args.megaresume_elastic,
-            verify_checkpoint=args.megaresume_verify_checkpoint,
-            stage_to=args.megaresume_stage_to,
+            max_starts=args.checkpoints.max_starts,
+            elastic=args.checkpoints.elastic,
+            verify_checkpoint=args.checkpoints.verify,
+            stage_to=args.checkpoints.stage_to,
         )
     on_data.watch(data, "restore")
     _load(args, engine)
@@ -202,7 +202,7 @@ def _skip(args: Arguments) -> Any:
     from megaresume.stream.ranges import union
     from megaresume.stream.skips import SkipConfig, parse_range, parse_steps
 
-    samples = [parse_range(word, "--megaresume-skip-samples") for word in args.megaresume_skip_samples or ()]
+    samples = [parse_range(word, "--megaresume-skip-samples") for word in args.data_options.skip or ()]
     steps = [parse_steps(word, "--skip-train-iteration-range") for word in args.skip_train_iteration_range or ()]
     return SkipConfig(samples=union(samples), steps=tuple(steps))
 
@@ -220,8 +220,8 @@ def _data(args: Arguments) -> dict[str, Any]:
     from megaresume.sources.data_config import DataConfig
 
     common = {"seq_length": args.seq_length, "seed": args.seed}
-    if args.megaresume_data is not None:
-        return {"data": DataConfig.of(args.megaresume_data), "split": args.split} | common
+    if args.launch.data is not None:
+        return {"data": DataConfig.of(args.launch.data), "split": args.split} | common
     return {"data": DataConfig.of(list(args.data_path or ())), "split": args.split or DEFAULT_SPLIT} | common
 
 

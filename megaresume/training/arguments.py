@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from megaresume.checkpoint.progress import MAX_STARTS
 from megaresume.checkpoint.retention import Retention
-from megaresume.integrations.stop_conditions import SIGNALS, StopConditions, minutes_before_end
+from megaresume.integrations.flags import flag, group, parse_flags
+from megaresume.integrations.settings import Checkpoints, DataOptions, LaunchOptions, Loader
+from megaresume.integrations.stop_conditions import SIGNALS, StopConditions
 from megaresume.stream.batches import BatchSchedule, micro_batches
 from megaresume.stream.errors import UsageError
-from megaresume.training.flags import flag, parse_flags
 
 __all__ = ["Arguments", "check_layout", "parse_arguments", "retention", "stop_conditions"]
 
@@ -69,21 +69,11 @@ class Arguments:
     exit_interval: int | None = flag(None, "exit after a step that this divides")
     exit_duration_in_mins: float | None = flag(None, "save and exit after so many minutes")
     exit_signal_handler: bool = flag(False, "save and exit on SIGTERM, SIGUSR1 and SIGUSR2")
-    megaresume_stop_file: str | None = flag(None, "save and exit when this file appears; it is removed then")
-    megaresume_stop_before_end: str | None = flag(
-        None,
-        "save and exit so many minutes before the end of the Slurm job; without a number: as long before as a save "
-        "was measured to take",
-        nargs="?",
-        const="auto",
-        metavar="MINUTES",
-    )
-    megaresume_stop_status: int = flag(0, "exit status of a run that was asked to stop and saved")
 
     # optimizer
     lr: float = flag(None, "highest learning rate", required=True)
     min_lr: float = flag(0.0, "lowest learning rate")
-    lr_decay_style: DecayStyle = flag("linear", "shape", choices=_DECAY_STYLES)  # noqa: RUF009  a field, see flags.py
+    lr_decay_style: DecayStyle = flag("linear", "shape", choices=_DECAY_STYLES)
     lr_decay_iters: int | None = flag(None, "steps until min-lr; default: train-iters")
     lr_decay_samples: int | None = flag(None, "samples until min-lr; default: train-samples")
     lr_warmup_iters: int = flag(0, "steps of linear warm-up")
@@ -103,23 +93,12 @@ class Arguments:
     # data
     data_path: tuple[str, ...] | None = flag(None, "corpora, or weights and corpora in turn", nargs="+")
     data_args_path: str | None = flag(None, "a file that holds what data-path would")
-    megaresume_data: str | None = flag(None, "a data.yaml, in place of data-path")
-    megaresume_on_change: Literal["refuse", "stage"] = flag(
-        "refuse", "data config is not that of the checkpoint: stop, or begin a new stage", choices=["refuse", "stage"]
-    )
-    megaresume_skip_samples: tuple[str, ...] | None = flag(
-        None, "samples A:B that are not to be trained; kept in the checkpoint", nargs="+", metavar="A:B"
-    )
     skip_train_iteration_range: tuple[str, ...] | None = flag(
         None, "steps whose samples are not to be trained, counted from 1", nargs="+", metavar="FIRST-LAST"
     )
     split: str | None = flag(None, "weights of train, valid, test; default: 969, 30, 1 with data-path")
     dataloader_type: str = flag("single", "only single: one order for the whole run")
     num_workers: int = flag(0, "worker processes that read; 0: a thread, which is faster for tokens")
-    megaresume_prefetch: int = flag(2, "micro-batches read ahead")
-    megaresume_start_method: Literal["fork", "spawn"] | None = flag(
-        None, "of worker processes; default: Python's", choices=["fork", "spawn"]
-    )
 
     # checkpoints
     save: str | None = flag(None, "directory of checkpoints")
@@ -128,17 +107,9 @@ class Arguments:
     save_retain_interval: int | None = flag(
         None, "keep the newest checkpoint and those whose step this divides; delete the others"
     )
-    megaresume_keep_last: int | None = flag(None, "keep the newest so many checkpoints; default: all")
-    megaresume_keep_every: int | None = flag(None, "keep those besides whose step this divides")
-    megaresume_stage_to: str | None = flag(
-        None, "existing directory on shared storage: what is saved to --save, local storage, is copied there behind it"
-    )
-    megaresume_max_starts: int = flag(MAX_STARTS, "starts from one place without a save between; 0: any number")
     ckpt_step: int | None = flag(None, "load this iteration and no other")
     finetune: bool = flag(False, "load weights only: step 0, sample 0")
     exit_on_missing_checkpoint: bool = flag(False, "fail where --load finds none")
-    megaresume_elastic: bool = flag(False, "convert a ZeRO checkpoint that another number of data-parallel ranks saved")
-    megaresume_verify_checkpoint: bool = flag(False, "checksums of all files at every save and load, not only sizes")
     universal_checkpoint: bool = flag(False, "load what deepspeed.checkpoint.ds_to_universal wrote")
 
     # validation and logs
@@ -157,6 +128,13 @@ class Arguments:
     megaresume_min_step_seconds: float = flag(
         0.0, "a step lasts at least so long: for tests of launching, where a tiny model is faster than the scheduler"
     )
+
+    # what other hosts have too
+    launch: LaunchOptions = group(LaunchOptions)
+    data_options: DataOptions = group(DataOptions)
+    loader: Loader = group(Loader)
+    checkpoints: Checkpoints = group(Checkpoints)
+    stop: StopConditions = group(StopConditions)
 
     # launching
     distributed_backend: Literal["nccl", "gloo"] | None = flag(
@@ -230,7 +208,7 @@ def _check_run(args: Arguments) -> None:
 
 def _check_data(args: Arguments) -> None:
     given = {
-        "--megaresume-data": args.megaresume_data,
+        "--megaresume-data": args.launch.data,
         "--data-path": args.data_path,
         "--data-args-path": args.data_args_path,
     }
@@ -296,16 +274,16 @@ def retention(args: Arguments) -> Retention:
         UsageError: numbers below 1, or two flags for the same thing.
     """
     if args.save_retain_interval is None:
-        return Retention(keep_last=args.megaresume_keep_last, keep_every=args.megaresume_keep_every)
-    if args.megaresume_keep_every is not None:
+        return Retention(keep_last=args.checkpoints.keep_last, keep_every=args.checkpoints.keep_every)
+    if args.checkpoints.keep_every is not None:
         raise UsageError(
             "two flags say which steps to keep",
             found=f"--save-retain-interval {args.save_retain_interval}, --megaresume-keep-every "
-            f"{args.megaresume_keep_every}",
+            f"{args.checkpoints.keep_every}",
             expected="one of them",
             action="remove --save-retain-interval",
         )
-    return Retention(keep_last=args.megaresume_keep_last or 1, keep_every=args.save_retain_interval)
+    return Retention(keep_last=args.checkpoints.keep_last or 1, keep_every=args.save_retain_interval)
 
 
 def stop_conditions(args: Arguments) -> StopConditions | None:
@@ -314,13 +292,8 @@ def stop_conditions(args: Arguments) -> StopConditions | None:
     Raises:
         UsageError: times that are none, or an end of the job that nobody tells.
     """
-    conditions = StopConditions(
-        signals=SIGNALS if args.exit_signal_handler else (),
-        file=args.megaresume_stop_file,
-        after_minutes=args.exit_duration_in_mins,
-        before_end=minutes_before_end(args.megaresume_stop_before_end),
-        status=args.megaresume_stop_status,
-    )
+    signals = SIGNALS if args.exit_signal_handler else ()
+    conditions = dataclasses.replace(args.stop, signals=signals, after_minutes=args.exit_duration_in_mins)
     return conditions if conditions else None
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from typing import Any, get_args
 
 from megaresume.checkpoint.progress import MAX_STARTS
 from megaresume.checkpoint.retention import KEEP_ALL, Retention
+from megaresume.integrations.flags import PREFIX, add_settings, flag_of
+from megaresume.integrations.settings import GROUPS, Mode
 from megaresume.integrations.stop_conditions import SIGNALS, StopConditions, minutes_before_end
 from megaresume.stream.config import OnChange
 from megaresume.stream.errors import UsageError
@@ -22,17 +24,16 @@ from megaresume.stream.skips import SkipConfig, parse_range, parse_steps
 
 __all__ = ["Mode", "Settings", "add_arguments", "around_add_data_args", "skip_of"]
 
-#: stream: our samples. guard: Megatron's own datasets, recorded and pinned. off: the hooks do nothing.
-Mode = Literal["stream", "guard", "off"]
-
-_MODES: tuple[Mode, ...] = ("stream", "guard", "off")
-_ON_CHANGE: tuple[OnChange, ...] = ("refuse", "stage")
-_FIRST_FLAG = "--megaresume-data"
+_MODES = get_args(Mode)
+_ON_CHANGE = get_args(OnChange)
+_FIRST_FLAG = f"{PREFIX}data"
 
 #: our flags, without ``--megaresume-``.
-_WORDS = (
-    *("data", "mode", "accept", "on_change", "log_samples", "skip_samples", "elastic", "keep_last", "keep_every"),
-    *("stop_file", "stop_before_end", "max_starts", "verify_checkpoint"),
+_WORDS = tuple(
+    flag_of(field).removeprefix(PREFIX).replace("-", "_")
+    for group in GROUPS.values()
+    for field in fields(group)
+    if "megatron" in field.metadata["hosts"]
 )
 
 
@@ -40,51 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add our flags, unless the parser has them already. Both dashes and underscores are accepted."""
     if _FIRST_FLAG in parser._option_string_actions:
         return parser
-    group = parser.add_argument_group("megaresume", "exact resume of the data")
-    group.add_argument(
-        _FIRST_FLAG,
-        "--megaresume_data",
-        metavar="FILE",
-        default=None,
-        help="data.yaml with the sources, weights and packing: train on the stream that it describes, instead of on "
-        "Megatron's own datasets",
-    )
-    group.add_argument(
-        "--megaresume-mode",
-        "--megaresume_mode",
-        choices=_MODES,
-        default=None,
-        help="stream: train on our stream (of --megaresume-data, or of --data-path and its kin). guard: keep "
-        "Megatron's own datasets, and make sure that a resume rebuilds their order. off: do nothing. "
-        "Default: stream with --megaresume-data, otherwise guard",
-    )
-    group.add_argument(
-        "--megaresume-on-change",
-        "--megaresume_on_change",
-        choices=_ON_CHANGE,
-        default=None,
-        help="where the data config is not the one of the checkpoint. refuse: stop, naming what differs (default). "
-        "stage: begin a new stage there; every source goes on at its own position",
-    )
-    group.add_argument(
-        "--megaresume-log-samples",
-        "--megaresume_log_samples",
-        metavar="DIR",
-        default=None,
-        help="every process that reads data writes into DIR what it was handed in every step, for megaresume verify "
-        "(stream mode)",
-    )
-    group.add_argument(
-        "--megaresume-skip-samples",
-        "--megaresume_skip_samples",
-        nargs="+",
-        metavar="A:B",
-        default=None,
-        help="samples A to B-1 of the stream, counted from 0 with what is left out, that are not to be trained: the "
-        "data behind them moves up. Kept in the checkpoint; the flag may stay in the launch script",
-    )
+    ours = parser.add_argument_group("megaresume", "exact resume of the data")
+    for group in GROUPS.values():
+        add_settings(ours, group, "megatron")
     if "--skip-train-iteration-range" not in parser._option_string_actions:
-        group.add_argument(
+        ours.add_argument(
             "--skip-train-iteration-range",
             "--skip_train_iteration_range",
             nargs="+",
@@ -92,72 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             default=None,
             help="mode stream: iterations, counted from 1, the last one included, whose samples are not trained",
         )
-    group.add_argument(
-        "--megaresume-elastic",
-        "--megaresume_elastic",
-        action="store_true",
-        help="Megatron-DeepSpeed: a ZeRO checkpoint that another number of data-parallel ranks saved is converted when "
-        "it is loaded, and not refused",
-    )
-    group.add_argument(
-        "--megaresume-keep-last",
-        "--megaresume_keep_last",
-        type=int,
-        metavar="K",
-        default=None,
-        help="delete old checkpoints when a newer one is complete: keep the newest K (stream mode)",
-    )
-    group.add_argument(
-        "--megaresume-keep-every",
-        "--megaresume_keep_every",
-        type=int,
-        metavar="N",
-        default=None,
-        help="keep those besides whose iteration N divides; with --megaresume-keep-last, --save-retain-interval is "
-        "the same",
-    )
-    group.add_argument(
-        "--megaresume-stop-file",
-        "--megaresume_stop_file",
-        metavar="FILE",
-        default=None,
-        help="save and exit when this file appears; it is removed then",
-    )
-    group.add_argument(
-        "--megaresume-stop-before-end",
-        "--megaresume_stop_before_end",
-        nargs="?",
-        const="auto",
-        metavar="MINUTES",
-        default=None,
-        help="save and exit so many minutes before the end of the Slurm job; without a number: as long before as a "
-        "save was measured to take",
-    )
-    group.add_argument(
-        "--megaresume-max-starts",
-        "--megaresume_max_starts",
-        type=int,
-        metavar="N",
-        default=None,
-        help=f"refuse to start more often than this from one iteration without a save between (default: {MAX_STARTS}; "
-        "0: any number)",
-    )
-    group.add_argument(
-        "--megaresume-verify-checkpoint",
-        "--megaresume_verify_checkpoint",
-        action="store_true",
-        default=None,
-        help="checksums of all files at every save and load, not only their sizes (stream mode)",
-    )
-    group.add_argument(
-        "--megaresume-accept",
-        "--megaresume_accept",
-        nargs="+",
-        metavar="NAME",
-        default=None,
-        help="differences from the recorded order of Megatron's own datasets that are meant, by the names that the "
-        "refusal gave them; kept in the record for ever",
-    )
     return parser
 
 
