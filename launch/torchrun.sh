@@ -5,7 +5,7 @@
 #   several nodes   on every node: NNODES=2 NODE_RANK=0 (or 1 ...) MASTER_ADDR=address-of-node-0 ./torchrun.sh ...
 #
 # TERM, USR1, INT (Ctrl-C) or HUP to this script: all ranks on all nodes save at the end of their step, and everything
-# ends with status 0. The same command again goes on from there, also with other numbers of nodes and ranks.
+# ends with status 0. Run the same command again to continue, also with other numbers of nodes and ranks.
 set -euo pipefail
 
 # ==== settings: edit here, or set them in the environment =============================================================
@@ -13,7 +13,7 @@ RUN_DIR=${RUN_DIR:-runs/torchrun}         # checkpoints and records; several nod
 DATA=${DATA:-data.yaml}                   # what to train on
 PYTHON=${PYTHON:-python}                  # the Python that megaresume is installed in
 PROCS_PER_NODE=${PROCS_PER_NODE:-auto}    # ranks on a node; auto: as many as there are GPUs, 1 without
-NNODES=${NNODES:-1}                       # nodes; MIN:MAX, for example 1:3: goes on with fewer, and takes in more
+NNODES=${NNODES:-1}                       # nodes; MIN:MAX, for example 1:3: continues with fewer, and takes in more
 NODE_RANK=${NODE_RANK:-0}                 # which of the nodes this one is, from 0
 MASTER_ADDR=${MASTER_ADDR:-127.0.0.1}     # several nodes: node 0, as the others reach it
 MASTER_PORT=${MASTER_PORT:-29500}         # several nodes: a port on node 0 that nobody else uses; the same on all nodes
@@ -112,7 +112,7 @@ on_signal() {
   STOPPED_BY=$1
   say "$1 came: all ranks save at the end of their step, then this script ends"
   # For ranks that do not listen yet, and for those on other nodes. Removed by the run when it has saved.
-  touch "$STOP_FILE" || say "the stop file $STOP_FILE cannot be made: ranks that still start will miss the signal"
+  touch "$STOP_FILE" || say "the stop file $STOP_FILE cannot be created: ranks that still start will miss the signal"
   # The launcher would die of the signal, and its ranks with it: it was started so that it ignores it.
   local process
   if [[ $LAUNCHER ]]; then
@@ -150,15 +150,15 @@ LAUNCHER=
 command -v "$PYTHON" >/dev/null || refuse "there is no PYTHON=$PYTHON" "set PYTHON to the one of your environment"
 "$PYTHON" -c 'import megaresume' || refuse "PYTHON=$PYTHON has no megaresume" "set PYTHON to the one that has it"
 [[ -f $DATA ]] || refuse "there is no DATA=$DATA (in $PWD)" "set DATA to your data.yaml"
-[[ $NNODES =~ ^[0-9]+(:[0-9]+)?$ ]] || refuse "NNODES=$NNODES is no number, and no MIN:MAX"
-[[ ${NODE_RANK:-0} =~ ^[0-9]+$ ]] || refuse "NODE_RANK=$NODE_RANK is no number"
-[[ $MAX_RESTARTS =~ ^[0-9]+$ ]] || refuse "MAX_RESTARTS=$MAX_RESTARTS is no number"
+[[ $NNODES =~ ^[0-9]+(:[0-9]+)?$ ]] || refuse "NNODES=$NNODES is neither a number nor MIN:MAX"
+[[ ${NODE_RANK:-0} =~ ^[0-9]+$ ]] || refuse "NODE_RANK=$NODE_RANK is not a number"
+[[ $MAX_RESTARTS =~ ^[0-9]+$ ]] || refuse "MAX_RESTARTS=$MAX_RESTARTS is not a number"
 if [[ $PROCS_PER_NODE == auto ]]; then
   PROCS_PER_NODE=$( (nvidia-smi -L 2>/dev/null || true) | grep -c ^GPU || true)
   if [[ $PROCS_PER_NODE == 0 ]]; then PROCS_PER_NODE=1; fi
 fi
-[[ $PROCS_PER_NODE =~ ^[1-9][0-9]*$ ]] || refuse "PROCS_PER_NODE=$PROCS_PER_NODE is no number of ranks"
-mkdir -p "$RUN_DIR" || refuse "RUN_DIR=$RUN_DIR cannot be made"
+[[ $PROCS_PER_NODE =~ ^[1-9][0-9]*$ ]] || refuse "PROCS_PER_NODE=$PROCS_PER_NODE is not a number of ranks"
+mkdir -p "$RUN_DIR" || refuse "RUN_DIR=$RUN_DIR cannot be created"
 
 # DeepSpeed compiles at the start where it finds a ninja that is not that of its own environment.
 PATH=$(dirname "$(command -v "$PYTHON")"):$PATH

@@ -9,7 +9,7 @@ from megaresume.stream.errors import CheckpointError, UsageError
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "make a ZeRO checkpoint loadable by another number of ranks (DeepSpeed's universal checkpoint)"
+HELP = "make a ZeRO checkpoint loadable by a different number of ranks (DeepSpeed's universal checkpoint)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,5 +49,5 @@ def run(args: argparse.Namespace) -> int:
     if done is None:
         report = Reporter(say=lambda words: print(words, flush=True))
         done = convert(choice.tag_dir, save_id=save_id, made_by="command", report=report, workers=args.workers)
-    print(f"{done.path} is what any number of data-parallel ranks loads: start the run as ever")
+    print(f"{done.path} can be loaded by any number of data-parallel ranks: start the run as usual")
     return 0

@@ -15,10 +15,10 @@ HELP = "train, kill -9, resume on another topology, and prove that nothing was r
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
     parser.add_argument("--out", metavar="DIR", type=Path, help="default: demo-run, or demo-vlm")
-    parser.add_argument("--vlm", action="store_true", help="images of digits and text, and a model that reads them")
+    parser.add_argument("--vlm", action="store_true", help="images of digits with text, and a model that reads them")
     parser.add_argument("--steps", type=int, help="steps of the run (default 100, or 300 with --vlm)")
     parser.add_argument("--overwrite", action="store_true", help="remove what an earlier demo left in DIR")
-    parser.add_argument("--json", action="store_true", help="the result as JSON on standard output")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def run(args: argparse.Namespace) -> int:

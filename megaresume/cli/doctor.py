@@ -27,19 +27,17 @@ _WORDS = {"problem": "PROBLEM", "warning": "warning", "note": "note", "ok": "ok"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
+    parser.add_argument("dir", metavar="DIR", type=Path, nargs="?", help="a directory of checkpoints (default: none)")
     parser.add_argument(
-        "dir", metavar="DIR", type=Path, nargs="?", help="where checkpoints lie side by side (default: none)"
-    )
-    parser.add_argument(
-        "--log", metavar="FILE", type=Path, action="append", default=[], help="log of a launch; may be given repeatedly"
+        "--log", metavar="FILE", type=Path, action="append", default=[], help="log of a launch; repeatable"
     )
     parser.add_argument("--layout", choices=LAYOUT_NAMES, help="whose checkpoints (default: recognised)")
     parser.add_argument("--dp", type=int, metavar="N", help="data-parallel size of the next launch: can it load DIR?")
     parser.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), metavar="Z", help="its ZeRO stage")
     parser.add_argument(
-        "--last", type=int, default=5, metavar="N", help="checkpoints to look at, from the newest on (default: 5)"
+        "--last", type=int, default=5, metavar="N", help="checkpoints to check, newest first (default: 5)"
     )
-    parser.add_argument("--json", action="store_true", help="JSON on standard output")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "carry a run on Energon's loader over to a stream, at its exact position where that is possible"
+HELP = "move a run from Energon's loader to a stream, at its exact position if possible"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,16 +29,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--loader",
         required=True,
         metavar="MODULE:FUNCTION",
-        help="makes the loader as the training script does: (rank, world_size, num_workers) -> get_savable_loader(...)",
-    )
-    parser.add_argument("--data", required=True, type=Path, metavar="DATA.yaml", help="the data config to go on with")
-    parser.add_argument(
-        "--source", required=True, metavar="NAME", help="which of its sources is the data set of the loader"
+        help="makes the loader like the training script: (rank, world_size, num_workers) -> get_savable_loader(...)",
     )
     parser.add_argument(
-        "--output", required=True, type=Path, metavar="NEW.yaml", help="where the config with the position goes"
+        "--data", required=True, type=Path, metavar="DATA.yaml", help="the data config to continue with"
     )
-    parser.add_argument("--json", action="store_true", help="JSON on standard output")
+    parser.add_argument("--source", required=True, metavar="NAME", help="its source that is the loader's data set")
+    parser.add_argument(
+        "--output", required=True, type=Path, metavar="NEW.yaml", help="where to write the config with the position"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "a checkpoint's data state, pointers and completeness, readable"
+HELP = "show a checkpoint's data state, pointers and completeness"
 
 _UNDER_GUARD = "under guard no list of its files is kept: whether it is complete cannot be known"
 
@@ -32,7 +32,7 @@ _UNDER_GUARD = "under guard no list of its files is kept: whether it is complete
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
     parser.add_argument("dir", metavar="DIR", type=Path, help="a --save directory, or one tag directory in it")
-    parser.add_argument("--json", action="store_true", help="JSON on standard output")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--checksums", action="store_true", help="read every file and compare its checksum, not only its size"
     )

@@ -26,16 +26,16 @@ LAYOUT_NAMES = ("megatron", "deepspeed", "verl", "hugging-face")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
-    parser.add_argument("dir", metavar="DIR", type=Path, help="where the checkpoints lie side by side")
+    parser.add_argument("dir", metavar="DIR", type=Path, help="a directory of checkpoints")
     parser.add_argument("--layout", choices=LAYOUT_NAMES, help="whose checkpoints (default: recognised)")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--tag", action="store_true", help="print the directory's name alone")
-    what.add_argument("--iteration", action="store_true", help="print the iteration alone")
-    what.add_argument("--json", action="store_true", help="JSON on standard output")
+    what.add_argument("--tag", action="store_true", help="print only the directory's name")
+    what.add_argument("--iteration", action="store_true", help="print only the iteration")
+    what.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--allow-none",
         action="store_true",
-        help="where there is no checkpoint at all, print nothing and exit with 0: for the first start of a run",
+        help="if there is no checkpoint at all, print nothing and exit with 0: for the first start of a run",
     )
 
 

@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "adapts a pretrain script: applies, shows, checks or reverts a recipe"
+HELP = "adapt a pretrain script: apply, show, check or revert a recipe"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
-    parser.add_argument("script", metavar="SCRIPT", type=Path, help="the script, as pretrain_gpt.py")
+    parser.add_argument("script", metavar="SCRIPT", type=Path, help="the training script, such as pretrain_gpt.py")
     parser.add_argument("--diff", action="store_true", help="show what would change; write nothing")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--check", action="store_true", help="status 0 if patched with the current recipe, else 1")
-    action.add_argument("--revert", action="store_true", help="take the patch out again, byte for byte")
+    action.add_argument("--revert", action="store_true", help="remove the patch again, byte for byte")
     parser.add_argument("--recipe", metavar="NAME_OR_FILE", help="a shipped recipe by name, or your own YAML file")
-    parser.add_argument("--json", action="store_true", help="JSON on standard output")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "what a resume with new flags would do: which checkpoint, which data, until which step, and what is in the way"
+HELP = "what a resume with new flags would do: which checkpoint, which data, until which step, and what would stop it"
 
 
 def _count(text: str) -> int:
@@ -36,34 +36,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from megaresume.integrations.settings import Checkpoints, DataOptions
 
     parser.add_argument("dir", metavar="DIR", type=Path, help="the run's --save directory")
-    parser.add_argument("--json", action="store_true", help="JSON on standard output")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     data = parser.add_argument_group("data (default: as the run was last saved)")
     data.add_argument("--data", metavar="NEW.yaml", type=Path, help="the data config of the launch")
-    data.add_argument("--split", help="of corpora without a split of their own")
-    data.add_argument("--seed", type=int, help="where the data config does not say")
-    data.add_argument("--seq-length", type=_count, metavar="S", help="tokens a sample")
+    data.add_argument("--split", help="split of corpora without their own")
+    data.add_argument("--seed", type=int, help="if the data config does not set it")
+    data.add_argument("--seq-length", type=_count, metavar="S", help="tokens per sample")
     add_settings(data, DataOptions, "plan")
     data.add_argument(
         "--skip-train-iteration-range",
         nargs="+",
         metavar="FIRST-LAST",
         default=(),
-        help="steps that are to be left out, counted from 1",
+        help="steps to leave out, counted from 1",
     )
     layout = parser.add_argument_group("ranks and batches (default: as the checkpoint was saved)")
     layout.add_argument("--dp", type=_count, metavar="D", help="data-parallel size")
     layout.add_argument("--nodes", type=_count, metavar="N", help="machines, with as many ranks each as before")
-    layout.add_argument("--micro-batch-size", type=_count, metavar="M", help="samples of a rank in one forward pass")
-    layout.add_argument("--global-batch-size", type=_count, metavar="B", help="samples a step")
+    layout.add_argument("--micro-batch-size", type=_count, metavar="M", help="samples per rank in one forward pass")
+    layout.add_argument("--global-batch-size", type=_count, metavar="B", help="samples per step")
     layout.add_argument(
         "--rampup-batch-size", type=_count, nargs=3, metavar=("START", "INCREMENT", "SAMPLES"), help="batch ramp-up"
     )
-    layout.add_argument("--num-workers", type=int, metavar="W", help="worker processes a rank")
+    layout.add_argument("--num-workers", type=int, metavar="W", help="worker processes per rank")
     layout.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), metavar="Z", help="DeepSpeed's ZeRO")
     add_settings(layout, Checkpoints, "plan")
     layout.add_argument("--universal-checkpoint", action="store_true", help="load what ds_to_universal wrote")
     length = parser.add_argument_group("the run (not recorded: give what the launch gives)")
-    length.add_argument("--ckpt-step", type=int, metavar="N", help="load this iteration and no other")
+    length.add_argument("--ckpt-step", type=int, metavar="N", help="load exactly this iteration")
     length.add_argument("--train-iters", type=_count, metavar="N", help="steps of the run")
     length.add_argument("--train-samples", type=_count, metavar="N", help="samples of the run")
     plan_interval.add_arguments(parser)

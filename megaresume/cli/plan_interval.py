@@ -44,13 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--mtbf", type=duration, metavar="TIME", help="mean time between failures of the whole job: 90m, 6h, 2d"
     )
-    how.add_argument("--save-time", type=duration, metavar="TIME", help="of a save (default: as in the ledger)")
-    how.add_argument("--step-time", type=duration, metavar="TIME", help="of a step (default: as in the ledger)")
+    how.add_argument("--save-time", type=duration, metavar="TIME", help="time of a save (default: from the ledger)")
+    how.add_argument("--step-time", type=duration, metavar="TIME", help="time of a step (default: from the ledger)")
     how.add_argument(
         "--restart-time",
         type=duration,
         metavar="TIME",
-        help="from a failure to the first step after it (default: as starts took, without any queue)",
+        help="from a failure to the first step after it (default: the time of past starts, without a queue)",
     )
 
 
@@ -70,13 +70,13 @@ def run(args: argparse.Namespace, flags: Flags) -> int:
         UsageError: a time without ``--mtbf``, or flags of the dry run.
     """
     if args.mtbf is None:
-        raise UsageError("a time was given without --mtbf", expected="--mtbf TIME beside it", action="--mtbf 6h")
+        raise UsageError("a time was given without --mtbf", expected="--mtbf TIME as well", action="--mtbf 6h")
     unused = [f"--{one.name.replace('_', '-')}" for one in fields(flags) if getattr(flags, one.name) != one.default]
     if unused:
         raise UsageError(
             "--mtbf says how often to save, from what the ledger recorded; it is no dry run with other flags",
-            found=f"{', '.join(unused)} beside --mtbf",
-            action="one command for each; for another layout, its --save-time and --step-time beside --mtbf",
+            found=f"{', '.join(unused)} with --mtbf",
+            action="one command for each; for another layout, its --save-time and --step-time with --mtbf",
         )
     from megaresume.runs.interval import advise
     from megaresume.runs.run import Run

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "directory or metadataset.yaml of Energon",
     )
     parser.add_argument(
-        "--output", required=True, metavar="PREFIX", help="where it goes, without .bin, .idx or .shards.idx"
+        "--output", required=True, metavar="PREFIX", help="output prefix, without .bin, .idx or .shards.idx"
     )
     parser.add_argument(
         "--tokenizer", metavar="FILE", help="a Hugging Face tokenizer.json, or a directory with one (default: bytes)"
@@ -52,42 +52,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--text-unit",
         choices=("file", "line", "paragraph"),
         default="file",
-        help="what a document is in a text file (default: the file)",
+        help="what counts as a document in a text file (default: the file)",
     )
     parser.add_argument(
         "--glob", default="**/*", metavar="PATTERN", help="files of a directory (default: all, at any depth)"
     )
-    parser.add_argument("--format", choices=("text", "jsonl"), help="of all files, whatever their names")
+    parser.add_argument("--format", choices=("text", "jsonl"), help="format of all files, whatever their names")
     parser.add_argument(
         "--invalid-utf8",
         choices=("error", "replace", "skip"),
         default="error",
-        help="for text that is not UTF-8: stop, put U+FFFD, or leave the document out (default: stop)",
+        help="for text that is not UTF-8: stop, insert U+FFFD, or leave the document out (default: stop)",
     )
     parser.add_argument(
         "--bad-lines",
         choices=("error", "skip"),
         default="error",
-        help="for lines of JSON lines that are no object with a text: stop, or leave them out and count them "
-        "(default: stop; the same command with skip goes on from there)",
+        help="for JSON lines that are not an object with a text: stop, or leave them out and count them "
+        "(default: stop; the same command with skip continues from there)",
     )
     parser.add_argument(
         "--dtype",
         default="auto",
         metavar="TYPE",
-        help="of the tokens in the .bin (default: uint16 for vocabularies below 65500, otherwise int32)",
+        help="type of the tokens in the .bin (default: uint16 for vocabularies below 65500, otherwise int32)",
     )
     parser.add_argument(
-        "--workers", type=int, default=_cores(), metavar="N", help="processes (default: one a core, here %(default)s)"
+        "--workers", type=int, default=_cores(), metavar="N", help="processes (default: one per core, here %(default)s)"
     )
     parser.add_argument(
         "--block-bytes",
         type=int,
         metavar="N",
-        help="text in one unit of work; a kill loses at most one a worker (default: 4 to 64 MiB, by size of the input)",
+        help="text per unit of work; a kill loses at most one per worker (default: 4 to 64 MiB, by input size)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace a corpus that is there")
-    parser.add_argument("--restart", action="store_true", help="throw away what a killed run left, and start again")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing corpus")
+    parser.add_argument("--restart", action="store_true", help="discard what a killed run left, and start over")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     add_shard_arguments(parser)
     parser.set_defaults(parser=parser)

@@ -26,7 +26,7 @@ def add_shard_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags that hold for shards alone."""
     group = parser.add_argument_group("image-text records in tar shards (.tar, or a directory that Energon prepared)")
     group.add_argument(
-        "--encoder", metavar="FILE", help="YAML with all of it: tokenizer, processor, template, image_token, images"
+        "--encoder", metavar="FILE", help="YAML file with tokenizer, processor, template, image_token, images"
     )
     group.add_argument(
         "--processor",
@@ -37,15 +37,17 @@ def add_shard_arguments(parser: argparse.ArgumentParser) -> None:
         "--template", metavar="KIND", help="record to document: caption (default), chat, ...; options as YAML"
     )
     group.add_argument("--images", metavar="YAML", help="formats, max_pixels, orientation, background, animated")
-    group.add_argument("--image-token", metavar="TEXT", help="token of the tokenizer that stands where an image is")
+    group.add_argument("--image-token", metavar="TEXT", help="token of the tokenizer that marks an image")
     group.add_argument(
         "--invalid",
         choices=("error", "mask", "drop"),
         help="for a record that cannot be measured: stop (default); one token that nothing is learned from; leave it "
         "out. Counted and listed either way",
     )
-    group.add_argument("--split-config", metavar="NAME", help="of Energon, in .nv-meta (default: split.yaml)")
-    group.add_argument("--dataset-config", metavar="NAME", help="of Energon, in .nv-meta (default: dataset.yaml)")
+    group.add_argument("--split-config", metavar="NAME", help="Energon's split file in .nv-meta (default: split.yaml)")
+    group.add_argument(
+        "--dataset-config", metavar="NAME", help="Energon's dataset file in .nv-meta (default: dataset.yaml)"
+    )
 
 
 def wants_shards(args: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:

@@ -20,10 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--log",
         metavar="FILE",
         type=Path,
-        help="the run's losses: of --megaresume-log-samples, or what Megatron-LM or DeepSpeed printed",
+        help="the run's losses: from --megaresume-log-samples, or printed by Megatron-LM or DeepSpeed",
     )
     parser.add_argument("--output", metavar="FILE", type=Path, help="where the page goes (default: report.html in DIR)")
-    parser.add_argument("--json", action="store_true", help="the facts as JSON on standard output, and no page")
+    parser.add_argument("--json", action="store_true", help="print the facts as JSON, write no page")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ HELP = "run an unmodified pretrain script of Megatron, with exact data resume"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `megaresume --help` knows of the command; its own words are split by `megaresume.run`."""
     parser.add_argument("script", help="the training script, or -m MODULE")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its flags, which it gets as they are")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its flags, passed on unchanged")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HELP", "add_arguments", "options", "run"]
 
-HELP = "resume test on your cluster: stop a run in every way, go on with other layouts, compare with a run left alone"
+HELP = "resume test on your cluster: stop a run in every way, resume it elsewhere, compare all steps"
 
 #: Written into the directory of a test, so that --overwrite removes nothing else.
 MARK = ".megaresume-smoke"
@@ -26,26 +26,36 @@ MARK = ".megaresume-smoke"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
-    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("smoke"), help="of everything (default: smoke)")
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, default=Path("smoke"), help="directory for all output (default: smoke)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="remove what an earlier test left in DIR")
-    parser.add_argument("--json", action="store_true", help="the result as JSON on standard output")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     _add_launch(parser.add_argument_group("how it is launched"))
     _add_stops(parser.add_argument_group("what happens to the run; entry k of a list, in turn, is that of attempt k"))
     _add_training(parser.add_argument_group("what is trained"))
 
 
 def _add_launch(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--launcher", choices=["local", "slurm"], default="local", help="default: on this machine")
-    group.add_argument("--launch", choices=["torchrun", "deepspeed"], default="torchrun", help="of our launch scripts")
-    group.add_argument("--script", metavar="S", type=Path, help='yours; its training command ends with "$@"')
-    group.add_argument("--partition", metavar="P", help="Slurm's")
-    group.add_argument("--urgent-partition", metavar="Q", help="Slurm: its jobs preempt those of P; for preempt")
-    group.add_argument("--sbatch-options", metavar="WORDS", default="", help="Slurm: more options, in one word")
+    group.add_argument(
+        "--launcher", choices=["local", "slurm"], default="local", help="where to run (default: on this machine)"
+    )
+    group.add_argument(
+        "--launch", choices=["torchrun", "deepspeed"], default="torchrun", help="which of our launch scripts"
+    )
+    group.add_argument(
+        "--script", metavar="S", type=Path, help='your launch script; its training command ends with "$@"'
+    )
+    group.add_argument("--partition", metavar="P", help="Slurm partition")
+    group.add_argument(
+        "--urgent-partition", metavar="Q", help="Slurm partition whose jobs preempt those of P, for preempt"
+    )
+    group.add_argument("--sbatch-options", metavar="WORDS", default="", help="more sbatch options, as one quoted word")
     group.add_argument(
         "--timeout",
         metavar="SECONDS",
         type=_above_zero,
-        help="without a new step, queue included (default 600, Slurm 3600)",
+        help="longest time without a new step, including the queue (default 600, Slurm 3600)",
     )
 
 
@@ -60,20 +70,28 @@ def _add_stops(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--model", choices=["gpt", "vlm"], default="gpt", help="our own small one, without --script")
-    group.add_argument("--data", metavar="DATA.yaml", type=Path, help="default: a small corpus; with --script its own")
-    group.add_argument("--global-batch-size", type=int, metavar="G", help="default: one that all layouts divide")
-    group.add_argument("--steps", type=int, metavar="N", help="of the run (default: enough for the stops)")
+    group.add_argument("--model", choices=["gpt", "vlm"], default="gpt", help="our small model, without --script")
+    group.add_argument(
+        "--data", metavar="DATA.yaml", type=Path, help="default: a small corpus; with --script, the script's own"
+    )
+    group.add_argument(
+        "--global-batch-size", type=int, metavar="G", help="default: a size that divides for all layouts"
+    )
+    group.add_argument("--steps", type=int, metavar="N", help="length of the run (default: enough for the stops)")
     group.add_argument("--save-interval", type=int, metavar="K", help="steps between checkpoints (default: 4)")
     group.add_argument("--zero-stage", type=int, choices=[0, 1, 2, 3], help="default: that of the launch script")
     group.add_argument(
         "--min-step-seconds",
         type=_from_zero,
         metavar="S",
-        help="for our program (default 0.3, Slurm 1; --script: none)",
+        help="shortest step of our program (default 0.3, Slurm 1; --script: none)",
     )
     group.add_argument(
-        "--loss-tolerance", type=_from_zero, default=1e-3, metavar="REL", help="of layouts (default 1e-3)"
+        "--loss-tolerance",
+        type=_from_zero,
+        default=1e-3,
+        metavar="REL",
+        help="relative difference allowed between layouts (default 1e-3)",
     )
 
 

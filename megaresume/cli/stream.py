@@ -28,21 +28,23 @@ HELP = "show what the stream holds: the documents of each sample, fill, shares o
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
-    parser.add_argument("data", nargs="+", metavar="DATA", help="a data.yaml, or what follows Megatron's --data-path")
+    parser.add_argument(
+        "data", nargs="+", metavar="DATA", help="a data.yaml, or the arguments of Megatron's --data-path"
+    )
     parser.add_argument(
         "--samples", metavar="A:B", help="samples A to B-1 (default: the first 8, or the 8 that follow --state)"
     )
-    parser.add_argument("--seq-length", type=int, help="tokens a sample, where the data config does not say")
-    parser.add_argument("--seed", type=int, help="where the data config does not say")
+    parser.add_argument("--seq-length", type=int, help="tokens per sample, if the data config does not set it")
+    parser.add_argument("--seed", type=int, help="if the data config does not set it")
     parser.add_argument("--split", help="shares of train, valid and test, as in Megatron: 969,30,1")
     parser.add_argument("--part", choices=["train", "valid", "test"], default="train", help="part of the split")
     parser.add_argument(
         "--state",
         metavar="FILE",
-        help="go on from the data state in this file: SAVE/megaresume/step_0000010.json, or a state's JSON",
+        help="continue from the data state in this file: SAVE/megaresume/step_0000010.json, or a state's JSON",
     )
     parser.add_argument("--summary", action="store_true", help="totals only, not every sample")
-    parser.add_argument("--json", action="store_true", help="JSON on standard output")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -44,17 +44,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--records", action="store_true", help="read every image-text record: its key, its images with sizes and tokens"
     )
     parser.add_argument(
-        "--images", metavar="OUT_DIR", type=Path, help="write the pictures of every sample there, with a page of them"
+        "--images",
+        metavar="OUT_DIR",
+        type=Path,
+        help="write the pictures of every sample there, with a page that shows them",
     )
     parser.add_argument(
         "--augmented", action="store_true", help="with --images: also what augmentation made of each picture, as PNG"
     )
     parser.add_argument("--data", metavar="DATA.yaml", help="where the corpora are now (default: as recorded in DIR)")
-    parser.add_argument("--split", help="that of the run, where neither DATA.yaml nor DIR says it: 969,30,1")
+    parser.add_argument("--split", help="the run's split, if neither DATA.yaml nor DIR has it: 969,30,1")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="JSON lines, one sample (or document found) a line")
-    form.add_argument("--csv", action="store_true", help="CSV, one segment a line")
-    form.add_argument("--parquet", metavar="FILE", type=Path, help="a Parquet file, one segment a row (needs pyarrow)")
+    form.add_argument("--json", action="store_true", help="JSON lines, one sample (or found document) per line")
+    form.add_argument("--csv", action="store_true", help="CSV, one segment per line")
+    form.add_argument(
+        "--parquet", metavar="FILE", type=Path, help="a Parquet file, one segment per row (needs pyarrow)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -45,17 +45,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--content",
         action="store_true",
-        help="read the documents as well: against the log of samples, or to print a digest of each source",
+        help="read the documents too: compare them with the log of samples, or print a digest of each source",
     )
     parser.add_argument(
         "--loss", nargs=2, metavar=("RUN_A", "RUN_B"), type=Path, help="compare the losses in the logs of two runs"
     )
     parser.add_argument(
-        "--tolerance", type=float, metavar="X", help="with --loss: differences up to this hold (default: 0, bitwise)"
+        "--tolerance", type=float, metavar="X", help="with --loss: largest difference allowed (default: 0, bitwise)"
     )
     parser.add_argument("--data", metavar="DATA.yaml", help="where the corpora are now (default: as recorded in DIR)")
-    parser.add_argument("--split", help="that of the run, where neither DATA.yaml nor DIR says it: 969,30,1")
-    parser.add_argument("--json", action="store_true", help="JSON on standard output")
+    parser.add_argument("--split", help="the run's split, if neither DATA.yaml nor DIR has it: 969,30,1")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -109,7 +109,7 @@ class RangeSource:
     def __init__(self, source: Source, start: int, stop: int) -> None:
         if not 0 <= start <= stop <= len(source):
             raise ConfigError(
-                "a range of documents lies outside its source",
+                "a range of documents is outside its source",
                 found=f"documents {start} to {stop}",
                 expected=f"a range within 0 to {len(source)}",
                 action="correct the range",

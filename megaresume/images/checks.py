@@ -51,7 +51,7 @@ def _check_size(processor: Processor, copy: Processor, image: Image, generators:
         what = f"{pixels.dtype}{list(pixels.shape)}" if isinstance(pixels, np.ndarray) else type(pixels).__name__
         raise _broken("returns other pixels than it promises", what, f"float32[k, {', '.join(map(str, shape))}]")
     if not pixels.flags.c_contiguous or not np.isfinite(pixels).all():
-        raise _broken("returns pixels that are no plain numbers", "a view, or NaN", "finite, C-contiguous float32")
+        raise _broken("returns pixels that are not plain numbers", "a view, or NaN", "finite, C-contiguous float32")
     if len(grid) != 3 or not all(type(part) is int for part in grid):
         raise _broken("returns a bad grid", repr(grid), "(frames, rows, columns), three int")
     made = processor.tokens_of(pixels, grid)
@@ -69,7 +69,7 @@ def _check_size(processor: Processor, copy: Processor, image: Image, generators:
                 "is no function of image and generator",
                 f"two results for one image of {width} x {height} pixels and equal generators",
                 "the same bits",
-                "draw from the generator that it is given alone: not from random, numpy.random, torch, time or a state",
+                "draw only from the generator that it is given: not from random, numpy.random, torch, time or a state",
             )
 
 
@@ -82,7 +82,7 @@ def _run(processor: Processor, image: Image, generators: _Globals, *, seed: int)
         raise _broken(
             "moves a generator that belongs to the whole process",
             f"{', '.join(moved)} after one image",
-            "every draw from the generator that it is given",
+            "every draw from the given generator",
             "call generator.random(), generator.integers() and so on, with the second argument of the processor",
         )
     return result

@@ -65,7 +65,7 @@ class ImageTextEncoder:
         self.eod = self.tokenizer.eod
         if spec["eod"] and self.eod is None:
             raise ConfigError(
-                f"tokenizer {self.tokenizer.name} has no end-of-document token that is known",
+                f"tokenizer {self.tokenizer.name} has no known end-of-document token",
                 found="eod: true",
                 expected="a token that ends every document",
                 action="name it: eod_token: TOKEN, or eod: false",
@@ -221,7 +221,7 @@ class ImageTextEncoder:
                     raise CorpusError(
                         f"record '{record.key}' spells the image token in its text",
                         found=f"token {self.image_token_id} in {piece.text!r:.60}",
-                        expected="image tokens only where an image stands",
+                        expected="image tokens only where images are",
                         cause="a mark such as <image> that the template does not take for one",
                         action="correct the template, or the record",
                     )
@@ -273,7 +273,7 @@ class ImageTextEncoder:
                 found=f"image_token: {text!r}",
                 expected="the text of one of its tokens",
                 cause="a tokenizer of a text model, to which the image token was never added",
-                action="add the token to the tokenizer, or image_token: null takes the id behind its vocabulary",
+                action="add the token to the tokenizer, or image_token: null takes the id after its vocabulary",
             )
         return number, tokenizer.vocab_size
 

@@ -146,7 +146,7 @@ class Assembler:
                 "this loop takes tokens alone, and the blend has images",
                 found=f"image sources: {', '.join(self.documents.names[i] for i in self.documents.sources)}",
                 expected="sources of text",
-                action="load batches with images by megaresume.attach or StreamLoader, or leave these sources out",
+                action="load batches with images through megaresume.attach or StreamLoader, or leave these sources out",
             )
         layout = self.lay_out(plan)
         first = 0

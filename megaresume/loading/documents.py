@@ -163,7 +163,7 @@ class DocumentReader:
             found=found,
             expected=expected,
             cause="a fault in its encoder or image processor",
-            action="correct it, and prepare the shards again where lengths change",
+            action="correct it, and prepare the shards again if lengths change",
         )
 
 

@@ -82,7 +82,7 @@ class Codemod(cst.CSTTransformer):
                 f"{wrap.parameter} of {wrap.call} cannot be told",
                 found=f"{self.script.quote(argument)}: {reason}",
                 expected=_expected(wrap.accepts),
-                cause="another script than the recipe is for, or a provider that is made elsewhere",
+                cause="a script that the recipe is not for, or a provider that is made elsewhere",
             )
 
     # -- the import

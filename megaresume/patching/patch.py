@@ -229,5 +229,5 @@ def _judge(
         return "stale", f"the recipe does not fit any more: {error.headline}: {error.found}", error.action
     assert now is not None
     if [(hunk.old, hunk.new) for hunk in now[0].hunks] != [(hunk.old, hunk.new) for hunk in marker.hunks]:
-        return "stale", "the script was edited so that the recipe would patch it otherwise now", again
+        return "stale", "the script was edited, and the recipe would now patch it differently", again
     return "patched", None, None

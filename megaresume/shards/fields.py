@@ -130,9 +130,9 @@ def _find(record: Record, place: Sequence[str]) -> Any:
         raise RecordError(
             f"record '{record.key}': {place[0]} cannot be read",
             found=f"{len(content)} bytes that are not {'JSON' if len(place) > 1 else 'UTF-8'}",
-            expected="text in UTF-8, or JSON where the field map looks into it",
+            expected="text in UTF-8, or JSON if the field map reads into it",
             cause=str(error),
-            action=f"write the record again; it lies in {record.path}",
+            action=f"write the record again; it is in {record.path}",
         ) from error
     for key in place[1:]:
         if isinstance(value, Mapping):
@@ -152,7 +152,7 @@ def _utf8(record: Record, text: str, field: str) -> str:
             f"record '{record.key}': its {field} is not UTF-8",
             found="half of a surrogate pair",
             expected="text in UTF-8",
-            action=f"write the record again; it lies in {record.path}",
+            action=f"write the record again; it is in {record.path}",
         ) from error
     return text
 
@@ -164,7 +164,7 @@ def _no_field(record: Record, field: str, places: Sequence[Sequence[str]]) -> Re
         found=f"members {', '.join(sorted(record.members))}",
         expected=wanted,
         cause="a record that was cut, or a field map of another layout",
-        action=f"correct field_map in .nv-meta/dataset.yaml, or write the record again; it lies in {record.path}",
+        action=f"correct field_map in .nv-meta/dataset.yaml, or write the record again; it is in {record.path}",
     )
 
 

@@ -159,7 +159,7 @@ def _cannot_open(path: str, error: OSError) -> CorpusError | SetupError:
             found="no such file",
             expected="a shard",
             cause="a wrong path, or a shard that was moved or deleted",
-            action="check the path, or give the place where the shards lie now: path in data.yaml",
+            action="check the path, or give the shards' new location: path in data.yaml",
         )
     too_many = error.errno in (errno.EMFILE, errno.ENFILE)
     return SetupError(

@@ -51,7 +51,7 @@ def headers(file: BlockFile) -> Iterator[Header | int]:
                 return
             header = _other(file, offset)
         if header.data + header.size > file.size:
-            raise tarfile.ReadError(f"{header.name} goes on behind the end: unexpected end of data")
+            raise tarfile.ReadError(f"{header.name} continues after the end: unexpected end of data")
         yield header
         offset = header.stop
 

@@ -112,7 +112,7 @@ def _header(path: Path, content: bytes, records: int) -> Mapping[str, Any]:
     except KeyError as error:
         raise damaged(path, f"a header without {error}") from error
     except (ValueError, TypeError, AttributeError) as error:
-        raise damaged(path, f"a header that is none: {error}") from error
+        raise damaged(path, f"an invalid header: {error}") from error
     return header
 
 

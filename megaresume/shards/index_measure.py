@@ -185,9 +185,9 @@ def _measured(
 def _not_excluded(task: ShardTask, keys: list[str]) -> CorpusError:
     return CorpusError(
         f"{task.path} has no record that split.yaml excludes from it",
-        found=f"exclude: {', '.join(keys[:3])}{' ...' if len(keys) > 3 else ''}, which is the key of no record",
+        found=f"exclude: {', '.join(keys[:3])}{' ...' if len(keys) > 3 else ''}, which is not the key of any record",
         expected="SHARD/KEY, as in shard_000.tar/000017",
-        cause="a number where Energon wants the key: Energon itself would leave nothing out, and say nothing",
+        cause="a number instead of Energon's key: Energon itself would silently leave nothing out",
         action="correct exclude in .nv-meta/split.yaml",
     )
 

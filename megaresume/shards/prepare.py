@@ -110,7 +110,7 @@ def prepare_shards(
         raise UsageError(
             f"{index} exists",
             found="an index of shards",
-            expected="an --output that is free",
+            expected="an unused --output",
             action="give another --output, or replace it: --overwrite",
         )
     dataset = _energon(inputs, split_config, dataset_config)
@@ -159,7 +159,7 @@ def _energon(inputs: Sequence[str | os.PathLike[str]], split_config: str, datase
             "several data sets for one index",
             found=", ".join(texts[:4]),
             expected="one directory that Energon has prepared, or tar shards",
-            action="prepare each directory by itself: each is a source of its own",
+            action="prepare each directory separately: each is its own source",
         )
     return read_energon(texts[0], split_config=split_config, dataset_config=dataset_config)
 

@@ -123,13 +123,13 @@ class RemoteStore:
                 found="no such file in the store",
                 expected="a shard",
                 cause="a wrong path or bucket, or a shard that was moved or deleted",
-                action="check the path, or give the place where the shards lie now: path in data.yaml",
+                action="check the path, or give the shards' new location: path in data.yaml",
             ) from error
         except ImportError as error:
             raise SetupError(
                 f"{url} needs a package that is not installed",
                 found=str(error),
-                expected=f"the package by which fsspec reads {self.protocol}://",
+                expected=f"the package with which fsspec reads {self.protocol}://",
                 action="install it, for example: pip install 'megaresume[s3]' (s3://) or gcsfs (gs://)",
             ) from error
         except Exception as error:  # whatever the library of the store raises
@@ -137,7 +137,7 @@ class RemoteStore:
             cause = "the store or the network is down, or too busy"
             if final:
                 denied = isinstance(error, PermissionError)
-                cause = "missing or wrong credentials" if denied else "a wrong address, or settings that do not fit"
+                cause = "missing or wrong credentials" if denied else "a wrong address or wrong settings"
             raise SetupError(
                 f"{url} cannot be read",
                 found=f"{type(error).__name__}: {error}",

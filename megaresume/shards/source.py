@@ -344,7 +344,7 @@ class ShardSource:
 
 def _changed(record: Record) -> CorpusError:
     return CorpusError(
-        f"record '{record.key}' is not the one that was indexed",
+        f"record '{record.key}' is not the indexed one",
         found="another content, as long as the indexed one",
         expected="the same bytes",
         cause="a damaged disk, or shards of the same size that were written again, renamed or mixed up",

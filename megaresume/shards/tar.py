@@ -161,7 +161,7 @@ def _check_plain(file: BlockFile, shard: str) -> None:
         raise CorpusError(
             f"{shard} is compressed",
             found=f"a {kind} file",
-            expected="a plain .tar: a record is read by where it lies",
+            expected="a plain .tar: records are read by their offset",
             cause="images are compressed already: compressing the shard saves next to nothing",
             action=f"decompress it, for example: {'gunzip' if kind == 'gzip' else kind + ' -d'} FILE",
         )
@@ -182,11 +182,11 @@ def _check_member(header: Header, shard: str) -> None:
     name, info = header.name, header.info
     if name.startswith("/") or ".." in name.split("/"):
         raise CorpusError(
-            f"{shard} has a member that lies outside of it",
+            f"{shard} has a member that points outside it",
             found=repr(name),
             expected="relative names without '..'",
             cause="an archive that was not made for training, or that was made to overwrite files",
-            action="write the shard again with names of its own, and ask where it came from",
+            action="write the shard again with relative names, and ask where it came from",
         )
     if info is not None and (not info.isreg() or info.issparse()):
         kind = "a link" if info.islnk() or info.issym() else "a sparse file" if info.issparse() else "no file"
@@ -206,11 +206,11 @@ def _check_end(file: BlockFile, shard: str, offset: int) -> None:
         chunk = file.read_at(offset, min(1 << 20, file.size - offset))
         if any(chunk):
             raise CorpusError(
-                f"{shard} goes on behind its end marker",
+                f"{shard} continues after its end marker",
                 found=f"{file.size - offset} bytes from byte {offset} on that are not all zero",
                 expected="the end of the file",
                 cause="two archives that were put together with cat: readers of tar stop after the first",
-                action="give them as two shards, or put them together with tar --concatenate",
+                action="give them as two shards, or join them with tar --concatenate",
             )
         offset += len(chunk)
 

@@ -251,7 +251,7 @@ def _check_script(script: Path) -> None:
             "the launch script does not pass its arguments on to the training",
             found=f'no "$@" in {script}',
             expected='a training command that ends with "$@": the test appends --save, --train-iters and others',
-            action=f'write "$@" behind the last flag of the training command in {script}',
+            action=f'write "$@" after the last flag of the training command in {script}',
         )
 
 
@@ -309,7 +309,7 @@ def _stops(steps: int | None, interval: int, number: int) -> tuple[int, list[int
         raise UsageError(
             "too few steps for the stops",
             found=f"--steps {steps}, --save-interval {interval}, {number} stops",
-            expected=f"{least} or more: a checkpoint before every stop, and steps behind the last one",
+            expected=f"{least} or more: a checkpoint before every stop, and steps after the last one",
             action=f"--steps {max(least, 2 * least if steps >= least else least)}, or fewer kinds in --kill",
         )
     return steps, [slot * interval * k + off for k in range(1, number + 1)]

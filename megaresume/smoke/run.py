@@ -267,7 +267,7 @@ class _Test:
                 f"attempt {attempt.number} went on from step {attempt.first}, though the run had come to step {before}"
             )
         if stopped.kind not in _GRACEFUL and stopped.step == attempt.first == self._newest_save(stopped.step):
-            self.result.notes.append(f"{stopped.kind} cost no step: it came right behind a checkpoint")
+            self.result.notes.append(f"{stopped.kind} cost no step: it came right after a checkpoint")
         if stopped.kind in _GRACEFUL and stopped.lost:
             self.result.notes.append(
                 f"{stopped.kind} cost {stopped.lost} steps: the job did not save before it ended. A script that passes "
@@ -337,7 +337,7 @@ class _Test:
                 f"{who} did its last step, and did not end", found=error.found, action=error.action
             ) from error
         if status:
-            raise _GaveUp(f"{who} failed behind its last step", found=f"status {status}", output=_tail(job))
+            raise _GaveUp(f"{who} failed after its last step", found=f"status {status}", output=_tail(job))
 
     def _no_steps(self, who: str, name: str, watch: Watch, job: Job) -> _GaveUp:
         """The job has ended, and its last step is not that of the plan."""
@@ -348,13 +348,13 @@ class _Test:
                 found=f"status 0, and nothing in {self.plan.records(name)}",
                 expected="what --megaresume-log-samples writes",
                 cause=_IGNORED,
-                action='write "$@" behind the last flag of the training command in the launch script',
+                action='write "$@" after the last flag of the training command in the launch script',
             )
         return _GaveUp(
             f"{who} ended too early",
             found=f"status {status} at step {watch.step} of {self.plan.steps}",
             output=_tail(job),
-            expected=f"a job that goes on to step {self.plan.steps}",
+            expected=f"a job that continues to step {self.plan.steps}",
             action=f"read {self._log(name, len(self.result.attempts) + 1)}",
         )
 
@@ -417,7 +417,7 @@ def _refuse_unproved(plan: Plan, result: Result) -> None:
         f"order and content of {outcome.compared - outcome.hashed} steps were not compared",
         found="records of ranks, whose hashes say the same on one layout only; megaresume verify could not be asked",
         expected=f"the data state of the run in {plan.run_dir('run') / 'checkpoints' / 'megaresume'}",
-        cause='a program without a stream of megaresume, or a --save of the script\'s own behind "$@"',
+        cause='a program without a stream of megaresume, or the script\'s own --save after "$@"',
         action="one number each in --nodes, --ranks-per-node and --micro-batch-size; or a data config (a stream)",
     )
     result.problems.append(str(problem))

@@ -88,7 +88,7 @@ def register_kind(kind: str, opener: Opener) -> None:
         raise ConfigError(
             f"kind '{kind}' exists already",
             found=f"{_KINDS[kind]!r}",
-            expected="a name that is free",
+            expected="an unused name",
             action="register the kind under another name",
         )
 

@@ -207,7 +207,7 @@ def _reference(
         return
     if not is_energon(full):
         raise _refused(
-            path, f"path: {target}, which is no directory with .nv-meta", "data sets that Energon prepared", name
+            path, f"path: {target}, which is not a directory with .nv-meta", "data sets that Energon prepared", name
         )
     yield (
         None,
@@ -246,7 +246,7 @@ def _splits(path: str) -> Mapping[str, Any]:
             f"{path} is not a metadataset of Energon",
             found=f"{found}",
             expected=f"__class__: {' or '.join(known)}, with splits",
-            action="check the path: a data.yaml of ours is given to the command itself",
+            action="check the path: pass a data.yaml to the command itself",
         )
     splits: Mapping[str, Any] = data["splits"]
     return splits
@@ -292,9 +292,9 @@ def _no_unit(path: str, name: str) -> ConfigError:
         f"{path}, of source '{name}': what its weights count is not said",
         found="a blend of data sets, and no blend.unit in the data config",
         expected="blend: {unit: documents}, as Energon counts, or blend: {unit: tokens}",
-        cause="weights count tokens where nothing is said: data sets of long documents would be seen less often than "
+        cause="weights count tokens by default: data sets of long documents would be seen less often than "
         "under Energon",
-        action="add blend: {unit: documents} to the data config; it holds for all sources, text too",
+        action="add blend: {unit: documents} to the data config; it applies to all sources, text too",
     )
 
 

@@ -97,8 +97,8 @@ def check_no_overlap(training: Mapping[str, object], held_out: Mapping[str, obje
                     f"validation set '{name}' holds documents that are trained on",
                     found=f"its source '{source}': {extent}; source '{other}' of the training: {of_training}",
                     expected="held-out documents in no source of the training",
-                    cause="the same corpus in both, and one of them without the split that parts them",
-                    action=f"give both the same split (split: 969,30,1), or write overlap: allow into the set '{name}'",
+                    cause="both use the same corpus, and one lacks the split that separates them",
+                    action=f"give both the same split (split: 969,30,1), or add overlap: allow to the set '{name}'",
                 )
 
 
@@ -123,7 +123,7 @@ def check_not_seen(trained: Mapping[str, Fingerprint], held_out: Mapping[str, ob
                     f"source '{other}' of the training, by their contents",
                     expected="held-out documents in no source that the run ever had",
                     cause=f"'{other}' was removed from the training, renamed or copied: the model has seen it",
-                    action=f"measure another corpus, or write overlap: allow into the set '{name}'",
+                    action=f"measure another corpus, or add overlap: allow to the set '{name}'",
                 )
 
 

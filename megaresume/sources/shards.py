@@ -59,7 +59,7 @@ def open_webdataset(options: Mapping[str, Any], name: str, base_dir: Path) -> Sh
     if "energon" in index.header:
         raise ConfigError(
             f"source '{name}' is an Energon data set",
-            found=f"kind: webdataset with {index.path}, which was made of a directory with .nv-meta",
+            found=f"kind: webdataset with {index.path}, which was made from a directory with .nv-meta",
             expected="kind: energon, which knows its train, val and test part",
             action=f"write kind: energon in source '{name}'",
         )
@@ -159,7 +159,7 @@ def _check_encoder(options: Any, index: ShardIndex, name: str, base_dir: Path) -
         found=f"fingerprint {encoder.fingerprint} of the encoder in the data config{f' ({differ})' if differ else ''}",
         expected=f"fingerprint {made['fingerprint']}, of {index.path}",
         cause="the tokenizer, the processor or the template was changed since megaresume prepare",
-        action="give the encoder back, or make the index again: megaresume prepare --overwrite; or leave encoder out "
+        action="restore the encoder, or make the index again: megaresume prepare --overwrite; or leave encoder out "
         f"of source '{name}': the index holds its own",
     )
 

@@ -66,8 +66,8 @@ def _taken(name: str, one: str, other: str) -> ConfigError:
     return ConfigError(
         f"two sources are said to have been '{name}'",
         found=f"'{one}' and '{other}'",
-        expected="one source that goes on where it was",
-        action=f"remove was: {name} from the one that is new",
+        expected="one source that continues where it was",
+        action=f"remove was: {name} from the new one",
     )
 
 
@@ -101,7 +101,7 @@ def resolved(config: StreamConfig, known: Mapping[str, Mapping[str, Any]]) -> St
                 f"'{source.label}' is a name that source '{taken[name]}' had",
                 found=f"'{source.label}' and '{taken[name]}' in the data config",
                 expected="a new source with a name that the run has never used",
-                cause=f"its samples could not be told from those of '{taken[name]}'",
+                cause=f"its samples could not be distinguished from those of '{taken[name]}'",
                 action=f"rename '{source.label}'",
             )
         taken[name] = source.label

@@ -117,10 +117,10 @@ class BatchSchedule:
             position += num * size
         if position != sample:
             raise StateError(
-                f"sample {sample} lies inside a step",
+                f"sample {sample} is inside a step",
                 found=f"the next step boundary at sample {position}",
                 expected="a state taken at the end of a step",
-                cause="the schedule of batch sizes is not the one of the run",
+                cause="the schedule of batch sizes differs from the run's",
                 action="check the batch sizes recorded in the state: megaresume inspect DIR",
             )
         return steps

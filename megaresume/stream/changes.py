@@ -175,7 +175,7 @@ def _passed(stages: Sequence[StageConfig], state: StreamState) -> int:
 def _refusal(now: StreamConfig, then: StreamConfig, state: StreamState) -> StateError:
     changed = _changed(now, then)
     if now.seed != then.seed:
-        cause = "another seed orders every source anew: what was seen would come again"
+        cause = "a different seed reorders every source: documents that were seen would come again"
         action = f"set seed: {then.seed} (--seed {then.seed}), or start a new run in another --save directory"
     elif names := _reshuffled(now, then):
         cause = f"another shuffle orders {', '.join(names)} anew: what was seen of an epoch would come again"
@@ -224,8 +224,8 @@ def _check_removed(config: StreamConfig, state: StreamState) -> None:
         if name not in here and name in waiting:
             raise StateError(
                 f"source '{name}' cannot be removed yet",
-                found=f"{waiting.count(name)} segments of '{name}' that wait, none of the source in the data config",
+                found=f"{waiting.count(name)} waiting segments of '{name}', which is not in the data config",
                 expected="the source, until what was drawn of it is trained",
-                cause="documents that were drawn from it wait in open bins, or for a later sample",
+                cause="documents drawn from it are waiting in open bins, or for a later sample",
                 action=f"keep '{name}' in the data config with weight 0; it can go at a later resume",
             )

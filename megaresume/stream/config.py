@@ -292,7 +292,7 @@ def _source_name(name: Any) -> Any:
     if not isinstance(name, str) or not name or name != name.strip() or not name.isprintable():
         raise refused(
             "bad name of a source",
-            expected="a text that is not empty, without control characters and without spaces around it",
+            expected="non-empty text without control characters or surrounding spaces",
             action="rename the source (quote it if YAML reads it as a number)",
         )
     return name
@@ -453,7 +453,7 @@ def _stages(entries: Sequence[_Stage], sources: tuple[SourceConfig, ...]) -> tup
         raise ConfigError(
             "two stages have one name",
             found=", ".join(stage.name for stage in stages),
-            expected="a name of its own for each",
+            expected="a different name for each",
             action="rename one of them",
         )
     return stages

@@ -111,7 +111,7 @@ class Feed:
     def _only_empty(self) -> CorpusError:
         return CorpusError(
             f"source '{self.name}' has only empty documents",
-            found=f"{self.num_documents} documents without a token, or skipped by their number",
+            found=f"{self.num_documents} documents, all without a token or skipped by number",
             expected="at least one token, since its weight is positive",
             action="give it weight 0, or check how it was prepared and what is skipped",
         )
@@ -142,7 +142,7 @@ class Feed:
         # Only where the epoch begins, or every checkpoint taken in it would say so again.
         if position == order.start_of(config.max_epochs):
             log.warning(
-                "source '%s' has been seen for max_epochs %d and goes on (on_exhausted: repeat)",
+                "source '%s' has been seen for max_epochs %d and is repeated (on_exhausted: repeat)",
                 self.name,
                 config.max_epochs,
             )

@@ -65,7 +65,7 @@ def first_documents(source: LengthSource, name: str, documents: int) -> Fingerpr
             found=f"{len(source):,} documents of a corpus that has more, {documents:,} before",
             expected="the whole corpus as a source",
             cause="the boundaries of a split move when a corpus grows: what was held out before would be trained",
-            action=f"keep '{name}' as it was and add the new documents as a source of its own, with a split of its own",
+            action=f"keep '{name}' as it was and add the new documents as a separate source with its own split",
         )
     return fingerprint_of(source, name, first=documents)
 
@@ -145,7 +145,7 @@ def _likely_change(name: str, before: Fingerprint | None, now: Fingerprint) -> t
         return _other_contents(name, before, now), action
     if now.tokenizer is None:
         return (
-            "the lengths are the same, but which tokenizer made the corpus is not known any more: "
+            "the lengths are the same, but it is no longer known which tokenizer made the corpus: "
             "PREFIX.megaresume.json was deleted, or not copied with the .bin and the .idx",
             f"put the PREFIX.megaresume.json of '{name}' back, or prepare the corpus again in the same way",
         )

@@ -82,7 +82,7 @@ def _check_beginning(name: str, before: Fingerprint, now: Fingerprint, documents
         found=f"of the first {before.documents:,} of {documents:,} documents "
         + listing((f"{name}.{field}", found) for field, found, _ in differ),
         expected=listing((f"{name}.{field}", expected) for field, _, expected in differ),
-        cause="new documents were put before the old ones or between them, old ones were changed, or another tokenizer "
+        cause="new documents were put before or between the old ones, old ones were changed, or a different tokenizer "
         "made the new corpus",
         action=f"append new documents after the old ones; or keep '{name}' as it was and add the new data as another "
         "source",

@@ -107,8 +107,8 @@ class SourceOrder(Eras):
                     f"source '{self.name}' is not made of the pieces that the state knows",
                     found=f"{num} pieces of {era.documents} documents, of at most {era.piece} tokens each",
                     expected=f"{era}, after {before}",
-                    cause="the state was edited, or the list of long documents beside the corpus is damaged",
-                    action="remove PREFIX.megaresume.*.pieces beside the corpus, or load an older checkpoint",
+                    cause="the state was edited, or the list of long documents next to the corpus is damaged",
+                    action="remove PREFIX.megaresume.*.pieces next to the corpus, or load an older checkpoint",
                 )
 
     def epochs(self, positions: Int64Array) -> Int64Array:

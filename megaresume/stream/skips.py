@@ -278,11 +278,11 @@ def _document_list(source: str, entry: object, where: str) -> DocumentList:
         )
     if data.get("digest", found.digest) != found.digest:
         raise ConfigError(
-            f"{file or where} holds other documents than when the run saved",
+            f"{file or where} holds different documents than when the run saved",
             found=f"{found.count:,} documents, digest {found.digest}",
             expected=f"{data.get('count')} documents, digest {data['digest']}",
             cause="the file was changed",
-            action="put the list of that time back; give a new list a name of its own",
+            action="restore the old list; give a new list a new file name",
         )
     return found
 
@@ -536,7 +536,7 @@ def check_documents(skips: Skips, sizes: Mapping[str, int]) -> None:
                 f"source '{documents.source}' has no document {last} that could be skipped",
                 found=f"skip of {documents}",
                 expected=f"documents from 0 to {num - 1}",
-                action="correct the numbers; they count the documents of the part that is trained",
+                action="correct the numbers; they count the documents of the trained part",
             )
 
 
@@ -572,7 +572,7 @@ def _unpacked(entry: Mapping[str, Any]) -> list[int]:
 
 def no_schedule(steps: Range) -> ConfigError:
     return ConfigError(
-        "steps cannot be skipped where the batch sizes are not known",
+        "steps cannot be skipped if the batch sizes are not known",
         found=f"steps {steps[0]} to {steps[1]}",
         expected="samples, or a training program that knows which samples a step trains",
         action="skip samples: A:B",
@@ -584,17 +584,17 @@ def _too_long(unit: Unit, asked: Range, samples: Range, end: int) -> ConfigError
         "a skip leaves out more than the run trains",
         found=f"skip of {unit} {asked[0]:,} to {asked[1] - (unit == 'samples'):,}: {samples[1] - samples[0]:,} samples",
         expected=f"at most {end:,} samples, as many as the run trains",
-        cause="a typing error: the data behind what is left out moves up, and would come from as far away",
-        action="correct the range; a run that is to end earlier has a smaller --train-iters or --train-samples",
+        cause="a typing error: the data after the skipped samples would move up from that far away",
+        action="correct the range; to end the run earlier, lower --train-iters or --train-samples",
     )
 
 
 def _beyond(unit: Unit, asked: Range, end: int, end_absolute: int) -> ConfigError:
     return ConfigError(
-        "a skip lies beyond the end of the run",
+        "a skip is beyond the end of the run",
         found=f"skip of {unit} {asked[0]:,} to {asked[1] - (unit == 'samples'):,}",
         expected=f"{unit} of the run, which ends with sample {end - 1:,}"
         + (f" ({end_absolute - 1:,} counted with what is left out)" if end_absolute != end else ""),
-        cause="a typing error, or a run that was made shorter",
+        cause="a typing error, or the run was shortened",
         action="correct the range, or train longer",
     )

@@ -101,7 +101,7 @@ class Stream:
     ) -> None:
         if len(sources) != len(config.sources):
             raise ConfigError(
-                "the number of sources is not that of the config",
+                "the number of sources differs from the config's",
                 found=f"{len(sources)} sources",
                 expected=f"{len(config.sources)}: {', '.join(s.name for s in config.sources)}",
                 action="pass one source for each of the config's, in its order",
@@ -400,10 +400,10 @@ class Stream:
     def _check_start(self, sample: int) -> None:
         if sample < self.start:
             raise StateError(
-                f"sample {sample} lies before the state that the stream goes on from",
+                f"sample {sample} is before the state that the stream continues from",
                 found=f"a stream restored at sample {self.start}",
                 expected=f"a sample from {self.start} on",
-                cause="a step counter went back, or a loader was built for another position",
+                cause="a step counter went back, or a loader was built for a different position",
                 action="restore the state of an earlier checkpoint, or none for the start of the stream",
             )
 

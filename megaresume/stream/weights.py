@@ -24,7 +24,7 @@ def parse_weight(value: object, source: str) -> Fraction:
     Raises:
         ConfigError: not a number, negative, infinite or not a number.
     """
-    expected = "a number that is not negative, for example 0.3, 3 or '3/10'"
+    expected = "a non-negative number, for example 0.3, 3 or '3/10'"
     action = f"correct the weight of source '{source}'"
     weight: Fraction | None = None
     if isinstance(value, int) and not isinstance(value, bool):

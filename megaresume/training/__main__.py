@@ -286,7 +286,7 @@ def _load(args: Arguments, engine: Any) -> None:
                     "there is no checkpoint, and --exit-on-missing-checkpoint was given",
                     found=f"nothing in {os.path.abspath(args.load)}",
                     expected="a checkpoint",
-                    action="check --load, or remove --exit-on-missing-checkpoint to begin anew",
+                    action="check --load, or remove --exit-on-missing-checkpoint to start over",
                 )
             announce(f"megaresume: no checkpoint in {args.load}: beginning at sample 0")
     save = args.save

@@ -78,7 +78,7 @@ class Arguments:
     lr_decay_samples: int | None = flag(None, "samples until min-lr; default: train-samples")
     lr_warmup_iters: int = flag(0, "steps of linear warm-up")
     lr_warmup_samples: int = flag(0, "samples of linear warm-up")
-    lr_warmup_fraction: float | None = flag(None, "of the decay, for the warm-up")
+    lr_warmup_fraction: float | None = flag(None, "fraction of the decay used for warm-up")
     weight_decay: float = flag(0.01, "decay of matrices; vectors are not decayed")
     adam_beta1: float = flag(0.9, "AdamW")
     adam_beta2: float = flag(0.999, "AdamW")
@@ -87,14 +87,14 @@ class Arguments:
     bf16: bool = flag(False, "train in bfloat16")
     fp16: bool = flag(False, "train in float16 with a dynamic loss scale (GPU)")
     zero_stage: int = flag(0, "DeepSpeed's ZeRO", choices=[0, 1, 2, 3])
-    seed: int = flag(1234, "of weights and data")
+    seed: int = flag(1234, "seed of weights and data")
     deterministic_mode: bool = flag(False, "only deterministic GPU kernels: the same loss bit for bit")
 
     # data
     data_path: tuple[str, ...] | None = flag(None, "corpora, or weights and corpora in turn", nargs="+")
-    data_args_path: str | None = flag(None, "a file that holds what data-path would")
+    data_args_path: str | None = flag(None, "a file with the arguments of data-path")
     skip_train_iteration_range: tuple[str, ...] | None = flag(
-        None, "steps whose samples are not to be trained, counted from 1", nargs="+", metavar="FIRST-LAST"
+        None, "steps whose samples to leave out, counted from 1", nargs="+", metavar="FIRST-LAST"
     )
     split: str | None = flag(None, "weights of train, valid, test; default: 969, 30, 1 with data-path")
     dataloader_type: str = flag("single", "only single: one order for the whole run")
@@ -102,31 +102,31 @@ class Arguments:
 
     # checkpoints
     save: str | None = flag(None, "directory of checkpoints")
-    load: str | None = flag(None, "directory to go on from; an empty one is a fresh start")
-    save_interval: int | None = flag(None, "steps between checkpoints; one more at the end")
+    load: str | None = flag(None, "directory to resume from; an empty one is a fresh start")
+    save_interval: int | None = flag(None, "steps between checkpoints; the end is saved too")
     save_retain_interval: int | None = flag(
-        None, "keep the newest checkpoint and those whose step this divides; delete the others"
+        None, "keep the newest checkpoint and those whose step is a multiple of this; delete the others"
     )
-    ckpt_step: int | None = flag(None, "load this iteration and no other")
+    ckpt_step: int | None = flag(None, "load exactly this iteration")
     finetune: bool = flag(False, "load weights only: step 0, sample 0")
-    exit_on_missing_checkpoint: bool = flag(False, "fail where --load finds none")
+    exit_on_missing_checkpoint: bool = flag(False, "fail if --load finds no checkpoint")
     universal_checkpoint: bool = flag(False, "load what deepspeed.checkpoint.ds_to_universal wrote")
 
     # validation and logs
     eval_interval: int = flag(1000, "steps between validations")
-    eval_iters: int = flag(0, "global batches of a validation; the same ones every time; 0: none")
+    eval_iters: int = flag(0, "global batches per validation, the same every time; 0: no validation")
     skip_train: bool = flag(False, "validate only")
     megaresume_held_out: str | None = flag(
-        None, "a data.yaml; at every validation, the share of its trained tokens that the model predicts right"
+        None, "a data.yaml; every validation measures the share of its trained tokens that the model predicts"
     )
-    megaresume_held_out_iters: int = flag(4, "global batches of it; the same ones every time")
-    log_interval: int = flag(1, "steps between lines for people")
+    megaresume_held_out_iters: int = flag(4, "global batches of the held-out data, the same every time")
+    log_interval: int = flag(1, "steps between log lines")
     megaresume_log_samples: str | None = flag(
-        None, "file of JSON lines, one a step: sample range, digests, loss in decimal and hexadecimal, layout"
+        None, "file of JSON lines, one per step: sample range, digests, loss in decimal and hexadecimal, layout"
     )
 
     megaresume_min_step_seconds: float = flag(
-        0.0, "a step lasts at least so long: for tests of launching, where a tiny model is faster than the scheduler"
+        0.0, "shortest step: for launch tests, in which a tiny model is faster than the scheduler"
     )
 
     # what other hosts have too
@@ -140,10 +140,10 @@ class Arguments:
     distributed_backend: Literal["nccl", "gloo"] | None = flag(
         None, "default: nccl on a GPU, gloo without", choices=["nccl", "gloo"]
     )
-    distributed_timeout_minutes: int = flag(10, "patience of collectives")
+    distributed_timeout_minutes: int = flag(10, "timeout of collectives")
     local_rank: int = flag(-1, "set by the deepspeed launcher")
     deepspeed: bool = flag(False, "accepted, always on")
-    deepspeed_config: str | None = flag(None, "a DeepSpeed config to start from; the flags go on top")
+    deepspeed_config: str | None = flag(None, "a DeepSpeed config to start from; the flags override it")
 
     def replace(self, **changes: object) -> Arguments:
         """A copy with some flags changed."""

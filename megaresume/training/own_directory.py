@@ -44,7 +44,7 @@ def _make(out: Path, mark: str, what: str, overwrite: bool) -> None:
             )
         if not overwrite:
             raise UsageError(
-                f"an earlier {what} lies there",
+                f"an earlier {what} is there",
                 found=f"{out}",
                 expected="an empty directory",
                 action=f"--overwrite, or --out ANOTHER; its report: {out / 'report.html'}",

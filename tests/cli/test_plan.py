@@ -281,7 +281,7 @@ def test_the_text_begins_with_the_verdict(run: SavedRun) -> None:
 def test_skips_are_judged_as_in_the_launch(run: SavedRun) -> None:
     """Beyond the end of the run, beyond the end of a source: refused; without the end, nobody can know."""
     late = edited(run, skip={"samples": ["800:900"]})
-    assert "skip lies beyond the end" in plan(run, "--data", late, "--train-iters", 100)["headline"]
+    assert "skip is beyond the end" in plan(run, "--data", late, "--train-iters", 100)["headline"]
     assert not plan(run, "--data", late, "--train-iters", 101)["refused"]
     assert not plan(run, "--data", late)["refused"]
     report = plan(run, "--data", edited(run, skip={"documents": {"web": [300]}}))

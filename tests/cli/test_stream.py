@@ -42,7 +42,7 @@ def test_from_a_state_it_shows_the_same(run):
     resumed = megaresume("stream", run.data, "--samples", "64:70", "--state", state).stdout
     assert resumed and resumed == megaresume("stream", run.data, "--samples", "64:70").stdout
     before = megaresume("stream", run.data, "--samples", "0:70", "--state", state)
-    assert before.returncode == 1 and "lies before the state" in before.stderr
+    assert before.returncode == 1 and "is before the state" in before.stderr
 
 
 def test_from_a_state_alone(run, tmp_path):

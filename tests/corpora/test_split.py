@@ -143,5 +143,5 @@ def test_empty_part_is_refused(tmp_path, simple_corpus, split, documents, part):
 def test_range_outside_is_refused(tmp_path, simple_corpus):
     source = IndexedSource(simple_corpus(tmp_path / "c", [1, 2]))
     for start, stop in ((-1, 1), (0, 3), (2, 1)):
-        with pytest.raises(ConfigError, match="lies outside"):
+        with pytest.raises(ConfigError, match="is outside"):
             range_of(source, start, stop)

@@ -219,12 +219,12 @@ def test_torchrun_goes_on_in_place_without_a_lost_node(start: Start, directory: 
         ("torchrun.sh", {"DATA": "nothing.yaml"}, "there is no DATA=nothing.yaml"),
         ("deepspeed.sh", {"PYTHON": "/nowhere/python"}, "there is no PYTHON=/nowhere/python"),
         ("torchrun.sh", {"PYTHON": "false"}, "PYTHON=false has no megaresume"),
-        ("torchrun.sh", {"NNODES": "two"}, "NNODES=two is no number"),
-        ("deepspeed.sh", {"PROCS_PER_NODE": "0"}, "PROCS_PER_NODE=0 is no number of ranks"),
+        ("torchrun.sh", {"NNODES": "two"}, "NNODES=two is neither a number nor MIN:MAX"),
+        ("deepspeed.sh", {"PROCS_PER_NODE": "0"}, "PROCS_PER_NODE=0 is not a number of ranks"),
         ("deepspeed.sh", {"HOSTFILE": "hosts.txt"}, "there is no HOSTFILE=hosts.txt"),
         ("deepspeed.sh", {"NNODES": "2"}, "NNODES=2, and neither HOSTFILE nor NODE_RANK"),
         ("deepspeed.sh", {"NNODES": "2", "NODE_RANK": "0"}, "NODE_RANK without MASTER_ADDR"),
-        ("torchrun.sh", {"RUN_DIR": "data.yaml/run"}, "RUN_DIR=data.yaml/run cannot be made"),
+        ("torchrun.sh", {"RUN_DIR": "data.yaml/run"}, "RUN_DIR=data.yaml/run cannot be created"),
     ],
 )
 def test_refusals(directory: Path, script: str, settings: dict[str, str], words: str) -> None:

@@ -219,12 +219,12 @@ def test_failures_without_progress_come_to_an_end(slurm: Cluster, directory: Pat
 def test_refusals(slurm: Cluster, directory: Path) -> None:
     run = Run("refused", directory, slurm)
     wrong: list[tuple[tuple[str, ...], dict[str, str], str]] = [
-        (("--array=0-1",), {}, f"a job array whose jobs would all write to RUN_DIR={run.path}"),
+        (("--array=0-1",), {}, f"the jobs of this array would all write to RUN_DIR={run.path}"),
         ((), {"DATA": "nothing.yaml"}, "there is no DATA=nothing.yaml"),
         ((), {"PYTHON": "/nowhere/python"}, "there is no PYTHON=/nowhere/python on n"),
         ((), {"REQUEUE": "maybe"}, "REQUEUE=maybe is not known"),
         ((), {"LAUNCHER": "mpirun"}, "LAUNCHER=mpirun is not known"),
-        ((), {"CHAIN": "some"}, "CHAIN=some is no number"),
+        ((), {"CHAIN": "some"}, "CHAIN=some is not a number"),
     ]
     jobs = [
         (run.submit("train.sbatch", ENDLESS, "--nodes=1", "--output=refused-%J.log", *options, **settings), words)

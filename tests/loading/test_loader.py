@@ -139,7 +139,7 @@ def test_a_stream_restored_after_the_loader_was_built(open_it, how):
     stream = open_it()
     loader = StreamLoader(stream, BatchSchedule.constant(8), micro_batch_size=8, **how)
     stream.restore(open_it().state_at(24))
-    with pytest.raises(StateError, match=r"sample \d+ lies before the state"):
+    with pytest.raises(StateError, match=r"sample \d+ is before the state"):
         next(iter(loader))
 
 

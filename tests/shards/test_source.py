@@ -274,13 +274,12 @@ def test_another_record_of_the_same_length_is_never_taken_for_the_indexed_one(tm
     source = ShardSource(tmp_path / "digits.shards.idx", policy=policy)
     assert same(source.encoded(0, key(0)), before)
     if policy == "error":
-        with pytest.raises(CorpusError, match=r"record '1' is not the one that was indexed[\s\S]*mixed up"):
+        with pytest.raises(CorpusError, match=r"record '1' is not the indexed one[\s\S]*mixed up"):
             source.encoded(1, key(1))
         return
     changed = source.encoded(1, key(1))
     assert (
-        changed.fault.reason
-        == "record '1' is not the one that was indexed; found another content, as long as the indexed one"
+        changed.fault.reason == "record '1' is not the indexed one; found another content, as long as the indexed one"
     )
     assert not changed.images and not changed.trained.any() and len(changed.tokens) == len(whole.tokens)
 

@@ -115,7 +115,7 @@ def test_a_script_without_its_arguments(tmp_path: Path) -> None:
     assert status == 2 and '"$@"' in text and "Traceback" not in text
     status, result, text = smoke(tmp_path, script=': "$@"\n')
     assert status == 1 and not result["holds"]
-    assert "recorded no step" in text and "ignores its arguments" in text and '"$@" behind the last flag' in text
+    assert "recorded no step" in text and "ignores its arguments" in text and '"$@" after the last flag' in text
 
 
 def test_other_ranks_than_asked_for(tmp_path: Path) -> None:

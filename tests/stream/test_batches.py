@@ -104,7 +104,7 @@ def test_steps_and_samples_are_inverse(schedule: BatchSchedule, num: int) -> Non
         for j in (0, k // 2, k):
             assert schedule.after(boundaries[j], k - j) == sample
     for sample in set(range(boundaries[-1])) - set(boundaries):
-        with pytest.raises(StateError, match=f"sample {sample} lies inside a step"):
+        with pytest.raises(StateError, match=f"sample {sample} is inside a step"):
             schedule.steps_before(sample)
 
 

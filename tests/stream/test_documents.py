@@ -133,6 +133,6 @@ def test_repeat_goes_on_and_says_so_once(stream_of: Callable[..., Any], caplog: 
     for sample in range(2200, 2900, 100):  # in the epoch after the last: a state is no reason to say it again
         stream.state_at(sample)
     assert [r.getMessage() for r in caplog.records] == [
-        "source 'a' has been seen for max_epochs 2 and goes on (on_exhausted: repeat)"
+        "source 'a' has been seen for max_epochs 2 and is repeated (on_exhausted: repeat)"
     ]
     assert not stream.state_at(3000).sources["a"].exhausted

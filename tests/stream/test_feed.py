@@ -34,7 +34,7 @@ def test_no_documents(stream_of: StreamOf) -> None:
 def test_only_empty_documents(stream_of: StreamOf, num_documents: int, end: dict[str, Any]) -> None:
     with pytest.raises(CorpusError, match="source 'web' has only empty documents") as error:
         stream_of(_data(**end), {"web": [0] * num_documents})
-    assert f"{num_documents} documents without a token" in str(error.value.found)
+    assert f"{num_documents} documents, all without a token" in str(error.value.found)
 
 
 def test_as_many_sources_as_the_config_has() -> None:

@@ -135,7 +135,7 @@ def test_a_tokenizer_that_is_not_known_any_more() -> None:
     state = Stream(config, [_Tokenized([5, 6], "gpt2")]).state_at(3)
     with pytest.raises(StateError, match="source 'a' is not the corpus") as error:
         Stream(config, [_Tokenized([5, 6], None)], state=state)
-    assert "not known any more" in str(error.value.cause) and "PREFIX.megaresume.json" in str(error.value.action)
+    assert "no longer known" in str(error.value.cause) and "PREFIX.megaresume.json" in str(error.value.action)
     unknown = Stream(config, [_Tokenized([5, 6], None)]).state_at(3)
     with pytest.raises(StateError, match="source 'a' is not the corpus") as error:
         Stream(config, [_Tokenized([5, 6], "gpt2")], state=unknown)

@@ -76,7 +76,7 @@ def test_nothing_before_the_restored_sample(stream_of: StreamOf) -> None:
     stream = stream_of(DATA, LENGTHS, stream_of(DATA, LENGTHS).state_at(500))
     assert stream.start == 500
     for ask in (lambda: stream.plan(499, 600), lambda: stream.state_at(499), lambda: stream.digest_at(499)):
-        with pytest.raises(StateError, match="sample 499 lies before the state that the stream goes on from"):
+        with pytest.raises(StateError, match="sample 499 is before the state that the stream continues from"):
             ask()
     assert stream.plan(500, 501).first == 500
 

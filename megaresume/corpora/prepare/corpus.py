@@ -272,7 +272,7 @@ def _check_output(prefix: Path, parts_files: PartFiles, *, overwrite: bool) -> N
             raise UsageError(
                 f"{path} exists",
                 found="a corpus, or a part of one",
-                expected="an --output that is free",
+                expected="an unused --output",
                 action="give another --output, or replace it: --overwrite",
             )
 

@@ -52,7 +52,7 @@ def files_below(directory: Path, pattern: str) -> tuple[list[Path], list[Path]]:
                         f"{path} is a link that leads nowhere",
                         found=os.readlink(path),
                         expected="a link to a file or a directory",
-                        cause="what it led to was moved, or is on a disk that is not mounted here",
+                        cause="its target was moved, or is on a disk that is not mounted here",
                         action="correct or remove the link, or leave it out by --glob",
                     )
     return sorted(files, key=lambda file: file.relative_to(directory).as_posix()), twice

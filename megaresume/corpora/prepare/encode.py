@@ -117,7 +117,7 @@ def disk_error(path: Path, error: OSError) -> SetupError:
         if full
         else "a writable directory",
         cause="the disk or the quota is full" if full else None,
-        action="make room and run the same command again: it goes on where it stopped"
+        action="free some space and run the same command again: it continues where it stopped"
         if full
         else "check the permissions of the directory, or give another --output",
     )

@@ -269,7 +269,7 @@ def _damaged(file: InputFile, error: BaseException) -> CorpusError:
 def _changed_length(file: InputFile) -> CorpusError:
     return CorpusError(
         f"{file.path} is shorter than it was",
-        found="its end, before the place where an earlier run had stopped",
+        found="its end, before the point where an earlier run stopped",
         expected="the same content as in the earlier run",
         action="start again: --restart",
     )

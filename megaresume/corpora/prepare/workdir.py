@@ -96,8 +96,8 @@ class WorkDirectory:
         raise UsageError(
             f"{self.directory} was left by a prepare of other input or with other settings",
             found="; ".join(_differences(old, plan)) if isinstance(old, dict) else "an unreadable plan.json",
-            expected="the same input files and settings, to go on where that run stopped",
-            action="repeat the earlier command to go on, or add --restart to throw its work away",
+            expected="the same input files and settings, to continue where that run stopped",
+            action="repeat the earlier command to continue, or add --restart to discard its work",
         )
 
     def path(self, name: str) -> Path:

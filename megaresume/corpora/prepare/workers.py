@@ -69,7 +69,7 @@ def run_in_processes(
             found=str(error),
             expected="workers that finish their work",
             cause="out of memory (see dmesg), or it was killed",
-            action="run the same command again, with fewer --workers: it goes on where it stopped",
+            action="run the same command again, with fewer --workers: it continues where it stopped",
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

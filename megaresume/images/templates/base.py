@@ -66,7 +66,7 @@ def json_member(record: Record, names: Collection[str]) -> dict[str, Any]:
             found=f"{len(record.members[name])} bytes",
             expected="one JSON object in UTF-8",
             cause=f"{type(error).__name__}: {error}",
-            action=f"write the record again; it lies in {record.path}",
+            action=f"write the record again; it is in {record.path}",
         ) from error
     if not isinstance(value, dict):
         raise bad_json(record, f"{name} is not a JSON object", type(value).__name__, "an object: {...}")
@@ -86,7 +86,7 @@ def text_member(record: Record, name: str) -> str:
             f"record '{record.key}': {name} is not UTF-8",
             found=f"byte 0x{record.members[name][error.start]:02x} at {error.start}",
             expected="text in UTF-8",
-            action=f"write the record again; it lies in {record.path}",
+            action=f"write the record again; it is in {record.path}",
         ) from error
 
 
@@ -129,7 +129,7 @@ def named_image(record: Record, name: object) -> str:
         found=f"members {', '.join(sorted(record.members)) or 'none'}",
         expected=f"'{own}.{file}', or a name in the JSON that is the part behind '{own}.'",
         cause="an image that was not downloaded, or a path of the data set before it was written to shards",
-        action=f"correct the name, or write the record again; it lies in {record.path}",
+        action=f"correct the name, or write the record again; it is in {record.path}",
     )
 
 
@@ -140,7 +140,7 @@ def missing(record: Record, names: Collection[str]) -> CorpusError:
         found=f"members {', '.join(sorted(record.members)) or 'none'}",
         expected=f"one of {', '.join(names)}",
         cause="a shard of another layout, or a record that was cut",
-        action=f"correct the template, or write the record again; it lies in {record.path}",
+        action=f"correct the template, or write the record again; it is in {record.path}",
     )
 
 
@@ -150,7 +150,7 @@ def bad_json(record: Record, headline: str, found: str, expected: str) -> Corpus
         f"record '{record.key}': {headline}",
         found=found,
         expected=expected,
-        action=f"correct the template, or write the record again; it lies in {record.path}",
+        action=f"correct the template, or write the record again; it is in {record.path}",
     )
 
 
@@ -160,7 +160,7 @@ def no_text(record: Record, where: str) -> CorpusError:
         f"record '{record.key}' has no text",
         found=f"nothing but white space in {where}",
         expected="text to be predicted",
-        action=f"write the record again, or see on_fault; it lies in {record.path}",
+        action=f"write the record again, or see on_fault; it is in {record.path}",
     )
 
 

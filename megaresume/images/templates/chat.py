@@ -149,7 +149,7 @@ class _Images:
             f"record '{self._record.key}': images and their marks do not agree",
             found=f"images {', '.join(self._all) or 'none'}; {self._marks} marks used them up to there",
             expected="a mark for each image, and an image for each mark",
-            cause="a mark in the text that means none, or an image that the conversation does not show",
+            cause="a mark in the text that is not meant as one, or an image that the conversation does not show",
             action="correct the record, template.mark, or template.unused_images: true",
         )
 

@@ -88,7 +88,7 @@ def _unused(record: Record, names: list[str], shown: int) -> CorpusError:
         f"record '{record.key}' has images that its page does not show",
         found=f"{', '.join(names[:4])}{' ...' if len(names) > 4 else ''}; {shown} are shown",
         expected="every image of the record in the page",
-        cause="a list of images under another key than template.images, or images of which the page lost the place",
+        cause="a list of images under a key other than template.images, or images that the page no longer places",
         action="correct template.images, or template.unused_images: true leaves them out",
     )
 

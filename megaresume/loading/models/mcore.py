@@ -98,7 +98,7 @@ def for_mcore_llava(
     if "pixel_values" not in batch:
         raise UsageError(
             "a blend without image sources",
-            found="batches of text alone",
+            found="batches of text only",
             expected="batches with images",
             action="use for_mcore_gpt, or add an image source",
         )

@@ -76,7 +76,7 @@ def test_a_kill_leaves_nothing_that_counts_and_the_next_one_converts(root: Path)
     outputs = [finished(process) for process in both]
     assert sum("converting" in text for text in outputs) == 1
     assert is_whole(root) and hidden(root) == []
-    assert all("start the run as ever" in text for text in outputs)
+    assert all("start the run as usual" in text for text in outputs)
 
 
 def test_no_room(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
