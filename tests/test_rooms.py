@@ -12,7 +12,6 @@ import megaresume
 ROOT = Path(megaresume.__file__).parent
 #: packages that are being rebuilt.
 UNFINISHED = {
-    "checkpoint",
     "checkpoint/layouts",
     "integrations",
     "integrations/loaders",

@@ -28,7 +28,7 @@ What makes it hold:
 
 A save, and the next start::
 
-    pending = begin_save(save, tag="global_step10", iteration=10, state=stream_state, topology=topology)
+    pending = begin_save(save, tag="global_step10", iteration=10, state=state, topology=topology)
     engine.save_checkpoint(save, tag="global_step10", save_latest=False)      # all ranks, then a barrier
     commit_save(pending, expected_files=["mp_rank_00_model_states.pt", ...])
 
@@ -36,26 +36,34 @@ A save, and the next start::
     step = confirm_choice(load, broadcast)                                     # the others
     record_start(save, iteration=choice.iteration, state=choice.state, choice=choice)
 
-One idea a file: `layout` names and paths, `atomic` writing, `sealed` checksummed JSON, `topology`, `state_file`,
-`manifest`, `pointers`, `ledger`, `marker`, `commit`, `retention` (old ones make room), `candidates` (is this one
-whole?), `choose`, `confirm`, `fresh` (a start that loads nothing), `start`, `progress` (or none of it, start after
-start), `survey` (all of a root, for `megaresume inspect`).
+Files:
+
+    layout.py       names and paths                      commit.py      a save: marker to pointers
+    atomic.py       writing, replacing, syncing          retention.py   old ones make room
+    sealed.py       checksummed JSON                     candidates.py  is this one whole?
+    system.py       time, process, mounts                search.py      the rules of a choice
+    topology.py     how a run is laid out                choose.py      of one root or two, the same on all ranks
+    data_state.py   the state of the data, its envelope  start.py       the beginning of a run
+    step_file.py    state and marker of a step           lock.py        one job at a time: claim.py, owner.py
+    manifest.py     every file, its size and checksum    staging.py     copies to a second storage, in a thread
+    beside.py       files of each rank                   copying.py     one of them
+    pointers.py     ``latest`` and the tracker           ledger.py      one line for every checkpoint and start
+    layouts/        checkpoints of other programs
+
 Nothing here imports torch or numpy, unpickles anything, or knows about ranks.
 """
 
 from megaresume.checkpoint.candidates import Candidate, Examined, Status, examine, list_candidates, resolve_pointer
-from megaresume.checkpoint.choose import Choice, Rejected, choose
-from megaresume.checkpoint.commit import Commit, PendingCheckpoint, begin_save, commit_save, run_of
-from megaresume.checkpoint.confirm import confirm_choice
+from megaresume.checkpoint.choose import Choice, Rejected, choose, confirm_choice
+from megaresume.checkpoint.commit import Commit, PendingCheckpoint, begin_save, commit_save
 from megaresume.checkpoint.layout import check_tag, deepspeed_tag, megatron_tag, split_root, tag_iteration
 from megaresume.checkpoint.ledger import LedgerEntry, LedgerProblem, LedgerReading, append_ledger, read_ledger
 from megaresume.checkpoint.manifest import FileEntry, Manifest, Problem, read_manifest
 from megaresume.checkpoint.pointers import Pointer, read_pointers
-from megaresume.checkpoint.progress import MAX_STARTS, check_progress
 from megaresume.checkpoint.retention import KEEP_ALL, Retention
 from megaresume.checkpoint.sealed import NewerFormatError
-from megaresume.checkpoint.start import record_start
-from megaresume.checkpoint.state_file import StepFile, read_step_file
+from megaresume.checkpoint.start import MAX_STARTS, check_progress, record_start
+from megaresume.checkpoint.step_file import StepFile, read_step_file, run_of
 from megaresume.checkpoint.topology import Topology
 
 __all__ = [

@@ -24,10 +24,9 @@ from megaresume.checkpoint.layout import (
     tag_iteration,
 )
 from megaresume.checkpoint.manifest import Manifest, Progress, list_files, read_manifest
-from megaresume.checkpoint.marker import Marker, read_marker
 from megaresume.checkpoint.pointers import Pointer
 from megaresume.checkpoint.sealed import NewerFormatError, SealError, unseal
-from megaresume.checkpoint.state_file import StepFile, read_step_file
+from megaresume.checkpoint.step_file import Marker, StepFile, read_marker, read_step_file
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError
 
 __all__ = ["Candidate", "Examined", "Status", "examine", "list_candidates", "resolve_pointer"]

@@ -1,101 +1,31 @@
-"""Choosing what to load: the newest complete checkpoint, with a reason for every one that was passed over.
+"""Choosing what to load: on rank 0, from one root or from it and its copies; and whether the others see the same.
 
-In this order, unless a tag or an iteration was asked for (then exactly that one, or an error):
-
-1. A complete checkpoint newer than the pointers *whose marker is still there*: the save was killed between manifest
-   and pointers. Nothing of it is missing, and taking an older one would train the same samples twice.
-2. What the pointers name, where they agree. Also when newer complete checkpoints exist whose commits were finished:
-   then somebody moved the pointers back on purpose. Also when it was written without megaresume: then the choice has
-   no state, and the caller decides.
-3. Walking back: the newest complete one older than that, leaving out branches that were given up (a run that started
-   again from 10 and saved 15 does not fall back to the 12 of the attempt before).
-4. Whatever else is complete: given-up branches, and checkpoints beyond the pointers.
-5. The newest one that was written without megaresume.
-
-Pointers that disagree name nothing: the newest complete one is taken, with a note.
+choose            the newest complete checkpoint of a root, by the rules in `search`
+choose_of_two     of a local root and its copies whichever is newest and complete
+confirm_choice    on every other rank. On shared filesystems ranks may disagree about what exists: attribute caches
+                  lag, a mount is missing on one node. A rank that quietly started from something else would be
+                  worse than a stop
 """
 
 from __future__ import annotations
 
-import logging
+import dataclasses
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cached_property
+import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from megaresume.checkpoint.candidates import Candidate, Examined, examine, list_candidates, resolve_pointer
-from megaresume.checkpoint.commit import run_of
+from megaresume.checkpoint.candidates import list_candidates
 from megaresume.checkpoint.layout import check_tag, ledger_path, split_root, step_path
-from megaresume.checkpoint.ledger import LedgerReading, abandoned_checkpoints, read_ledger
-from megaresume.checkpoint.manifest import Manifest, Progress
-from megaresume.checkpoint.pointers import Pointer, read_pointers
-from megaresume.checkpoint.state_file import StepFile, read_step_file
-from megaresume.stream.errors import CheckpointError, UsageError
-from megaresume.stream.state import StreamState
+from megaresume.checkpoint.ledger import abandoned_checkpoints, read_ledger
+from megaresume.checkpoint.manifest import Progress
+from megaresume.checkpoint.sealed import NewerFormatError
+from megaresume.checkpoint.search import Choice, Rejected, Search
+from megaresume.checkpoint.step_file import StepFile, read_step_file, run_of
+from megaresume.stream.errors import CheckpointError, StateError, UsageError
 
-__all__ = ["Choice", "Rejected", "choose"]
-
-_UNIVERSAL = "_universal"
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rejected:
-    """A checkpoint that was passed over."""
-
-    tag: str
-    iteration: int | None
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.tag}: {self.reason}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """What to load."""
-
-    #: the checkpoint root.
-    load_dir: Path
-    tag: str
-    #: None: an unmanaged checkpoint whose name does not tell.
-    iteration: int | None
-    #: None: written without megaresume; there is no data state. The caller decides, and must not start afresh silently.
-    step: StepFile | None
-    #: None: no manifest, completeness is not known.
-    manifest: Manifest | None
-    #: newer ones that could not be taken.
-    rejected: tuple[Rejected, ...] = ()
-    #: what somebody should know: sentences, to be logged on rank 0.
-    notes: tuple[str, ...] = ()
-
-    @property
-    def tag_dir(self) -> Path:
-        """The tag directory."""
-        return self.load_dir / self.tag
-
-    @property
-    def state(self) -> StreamState | None:
-        """The data state."""
-        return None if self.step is None else self.step.state
-
-    @property
-    def digest(self) -> str | None:
-        """Digest of the data state, 16 hex digits."""
-        return None if self.step is None else self.step.state.digest
-
-    def to_broadcast(self) -> dict[str, Any]:
-        """What rank 0 tells the others: plain JSON, a few hundred bytes. See `confirm_choice`."""
-        return {
-            "tag": self.tag,
-            "iteration": self.iteration,
-            "digest": self.digest,
-            "samples": None if self.step is None else self.step.state.samples,
-            "save_id": None if self.step is None else self.step.save_id,
-        }
+__all__ = ["Choice", "Rejected", "choose", "choose_of_two", "confirm_choice"]
 
 
 def choose(
@@ -151,232 +81,146 @@ def _check_root(root: Path) -> None:
         )
 
 
-class Search:
-    """One decision: remembers what was examined and passed over. For `choose` and `survey`."""
+def choose_of_two(
+    local: str | os.PathLike[str],
+    shared: str | os.PathLike[str],
+    *,
+    tag: str | None = None,
+    iteration: int | None = None,
+    checksums: bool = False,
+) -> Choice | None:
+    """What to load: each root is asked as `choose` does, then the newer choice is taken; the local one where both are
+    of the same step. A shared one on a branch that the local ledger knows to be given up is passed over.
 
-    def __init__(
-        self,
-        root: Path,
-        run: str | None,
-        tag: str | None,
-        checksums: bool,
-        threads: int | None,
-        progress: Progress | None,
-    ) -> None:
-        self.root = root
-        self.checksums, self.threads, self.progress = checksums, threads, progress
-        self.pointers = read_pointers(root)
-        named = tuple(name for name in (tag, *(p.tag for p in self.pointers)) if name)
-        self.candidates = list_candidates(root, tags=named)
-        self.run = run
-        self.examined: dict[Candidate, Examined] = {}
-        self.notes: list[str] = []
+    Returns:
+        `Choice.load_dir` says from which; what was passed over in the other is among ``rejected``. None: neither has a
+        checkpoint.
 
-    @cached_property
-    def ledger(self) -> LedgerReading:
-        return read_ledger(ledger_path(self.root))
-
-    def examine(self, candidate: Candidate) -> Examined:
-        if candidate not in self.examined:
-            self.examined[candidate] = examine(
-                self.root,
-                candidate,
-                run=self.run,
-                checksums=self.checksums,
-                threads=self.threads,
-                progress=self.progress,
-            )
-        return self.examined[candidate]
-
-    def choice(self, found: Examined) -> Choice:
-        # Newest first; pruned ones are no news unless nothing else explains the choice.
-        passed = sorted(
-            (e for e in self.examined.values() if e is not found and e.status not in ("complete", "pruned")),
-            key=lambda e: -e.candidate.order,
-        )
-        managed = found.status == "complete"
-        return Choice(
-            load_dir=self.root,
-            tag=found.candidate.tag,
-            iteration=found.candidate.iteration,
-            step=found.step if managed else None,
-            manifest=found.manifest if managed else None,
-            rejected=tuple(
-                Rejected(tag=e.candidate.tag, iteration=e.candidate.iteration, reason=e.reason) for e in passed
-            ),
-            notes=tuple(self.notes),
-        )
-
-    def exactly_tag(self, tag: str, iteration: int | None) -> Choice:
-        matching = [c for c in self.candidates if c.tag == tag and iteration in (None, c.iteration)]
-        if tag.endswith(_UNIVERSAL) and matching and not matching[0].records:
-            return self._universal(tag)
-        if not any(c.has_dir for c in matching):
-            self._not_there(f"there is no checkpoint {tag}" + ("" if iteration is None else f" of {iteration}"))
-        return self._exactly(matching, f"the checkpoint {tag}")
-
-    def exactly_iteration(self, iteration: int) -> Choice:
-        matching = [c for c in self.candidates if c.iteration == iteration]
-        if not any(c.has_dir for c in matching):
-            self._not_there(f"there is no checkpoint of iteration {iteration}")
-        return self._exactly(matching, f"the checkpoint of iteration {iteration}")
-
-    def _exactly(self, matching: list[Candidate], what: str) -> Choice:
-        found = [self.examine(c) for c in matching]
-        for status in ("complete", "unmanaged"):
-            for one in found:
-                if one.status == status:
-                    if status == "unmanaged":
-                        self.notes.append(f"{one.candidate.tag}: {one.reason}")
-                    return self.choice(one)
-        raise CheckpointError(
-            f"{what} cannot be loaded",
-            found="; ".join(f"{one.candidate.tag} is {one.status}: {one.reason}" for one in found),
-            expected="a complete checkpoint",
-            action=f"megaresume inspect {self.root} shows which ones are complete",
-        )
-
-    def _universal(self, tag: str) -> Choice:
-        base = tag.removesuffix(_UNIVERSAL)
-        source = next((c for c in self.candidates if c.tag == base and "state" in c.records), None)
-        if source is None or source.iteration is None:
-            raise CheckpointError(
-                f"the universal checkpoint {tag} has no data state",
-                found=f"no data state of {base} in {self.root}",
-                expected=f"the records of the checkpoint {base}, from which it was converted",
-            )
-        path = step_path(self.root, source.iteration, base)
-        step = read_step_file(path, iteration=source.iteration, tag=base, run=self.run)
-        self.notes.append(f"{tag} takes the data state of {base}; its own files were not checked")
-        return Choice(
-            load_dir=self.root,
-            tag=tag,
-            iteration=source.iteration,
-            step=step,
-            manifest=None,
-            notes=tuple(self.notes),
-        )
-
-    def _not_there(self, headline: str) -> NoReturn:
-        tags = [c.tag for c in self.candidates if c.has_dir]
-        raise CheckpointError(
-            headline,
-            found=f"{self.root} holds " + (", ".join(tags[:10]) + (", ..." if len(tags) > 10 else "") or "none"),
-            expected="a tag directory of that name or iteration",
-            cause="it was pruned or never saved, or the directory is another one",
-        )
-
-    def newest(self) -> Choice | None:
-        if not any(c.has_dir for c in self.candidates):
-            self._check_empty()
-            return None
-        self.notes += [str(problem) for problem in self.ledger.problems if problem.kind != "cut"]
-        named = self._named_by_pointers()
-        abandoned = abandoned_checkpoints(self.ledger.entries)
-
-        def given_up(c: Candidate) -> bool:
-            return c.iteration is not None and (c.iteration, c.tag) in abandoned and c is not named
-
-        newer = [c for c in self.candidates if named is not None and c.order > named.order]
-        at_or_below = [c for c in self.candidates if c not in newer and c is not named]
-
-        if (found := self._first_complete(c for c in newer if "saving" in c.records)) is not None:
-            self.notes.append(
-                f"{found.candidate.tag} is complete, but its save was killed before the pointers were moved to it"
-            )
-            return self.choice(found)
-        if named is not None:
-            found = self.examine(named)
-            if found.status in ("complete", "unmanaged"):
-                self._note_newer(named, newer)
-                if found.status == "unmanaged":
-                    self.notes.append(f"{named.tag}: {found.reason}")
-                return self.choice(found)
-        if (found := self._first_complete(c for c in at_or_below if not given_up(c))) is not None:
-            return self.choice(found)
-        if (found := self._first_complete(c for c in self.candidates if c is not named)) is not None:
-            why = "it is newer than the pointers" if found.candidate in newer else "it is of a branch given up before"
-            self.notes.append(f"{found.candidate.tag} is taken although {why}: nothing else is complete")
-            return self.choice(found)
-        for candidate in self.candidates:
-            found = self.examine(candidate)
-            if found.status == "unmanaged":
-                self.notes.append(f"{candidate.tag}: {found.reason}")
-                return self.choice(found)
-        if self._none_was_committed():
-            log.warning("%s: the first save of the run was killed; nothing was ever committed", self.root)
-            return None
-        return self._none_complete()
-
-    def _none_was_committed(self) -> bool:
-        """Whether all that is there are saves that did not end, of a run that never finished one."""
-        began = all(c.unfinished for c in self.candidates)
-        return (
-            began and not any(entry.kind == "checkpoint" for entry in self.ledger.entries) and not self.ledger.problems
-        )
-
-    def _check_empty(self) -> None:
-        for pointer in self.pointers:
-            if pointer.status != "absent":
-                raise CheckpointError(
-                    "there are pointers but no checkpoint",
-                    found=f"{self.root / pointer.name}: {pointer.problem or repr(pointer.text)}",
-                    expected="the tag directory that it names",
-                    cause="the checkpoints were deleted or moved, or lie on a filesystem that is not mounted here",
-                    action="restore the tag directories; to begin anew, save into an empty directory",
-                )
-        if any("manifest" in c.records for c in self.candidates):
-            raise CheckpointError(
-                "there are records of checkpoints but no checkpoint",
-                found=f"{self.root}: records of {', '.join(c.tag for c in self.candidates[:10])}",
-                expected="their tag directories",
-                cause="the checkpoints were deleted or moved",
-                action="restore the tag directories; to begin anew, save into an empty directory",
-            )
-
-    def _named_by_pointers(self) -> Candidate | None:
-        named: list[tuple[Pointer, Candidate]] = []
-        for pointer in self.pointers:
-            candidate = resolve_pointer(pointer, self.candidates)
-            if candidate is not None and "saving" in candidate.records and "manifest" not in candidate.records:
-                # DeepSpeed moves its own before the save is done: that says nothing about what was meant.
-                self.notes.append(f"{pointer.name} names {candidate.tag}, whose save did not end")
-            elif candidate is not None:
-                named.append((pointer, candidate))
-            elif pointer.problem is not None:
-                self.notes.append(pointer.problem)
-        # Two directories of one step agree: the tracker knows only the step.
-        if len({candidate.order for _, candidate in named}) > 1:
-            says = " and ".join(f"{pointer.name} names {candidate.tag}" for pointer, candidate in named)
-            self.notes.append(
-                f"the pointers disagree: {says}. The newest complete checkpoint is taken; to go back to an older "
-                "one, ask for its tag or iteration, or set both pointers"
-            )
-            return None
-        return named[0][1] if named else None
-
-    def _first_complete(self, candidates: Iterable[Candidate]) -> Examined | None:
-        for candidate in candidates:
-            if candidate.has_dir:
-                found = self.examine(candidate)
-                if found.status == "complete":
-                    return found
+    Raises:
+        CheckpointError: neither has a complete one, or what was asked for; or the two are of different runs.
+    """
+    roots = [Path(os.path.abspath(root)) for root in (local, shared)]
+    _check_same_run(*roots)
+    found: list[Choice] = []
+    failed: list[tuple[Path, CheckpointError]] = []
+    for root in roots:
+        try:
+            choice = choose(root, tag=tag, iteration=iteration, checksums=checksums)
+        except CheckpointError as error:
+            failed.append((root, error))
+            continue
+        if choice is not None:
+            found.append(choice)
+    if not found:
+        if failed:
+            raise failed[0][1]
         return None
+    given_up = abandoned_checkpoints(read_ledger(ledger_path(roots[0])).entries)
+    best = max(found, key=lambda choice: _rank(choice, roots[0], given_up))
+    others = [choice for choice in found if choice is not best]
+    passed = [
+        Rejected(tag=other.tag, iteration=other.iteration, reason=f"in {other.load_dir}: {_why(other, best, given_up)}")
+        for other in others
+    ]
+    passed += [
+        dataclasses.replace(rejected, reason=f"in {other.load_dir}: {rejected.reason}")
+        for other in others
+        for rejected in other.rejected
+    ]
+    notes = tuple(f"nothing is taken from {root}: {error.headline}" for root, error in failed)
+    return dataclasses.replace(best, rejected=(*best.rejected, *passed), notes=(*best.notes, *notes))
 
-    def _note_newer(self, named: Candidate, newer: list[Candidate]) -> None:
-        beyond = [c.tag for c in newer if c.has_dir and "manifest" in c.records and "saving" not in c.records]
-        if beyond:
-            self.notes.append(
-                f"the pointers name {named.tag}, although {', '.join(beyond[:5])} "
-                f"{'is' if len(beyond) == 1 else 'are'} newer: the pointers are followed"
-            )
 
-    def _none_complete(self) -> NoReturn:
-        listed = [f"{e.candidate.tag} is {e.status}: {e.reason}" for e in self.examined.values() if e.candidate.has_dir]
+def _rank(choice: Choice, local: Path, given_up: frozenset[tuple[int, str]]) -> tuple[bool, bool, int, bool]:
+    """For comparing: with a data state, on the branch of the run, newer, local."""
+    step = -1 if choice.iteration is None else choice.iteration
+    return choice.step is not None, (step, choice.tag) not in given_up, step, choice.load_dir == local
+
+
+def _why(other: Choice, best: Choice, given_up: frozenset[tuple[int, str]]) -> str:
+    if other.iteration is not None and (other.iteration, other.tag) in given_up:
+        return "it is of a branch given up before"
+    if other.iteration == best.iteration:
+        return "the same step is taken from the local storage"
+    return f"{best.tag} in {best.load_dir} is newer"
+
+
+def _check_same_run(local: Path, shared: Path) -> None:
+    runs = run_of(local), run_of(shared)
+    if None not in runs and runs[0] != runs[1]:
         raise CheckpointError(
-            f"none of the {len(listed)} checkpoints in {self.root} is complete",
-            found="".join(f"\n    {line}" for line in [*self.notes, *listed]),
-            expected="at least one complete checkpoint",
-            cause="the first save was killed, or the files were damaged afterwards",
-            action="restore a checkpoint from a copy; to begin anew, save into an empty directory",
+            "the local checkpoints and the copies are of two runs",
+            found=f"run {runs[0]} in {local}, run {runs[1]} in {shared}",
+            expected="one run",
+            cause="the local directory is left over from another job, or two jobs copy to one place",
+            action="give every run a --save and a --megaresume-stage-to of its own; or empty the one that is left over",
         )
+
+
+def confirm_choice(
+    load_dir: str | os.PathLike[str],
+    broadcast: Mapping[str, Any] | None,
+    *,
+    timeout_seconds: float = 30.0,
+    poll_seconds: float = 0.5,
+) -> StepFile | None:
+    """Check on this rank what rank 0 chose.
+
+    Args:
+        load_dir: the checkpoint root, as this rank sees it.
+        broadcast: `Choice.to_broadcast` of rank 0, or None where it found nothing.
+        timeout_seconds: how long to wait for a filesystem whose cache lags behind.
+        poll_seconds: how often to look meanwhile.
+
+    Returns:
+        the state that this rank read, the same as rank 0's; None where rank 0 has none.
+
+    Raises:
+        CheckpointError: "this rank sees ...", after the timeout.
+        NewerFormatError: this rank runs an older megaresume than the one that wrote the state.
+    """
+    root = Path(os.path.abspath(load_dir))
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        seen, step = _look(root, broadcast)
+        if seen is None:
+            return step
+        if time.monotonic() >= deadline:
+            chosen = "no checkpoint" if broadcast is None else _words(broadcast)
+            raise CheckpointError(
+                f"this rank sees {seen}",
+                found=f"on {os.uname().nodename}, in {root}",
+                expected=f"what rank 0 chose: {chosen}",
+                cause="the directory is not on a filesystem that all nodes share, or a cache lags behind",
+                action="mount the same directory on every node; then start again",
+            )
+        time.sleep(poll_seconds)
+
+
+def _words(broadcast: Mapping[str, Any]) -> str:
+    if broadcast["digest"] is None:
+        return f"{broadcast['tag']}, without a data state"
+    return f"{broadcast['tag']}, {broadcast['samples']} samples, digest {broadcast['digest']}"
+
+
+def _look(root: Path, broadcast: Mapping[str, Any] | None) -> tuple[str | None, StepFile | None]:
+    """What this rank sees that differs, or None; and the state."""
+    if broadcast is None:
+        there = [c.tag for c in list_candidates(root) if c.has_dir and not c.unfinished]
+        return (f"{there[0]}, where rank 0 sees no checkpoint" if there else None), None
+    tag = str(broadcast["tag"])
+    if not (root / tag).is_dir():
+        return f"no directory {tag}", None
+    if broadcast["digest"] is None:
+        return None, None
+    iteration = int(broadcast["iteration"])
+    own_tag = tag.removesuffix("_universal") if not step_path(root, iteration, tag).exists() else tag
+    try:
+        step = read_step_file(step_path(root, iteration, own_tag), iteration=iteration, tag=own_tag)
+    except NewerFormatError:
+        raise
+    except StateError as error:
+        return f"no usable data state of {tag}: {error.headline}", None
+    if (step.state.digest, step.save_id) != (broadcast["digest"], broadcast["save_id"]):
+        return f"digest {step.state.digest} at {step.state.samples} samples (save {step.save_id})", None
+    return None, step

@@ -20,36 +20,44 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
-from megaresume.checkpoint.atomic import fsync_dir, fsync_file, make_dir, write_error
+from megaresume.checkpoint.atomic import fsync_dir, fsync_file, make_dir, write_atomic, write_error
 from megaresume.checkpoint.beside import remove_orphans
-from megaresume.checkpoint.clock import utc
+from megaresume.checkpoint.data_state import DataState
 from megaresume.checkpoint.layout import (
     check_tag,
+    data_path,
     ledger_path,
     manifest_path,
     marker_path,
-    parse_record_name,
     records_dir,
     step_path,
 )
-from megaresume.checkpoint.ledger import LedgerEntry, append_ledger, read_run
+from megaresume.checkpoint.ledger import LedgerEntry, append_ledger
 from megaresume.checkpoint.lock import check_owned, write_fenced
 from megaresume.checkpoint.manifest import FileEntry, Manifest, Progress, checksum_files, list_files
-from megaresume.checkpoint.marker import Marker, read_marker, remove_marker, write_marker
 from megaresume.checkpoint.pointers import write_latest, write_tracker
 from megaresume.checkpoint.retention import KEEP_ALL, Retention, prune
-from megaresume.checkpoint.sealed import NewerFormatError
-from megaresume.checkpoint.state_file import StepFile, new_id, read_step_file, write_step_file
-from megaresume.checkpoint.superseded import keep_superseded
+from megaresume.checkpoint.step_file import (
+    Marker,
+    StepFile,
+    keep_superseded,
+    new_id,
+    read_marker,
+    remove_marker,
+    run_of,
+    write_marker,
+    write_step_file,
+)
+from megaresume.checkpoint.system import utc
 from megaresume.checkpoint.topology import Topology
-from megaresume.stream.errors import CheckpointError, StateError, UsageError
-from megaresume.stream.state import StreamState
+from megaresume.stream.errors import CheckpointError, UsageError
 
-__all__ = ["Commit", "PendingCheckpoint", "begin_save", "commit_save", "publish", "run_of"]
+__all__ = ["Commit", "PendingCheckpoint", "begin_save", "commit_save", "publish", "write_data_config"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,37 +100,13 @@ class Commit:
     pruned: tuple[str, ...] = ()
 
 
-def run_of(root: Path) -> str | None:
-    """The run that a checkpoint root belongs to: from the ledger, or else from its newest readable record."""
-    run = read_run(ledger_path(root))
-    if run is not None:
-        return run
-    try:
-        names = sorted(os.listdir(records_dir(root)), reverse=True)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    for name in names:
-        record = parse_record_name(name)
-        try:
-            if record is not None and record.kind == "state":
-                return read_step_file(records_dir(root) / name).run
-            if record is not None and record.kind == "saving":
-                marker = read_marker(records_dir(root) / name)
-                if marker is not None:
-                    return marker.run
-        except NewerFormatError:
-            raise
-        except (StateError, CheckpointError):
-            continue
-    return None
-
-
 def begin_save(
     save_dir: str | os.PathLike[str],
     *,
     tag: str,
     iteration: int,
-    state: StreamState,
+    state: DataState,
+    framework: str = "unknown",
     topology: Topology | None = None,
     expected_files: Iterable[str] | None = None,
     latest: bool = True,
@@ -138,7 +122,8 @@ def begin_save(
         save_dir: the checkpoint root; created if need be.
         tag: name of the tag directory.
         iteration: optimizer steps done.
-        state: the stream as trained up to here.
+        state: of the data as trained up to here.
+        framework: what trains, and its version.
         topology: how the run is laid out.
         expected_files: what the tag directory must hold in the end; may also be given to `commit_save`.
         latest: whether the commit moves DeepSpeed's ``latest``.
@@ -165,6 +150,7 @@ def begin_save(
         saved_at=utc(began),
         topology=topology or Topology(),
         state=state,
+        framework=framework,
     )
     marker = Marker(
         iteration=iteration,
@@ -192,6 +178,7 @@ def commit_save(
     *,
     expected_files: Iterable[str] | None = None,
     beside: Iterable[FileEntry] = (),
+    origin: Mapping[str, Any] | None = None,
     checksums: bool = False,
     sync_files: bool = False,
     threads: int | None = None,
@@ -203,6 +190,7 @@ def commit_save(
         pending: what `begin_save` gave.
         expected_files: files that must be there, relative to the tag directory; in place of those in ``pending``.
         beside: files of this save in ``<save>/megaresume``, with checksums; they are part of the checkpoint.
+        origin: a data config that opens the same corpora again, for ``<save>/megaresume/data.yaml``.
         checksums: read every file and put its checksum into the manifest.
         sync_files: fsync every model file first. A killed process loses nothing without it; a power cut may, which
             the sizes in the manifest show on load. Costs what the disk needs to write the checkpoint out.
@@ -238,6 +226,8 @@ def commit_save(
     write_fenced(root, manifest_path(root, step.iteration, step.tag), manifest.to_bytes())
     seconds = time.time() - pending.began
     publish(root, step, manifest, latest=pending.latest, tracker=pending.tracker, seconds=seconds, notes=notes)
+    if origin is not None:
+        write_data_config(root, origin)
     total = time.time() - pending.began
     pruned = prune(root, pending.retention, step)
     remove_orphans(root)
@@ -390,3 +380,29 @@ def _sync(tag_dir: Path, files: tuple[FileEntry, ...]) -> None:
             fsync_dir(directory)
         except OSError as error:
             raise write_error(directory, error) from error
+
+
+_DATA_CONFIG = "# The data of this run, as it was last saved. Written by megaresume; corpora may move.\n"
+
+
+def write_data_config(root: Path, origin: Mapping[str, Any]) -> None:
+    """An ordinary data config: ``megaresume stream`` shows the run's samples. Written unless it says the same."""
+    import yaml
+
+    path = data_path(root)
+    content = (_DATA_CONFIG + yaml.safe_dump(_plain(origin), sort_keys=False, allow_unicode=True)).encode()
+    try:
+        if path.read_bytes() == content:
+            return
+    except OSError:
+        pass  # missing, or unreadable: writing tells
+    write_atomic(path, content)
+
+
+def _plain(value: Any) -> Any:
+    """Without the aliases and classes that YAML could not write safely."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

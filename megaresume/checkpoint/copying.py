@@ -1,18 +1,43 @@
-"""One file from one storage to another, proven by reading it back."""
+"""One checkpoint from a local root to its copies: each file proven by reading it back, and a commit as of a save.
+
+shared: marker -> each file: copied, forced to the disk, read back, its checksum compared
+        -> data state -> manifest, with checksums -> pointers -> ledger -> marker removed
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import xxhash
 
-from megaresume.checkpoint.atomic import fsync_dir, fsync_file, make_dir, write_all, write_error
-from megaresume.checkpoint.manifest import FileEntry
-from megaresume.stream.errors import CheckpointError
+from megaresume.checkpoint.atomic import fsync_dir, fsync_file, make_dir, write_all, write_atomic, write_error
+from megaresume.checkpoint.candidates import examine, list_candidates
+from megaresume.checkpoint.layout import data_path, ledger_path, manifest_path, marker_path, records_dir, step_path
+from megaresume.checkpoint.ledger import append_lines, read_ledger
+from megaresume.checkpoint.lock import check_owned, write_fenced
+from megaresume.checkpoint.manifest import FileEntry, Manifest, read_manifest
+from megaresume.checkpoint.pointers import read_pointers, write_latest, write_tracker
+from megaresume.checkpoint.step_file import (
+    Marker,
+    StepFile,
+    keep_superseded,
+    read_marker,
+    read_step_file,
+    remove_marker,
+    run_of,
+    write_marker,
+    write_step_file,
+)
+from megaresume.stream.errors import CheckpointError, MegaresumeError
 
-__all__ = ["copy_checked"]
+__all__ = ["adopt", "copy_checked", "is_copied", "share_ledger", "stage"]
+
+log = logging.getLogger(__name__)
 
 #: bytes at once; reading, hashing and writing release the interpreter lock.
 _CHUNK = 8 << 20
@@ -96,3 +121,124 @@ def _checksum(path: Path) -> str:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read back", found=error.strerror or str(error)) from error
     return hasher.hexdigest()
+
+
+def is_copied(local: Path, shared: Path, iteration: int, tag: str) -> bool:
+    """Whether the copy of a checkpoint was completed: the same save, with a manifest, every file with its size."""
+    try:
+        ours = read_manifest(manifest_path(local, iteration, tag), iteration=iteration, tag=tag)
+        copied = read_manifest(manifest_path(shared, iteration, tag), iteration=iteration, tag=tag)
+        marker = read_marker(marker_path(shared, iteration, tag))
+    except MegaresumeError:
+        return False
+    return ours.save_id == copied.save_id and marker is None and not copied.verify(shared / tag)
+
+
+def stage(local: Path, shared: Path, iteration: int, tag: str) -> StepFile | None:
+    """Copy one checkpoint, or finish a copy that was cut off.
+
+    Returns:
+        its data state; None: it is no longer there, or no longer whole, and there is nothing to copy.
+
+    Raises:
+        CheckpointError: a disk refuses, or gives back other bytes than were written.
+    """
+    candidate = next((c for c in list_candidates(local, tags=(tag,)) if (c.iteration, c.tag) == (iteration, tag)), None)
+    found = None if candidate is None else examine(local, candidate)
+    if found is None or found.step is None or found.manifest is None or found.status != "complete":
+        log.warning("megaresume: %s is not copied: %s", tag, "it is gone" if found is None else found.reason)
+        return None
+    step, manifest = found.step, found.manifest
+    if is_copied(local, shared, iteration, tag):
+        share_ledger(local, shared)
+        return step
+    check_owned(shared)
+    _check_run(shared, step)
+    began = time.monotonic()
+    make_dir(records_dir(shared))
+    latest, tracker = _moves(local, shared, step)
+    marker = Marker(
+        iteration=iteration,
+        tag=tag,
+        save_id=step.save_id,
+        run=step.run,
+        began_at=step.saved_at,
+        latest=latest,
+        tracker=tracker,
+    )
+    write_marker(marker_path(shared, iteration, tag), marker)
+    files = tuple(_copied(local / tag, shared / tag, manifest.files))
+    beside = tuple(_copied(records_dir(local), records_dir(shared), manifest.beside))
+    if not _is_still(local, step):
+        log.warning("megaresume: %s was saved again while it was copied", tag)
+        return None
+    if data_path(local).is_file():
+        write_atomic(data_path(shared), data_path(local).read_bytes())
+    keep_superseded(shared, step)
+    copy = Manifest(
+        iteration=iteration, tag=tag, save_id=step.save_id, digest=manifest.digest, files=files, beside=beside
+    )
+    write_step_file(step_path(shared, iteration, tag), step, sync_dir=False)
+    write_fenced(shared, manifest_path(shared, iteration, tag), copy.to_bytes())
+    if latest:
+        write_latest(shared, tag)
+    if tracker:
+        write_tracker(shared, iteration)
+    share_ledger(local, shared)
+    remove_marker(marker_path(shared, iteration, tag))
+    log.info("megaresume: %s is copied to %s, %.0f s", tag, shared, time.monotonic() - began)
+    return step
+
+
+def _check_run(shared: Path, step: StepFile) -> None:
+    if (run := run_of(shared)) not in (None, step.run):
+        raise CheckpointError(
+            f"{shared} holds the checkpoints of another run",
+            found=f"run {run}; {step.tag} is of run {step.run}",
+            expected="an empty directory, or the copies of the same run",
+            action="give every run a --megaresume-stage-to of its own",
+        )
+
+
+def _copied(source: Path, target: Path, entries: tuple[FileEntry, ...]) -> Iterator[FileEntry]:
+    for entry in entries:
+        checksum = copy_checked(source / entry.path, target / entry.path, entry)
+        yield FileEntry(path=entry.path, size=entry.size, checksum=checksum)
+
+
+def _moves(local: Path, shared: Path, step: StepFile) -> tuple[bool, bool]:
+    """Which pointers a copy moves: to what the local ones name, or closer to it; never back."""
+    latest, tracker = (
+        wanted.tag == step.tag
+        or (wanted.iteration is not None and wanted.iteration >= step.iteration > _order(now.iteration))
+        for wanted, now in zip(read_pointers(local), read_pointers(shared), strict=True)
+    )
+    return latest, tracker
+
+
+def _order(iteration: int | None) -> int:
+    return -1 if iteration is None else iteration
+
+
+def _is_still(local: Path, step: StepFile) -> bool:
+    """Whether no other save of the step has begun since."""
+    marker = read_marker(marker_path(local, step.iteration, step.tag))
+    now = read_step_file(step_path(local, step.iteration, step.tag))
+    return now.save_id == step.save_id and (marker is None or marker.save_id == step.save_id)
+
+
+def share_ledger(source: Path, target: Path) -> None:
+    """Append the lines of one ledger that the other lacks, in their order."""
+    there = {entry.to_bytes() for entry in read_ledger(ledger_path(target)).entries}
+    missing = [line for entry in read_ledger(ledger_path(source)).entries if (line := entry.to_bytes()) not in there]
+    append_lines(ledger_path(target), missing)
+
+
+def adopt(local: Path, shared: Path) -> None:
+    """Let an empty local root, on a node that is new to the run, know the run's ledger. Before its start is recorded.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    if run_of(local) is None and run_of(shared) is not None:
+        share_ledger(shared, local)

@@ -36,6 +36,7 @@ __all__ = [
     "RecordKind",
     "RecordName",
     "check_tag",
+    "data_path",
     "deepspeed_tag",
     "is_usual_tag",
     "ledger_path",
@@ -127,6 +128,12 @@ def check_tag(tag: str) -> str:
 def records_dir(root: Path) -> Path:
     """Where our own files lie, beside the tag directories."""
     return root / RECORDS_DIR
+
+
+def data_path(root: Path) -> Path:
+    """The data config that a run was last saved with, its paths absolute: for people and for ``megaresume verify``. No
+    state depends on it, since corpora may move."""
+    return records_dir(root) / "data.yaml"
 
 
 def ledger_path(root: Path) -> Path:

@@ -23,9 +23,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.clock import utc
-from megaresume.checkpoint.proc import stat_fields
 from megaresume.checkpoint.sealed import read_sealed, seal
+from megaresume.checkpoint.system import stat_fields, utc
 from megaresume.stream.errors import CheckpointError
 
 __all__ = ["Owner", "gone", "read_owner", "this_process"]

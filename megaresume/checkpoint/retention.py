@@ -22,11 +22,12 @@ from pathlib import Path
 
 from megaresume.checkpoint.atomic import leftover_name
 from megaresume.checkpoint.candidates import Candidate, examine, list_candidates, resolve_pointer
+from megaresume.checkpoint.copying import is_copied
 from megaresume.checkpoint.layout import is_usual_tag, ledger_path
 from megaresume.checkpoint.ledger import abandoned_checkpoints, read_ledger
 from megaresume.checkpoint.lock import check_owned
 from megaresume.checkpoint.pointers import read_pointers
-from megaresume.checkpoint.state_file import StepFile
+from megaresume.checkpoint.step_file import StepFile
 from megaresume.stream.errors import MegaresumeError, UsageError
 
 __all__ = ["KEEP_ALL", "Retention", "prune"]
@@ -135,8 +136,6 @@ def _superfluous(root: Path, retention: Retention, committed: StepFile) -> Itera
 
 
 def _has_copy(root: Path, shared: Path, candidate: Candidate) -> bool:
-    from megaresume.checkpoint.staging import is_copied  # which prunes, too
-
     return candidate.iteration is not None and is_copied(root, shared, candidate.iteration, candidate.tag)
 
 

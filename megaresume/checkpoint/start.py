@@ -1,33 +1,41 @@
-"""The beginning of a run: what the last one left half done is settled, and the start goes into the ledger."""
+"""The beginning of a run: what it may not save over, what the last one left half done, its line in the ledger, and
+whether start after start leads nowhere.
+
+    check_fresh_start   a start from step 0 may not save over the checkpoints of another run: a forgotten load looks so
+    record_start        a commit that was cut off is finished or given up; the start goes into the ledger
+    check_progress      a job that dies before its first save is started again, and again, for nothing
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.atomic import make_dir, remove_leftovers
 from megaresume.checkpoint.candidates import examine, list_candidates
-from megaresume.checkpoint.choose import Choice
-from megaresume.checkpoint.clock import process_age, utc
-from megaresume.checkpoint.commit import publish, run_of
+from megaresume.checkpoint.choose import Choice, choose
+from megaresume.checkpoint.commit import publish
+from megaresume.checkpoint.data_state import DataState
 from megaresume.checkpoint.layout import ledger_path, marker_path, records_dir
 from megaresume.checkpoint.ledger import LedgerEntry, append_ledger, read_ledger
-from megaresume.checkpoint.marker import read_marker, remove_marker
-from megaresume.checkpoint.state_file import new_id
+from megaresume.checkpoint.step_file import new_id, read_marker, remove_marker, run_of
+from megaresume.checkpoint.system import process_age, utc
 from megaresume.checkpoint.topology import Topology
-from megaresume.stream.state import StreamState
+from megaresume.stream.errors import CheckpointError, UsageError
 
-__all__ = ["record_start"]
+__all__ = ["MAX_STARTS", "NOTHING_TO_TRAIN", "check_fresh_start", "check_progress", "record_start", "starts_from"]
 
 
 def record_start(
     save_dir: str | os.PathLike[str],
     *,
     iteration: int,
-    state: StreamState,
+    state: DataState,
     choice: Choice | None = None,
     topology: Topology | None = None,
     details: Mapping[str, Any] | None = None,
@@ -41,7 +49,7 @@ def record_start(
     Args:
         save_dir: the checkpoint root that this run will save to; created if need be.
         iteration: optimizer steps done at the start.
-        state: the stream as restored, or its beginning.
+        state: of the data as restored, or at their beginning.
         choice: what was loaded; None: nothing.
         topology: how the run is laid out now.
         details: whatever else the ledger should keep about this start; plain JSON.
@@ -103,3 +111,103 @@ def _settle(root: Path, choice: Choice | None) -> None:
             publish(root, found.step, found.manifest, latest=marker.latest, tracker=marker.tracker, seconds=None)
         else:
             remove_marker(path)
+
+
+def check_fresh_start(directory: str | os.PathLike[str], *, cause: str, load: str) -> None:
+    """Refuse to save to a directory that holds a complete checkpoint which this start did not go on from. Reads only.
+
+    What a kill in the middle of a first save has left is no checkpoint.
+
+    Args:
+        directory: the checkpoint root.
+        cause: how that happens in this program.
+        load: how to go on from it.
+
+    Raises:
+        UsageError: it holds one.
+    """
+    try:
+        choice = choose(directory)
+    except CheckpointError:
+        return
+    if choice is None:
+        return
+    raise UsageError(
+        "this start did not load a checkpoint of this directory, and would save over those that are there",
+        found=f"{choice.tag} in {Path(directory).absolute()}",
+        expected="a directory that this start has loaded from, or one without checkpoints",
+        cause=cause,
+        action=f"{load} to go on from it; to start over on purpose, save to another directory, or move this one away",
+    )
+
+
+#: starts from one place without a save in between that are let through.
+MAX_STARTS = 5
+#: among the details of a start: the run was over, and was launched again. Such a start does not count.
+NOTHING_TO_TRAIN = "nothing_to_train"
+
+
+def check_progress(
+    save_dir: str | os.PathLike[str],
+    *,
+    iteration: int,
+    save_interval: int | None = None,
+    max_starts: int = MAX_STARTS,
+) -> None:
+    """Stop a run that starts from the same place again and again and never gets to its next save. On rank 0, behind
+    `record_start`, once it is clear that there is something left to train.
+
+    Args:
+        save_dir: the checkpoint root.
+        iteration: optimizer steps done at this start.
+        save_interval: steps between saves, if that is known: the number to change.
+        max_starts: starts that are let through; 0: any number.
+
+    Raises:
+        CheckpointError: more starts than that, with when they were and how long they can have lived.
+        StateError: the ledger cannot be read.
+    """
+    if max_starts < 1:
+        return
+    starts = starts_from(read_ledger(ledger_path(Path(os.path.abspath(save_dir)))).entries, iteration)
+    failed = starts[:-1]  # the last one is this start
+    if len(failed) < max_starts:
+        return
+    next_save = "the next save" if save_interval is None else f"the save at iteration {_next(iteration, save_interval)}"
+    lived = _lived(starts)
+    number = "--save-interval" if save_interval is None else f"--save-interval (now {save_interval})"
+    raise CheckpointError(
+        f"this run makes no progress: {len(failed)} starts from iteration {iteration}, and none of them saved anything",
+        found=f"the first began {failed[0].time}, the last {failed[-1].time}"
+        + (f"; they lived at most {lived}" if lived else ""),
+        expected=f"that one of them reaches {next_save}",
+        cause="the same failure every time before that: look at the end of the last log, "
+        f"megaresume doctor --log LOG; or the job is given less time than it needs to get to {next_save}",
+        action=f"lower {number} so that a save comes sooner; to try {max_starts} times more without a change: "
+        f"--megaresume-max-starts {len(failed) + max_starts} (of attach: max_starts=); 0 counts no starts",
+    )
+
+
+def starts_from(entries: Sequence[LedgerEntry], iteration: int) -> list[LedgerEntry]:
+    """The starts from an iteration at the end of a ledger, which had something to train and saved nothing."""
+    starts: list[LedgerEntry] = []
+    for entry in reversed(entries):
+        if entry.kind != "start" or entry.iteration != iteration:
+            break
+        if not entry.details.get(NOTHING_TO_TRAIN):
+            starts.append(entry)
+    return starts[::-1]
+
+
+def _next(iteration: int, interval: int) -> int:
+    return (iteration // interval + 1) * interval
+
+
+def _lived(starts: list[LedgerEntry]) -> str | None:
+    """The longest time from one start to the next, which none of them outlived."""
+    try:
+        times = [datetime.fromisoformat(entry.time.replace("Z", "+00:00")) for entry in starts]
+    except ValueError:
+        return None
+    longest = max((after - before).total_seconds() for before, after in pairwise(times))
+    return f"{longest / 60:.0f} minutes" if longest >= 120 else f"{longest:.0f} s"

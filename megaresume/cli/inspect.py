@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megaresume.checkpoint.data_state import OpaqueState
 from megaresume.render import byte_bar, spell_bytes, text_table
 from megaresume.stream.errors import StateError, UsageError
 
@@ -19,14 +20,13 @@ if TYPE_CHECKING:
     from megaresume.checkpoint.candidates import Examined
     from megaresume.checkpoint.ledger import LedgerReading
     from megaresume.checkpoint.manifest import Manifest
-    from megaresume.checkpoint.state_file import StepFile
+    from megaresume.checkpoint.step_file import StepFile
     from megaresume.runs.run import Run
+    from megaresume.stream.state import StreamState
 
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "show a checkpoint's data state, pointers and completeness"
-
-_UNDER_GUARD = "under guard no list of its files is kept: whether it is complete cannot be known"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,16 +65,8 @@ class _Inspection:
     #: what each of the pointers names.
     named: Sequence[Examined | None]
     ledger: LedgerReading
-    #: what the guard recorded of Megatron's own datasets, or the ``error`` why that cannot be read; None: nothing.
-    order: Mapping[str, Any] | None
     #: sentences, besides those of the choice.
     notes: Sequence[str]
-
-    @property
-    def is_guarded(self) -> bool:
-        """Whether Megatron's own datasets are trained here under guard: their record is inside the checkpoints."""
-        is_there = self.run.choice is not None and self.run.choice.state is None
-        return is_there and self.order is not None and "error" not in self.order
 
     @property
     def unrecorded(self) -> str | None:
@@ -90,7 +82,7 @@ class _Inspection:
     @property
     def resumable(self) -> bool:
         """Whether a resume would find weights and their order."""
-        return bool(self.run.resumable or self.is_guarded or self.unrecorded)
+        return bool(self.run.resumable or self.unrecorded)
 
     @property
     def step(self) -> StepFile | None:
@@ -102,18 +94,11 @@ class _Inspection:
     @property
     def choice_notes(self) -> list[str]:
         """Of the choice."""
-        return [] if self.run.choice is None else [self.said(note) for note in self.run.choice.notes]
-
-    def said(self, words: str) -> str:
-        """The same words, unless a run under guard is meant: the guard keeps its record inside the checkpoint."""
-        from megaresume.checkpoint.candidates import UNMANAGED
-
-        return words.replace(UNMANAGED, _UNDER_GUARD) if UNMANAGED in words and self.is_guarded else words
+        return [] if self.run.choice is None else list(self.run.choice.notes)
 
 
 def _look(run: Run, last: int) -> _Inspection:
     from megaresume.checkpoint.ledger import LedgerReading
-    from megaresume.integrations.megatron.guard import read_record
 
     notes: list[str] = []
     try:
@@ -126,11 +111,7 @@ def _look(run: Run, last: int) -> _Inspection:
     if run.checksums and unsummed:
         some = ", ".join(unsummed[:5]) + (f", and {len(unsummed) - 5} more" if len(unsummed) > 5 else "")
         notes.append(f"saved without checksums, so that only sizes could be compared: {some}")
-    try:
-        order = read_record(run.root)
-    except StateError as error:
-        order = {"error": str(error)}
-    return _Inspection(run=run, checkpoints=checkpoints, named=run.named, ledger=ledger, order=order, notes=notes)
+    return _Inspection(run=run, checkpoints=checkpoints, named=run.named, ledger=ledger, notes=notes)
 
 
 # -- JSON
@@ -147,7 +128,7 @@ def _report(found: _Inspection, last: int) -> dict[str, Any]:
         "error": None if run.error is None else str(run.error),
         "notes": [*found.choice_notes, *found.notes],
         "state": None if step is None else step.to_fields(),
-        "order": found.order,
+        "order": step.state.to_dict() if step is not None and step.state.kind == "order" else None,
         "pointers": [asdict(pointer) | {"problem": pointer.problem} for pointer in run.pointers],
         "checkpoints": [_checkpoint(found, e) for e in found.checkpoints],
         "older_checkpoints": len(run.present) - len(found.checkpoints),
@@ -169,7 +150,7 @@ def _checkpoint(found: _Inspection, examined: Examined) -> dict[str, Any]:
         "tag": examined.candidate.tag,
         "iteration": examined.candidate.iteration,
         "status": examined.status,
-        "reasons": [found.said(reason) for reason in examined.reasons],
+        "reasons": list(examined.reasons),
         "files": None if manifest is None else len(manifest.files),
         "bytes": None if manifest is None else manifest.size,
         "samples": None if step is None else step.state.samples,
@@ -237,50 +218,66 @@ def _headline(found: _Inspection) -> str:
     if choice is None:
         why = "there is no checkpoint" if run.error is None else run.error.headline
         return f"{run.root}\nNOT RESUMABLE: {why}"
-    if found.is_guarded:
-        return f"{run.root}\nresumes from {choice.tag}, under guard: it holds the order of Megatron's own datasets"
     if choice.state is None:
         return f"{run.root}\nNOT RESUMABLE: {choice.tag} has no data state (written without megaresume)"
-    return f"{run.root}\nresumes from {choice.tag}, at sample {choice.state.samples:,}"
+    more = ", under guard: it holds the order of Megatron's own datasets" if choice.state.kind == "order" else ""
+    return f"{run.root}\nresumes from {choice.tag}, at sample {choice.state.samples:,}{more}"
 
 
 def _state_block(found: _Inspection) -> str:
     step = found.step
     if step is None:
         return ""
-    state, config = step.state, step.state.config
+    rows = [
+        ["iteration", f"{step.iteration:,}"],
+        ["samples", f"{step.state.samples:,}"],
+        ["digest", step.state.digest],
+        ["saved", f"{step.saved_at}  on {step.topology}"],
+        ["trained by", step.framework],
+        ["run", step.run],
+    ]
+    manifest = next((e.manifest for e in found.checkpoints if e.step == step), None)
+    if (random := _random(manifest)) is not None:
+        rows.append(["random state", f"of {random['ranks']} ranks, digest {random['digest']}"])
+    if isinstance(step.state, OpaqueState):
+        rows += _loader_rows(step.state) if step.state.kind == "loader" else []
+        return f"data state of {step.tag}\n" + text_table(rows)
+    if step.stream.reached != step.stream.samples:
+        rows[1][1] += f" trained, {step.stream.reached:,} with those left out"
+    return f"data state of {step.tag}\n" + text_table(rows + _stream_rows(step.stream)) + _source_table(step.stream)
+
+
+def _loader_rows(state: OpaqueState) -> list[list[str]]:
+    from megaresume.integrations.loaders.record import LoaderRecord
+
+    record = LoaderRecord.from_state(state)
+    facts = record.facts
+    return [
+        ["loader", f"{facts.library}, {facts.kind}: {record.batches:,} batches of each rank"],
+        ["", f"dp {record.dp}  workers {facts.workers}  batch size {facts.batch_size}"],
+        ["", f"{record.dp} states beside the checkpoint, {spell_bytes(sum(rank.size for rank in record.ranks))}"],
+    ]
+
+
+def _stream_rows(state: StreamState) -> list[list[str]]:
+    config = state.config
     packing = dict(config.get("packing", {}))
     order = {name: config.get(name) for name in ("seed", "seq_length")}
     order |= {"packing": packing.pop("mode", None), **packing, "blend by": config.get("blend", {}).get("unit")}
     rows = [
-        ["iteration", f"{step.iteration:,}"],
-        ["samples", f"{state.samples:,}"],
         ["documents", f"{state.documents:,}"],
         ["tokens", f"{state.tokens:,}"],
-        ["digest", state.digest],
-        ["saved", f"{step.saved_at}  on {step.topology}"],
-        ["run", step.run],
         ["stream", _words(order)],
         ["stages", ", ".join(f"{stage.name} from {stage.first:,}" for stage in state.stages)],
         ["batches", ", ".join(f"{size:,} from {first:,}" for first, size in state.batches)],
         ["open bins", f"{len(state.bins)} with {sum(len(b.segments) for b in state.bins)} segments"],
     ]
-    if (loader := config.get("loader")) is not None:  # somebody else's: integrations/loaders/record.py
-        num_bytes = sum(row[0] for row in loader["ranks"])
-        rows.append(["loader", f"{loader['library']}, {loader['kind']}: {loader['batches']:,} batches of each rank"])
-        rows.append(["", f"dp {loader['dp']}  workers {loader['workers']}  batch size {loader['batch_size']}"])
-        rows.append(["", f"{len(loader['ranks'])} states beside the checkpoint, {spell_bytes(num_bytes)}"])
-    manifest = next((e.manifest for e in found.checkpoints if e.step == step), None)
-    if (random := _random(manifest)) is not None:
-        rows.append(["random state", f"of {random['ranks']} ranks, digest {random['digest']}"])
     if state.pending:
         tokens = sum(segment.length for segment in state.pending)
         rows.append(["waiting", f"{tokens:,} tokens of {len(state.pending)} documents, to be placed next"])
     if state.tails:
         tokens = sum(segment.length for segment in state.tails)
         rows.append(["kept back", f"{tokens:,} tokens of {len(state.tails)} documents, for samples to come"])
-    if state.reached != state.samples:
-        rows[1][1] += f" trained, {state.reached:,} with those left out"
     rows += [["skip", f"at sample {record.at:,}: {record}"] for record in state.skips.log]
     for skip in state.skips.documents:
         until = "" if skip.until is None else f" to {skip.until:,}"
@@ -289,20 +286,20 @@ def _state_block(found: _Inspection) -> str:
         last = state.faults.kept[-1]
         where = f"last {last.source}:{last.document} in sample {last.sample:,}: {last.reason}"
         rows.append(["faults", f"{state.faults.total:,} documents ({where})"])
-    rows += [["accepted", override] for override in state.overrides]
-    return f"data state of {step.tag}\n" + text_table(rows) + _source_table(step)
+    return [*rows, *(["accepted", override] for override in state.overrides)]
 
 
 def _order_block(found: _Inspection) -> str:
     from megaresume.integrations.megatron.guard import describe
 
-    if found.order is None:
-        return ""
-    return found.order["error"] if "error" in found.order else "\n".join(describe(found.order))
+    step = found.step
+    try:
+        return "\n".join(describe(step.state)) if step is not None and step.state.kind == "order" else ""
+    except StateError as error:
+        return str(error)
 
 
-def _source_table(step: StepFile) -> str:
-    state = step.state
+def _source_table(state: StreamState) -> str:
     if not state.sources:
         return ""
     weights = state.config.get("sources", {})
@@ -349,7 +346,7 @@ def _checkpoint_block(found: _Inspection) -> str:
         step, manifest = examined.step, examined.manifest
         chosen = found.run.choice is not None and found.run.choice.tag == examined.candidate.tag
         if examined.status != "complete":
-            reasons[len(rows)] = tuple(found.said(reason) for reason in examined.reasons)
+            reasons[len(rows)] = examined.reasons
         rows.append(
             [
                 ">" if chosen else "",

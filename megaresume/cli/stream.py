@@ -81,7 +81,7 @@ def _check_paths(data: str | list[str], state: str | None) -> None:
 
 def _state(path: Path) -> StreamState:
     """The state in a record beside a checkpoint, or what `StreamState.to_json` wrote."""
-    from megaresume.checkpoint.state_file import read_step_file
+    from megaresume.checkpoint.step_file import read_step_file
     from megaresume.stream.json_text import parse_json
     from megaresume.stream.state import FORMAT, StreamState
 
@@ -91,7 +91,7 @@ def _state(path: Path) -> StreamState:
         data = None  # the reader of records says what is wrong
     if isinstance(data, dict) and data.get("format") == FORMAT:
         return StreamState.from_json(data)
-    return read_step_file(path).state
+    return read_step_file(path).stream
 
 
 def _check_size(first: int, stop: int) -> None:

@@ -23,7 +23,7 @@ from megaresume.checkpoint.layouts.verl import VERL
 from megaresume.checkpoint.ledger import LedgerEntry
 from megaresume.checkpoint.lock import PATIENCE_SECONDS
 from megaresume.checkpoint.manifest import list_files
-from megaresume.checkpoint.progress import starts_from
+from megaresume.checkpoint.start import starts_from
 from megaresume.checkpoint.topology import Topology
 from megaresume.doctor.check import Check, Status
 from megaresume.integrations.loadable import other_partitions

@@ -17,7 +17,7 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from megaresume.checkpoint.proc import mount_of
+from megaresume.checkpoint.system import mount_of
 from megaresume.doctor.check import Check, Status
 from megaresume.render import spell_bytes
 

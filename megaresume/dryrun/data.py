@@ -8,7 +8,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
-from megaresume.checkpoint.data_file import data_path
+from megaresume.checkpoint.layout import data_path
 from megaresume.corpora.base import Source
 from megaresume.dryrun.findings import Findings
 from megaresume.dryrun.flags import Flags

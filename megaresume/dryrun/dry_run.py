@@ -53,7 +53,8 @@ class DryRun:
     @property
     def state(self) -> StreamState | None:
         """The data state that the launch would go on from."""
-        return None if self.found.choice is None else self.found.choice.state
+        state = None if self.found.choice is None else self.found.choice.state
+        return state if isinstance(state, StreamState) else None
 
     @property
     def refused(self) -> bool:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Literal
 
 from megaresume.checkpoint.choose import Choice
+from megaresume.checkpoint.data_state import stream_of
 from megaresume.checkpoint.layout import TRACKER, deepspeed_tag, megatron_tag
 from megaresume.checkpoint.topology import Topology
 from megaresume.dryrun.findings import Findings
@@ -56,7 +57,7 @@ def find_start(run: Run, flags: Flags, findings: Findings) -> StartingPoint:
         if choice is not None and choice.state is None:
             findings.refuse(without_state(choice, BEGIN_ANEW))
         elif len(findings) == before:
-            kind = "fresh" if choice is None else "stream"
+            kind = "fresh" if choice is None else _streamed(choice, findings)
     return StartingPoint(
         kind=kind if not Findings(findings[before:]).refused else None,
         is_megatron=is_megatron,
@@ -64,6 +65,12 @@ def find_start(run: Run, flags: Flags, findings: Findings) -> StartingPoint:
         record=record,
         iteration=0 if choice is None or choice.iteration is None else choice.iteration,
     )
+
+
+def _streamed(choice: Choice, findings: Findings) -> Kind | None:
+    """What cannot be planned is said."""
+    state = choice.state
+    return "stream" if state is not None and findings.attempt(lambda: bool(stream_of(state))) else None
 
 
 def _deepspeed(run: Run, flags: Flags) -> Choice | None:
@@ -74,7 +81,6 @@ def _deepspeed(run: Run, flags: Flags) -> Choice | None:
 
 
 def _megatron(run: Run, flags: Flags, findings: Findings) -> tuple[Choice | None, Kind | None, OrderRecord | None]:
-    from megaresume.integrations.megatron.guard import read_record
     from megaresume.integrations.megatron.tracker import check_content, check_tracker
 
     root, iteration = run.root, flags.ckpt_step
@@ -114,16 +120,17 @@ def _megatron(run: Run, flags: Flags, findings: Findings) -> tuple[Choice | None
     except MegaresumeError as error:
         findings.refuse(error)
         return None, None, None
-    if choice is None or choice.state is not None:
-        return choice, "fresh" if choice is None else "stream", None
-    payload = findings.attempt(lambda: read_record(root) or {})
-    record = findings.attempt(lambda: OrderRecord.from_dict(payload)) if payload else None
-    mode = "guard" if flags.data is None else "stream"
-    if record is not None:
-        findings.attempt(lambda: launch.check_mode("guard", mode))
-    elif mode == "stream":
-        findings.refuse(launch.without_state(iteration, 0))
-    return choice, "guard" if record is not None else "adopt", record
+    if choice is None:
+        return None, "fresh", None
+    state, mode = choice.state, "guard" if flags.data is None else "stream"
+    if state is None:
+        if mode == "stream":
+            findings.refuse(launch.without_state(iteration, 0))
+        return choice, "adopt", None
+    if state.kind != "order":
+        return choice, _streamed(choice, findings), None
+    findings.attempt(lambda: launch.check_mode("order", mode))
+    return choice, "guard", findings.attempt(lambda: OrderRecord.from_state(state))
 
 
 def topology(before: Topology, flags: Flags) -> Topology:

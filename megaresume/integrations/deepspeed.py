@@ -10,7 +10,7 @@
         engine.step()
         if last and engine.global_steps % 100 == 0: engine.save_checkpoint("checkpoints")
 
-See `deepspeed_hooks` and docs/deepspeed.md.
+See `deepspeed_hooks`, `session` and docs/deepspeed.md.
 """
 
 from __future__ import annotations
@@ -21,20 +21,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megaresume.checkpoint.progress import MAX_STARTS
 from megaresume.checkpoint.retention import Retention
+from megaresume.checkpoint.start import MAX_STARTS
 from megaresume.integrations import deepspeed_engine as facts
-from megaresume.integrations import in_flight
-from megaresume.integrations.claiming import claim_directory
-from megaresume.integrations.clocks import check_clocks
-from megaresume.integrations.deepspeed_checkpoint import Checkpoints
 from megaresume.integrations.deepspeed_data import TrainingData
 from megaresume.integrations.deepspeed_hooks import hook
+from megaresume.integrations.deepspeed_host import EngineHost
 from megaresume.integrations.ranks import is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
-from megaresume.integrations.resume import Resume
-from megaresume.integrations.staged import Staged
-from megaresume.integrations.stop_conditions import StopConditions, Stopped
-from megaresume.integrations.stopping import Stopper
+from megaresume.integrations.session import Session
+from megaresume.integrations.stop_conditions import StopConditions
 from megaresume.loading.batch import Batch
 from megaresume.loading.loader import StartMethod
 from megaresume.loading.open import open_stream
@@ -44,86 +39,10 @@ from megaresume.stream.config import OnChange
 from megaresume.stream.errors import UsageError
 from megaresume.stream.fingerprints import same_corpora
 from megaresume.stream.skips import SkipConfig
+from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 
-__all__ = ["Attached", "attach"]
-
-
-class Attached(TrainingData):
-    """The data of an engine, and what became of its last load. Iterate over it; made by `attach`."""
-
-    checkpoints: Checkpoints
-    _stopper: Stopper | None = None
-    _save_at_stop: Callable[[], None] | None = None
-
-    @property
-    def resume(self) -> Resume | None:
-        """What the last ``engine.load_checkpoint`` restored; None: nothing, this is a fresh start."""
-        return self.checkpoints.resume
-
-    @property
-    def attempt(self) -> int | None:
-        """Which start of the run this is, from 1; on rank 0, once the first step has begun in a known ``save_dir``."""
-        return self.checkpoints.attempt
-
-    def stop_when(self, conditions: StopConditions, save: Callable[[], None] | None) -> None:
-        """Listen from now on; see `attach`."""
-        self._stopper = Stopper(
-            conditions, save_seconds=lambda: in_flight.seconds(self.engine) or self.checkpoints.save_seconds
-        )
-        self._save_at_stop = save
-        self._stopper.install()
-
-    def close(self) -> None:
-        """Stop reading ahead, and listening, at the end of a run; nothing is handed out any more."""
-        left = None
-        if self._stopper is not None:
-            left = self._stopper.seconds_left()
-            self._stopper.uninstall()
-        super().close()
-        if self.checkpoints.staged is not None:
-            self.checkpoints.staged.close(left)
-        self.checkpoints.release()
-
-    def __iter__(self) -> Attached:
-        """See `TrainingData`."""
-        super().__iter__()
-        if not len(self._taken):  # what was out was only looked at
-            self.checkpoints.random.step_begins_again()
-        return self
-
-    def __next__(self) -> Any:
-        """See `TrainingData`."""
-        is_first = self.checkpoints.random.step_begins()
-        batch = super().__next__()
-        if is_first:
-            self.checkpoints.random.first_is_out()
-        return batch
-
-    def before_train_batch(self) -> None:
-        """See `TrainingData`."""
-        self.checkpoints.random.step_begins()
-        super().before_train_batch()
-
-    def _open_step(self) -> None:
-        if self._stopper is not None and (reason := self._stopper.agreed()) is not None:
-            self._stop(self._stopper, reason)
-        super()._open_step()
-        self.checkpoints.begin()
-
-    def _stop(self, stopper: Stopper, reason: str) -> None:
-        step = int(self.engine.global_steps)
-        if step and step != self.checkpoints.settled_step:
-            (self._save_at_stop or self.checkpoints.save_here)()
-        # While signals are still caught: what is in flight when the program ends dies of the next one.
-        in_flight.settle(self.engine)
-        stopper.saved()
-        status = stopper.conditions.status
-        if is_rank_0():
-            saved = "saved" if step == self.checkpoints.settled_step else "nothing saved"
-            print(f"megaresume: {reason}: {saved} at step {step}; exits with status {status}, not finished", flush=True)
-        self.close()
-        raise Stopped(reason, status)
+__all__ = ["attach"]
 
 
 def attach(
@@ -155,7 +74,7 @@ def attach(
     adopt: bool = False,
     verify_checkpoint: bool = False,
     stage_to: str | os.PathLike[str] | None = None,
-) -> Attached:
+) -> TrainingData:
     """Give an engine its data, and its checkpoints the state of that data. Call it on every rank, right after
     ``deepspeed.initialize`` and before ``engine.load_checkpoint``.
 
@@ -225,11 +144,27 @@ def attach(
             action="megaresume.attach(engine, data, save_dir=..., stage_to=...)",
         )
 
-    # Before anything that takes long.
-    check_clocks(needed=stop is not None and stop.before_end is not None)
-    staged = None if stage_to is None or save_dir is None else Staged(os.fspath(save_dir), stage_to, retention)
-    if save_dir is not None and staged is None:
-        claim_directory(save_dir)
+    def adopt_state(samples: int, note: str) -> StreamState:
+        return attached.stream.state_at(samples, batches=((0, int(engine.train_batch_size())),), overrides=(note,))
+
+    host = EngineHost(
+        engine,
+        elastic=elastic,
+        adopt=adopt_state if adopt else None,
+    )
+    session = Session(
+        host,
+        save_dir=save_dir,
+        stage_to=stage_to,
+        retention=retention,
+        max_starts=max_starts,
+        verify_checkpoint=verify_checkpoint,
+        random=host.random_state(),
+        stop=stop,
+        # By name: the method is hooked later.
+        on_stop=on_stop or (lambda: engine.save_checkpoint(os.fspath(save_dir or ""))),
+    )
+    session.start()  # before anything that takes long
 
     opened: list[Stream] = []
 
@@ -254,9 +189,10 @@ def attach(
     if is_rank_0():
         for line in same_corpora(stream.fingerprints):
             print(f"megaresume: WARNING: {line}", flush=True)
-    attached = Attached(
+    attached = TrainingData(
         engine,
         stream,
+        session,
         schedule=schedule,
         num_workers=num_workers,
         prefetch=prefetch,
@@ -269,18 +205,8 @@ def attach(
     )
     if asked := SkipConfig.from_dict(skip, where="skip="):
         on_all_ranks(lambda: stream.skip(asked))
-    attached.checkpoints = Checkpoints(
-        attached,
-        save_dir=None if save_dir is None else os.fspath(save_dir),
-        retention=retention,
-        max_starts=max_starts,
-        elastic=elastic,
-        adopt=adopt,
-        verify=verify_checkpoint,
-        staged=staged,
-    )
-    if stop is not None:
-        attached.stop_when(stop, on_stop)
+    if session.stopper is not None:
+        session.stopper.install()
     hook(engine, attached)
     return attached
 

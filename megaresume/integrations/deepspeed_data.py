@@ -13,12 +13,19 @@ trained samples are put together at every save, so that the state has all of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
+from megaresume.checkpoint.choose import Choice
+from megaresume.checkpoint.data_state import DataState, stream_of
+from megaresume.checkpoint.manifest import FileEntry
 from megaresume.integrations import deepspeed_engine as facts
 from megaresume.integrations.engine_data import EngineData
+from megaresume.integrations.ranks import gather, on_all_ranks
+from megaresume.integrations.resume import change_lines
+from megaresume.integrations.session import Session
 from megaresume.integrations.taken import MicroBatch, Taken, TrainedStep
 from megaresume.integrations.witness import fingerprint
 from megaresume.loading.batch import Batch
@@ -49,6 +56,7 @@ class TrainingData(EngineData):
         self,
         engine: Any,
         stream: Stream,
+        session: Session,
         *,
         schedule: BatchSchedule | None,
         num_workers: int,
@@ -60,9 +68,8 @@ class TrainingData(EngineData):
         transform: Callable[[Batch], Any] | None,
         log: RankLog | None = None,
     ) -> None:
-        super().__init__(engine)
+        super().__init__(engine, session)
         self.stream = stream
-        self.num_workers = num_workers
         self._planned = schedule
         self._loading: dict[str, Any] = {
             "num_workers": num_workers,
@@ -111,11 +118,6 @@ class TrainingData(EngineData):
         """Global batch sizes of the whole run: those that were, those that are planned."""
         return self._schedule
 
-    @property
-    def base(self) -> tuple[int, int]:
-        """(optimizer steps, samples) at which this process began."""
-        return self._base_step, self._base_sample
-
     def state(self) -> StreamState:
         """The state for exactly the samples that are trained; the same on every rank.
 
@@ -125,21 +127,26 @@ class TrainingData(EngineData):
             StateError: the engine has steps that this data knows nothing of.
         """
         self._check_clock()
-        sample = self.samples_trained
-        state = self.stream.state_at(sample, batches=self._schedule.until(sample))
-        return state.replace(faults=self._known_faults)
+        return self.snapshot(self.samples_trained)
 
     @property
     def faults(self) -> Faults:
         """Of trained samples: those of all ranks up to the last save, and those of this rank since then."""
         return self._known_faults.with_new(self._new_faults, self._known_to, self.samples_trained)
 
-    def share_faults(self, gather: Callable[[Any], list[Any]]) -> None:
-        """Learn the faults of trained samples from all ranks; called on all of them, where a checkpoint is saved.
+    @property
+    def num_workers(self) -> int:
+        """Worker processes of this rank."""
+        return int(self._loading["num_workers"])
 
-        Args:
-            gather: gives what every rank has, on every rank.
-        """
+    @property
+    def origin(self) -> Mapping[str, Any] | None:
+        """See `Data`."""
+        return self.stream.origin
+
+    def prepare(self) -> None:
+        """See `Data`: the faults of all ranks."""
+        on_all_ranks(self.check_save)
         trained = self.samples_trained
         # Ranks that read the same samples have the same faults: they count once.
         everywhere = chain.from_iterable(gather([fault for fault in self._new_faults if fault[0] < trained]))
@@ -147,39 +154,39 @@ class TrainingData(EngineData):
         self._new_faults = [fault for fault in self._new_faults if fault[0] >= trained]
         self._known_to = trained
 
-    def restore(self, state: StreamState, *, step: int | None = None) -> None:
-        """Go on from a state. ``engine.load_checkpoint`` does it by itself.
+    def snapshot(self, samples: int) -> StreamState:
+        """See `Data`."""
+        state = self.stream.state_at(samples, batches=self._schedule.until(samples))
+        return state.replace(faults=self._known_faults)
 
-        Args:
-            state: what a checkpoint held.
-            step: optimizer steps that led to it; default: those that the engine counts.
+    def write_files(self, save_dir: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
+        """See `Data`: a stream's state is all in the checkpoint itself."""
+        return ()
+
+    def restore(self, state: DataState, choice: Choice | None = None) -> None:
+        """Go on from a state, at the step that the engine counts. ``engine.load_checkpoint`` does it by itself.
 
         Raises:
             StateError: the state belongs to another config or other corpora, naming the fields that differ.
             UsageError: the batch sizes do not divide over the ranks.
         """
-        self.stream.restore(state)
-        self._set_base(int(self.engine.global_steps) if step is None else step, state)
+        of_stream = stream_of(state)
+        self.stream.restore(of_stream)
+        self._set_base(int(self.engine.global_steps), of_stream)
         self._ready, self._closed, self._failure = True, False, None
+
+    def describe(self) -> list[str]:
+        """See `Data`."""
+        return change_lines(self.stream, self._schedule.size_at(self._base_sample))
 
     def __iter__(self) -> TrainingData:
         """From the first micro-batch on that is not trained. In the middle of an accumulation: go on."""
         if len(self._taken) and self._taken.is_untouched and not self._is_pipeline and self._failure is None:
             self._taken.take_back()
             self._close()
+        if not len(self._taken):  # what was out was only looked at
+            self._random.step_begins_again()
         return self
-
-    def __next__(self) -> Any:
-        """The next micro-batch: a `Batch`, or what ``transform`` made of it.
-
-        Raises:
-            StateError: the engine was loaded from a checkpoint and the data was not, steps and batches do not fit, or
-                a micro-batch was taken and not trained.
-            StreamExhausted: the stream ends within this global batch; raised at its start, on every rank alike.
-            CorpusError: a document is damaged. Only on the rank that reads it: the process must end, and the
-                launcher with it the others.
-        """
-        return self._next()
 
     def _read(self) -> tuple[Any, MicroBatch]:
         if self._reader is None:
@@ -225,12 +232,9 @@ class TrainingData(EngineData):
             self._taken.looked_at(int(fingerprint(batch["tokens"])))
         return batch if self._transform is None else self._transform(batch)
 
-    def close(self) -> None:
-        """Stop reading ahead, at the end of a run; nothing is handed out any more."""
-        self.detach("it was closed")
-
     def _open_step(self) -> None:
         """Settle the sizes of the next step and make sure that all of its samples exist."""
+        self._step_begins()
         self._check_clock()
         sample = self.samples_trained
         size = self._settle_size(sample)

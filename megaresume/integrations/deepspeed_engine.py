@@ -30,7 +30,6 @@ __all__ = [
     "loads_universal",
     "model_file",
     "partitions",
-    "rank",
     "reads_batches",
     "set_batch_size",
     "topology",
@@ -108,11 +107,6 @@ def has_writer(engine: Any) -> bool:
     return bool(config.get("writer"))
 
 
-def rank() -> int:
-    """This process among all."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def data_size(engine: Any) -> int:
     """Data-parallel ranks: those that are given different samples."""
     return int(engine.dp_world_size)
@@ -180,8 +174,8 @@ def forget_gradients(engine: Any) -> None:
         optimizer.averaged_gradients, optimizer.all_grad_tensors = {}, {}
 
 
-def topology(engine: Any, *, num_workers: int) -> Topology:
-    """How the run is laid out, for records."""
+def topology(engine: Any) -> Topology:
+    """How the run is laid out, for records, but for its workers."""
     world = dist.get_world_size()
     dp, sp = data_size(engine), partitions(engine) // data_size(engine)
     if is_pipeline(engine):
@@ -196,7 +190,6 @@ def topology(engine: Any, *, num_workers: int) -> Topology:
         tp=tp,
         pp=pp,
         cp=sp,
-        num_workers=num_workers,
         micro_batch_size=int(engine.train_micro_batch_size_per_gpu()),
         global_batch_size=int(engine.train_batch_size()),
         zero_stage=zero_stage(engine),

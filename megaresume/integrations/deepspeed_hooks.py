@@ -1,6 +1,6 @@
 """The methods of a DeepSpeed engine that carry its data, hooked on the instance: other wrappers stay in the chain.
 
-save_checkpoint, load_checkpoint   the data state goes with the weights: `deepspeed_checkpoint`
+save_checkpoint, load_checkpoint   the data state goes with the weights: `deepspeed_host`
 step, forward, backward            a step trains exactly its micro-batches: `taken`
 train_batch                        of a pipeline engine: the same
 """
@@ -11,14 +11,11 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megaresume.integrations import deepspeed_engine as facts
 from megaresume.integrations import in_flight
-
-if TYPE_CHECKING:
-    from megaresume.integrations.deepspeed import Attached
-    from megaresume.integrations.loaders.deepspeed import AttachedLoader
+from megaresume.integrations.engine_data import EngineData
 
 __all__ = ["hook"]
 
@@ -30,10 +27,10 @@ _SLOT = "_megaresume_attached"
 class _Slot:
     """What is attached to an engine now; the hooks look here at every call."""
 
-    data: Attached | AttachedLoader
+    data: EngineData
 
 
-def hook(engine: Any, attached: Attached | AttachedLoader) -> None:
+def hook(engine: Any, attached: EngineData) -> None:
     """Let the engine's methods carry this data from now on, in the place of what was attached before."""
     slot: _Slot | None = engine.__dict__.get(_SLOT)
     if slot is not None:
@@ -66,7 +63,16 @@ def _save_hook(save: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
         if exclude_frozen_parameters:
             more["exclude_frozen_parameters"] = True
         write = functools.partial(save, **more)
-        return slot.data.checkpoints.save(write, os.fspath(save_dir), tag, client_state or {}, save_latest)
+        data = slot.data
+        return data.host.save_checkpoint(
+            data.session,
+            functools.partial(write, save_dir),
+            os.fspath(save_dir),
+            tag=tag,
+            client_state=client_state or {},
+            latest=save_latest,
+            is_untouched=data.is_untouched,
+        )
 
     return save_checkpoint
 
@@ -92,7 +98,8 @@ def _load_hook(load: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
             custom_load_fn=custom_load_fn,
             **more,
         )
-        return slot.data.checkpoints.load(read, os.fspath(load_dir), tag, load_module_only)
+        data = slot.data
+        return data.host.load_checkpoint(data.session, read, os.fspath(load_dir), tag, load_module_only)
 
     return load_checkpoint
 

@@ -11,7 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from megaresume.integrations import deepspeed_engine as facts
+from megaresume.integrations.deepspeed_host import EngineHost
+from megaresume.integrations.random_state import RandomState
+from megaresume.integrations.resume import Resume
+from megaresume.integrations.session import Session
+from megaresume.integrations.stop_conditions import Stopped
 from megaresume.integrations.taken import MicroBatch, Taken, TrainedStep
+from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 
 __all__ = ["EngineData"]
@@ -20,11 +26,15 @@ __all__ = ["EngineData"]
 class EngineData(ABC):
     """The micro-batches of one rank, clocked by the engine's optimizer steps."""
 
+    changed: tuple[str, ...] = ()
     #: what is handed out and not trained.
     _taken: Taken
 
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
+    def __init__(self, engine: Any, session: Session) -> None:
+        self.engine, self.session = engine, session
+        assert isinstance(session.host, EngineHost)
+        self.host = session.host
+        self.host.batches = session.data = self  # type: ignore[assignment]
         self._is_pipeline = facts.is_pipeline(engine)
         #: why nothing is handed out any more.
         self._failure: MegaresumeError | None = None
@@ -47,14 +57,52 @@ class EngineData(ABC):
     def _note_step(self, done: TrainedStep) -> None:  # noqa: B027  most have nothing to do
         """A step was made."""
 
-    def _next(self) -> Any:
-        """Take the next micro-batch.
+    @property
+    @abstractmethod
+    def num_workers(self) -> int:
+        """Worker processes of this rank."""
+
+    @property
+    @abstractmethod
+    def schedule(self) -> BatchSchedule:
+        """Global batch sizes of the whole run: those that were, those that are planned."""
+
+    @property
+    @abstractmethod
+    def samples_trained(self) -> int:
+        """Samples that optimizer steps have trained on, since the start of the run, all ranks together."""
+
+    @property
+    def resume(self) -> Resume | None:
+        """What the last ``engine.load_checkpoint`` restored; None: nothing, this is a fresh start."""
+        return self.session.resumed
+
+    @property
+    def attempt(self) -> int | None:
+        """Which start of the run this is, from 1; None: no step has begun yet, or no ``save_dir`` is known."""
+        return self.session.attempt
+
+    @property
+    def _random(self) -> RandomState:
+        assert self.session.random is not None  # DeepSpeed keeps none itself
+        return self.session.random
+
+    def __next__(self) -> Any:
+        """The next micro-batch, see `attach` and `attach_loader`.
 
         Raises:
-            StateError, UsageError: see `Taken`; from then on always the same.
+            StateError: the engine was loaded from a checkpoint and the data was not, steps and batches do not fit, or
+                a micro-batch was taken and not trained. From then on always the same.
+            StreamExhausted: the stream ends within this global batch; raised at its start, on every rank alike.
+            UsageError: this rank has no loader, or the loader no batches.
+            CorpusError: a document is damaged. Only on the rank that reads it: the process must end, and the
+                launcher with it the others.
         """
+        is_first = self._random.step_begins()
         batch, what = self._or_never_again(self._read_next)
         self._taken.add(what)
+        if is_first:
+            self._random.first_is_out()
         return batch
 
     def _read_next(self) -> tuple[Any, MicroBatch]:
@@ -148,12 +196,21 @@ class EngineData(ABC):
                 self._taken.broken = failure
             raise
 
+    def _step_begins(self) -> None:
+        """Before the first micro-batch of a step, on every rank. See `Session.step_begins`."""
+        try:
+            self.session.step_begins()
+        except Stopped:
+            self.detach("the run was asked to stop")
+            raise
+
     def before_train_batch(self) -> None:
         """Begin a step of a pipeline engine, on every rank: only its first and last stages ask for batches.
 
         Raises:
             StateError: the last step did not use up its micro-batches.
         """
+        self._random.step_begins()
         self._check_clock()
         if self._taken.per_step:
             raise StateError(
@@ -182,6 +239,11 @@ class EngineData(ABC):
         """Raise a StateError if a checkpoint would not be one of a step."""
         self._check_clock()
         self._taken.check_save()
+
+    def close(self) -> None:
+        """Stop reading ahead, and listening, at the end of a run; nothing is handed out any more."""
+        self.detach("it was closed")
+        self.session.close()
 
     def detach(self, why: str) -> None:
         """Hand out nothing any more: the engine has other data now."""

@@ -1,7 +1,7 @@
-"""What DeepSpeed and torch say of a file that fails, with what it means for the checkpoint and what to do.
+"""What a framework and torch say of a file that fails, with what it means for the checkpoint and what to do.
 
 Their own words ("PytorchStreamReader failed reading zip archive") name neither checkpoint nor way out. A rank that
-fails inside DeepSpeed is alone with it: the others wait in a collective, and its launcher ends them.
+fails inside a framework is alone with it: the others wait in a collective, and its launcher ends them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["reading", "writing"]
 
 @contextmanager
 def writing(tag_dir: Path) -> Iterator[None]:
-    """Around DeepSpeed's save. Raises CheckpointError in place of what is raised inside."""
+    """Around a host's save. Raises CheckpointError in place of what is raised inside."""
     try:
         yield
     except Exception as error:
@@ -38,7 +38,7 @@ def writing(tag_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def reading(choice: Choice) -> Iterator[None]:
-    """Around DeepSpeed's load of what was chosen. Raises CheckpointError in place of what is raised inside."""
+    """Around a host's load of what was chosen. Raises CheckpointError in place of what is raised inside."""
     try:
         yield
     except Exception as error:
@@ -46,10 +46,10 @@ def reading(choice: Choice) -> Iterator[None]:
             raise
         summed = choice.manifest is not None and choice.manifest.has_checksums
         raise CheckpointError(
-            f"DeepSpeed cannot read the checkpoint {choice.tag}, although every file is there",
+            f"the checkpoint {choice.tag} cannot be read, although every file is there",
             found=_words(error),
             expected=f"the files in {choice.tag_dir} as they were saved, for this model and this parallel layout",
-            cause="the storage returns other bytes than were written; or the model, or DeepSpeed's config, was changed",
+            cause="the storage returns other bytes than were written; or the model, or its config, was changed",
             action=f"megaresume inspect {choice.load_dir} --checksums names damaged files"
             + (
                 "; verify_checkpoint=True (--megaresume-verify-checkpoint) passes over them"

@@ -33,13 +33,12 @@ from megaresume.checkpoint.atomic import write_error
 from megaresume.checkpoint.commit import PendingCheckpoint
 from megaresume.checkpoint.layout import records_dir
 from megaresume.integrations import deepspeed_engine as facts
-from megaresume.integrations.ranks import is_rank_0, on_all_ranks, on_rank_0, world_size
+from megaresume.integrations.ranks import on_all_ranks, on_rank_0, rank, world_size
 from megaresume.stream.errors import CheckpointError, MegaresumeError
 
-__all__ = ["check_writer", "defer", "is_pending", "seconds", "settle", "watch"]
+__all__ = ["check_writer", "defer", "is_pending", "settle", "watch"]
 
 _SLOT = "_megaresume_in_flight"
-_SECONDS = "_megaresume_in_flight_seconds"
 
 #: Seconds that rank 0 waits at its end for the writers of the others; where an error ends it, they may never come.
 _PATIENCE, _PATIENCE_IN_ERROR = 300.0, 20.0
@@ -69,8 +68,6 @@ class _Flight:
     commit: Callable[[], object] | None = None
     rank: int = 0
     ranks: int = 1
-    #: by the monotonic clock.
-    began: float = 0.0
 
 
 def watch(engine: Any) -> None:
@@ -108,20 +105,13 @@ def check_writer(engine: Any) -> None:
 
 def defer(engine: Any, pending: PendingCheckpoint, commit: Callable[[], object]) -> None:
     """Commit this save when its writers are done."""
-    rank = 0 if is_rank_0() else facts.rank()
-    flight = _Flight(pending=pending, commit=commit, rank=rank, ranks=world_size(), began=time.monotonic())
-    setattr(engine, _SLOT, flight)
+    setattr(engine, _SLOT, _Flight(pending=pending, commit=commit, rank=rank(), ranks=world_size()))
 
 
 def is_pending(engine: Any) -> bool:
     """Whether a save is being written that is not committed yet."""
     flight: _Flight | None = getattr(engine, _SLOT, None)
     return flight is not None and flight.pending is not None
-
-
-def seconds(engine: Any) -> float | None:
-    """From hand-over to commit of the last save in the background: as long as it took at most; None: none was made."""
-    return getattr(engine, _SECONDS, None)
 
 
 def settle(engine: Any) -> None:
@@ -137,7 +127,6 @@ def settle(engine: Any) -> None:
     on_all_ranks(lambda: _wait(engine, flight))
     if flight.commit is not None:
         on_rank_0(flight.commit)
-        setattr(engine, _SECONDS, time.monotonic() - flight.began)
 
 
 def _wait(engine: Any, flight: _Flight) -> None:
@@ -233,7 +222,7 @@ def _finish_alone(engine: Any, flight: _Flight, pending: PendingCheckpoint) -> N
             flush=True,
         )
     _wait(engine, flight)
-    written = [where / f".{pending.step.save_id}.{rank}.written" for rank in range(flight.ranks)]
+    written = [where / f".{pending.step.save_id}.{number}.written" for number in range(flight.ranks)]
     try:
         written[flight.rank].touch()
     except OSError as error:

@@ -1,15 +1,14 @@
 """What a DeepSpeed checkpoint must be to be loaded: rules on its records alone, without torch.
 
-`megaresume plan` asks them before any rank is started, `megaresume.integrations.deepspeed_tags` on the ranks.
+`megaresume plan` asks them before any rank is started, `megaresume.integrations.deepspeed_host` on the ranks.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from megaresume.checkpoint.choose import Choice, choose
+from megaresume.checkpoint.choose import Choice, choose, choose_of_two
 from megaresume.checkpoint.topology import Topology
-from megaresume.checkpoint.two_roots import choose_of_two
 from megaresume.integrations.elastic.universal import read_universal
 from megaresume.stream.errors import CheckpointError, StateError
 

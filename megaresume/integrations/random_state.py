@@ -15,6 +15,7 @@ from a hash of (seed of the stream, step, rank), so that a second resume from th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,10 +25,9 @@ from megaresume.checkpoint.layout import rank_file
 from megaresume.checkpoint.manifest import FileEntry
 from megaresume.checkpoint.sealed import SealError, seal, text, unseal
 from megaresume.checkpoint.topology import Topology
-from megaresume.integrations import deepspeed_engine as facts
 from megaresume.integrations import generators
 from megaresume.integrations.generators import Snapshot
-from megaresume.integrations.ranks import gather, is_rank_0, on_all_ranks
+from megaresume.integrations.ranks import gather, is_rank_0, on_all_ranks, rank
 from megaresume.stream.errors import StateError
 
 __all__ = ["RandomState"]
@@ -37,16 +37,22 @@ _LAYOUT = ("world_size", "dp", "tp", "pp", "cp")
 
 
 class RandomState:
-    """The generators of one rank, and what of them goes into a checkpoint of its engine.
+    """The generators of one rank, and what of them goes into the checkpoints of its session.
 
-    Engines of one process share the generators. The first that goes on after a load puts them back, for all.
+    Sessions of one process share the generators. The first that goes on after a load puts them back, for all.
+
+    Args:
+        iteration: optimizer steps made.
+        device: whose generators are saved, besides those on the CPU.
+        replica: ranks for which it says the same compute the same outside their own layers: with the same random
+            numbers.
     """
 
-    #: steps that began in this process, of all its engines.
+    #: steps that began in this process, of all its sessions.
     _all_begun: ClassVar[int] = 0
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, iteration: Callable[[], int], device: Any, replica: Callable[[], str]) -> None:
+        self._iteration, self._device, self._replica = iteration, device, replica
         #: the last step that began: optimizer steps before it, and the state then.
         self._begun: tuple[int, Snapshot] | None = None
         #: loaded at this step, and to be put back when it begins.
@@ -55,13 +61,9 @@ class RandomState:
         self._saved: Snapshot | None = None
         #: when the first batch of the step that began was handed out.
         self._first_out: Snapshot | None = None
-        #: steps of this engine that began; and of the others, when this one was saved or loaded.
+        #: steps of this session that began; and of the others, when this one was saved or loaded.
         self._own_begun, self._others_then = 0, 0
         self._warned = False
-
-    @property
-    def _device(self) -> Any:
-        return self._engine.device
 
     @property
     def _others_begun(self) -> int:
@@ -69,7 +71,7 @@ class RandomState:
 
     def step_begins(self) -> bool:
         """A batch is asked for: whether it is the first after an optimizer step. Otherwise nothing happens."""
-        step = int(self._engine.global_steps)
+        step = self._iteration()
         if self._begun is not None and self._begun[0] == step:
             return False
         now = generators.take(self._device)
@@ -90,7 +92,7 @@ class RandomState:
 
     def step_begins_again(self) -> None:
         """The batches of the step that began are taken back: whoever looked at them may have drawn."""
-        if self._due is not None and self._due[0] == int(self._engine.global_steps):
+        if self._due is not None and self._due[0] == self._iteration():
             self._begun = None
 
     def _compare(self, saved: Snapshot, now: Snapshot, between: str) -> None:
@@ -113,7 +115,7 @@ class RandomState:
             is_untouched: whether nothing of the step that began is trained: then what was drawn since is not its own.
         """
         for known in (self._begun, self._due):
-            if known is not None and known[0] == int(self._engine.global_steps):
+            if known is not None and known[0] == self._iteration():
                 if is_untouched and known is self._begun and self._first_out is not None:
                     self._compare(self._first_out, generators.take(self._device), "next(data) and save_checkpoint")
                 return known[1]
@@ -129,11 +131,11 @@ class RandomState:
         fields = {
             "format": FORMAT,
             "version": VERSION,
-            "rank": facts.rank(),
+            "rank": rank(),
             "device": self._device.type,
             "generators": generators.to_plain(snapshot),
         }
-        path = rank_file(iteration, tag, "random", facts.rank())
+        path = rank_file(iteration, tag, "random", rank())
         return beside.write(root, path, seal(fields, depth=2))
 
     def restore(self, choice: Choice, before: Topology | None, now: Topology, *, seed: int) -> str:
@@ -163,44 +165,41 @@ class RandomState:
             found = self._seeded(here, seed)
             words = f"random state seeded anew ({reason})"
         on_all_ranks(lambda: generators.put(found, self._device))
-        self._begun, self._due, self._saved = None, (int(self._engine.global_steps), found), None
+        self._begun, self._due, self._saved = None, (self._iteration(), found), None
         self._first_out, self._others_then = None, self._others_begun
         return words
 
     def _read(self, choice: Choice) -> tuple[str, Snapshot]:
         assert choice.manifest is not None
-        rank = facts.rank()
-        entry = beside.ranks_of(choice.manifest.beside, "random").get(rank)
+        mine = rank()
+        entry = beside.ranks_of(choice.manifest.beside, "random").get(mine)
         if entry is None:
             raise StateError(
-                f"the checkpoint has no random state of rank {rank}",
+                f"the checkpoint has no random state of rank {mine}",
                 found=f"{choice.tag}: of {len(beside.ranks_of(choice.manifest.beside, 'random'))} ranks",
                 expected="one of every rank",
                 cause="it was written by a faulty program: its manifest is whole",
             )
         try:
             fields = unseal(beside.read(choice.load_dir, entry))
-            if (fields["format"], fields["version"], fields["rank"]) != (FORMAT, VERSION, rank):
+            if (fields["format"], fields["version"], fields["rank"]) != (FORMAT, VERSION, mine):
                 raise ValueError(f"{fields['format']} {fields['version']} of rank {fields['rank']}")
             return text(fields["device"]), generators.from_plain(fields["generators"])
         except (SealError, KeyError, TypeError, ValueError) as error:
             raise StateError(
-                f"the random state of rank {rank} cannot be read",
+                f"the random state of rank {mine} cannot be read",
                 found=f"{entry.path}: {type(error).__name__}: {error}",
-                expected=f"{FORMAT} {VERSION} of rank {rank}",
+                expected=f"{FORMAT} {VERSION} of rank {mine}",
                 cause="it was written by a faulty or a newer program: its checksum is right",
             ) from error
 
     def _seeded(self, here: Snapshot, seed: int) -> Snapshot:
-        engine = self._engine
-        step, stage = int(engine.global_steps), int(getattr(engine, "stage_id", 0))
-        # Tensor-parallel ranks compute the same outside their own layers: with the same random numbers. Those of
-        # their own come from a tracker's generators.
-        replica = f"data-parallel rank {facts.data_rank(engine)}, stage {stage}"
+        # Those of a replica's own layers come from a tracker's generators.
+        step, replica = self._iteration(), self._replica()
 
         def key(name: str) -> str:
             own = ":" in name and not name.endswith("data-parallel-rng")
-            return f"{seed}, step {step}, {f'rank {facts.rank()}' if own else replica}, {name}"
+            return f"{seed}, step {step}, {f'rank {rank()}' if own else replica}, {name}"
 
         return generators.seeded(here, self._device, key)
 

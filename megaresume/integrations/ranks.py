@@ -21,6 +21,7 @@ __all__ = [
     "known_to_all",
     "on_all_ranks",
     "on_rank_0",
+    "rank",
     "same_on_all_ranks",
     "world_size",
     "written_by_all",
@@ -35,9 +36,14 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def rank() -> int:
+    """This process among all."""
+    return 0 if world_size() == 1 else dist.get_rank()
+
+
 def is_rank_0() -> bool:
     """Whether this process is the one that writes records and prints."""
-    return world_size() == 1 or dist.get_rank() == 0
+    return rank() == 0
 
 
 def gather(value: Any) -> list[Any]:

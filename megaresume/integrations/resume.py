@@ -1,14 +1,47 @@
-"""What a resume found and did, and the line that says so: the same under DeepSpeed and Megatron."""
+"""What a load reads, what is made of it, and the line that says so: the same under every host."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from megaresume.checkpoint.choose import Choice
+from megaresume.checkpoint.data_state import DataState, Envelope
+from megaresume.checkpoint.step_file import StepFile
 from megaresume.checkpoint.topology import Topology
+from megaresume.stream.errors import StateError
 from megaresume.stream.outlook import outlook_lines
+from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 
-__all__ = ["Resume", "change_lines"]
+__all__ = ["Loaded", "Reading", "Resume", "change_lines", "check_same", "seed_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """What a host has read of a checkpoint."""
+
+    #: what rides with the weights; None: nothing of megaresume's.
+    envelope: Envelope | None
+    #: optimizer steps and samples that the weights have trained, by the framework's own count.
+    iteration: int
+    samples: int
+    #: what was read in place of what was chosen: a conversion of it.
+    choice: Choice | None = None
+    #: how the run was laid out when it saved; None: as it says beside the checkpoint.
+    topology: Topology | None = None
+    #: handed back to the program.
+    result: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    """The checkpoint that the run goes on from."""
+
+    choice: Choice
+    envelope: Envelope
+    #: how the run was laid out when it saved.
+    topology: Topology | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,3 +87,30 @@ def change_lines(stream: Stream, global_batch_size: int) -> list[str]:
     state = stream.state_at(stream.start)
     table = outlook_lines(state, stream.config_at(stream.start), global_batch_size)
     return [f"megaresume: {line}" for line in (*stream.accepted, *table)]
+
+
+def check_same(envelope: Envelope, read: Reading, beside: StepFile | None, choice: Choice) -> None:
+    """Raise a StateError unless the state that rides with the weights is of their step, and the one beside them."""
+    if (envelope.iteration, envelope.samples) != (read.iteration, read.samples):
+        raise StateError(
+            "the weights and the data state are of different steps",
+            found=f"weights of iteration {read.iteration} and {read.samples} samples; data state of iteration "
+            f"{envelope.iteration} and {envelope.samples} samples",
+            expected="the same",
+            cause="files of two checkpoints were mixed in one directory, a part of the run was trained without "
+            "megaresume, or the counters were changed by hand",
+            action=f"megaresume inspect {choice.load_dir} shows which checkpoints are whole; load one of those",
+        )
+    if beside is not None and beside.state != envelope.state:
+        raise StateError(
+            "the data state in the checkpoint is not the one beside it",
+            found=f"within: sample {envelope.samples}, digest {envelope.state.digest}",
+            expected=f"beside: sample {beside.state.samples}, digest {beside.state.digest}",
+            cause="a tag directory was copied over another one, or its records were",
+            action=f"megaresume inspect {choice.load_dir}; load a checkpoint that is whole",
+        )
+
+
+def seed_of(state: DataState) -> int:
+    """The seed of a stream; 0 where the order is somebody else's."""
+    return int(state.config.get("seed", 0)) if isinstance(state, StreamState) else 0

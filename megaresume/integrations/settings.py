@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megaresume.checkpoint.progress import MAX_STARTS
+from megaresume.checkpoint.start import MAX_STARTS
 from megaresume.integrations.flags import described, setting
 from megaresume.integrations.stop_conditions import StopConditions
 from megaresume.stream.config import OnChange

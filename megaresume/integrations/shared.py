@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megaresume.checkpoint.atomic import leftover_name, make_dir, write_error
 from megaresume.checkpoint.layout import records_dir
-from megaresume.checkpoint.proc import mount_of
+from megaresume.checkpoint.system import mount_of
 from megaresume.integrations.ranks import gather, is_rank_0, known_to_all, on_rank_0, world_size
 from megaresume.stream.errors import SetupError
 

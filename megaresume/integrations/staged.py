@@ -13,10 +13,10 @@ import os
 import sys
 from pathlib import Path
 
+from megaresume.checkpoint.copying import adopt
 from megaresume.checkpoint.lock import release
 from megaresume.checkpoint.retention import Retention
 from megaresume.checkpoint.staging import PATIENCE, Stager
-from megaresume.checkpoint.two_roots import adopt
 from megaresume.integrations.claiming import claim_directory, hold_directory
 from megaresume.integrations.ranks import on_all_ranks
 from megaresume.stream.errors import SetupError, UsageError

@@ -14,7 +14,7 @@ from pathlib import Path
 from megaresume.checkpoint.layout import records_dir, step_path
 from megaresume.checkpoint.ledger import LedgerEntry, LedgerReading, abandoned_checkpoints
 from megaresume.checkpoint.sealed import NewerFormatError
-from megaresume.checkpoint.state_file import StepFile
+from megaresume.checkpoint.step_file import StepFile
 from megaresume.checkpoint.topology import Topology
 from megaresume.stream.errors import CheckpointError, StateError
 from megaresume.stream.ranges import Ranges, common
@@ -61,7 +61,7 @@ class History:
     @property
     def state(self) -> StreamState:
         """The newest state."""
-        return self.newest.state
+        return self.newest.stream
 
     def before(self, sample: int) -> StreamState | None:
         """The last usable state at or before a sample; None: there is none, the stream begins at 0."""
@@ -93,7 +93,7 @@ class History:
     def read(self, point: Point) -> StreamState | None:
         """The state of a point; None, a note and one of ``saved`` less if it is not what the ledger says."""
         try:
-            state = self.read_step(point.path).state
+            state = self.read_step(point.path).stream
         except NewerFormatError:
             raise
         except StateError as error:
@@ -148,7 +148,7 @@ def read_history(root: Path, ledger: LedgerReading, states: Sequence[Path], read
     # Without a ledger the states that are there are the path.
     saved = [point for point in path if point.path.exists()] if ledger.entries else _readable(states, read_step, notes)
     newest = _newest(root, ledger, states, read_step, saved, notes)
-    state = newest.state
+    state = newest.stream
     points = {point.samples: point for point in path if point.samples <= state.samples}
     points[state.samples] = _point(step_path(root, newest.iteration, newest.tag), newest)
     topologies = _topologies(ledger, path) if ledger.entries else _topologies_of_states(saved, read_step)

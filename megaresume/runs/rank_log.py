@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megaresume.checkpoint.clock import utc
 from megaresume.checkpoint.sealed import seal
+from megaresume.checkpoint.system import utc
 from megaresume.stream.errors import SetupError
 
 __all__ = ["FORMAT", "VERSION", "Noted", "RankLog", "hash_rows", "hash_samples", "images_of", "noted", "ranges_of"]

@@ -18,15 +18,14 @@ from pathlib import Path
 
 from megaresume.checkpoint.atomic import is_leftover
 from megaresume.checkpoint.candidates import Candidate, Examined, resolve_pointer
-from megaresume.checkpoint.choose import Choice, Search
-from megaresume.checkpoint.commit import run_of
 from megaresume.checkpoint.layout import ledger_path, parse_record_name, records_dir
 from megaresume.checkpoint.ledger import LedgerReading, read_ledger
 from megaresume.checkpoint.lock import Holder, holder_of
 from megaresume.checkpoint.manifest import Progress
 from megaresume.checkpoint.pointers import Pointer, read_pointers
 from megaresume.checkpoint.sealed import NewerFormatError
-from megaresume.checkpoint.state_file import StepFile, read_step_file
+from megaresume.checkpoint.search import Choice, Search
+from megaresume.checkpoint.step_file import StepFile, read_step_file, run_of
 from megaresume.runs.history import History, read_history
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 

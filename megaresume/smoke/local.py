@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from megaresume.checkpoint.proc import stat_fields
+from megaresume.checkpoint.system import stat_fields
 from megaresume.smoke.job import KINDS, Job, Kind, Launch
 from megaresume.stream.errors import SetupError
 from megaresume.training.ports import free_port

@@ -16,7 +16,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import xxhash
 
@@ -138,6 +138,9 @@ class StageRecord:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamState:
     """A cursor of the stream. All counts are since the start of the run."""
+
+    #: among the states that a checkpoint may carry.
+    kind: ClassVar[Literal["stream"]] = "stream"
 
     #: the normalised data config, with the changes that it declares (`StreamConfig.to_dict`).
     config: Mapping[str, Any]

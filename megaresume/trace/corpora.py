@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megaresume.checkpoint.data_file import data_path
+from megaresume.checkpoint.layout import data_path
 from megaresume.corpora.base import Source
 from megaresume.corpora.split import range_of
 from megaresume.sources import open_sources

@@ -11,7 +11,7 @@ import numpy as np
 from megaresume.checkpoint.layout import manifest_path, records_dir
 from megaresume.checkpoint.ledger import LedgerProblem, abandoned_checkpoints
 from megaresume.checkpoint.manifest import read_manifest
-from megaresume.checkpoint.state_file import StepFile
+from megaresume.checkpoint.step_file import StepFile
 from megaresume.corpora.base import Source, TokenSource
 from megaresume.runs.history import History
 from megaresume.runs.run import Run
@@ -41,7 +41,7 @@ class Points:
     def newest(self) -> StreamState:
         """The state that is furthest on the path to the present."""
         present = [s for s, point in zip(self.states, self.recorded, strict=False) if not point.given_up]
-        return max((step.state for step in present or self.states), key=lambda state: state.samples)
+        return max((step.stream for step in present or self.states), key=lambda state: state.samples)
 
 
 def read_points(run: Run) -> Points:
@@ -62,7 +62,7 @@ def read_points(run: Run) -> Points:
             origin=f"state of step {step.iteration}",
             sample=step.state.samples,
             digest=step.state.digest,
-            position=comparable({f: getattr(step.state, f) for f in step.state.__dataclass_fields__}),
+            position=comparable({f: getattr(step.stream, f) for f in step.stream.__dataclass_fields__}),
             given_up=(step.iteration, step.tag) in abandoned,
         )
         for step in states
@@ -76,14 +76,6 @@ def read_points(run: Run) -> Points:
         )
         for entry in entries
     ]
-    if not states and (records / "order.json").is_file():
-        raise CheckpointError(
-            "the run is under guard: its order is verified where it is rebuilt, at every start",
-            found=f"{records / 'order.json'}, the order of Megatron's own datasets",
-            expected="data states of a megaresume stream, which can be planned again without Megatron",
-            action="start the run, which says whether it is as recorded; "
-            f"megaresume inspect {run.root} shows the record",
-        )
     if not states:
         raise CheckpointError(
             "there is nothing to verify",

@@ -155,14 +155,14 @@ def _run(args: Arguments) -> int:
     length = {"train_iters": args.train_iters, "train_samples": args.train_samples}
     over = is_over(int(engine.global_steps), data.samples_trained, **length)
     if over or args.skip_train:
-        data.checkpoints.record_start(trains=False)
+        data.session.begin(trains=False)
     else:
-        data.checkpoints.begin()
+        data.session.begin()
     log = on_all_ranks(
         lambda: SampleLog(
             args.megaresume_log_samples,
             attempt=data.attempt or 1,
-            topology=data.checkpoints.topology(),
+            topology=data.host.topology(),
             writes=dist.get_rank() == 0,
         )
     )
@@ -270,7 +270,7 @@ def _vocab_size(args: Arguments, sources: Sequence[Any]) -> int:
 
 def _load(args: Arguments, engine: Any) -> None:
     """Go on from --load, or make sure that a fresh start overwrites nothing."""
-    from megaresume.checkpoint.fresh import check_fresh_start
+    from megaresume.checkpoint.start import check_fresh_start
     from megaresume.integrations.ranks import on_rank_0
 
     path = None

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from megaresume.checkpoint.clock import utc
+from megaresume.checkpoint.system import utc
 from megaresume.checkpoint.topology import Topology
 from megaresume.loading.batch import Batch
 from megaresume.runs.rank_log import hash_rows, hash_samples, images_of

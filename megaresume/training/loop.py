@@ -10,7 +10,7 @@ import torch.distributed as dist
 import xxhash
 from megatron.core import parallel_state
 
-from megaresume.integrations.deepspeed import Attached
+from megaresume.integrations.deepspeed_data import TrainingData
 from megaresume.loading.batch import Batch
 from megaresume.stream.errors import CorpusError, StreamExhausted
 from megaresume.training.accuracy import HeldOut
@@ -47,7 +47,7 @@ class Trainer:
         self,
         args: Arguments,
         engine: Any,
-        data: Attached,
+        data: TrainingData,
         *,
         device: torch.device,
         rate: LearningRate,
@@ -69,7 +69,7 @@ class Trainer:
         """
         stop = stop_conditions(self.args)
         if stop is not None:
-            self.data.stop_when(stop, self.save)
+            self.data.session.stop_when(stop, self.save)
         self.engine.train()
         validated_at = None
         if self.held_out is not None and self.engine.global_steps == 0:

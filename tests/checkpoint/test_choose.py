@@ -20,7 +20,7 @@ from megaresume.checkpoint import (
 )
 from megaresume.checkpoint.layout import step_path
 from megaresume.checkpoint.sealed import seal
-from megaresume.checkpoint.state_file import write_step_file
+from megaresume.checkpoint.step_file import write_step_file
 from megaresume.stream.errors import CheckpointError, StateError, UsageError
 from megaresume.stream.state import StreamState
 

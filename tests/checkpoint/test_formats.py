@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megaresume.checkpoint import Topology, read_ledger, read_manifest, read_step_file
-from megaresume.checkpoint.marker import read_marker
+from megaresume.checkpoint.step_file import read_marker
 from megaresume.stream.state import StreamState
 
 VERSION_1 = Path(__file__).with_name("formats") / "version1"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megaresume.checkpoint import Commit, check_progress, choose, record_start
-from megaresume.checkpoint.progress import NOTHING_TO_TRAIN
+from megaresume.checkpoint.start import NOTHING_TO_TRAIN
 from megaresume.stream.errors import CheckpointError
 from megaresume.stream.state import StreamState
 

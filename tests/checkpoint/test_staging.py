@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from megaresume.checkpoint import KEEP_ALL, Retention, StepFile, choose, read_ledger, record_start
+from megaresume.checkpoint.choose import choose_of_two
+from megaresume.checkpoint.copying import adopt, is_copied, stage
 from megaresume.checkpoint.retention import prune
-from megaresume.checkpoint.staging import Stager, is_copied, read_staging, stage
-from megaresume.checkpoint.two_roots import adopt, choose_of_two
+from megaresume.checkpoint.staging import Stager, read_staging
 from megaresume.stream.errors import CheckpointError
 from tests.checkpoint.conftest import MODEL, save_checkpoint
 
@@ -183,7 +184,7 @@ def counted(function):
     return call
 
 from megaresume.checkpoint.retention import prune
-from megaresume.checkpoint.staging import stage
+from megaresume.checkpoint.copying import stage
 for name in names:
     setattr(os, name, counted(getattr(os, name)))
 local, shared = Path(sys.argv[1]), Path(sys.argv[2])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megaresume.checkpoint.sealed import NewerFormatError, seal
-from megaresume.checkpoint.state_file import StepFile, read_step_file, write_step_file
+from megaresume.checkpoint.step_file import StepFile, read_step_file, write_step_file
 from megaresume.checkpoint.topology import Topology
 from megaresume.stream.errors import StateError
 from megaresume.stream.state import StreamState
@@ -45,8 +45,8 @@ def test_round_trip(path: Path, step: StepFile) -> None:
     assert read_step_file(path, iteration=10, tag="global_step10", run="0" * 16) == step
 
 
-def test_the_state_inside_is_the_state(path: Path, step: StepFile) -> None:
-    assert json.loads(path.read_bytes())["state"] == step.state.to_dict()
+def test_the_state_inside_is_the_one_that_rides_with_the_weights(path: Path, step: StepFile) -> None:
+    assert json.loads(path.read_bytes())["state"] == step.envelope.to_dict()
 
 
 def test_missing(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from megaresume.checkpoint import Topology, begin_save, commit_save, record_start
-from megaresume.checkpoint.data_file import write_data_file
+from megaresume.checkpoint.commit import write_data_config
 from megaresume.cli.main import main
 from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
 from megaresume.loading.open import open_stream
@@ -72,5 +72,5 @@ def run(tmp_path: Path) -> SavedRun:
         (save / tag / "mp_rank_00_model_states.pt").write_bytes(b"weights" * step)
         commit_save(pending, expected_files=["mp_rank_00_model_states.pt"])
     assert stream.origin is not None
-    write_data_file(save, stream.origin)
+    write_data_config(save, stream.origin)
     return SavedRun(data=data, save=save, corpora=corpora)

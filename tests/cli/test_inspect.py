@@ -83,7 +83,7 @@ def test_json(root: Path, report: Report) -> None:
     choice = choose(root)
     assert choice is not None
     assert data["choice"] == choice.to_broadcast() | {"rejected": []}
-    assert data["state"]["state"] == helpers.make_state(240).to_dict()
+    assert data["state"]["state"]["content"] == helpers.make_state(240).to_dict()
     assert [c["status"] for c in data["checkpoints"]] == ["complete"] * 3
     assert [c["bytes"] for c in data["checkpoints"]] == [2048] * 3
     assert [e["kind"] for e in data["ledger"]["entries"]] == ["checkpoint"] * 3

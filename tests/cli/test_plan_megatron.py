@@ -11,11 +11,12 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
+from megaresume.checkpoint.commit import begin_save, commit_save
 from megaresume.cli.main import main
-from megaresume.integrations.megatron.guard import write_record
 from tests.integrations.conftest import data_yaml  # noqa: F401  a fixture
 from tests.integrations.megatron.conftest import mini  # noqa: F401  a fixture
 from tests.integrations.megatron.guard.conftest import Corpora, build, common_prefix, corpora  # noqa: F401  fixtures
+from tests.integrations.megatron.guard.loads import order_state
 
 
 @pytest.fixture
@@ -31,10 +32,11 @@ def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
 
 def guarded_run(save: Path, payload: dict[str, Any], iteration: int = 25) -> None:
     """A directory as a run under guard leaves it."""
-    (save / f"iter_{iteration:07d}").mkdir(parents=True)
-    (save / f"iter_{iteration:07d}" / "common.pt").write_bytes(b"weights")
-    (save / "latest_checkpointed_iteration.txt").write_text(str(iteration))
-    write_record(save, payload)
+    tag = f"iter_{iteration:07d}"
+    pending = begin_save(save, tag=tag, iteration=iteration, state=order_state(payload, 8 * iteration), latest=False)
+    (save / tag).mkdir(parents=True)
+    (save / tag / "common.pt").write_bytes(b"weights")
+    commit_save(pending)
 
 
 SIZES = [250, 299, 301, 310, 320, 330, 345, 360, 400, 450, 500, 600, 700, 900]

@@ -113,7 +113,7 @@ def test_token_ids_where_no_tokenizer_is_known(run):
     record = other / "code.megaresume.json"
     content = json.loads(record.read_text())
     state = json.loads((run.save / "megaresume" / "step_0000012.json").read_text())
-    fingerprint = state["state"]["fingerprints"]["code"]["tokenizer"]
+    fingerprint = state["state"]["content"]["fingerprints"]["code"]["tokenizer"]
     assert content["tokenizer"]["fingerprint"] == fingerprint
     stock = yaml.safe_load(run.data.read_text())
     # A tokenizer that is not at hand: its fingerprint is all that there is.

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from megaresume.checkpoint import begin_save, commit_save, record_start
-from megaresume.checkpoint.data_file import write_data_file
-from megaresume.checkpoint.state_file import read_step_file
+from megaresume.checkpoint.commit import write_data_config
+from megaresume.checkpoint.step_file import read_step_file
 from megaresume.corpora.layout import HEADER_BYTES
 from megaresume.loading.open import open_stream
 from megaresume.stream.errors import StateError
@@ -191,7 +191,7 @@ def test_a_branch_that_was_given_up_is_not_judged(run):
     (run.save / "global_step6").mkdir()
     (run.save / "global_step6" / "weights").write_bytes(b"w")
     commit_save(pending)
-    write_data_file(run.save, stream.origin)
+    write_data_config(run.save, stream.origin)
     done = megaresume("verify", run.save)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "given up   state of step 8: another branch" in done.stdout and "sample         48" in done.stdout

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.proc import mount_of
+from megaresume.checkpoint.system import mount_of
 from megaresume.doctor import machine
 from megaresume.doctor.machine import TESTED, environment_checks, filesystem_checks, kind_check, version_check
 

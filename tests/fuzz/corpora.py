@@ -15,16 +15,17 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from megaresume.checkpoint.data_state import Envelope, OpaqueState
 from megaresume.corpora.indexed import IndexedSource
 from megaresume.corpora.sidecar import CorpusIdentity, read_fingerprint, read_tokenizer, sidecar_path
-from megaresume.integrations.megatron.guard.show import describe, read_record
-from megaresume.integrations.megatron.state import read_state, write_state
+from megaresume.integrations.megatron.guard.show import describe
 from megaresume.patching.recipe import read_recipe
 from megaresume.shards.index import ShardIndex
 from megaresume.shards.layout import COLUMNS, COLUMNS_AT, FORMAT, PREAMBLE_BYTES, Preamble, column_places
 from megaresume.sources.data_config import DataConfig
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import MegaresumeError, StateError
+from megaresume.stream.json_text import parse_json
 from megaresume.stream.state import checksum
 from tests.fuzz.mutate import json_file, yaml_file
 from tests.fuzz.target import Target, scratch
@@ -302,31 +303,29 @@ def _orders() -> list[bytes]:
 
 
 def check_order(data: bytes) -> None:
-    directory = scratch() / "guarded"
-    (directory / "megaresume").mkdir(parents=True, exist_ok=True)
-    (directory / "megaresume/order.json").write_bytes(data)
     try:
-        payload = read_record(directory)
-        if payload is not None:
-            "\n".join(describe(payload)).encode("utf-8", "replace")
-    except StateError:
+        content = parse_json(data)
+    except ValueError:
         return
+    with contextlib.suppress(StateError):
+        fields = content if isinstance(content, dict) else {}
+        "\n".join(describe(OpaqueState(kind="order", samples=0, digest="0" * 16, content=fields))).encode(
+            "utf-8", "replace"
+        )
 
 
 def _strings() -> list[bytes]:
-    args: dict[str, Any] = {"project": "megatron-core", "version": "0.16.1", "iteration": 10, "samples": 80}
-    return [write_state(**args, kind=kind, payload={"a": 1}).encode() for kind in ("stream", "guard")] + [
-        b'{"format": 1, "a": NaN}',
-        b"[" * 100_000,
-    ]
+    states = [OpaqueState(kind=kind, samples=80, digest="0" * 16, content={"a": 1}) for kind in ("order", "loader")]
+    written = [Envelope(state=state, iteration=10, framework="megatron-core 0.16.1").to_text() for state in states]
+    return [*(text.encode() for text in written), b'{"format": 1, "a": NaN}', b"[" * 100_000]
 
 
 def check_string(data: bytes) -> None:
     with contextlib.suppress(StateError):
-        state = read_state(data.decode("utf-8", "replace"))
+        envelope = Envelope.read(data.decode("utf-8", "replace"))
         fields = json.loads(data)
-        found = (state.iteration, state.samples, state.project, state.version)
-        if found != tuple(fields[name] for name in ("iteration", "samples", "project", "version")):
+        found = (envelope.iteration, envelope.samples, envelope.kind, envelope.framework)
+        if found != tuple(fields[name] for name in ("iteration", "samples", "kind", "framework")):
             raise AssertionError(f"{found} is not what was written")
 
 

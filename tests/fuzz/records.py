@@ -13,11 +13,10 @@ from typing import Any
 
 from megaresume.checkpoint import LedgerEntry, StepFile, choose, read_ledger, read_manifest, read_pointers
 from megaresume.checkpoint.ledger import read_run
-from megaresume.checkpoint.marker import Marker, read_marker
 from megaresume.checkpoint.sealed import unseal
 from megaresume.checkpoint.staging import read_staging
 from megaresume.checkpoint.start import record_start
-from megaresume.checkpoint.state_file import read_step_file
+from megaresume.checkpoint.step_file import Marker, read_marker, read_step_file
 from megaresume.cli.main import main
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError
 from megaresume.stream.state import StreamState, checksum

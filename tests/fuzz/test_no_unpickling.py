@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megaresume.checkpoint import begin_save, commit_save, record_start
-from megaresume.checkpoint.data_file import write_data_file
+from megaresume.checkpoint.commit import write_data_config
 from megaresume.loading.open import open_stream
 
 pytestmark = pytest.mark.process
@@ -98,7 +98,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         for name in ("pytorch_model.bin", "optimizer.pt", "training_args.bin", "scheduler.pt", "rng_state.pth"):
             (hugging_face / name).write_bytes(trap)
         (hugging_face / "trainer_state.json").write_text(f'{{"global_step": {iteration}}}')
-    write_data_file(save, stream.origin)
+    write_data_config(save, stream.origin)
     for name in ("loader.pkl", "order.pt", "step_0000002.loader.0.pt"):
         (save / "megaresume" / name).write_bytes(trap)
     megatron = directory / "megatron/iter_0000002/mp_rank_00"

@@ -360,7 +360,7 @@ def faults() -> None:
             "broken": broken,
             "own": own,
             "whole": whole,
-            "at_2": client["megaresume"]["faults"],
+            "at_2": client["megaresume"]["content"]["faults"],
             "again": data.state().faults.to_plain(),
         },
     )

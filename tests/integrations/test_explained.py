@@ -21,7 +21,7 @@ def choice(directory: Path, checksum: str | None) -> Choice:
 @pytest.mark.parametrize(("checksum", "words"), [("0" * 32, "passes over them"), (None, "that were saved with")])
 def test_a_file_that_torch_cannot_read(tmp_path: Path, checksum: str | None, words: str) -> None:
     (tmp_path / "a.pt").write_bytes(b"PK\3\4")
-    refused = pytest.raises(CheckpointError, match="cannot read the checkpoint global_step4")
+    refused = pytest.raises(CheckpointError, match="the checkpoint global_step4 cannot be read")
     with refused as caught, reading(choice(tmp_path, checksum)):
         torch.load(tmp_path / "a.pt")
     assert "PytorchStreamReader" in str(caught.value) and words in str(caught.value.action)

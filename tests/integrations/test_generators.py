@@ -97,8 +97,9 @@ def test_the_devices_generator_goes_on_where_it_was() -> None:
     assert torch.equal(generators.take(device)["cuda"], seeds["cuda"])
 
 
-def engine(step: int = 0) -> Any:
-    return SimpleNamespace(global_steps=step, device=CPU, data_parallel_group=None)
+def state_at(step: int, replica: int = 0) -> RandomState:
+    """Of a run that has made so many steps; ``_iteration`` changes that."""
+    return RandomState(lambda: step, CPU, lambda: f"replica {replica}")
 
 
 def saved(root: Path, state: RandomState, step: int) -> Choice:
@@ -109,12 +110,12 @@ def saved(root: Path, state: RandomState, step: int) -> Choice:
 
 
 def test_what_is_drawn_between_load_and_loop_does_not_matter(tmp_path: Path, tracker: Any) -> None:
-    state = RandomState(engine(7))
+    state = state_at(7)
     choice = saved(tmp_path, state, 7)
     state.step_begins()
     expected = draw(tracker)
     for drawn in (0, 3):
-        state = RandomState(engine(7))
+        state = state_at(7)
         assert state.restore(choice, ONE, ONE, seed=1) == "random state restored"
         assert draw(tracker) == expected  # at the load already
         for _ in range(drawn):
@@ -126,7 +127,7 @@ def test_what_is_drawn_between_load_and_loop_does_not_matter(tmp_path: Path, tra
         state.step_begins_again()  # it was only a look
         state.step_begins()
         assert draw(tracker) == expected
-    state._engine.global_steps = 8
+    state._iteration = lambda: 8
     after = generators.to_plain(generators.take(CPU))
     assert generators.to_plain(state.at_save()) == after
     state.step_begins()
@@ -136,7 +137,7 @@ def test_what_is_drawn_between_load_and_loop_does_not_matter(tmp_path: Path, tra
 
 def test_a_save_within_a_step_holds_the_state_with_which_it_began(tmp_path: Path, tracker: Any) -> None:
     """The step is done again after a resume, and draws again."""
-    state = RandomState(engine(7))
+    state = state_at(7)
     state.step_begins()
     expected = draw(tracker)
     choice = saved(tmp_path, state, 7)
@@ -145,7 +146,7 @@ def test_a_save_within_a_step_holds_the_state_with_which_it_began(tmp_path: Path
 
 
 def test_a_load_that_is_saved_again_at_once_is_the_same(tmp_path: Path, tracker: Any) -> None:
-    state = RandomState(engine(7))
+    state = state_at(7)
     choice = saved(tmp_path / "a", state, 7)
     state.restore(choice, ONE, ONE, seed=1)
     draw(tracker)  # not the business of the next step
@@ -158,11 +159,10 @@ def test_a_load_that_is_saved_again_at_once_is_the_same(tmp_path: Path, tracker:
 def test_draws_between_a_save_and_the_next_step_are_said_once(
     tmp_path: Path, tracker: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    of = engine(0)
-    state = RandomState(of)
+    state = state_at(0)
     for step in (1, 2, 3):
         state.step_begins()
-        of.global_steps = step
+        state._iteration = lambda step=step: step
         saved(tmp_path, state, step)
         if step > 1:
             random.random()
@@ -180,15 +180,13 @@ def test_draws_between_a_save_and_the_next_step_are_said_once(
     ],
 )
 def test_another_layout_is_seeded_by_seed_step_and_rank(
-    tmp_path: Path, tracker: Any, monkeypatch: pytest.MonkeyPatch, before: Topology | None, reason: str
+    tmp_path: Path, tracker: Any, before: Topology | None, reason: str
 ) -> None:
-    rank = 0
-    monkeypatch.setattr("megaresume.integrations.deepspeed_engine.data_rank", lambda engine: rank)
-    choice = saved(tmp_path, RandomState(engine(7)), 7)
+    choice = saved(tmp_path, state_at(7), 7)
     found: dict[Any, list[Any]] = {}
     for key in [(1, 7, 0), (1, 7, 0), (2, 7, 0), (1, 8, 0), (1, 7, 1)]:
-        seed, step, rank = key
-        state = RandomState(engine(step))
+        seed, step, replica = key
+        state = state_at(step, replica)
         assert state.restore(choice, before, ONE, seed=seed) == f"random state seeded anew ({reason})"
         state.step_begins()
         numbers = draw(tracker)[:4]
@@ -196,19 +194,18 @@ def test_another_layout_is_seeded_by_seed_step_and_rank(
     assert len({json.dumps(numbers) for numbers in found.values()}) == 4
 
 
-def test_another_type_of_device_is_seeded(tmp_path: Path, tracker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megaresume.integrations.deepspeed_engine.data_rank", lambda engine: 0)
-    state = RandomState(engine(7))
+def test_another_type_of_device_is_seeded(tmp_path: Path, tracker: Any) -> None:
+    state = state_at(7)
     snapshot = state.at_save()
-    state._engine.device = SimpleNamespace(type="cuda")
+    state._device = SimpleNamespace(type="cuda")
     entry = state.write(snapshot, tmp_path, 7, "global_step7")
     manifest = Manifest(iteration=7, tag="global_step7", save_id="", digest="", files=(), beside=(entry,))
     choice = Choice(load_dir=tmp_path, tag="global_step7", iteration=7, step=None, manifest=manifest)
-    assert RandomState(engine(7)).restore(choice, ONE, ONE, seed=1) == "random state seeded anew (cuda -> cpu)"
+    assert state_at(7).restore(choice, ONE, ONE, seed=1) == "random state seeded anew (cuda -> cpu)"
 
 
 def test_a_rank_whose_file_is_missing_or_damaged_is_named(tmp_path: Path, tracker: Any) -> None:
-    state = RandomState(engine(7))
+    state = state_at(7)
     choice = saved(tmp_path, state, 7)
     path = tmp_path / "megaresume" / rank_file(7, "global_step7", "random", 0)
     data = path.read_bytes()

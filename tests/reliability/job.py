@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 import megaresume
 from megaresume.checkpoint import confirm_choice
-from megaresume.integrations import deepspeed_tags, shared
+from megaresume.integrations import session, shared
 from megaresume.stream.errors import MegaresumeError
 from tests.reliability.shim import Mode, Shim
 
@@ -145,7 +145,7 @@ def run(task: Task, rank: int, meeting: Path, report: Report, log: int) -> None:
     if task.other_directory is not None:
         # A rank waits half a minute for a filesystem whose cache lags behind.
         shared.PATIENCE_SECONDS = 0.2
-        deepspeed_tags.confirm_choice = functools.partial(confirm_choice, timeout_seconds=0.2)  # type: ignore[assignment]
+        session.confirm_choice = functools.partial(confirm_choice, timeout_seconds=0.2)  # type: ignore[assignment]
     engine = engine_of(task.zero)
     shim, mine = Shim(), task.fault if task.fault is not None and task.fault.rank == rank else None
 

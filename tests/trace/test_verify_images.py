@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from megaresume.checkpoint import Topology, begin_save, commit_save, record_start
-from megaresume.checkpoint.data_file import write_data_file
+from megaresume.checkpoint.commit import write_data_config
 from megaresume.cli.main import main
 from megaresume.loading.loader import StreamLoader
 from megaresume.loading.open import open_stream
@@ -46,7 +46,7 @@ def save_and_log(data: Path, root: Path) -> None:
     (root / "global_step4").mkdir()
     (root / "global_step4" / "weights").write_bytes(b"w")
     commit_save(pending)
-    write_data_file(root, stream.origin)
+    write_data_config(root, stream.origin)
     for rank in range(2):
         log = RankLog(root / "samples", rank=rank, launch=1)
         log.start(step=0, samples=0, dp_rank=rank, dp=2, micro_batch_size=2, pad_id=0, digest="0" * 16)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megaresume.checkpoint import Topology, begin_save, commit_save, record_start
-from megaresume.checkpoint.data_file import write_data_file
+from megaresume.checkpoint.commit import write_data_config
 from megaresume.cli.main import main
 from megaresume.loading.loader import StreamLoader
 from megaresume.loading.open import open_stream
@@ -39,7 +39,7 @@ def test_left_out_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (root / f"global_step{step}").mkdir()
         (root / f"global_step{step}" / "weights").write_bytes(b"w")
         commit_save(pending)
-    write_data_file(root, stream.origin)
+    write_data_config(root, stream.origin)
     log = RankLog(tmp_path / "samples", rank=0, launch=1)
     log.start(step=0, samples=0, dp_rank=0, dp=1, micro_batch_size=4, pad_id=0, digest="0" * 16)
     for number, batch in enumerate(StreamLoader(stream, BatchSchedule.constant(8), micro_batch_size=4, stop=48), 1):

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from megaresume.checkpoint import Topology, begin_save, commit_save, record_start
-from megaresume.checkpoint.data_file import write_data_file
+from megaresume.checkpoint.commit import write_data_config
 from megaresume.corpora.image_text import Record
 from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
 from megaresume.images.encoder import ImageTextEncoder
@@ -91,7 +91,7 @@ def vlm_run(directory: Path, **more: Any) -> VlmRun:
     record_start(save, iteration=4, state=second.state_at(SECOND), topology=topology)
     saved(second, 8)
     assert second.origin is not None
-    write_data_file(save, second.origin)
+    write_data_config(save, second.origin)
     return VlmRun(data=data, save=save, records=records, streams=(first, second))
 
 

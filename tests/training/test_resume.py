@@ -11,7 +11,7 @@ import pytest
 
 from megaresume.checkpoint.layout import ledger_path
 from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.progress import NOTHING_TO_TRAIN
+from megaresume.checkpoint.start import NOTHING_TO_TRAIN
 from megaresume.training.jobs import LocalJob
 from megaresume.training.records import compare
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megaresume.checkpoint.choose import Choice
-from megaresume.checkpoint.state_file import StepFile
+from megaresume.checkpoint.step_file import StepFile
 from megaresume.integrations.elastic.convert import Reporter, convert
 from megaresume.integrations.elastic.universal import read_universal
 from megaresume.integrations.elastic.waiting import on_rank_0_for_long

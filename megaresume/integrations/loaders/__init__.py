@@ -15,6 +15,6 @@ the checkpoint or not at all, and that it is restored on every replica or refuse
     gathering  all ranks together: who writes, who must agree, who gets what
     deepspeed, megatron   the two frameworks
 
-The state of such a run is a `StreamState` without sources, whose config names the loader: so everything that
-`megaresume.checkpoint` promises for a stream holds for it too, and ``megaresume inspect`` unpickles nothing.
+The state of such a run is a `DataState` of kind ``loader``: everything that `megaresume.checkpoint` promises for a
+stream holds for it too, and ``megaresume inspect`` unpickles nothing.
 """

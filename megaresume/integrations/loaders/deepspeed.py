@@ -18,28 +18,27 @@ from __future__ import annotations
 import copy
 import os
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.choose import Choice
+from megaresume.checkpoint.data_state import DataState
 from megaresume.checkpoint.manifest import FileEntry
 from megaresume.integrations import deepspeed_engine as facts
-from megaresume.integrations.claiming import claim_directory
-from megaresume.integrations.clocks import check_clocks
-from megaresume.integrations.deepspeed_checkpoint import Checkpoints
 from megaresume.integrations.deepspeed_hooks import hook
+from megaresume.integrations.deepspeed_host import EngineHost
 from megaresume.integrations.engine_data import EngineData
-from megaresume.integrations.loaders.adapters import Facts, adapter_of
+from megaresume.integrations.loaders.adapters import adapter_of
 from megaresume.integrations.loaders.gathering import Captured, capture, restore_states
 from megaresume.integrations.loaders.reader import LoaderReader
-from megaresume.integrations.loaders.record import LoaderRecord
+from megaresume.integrations.loaders.record import NO_LOADER, LoaderRecord
 from megaresume.integrations.ranks import on_all_ranks
-from megaresume.integrations.resume import Resume
+from megaresume.integrations.session import Session
 from megaresume.integrations.taken import MicroBatch, Taken
 from megaresume.integrations.witness import fingerprint, tokens_of
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import StateError, UsageError
-from megaresume.stream.state import StreamState
 
 __all__ = ["AttachedLoader", "attach_loader"]
 
@@ -65,11 +64,10 @@ def attach_loader(engine: Any, loader: Any, *, save_dir: str | os.PathLike[str] 
         SetupError: a node does not see it.
     """
     facts.check_engine(engine)
-    check_clocks(needed=False)
-    if save_dir is not None:
-        claim_directory(save_dir)
-    attached = on_all_ranks(lambda: AttachedLoader(engine, loader))
-    attached.checkpoints = LoaderCheckpoints(attached, save_dir=None if save_dir is None else os.fspath(save_dir))
+    host = EngineHost(engine)
+    session = Session(host, save_dir=save_dir, random=host.random_state())
+    session.start()
+    attached = on_all_ranks(lambda: AttachedLoader(engine, loader, session))
     hook(engine, attached)
     return attached
 
@@ -81,33 +79,26 @@ class AttachedLoader(EngineData):
     count, and is handed out again after a resume.
     """
 
-    checkpoints: LoaderCheckpoints
+    origin: Mapping[str, Any] | None = None
 
-    def __init__(self, engine: Any, loader: Any) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: Any, loader: Any, session: Session) -> None:
+        super().__init__(engine, session)
         self.reader = None if loader is None else LoaderReader(adapter_of(loader), lambda: self.batches_trained)
         #: a batch that was looked at and not taken.
         self._ahead: list[Any] = []
-        self._set_base(int(engine.global_steps), 0, 0, ())
+        #: of the last snapshot.
+        self._captured: Captured | None = None
+        self._set_base(int(engine.global_steps), NO_LOADER.to_state(0), NO_LOADER)
 
-    def _set_base(self, step: int, samples: int, batches: int, sizes: tuple[tuple[int, int], ...]) -> None:
-        """Count from here: ``step`` optimizer steps have trained so many samples, of so many batches a rank."""
-        self.base = (step, samples)
+    def _set_base(self, step: int, state: DataState, record: LoaderRecord) -> None:
+        """Count from here: ``step`` optimizer steps have led to this state."""
+        #: where this process began, and at the last `prepare`.
+        self._states = [state]
         # (step, samples, batches of a rank) after every step that was begun and of the last one that was trained.
-        self._marks: deque[tuple[int, int, int]] = deque([(step, samples, batches)])
-        self._sizes = list(sizes)
+        self._marks: deque[tuple[int, int, int]] = deque([(step, state.samples, record.batches)])
+        self._sizes = list(record.sizes)
         reads = self.reader is not None and (not self._is_pipeline or facts.reads_batches(self.engine))
         self._taken = Taken(self.engine, step, reads=reads, maker="megaresume.attach_loader")
-
-    @property
-    def resume(self) -> Resume | None:
-        """What the last ``engine.load_checkpoint`` restored; None: nothing, this is a fresh start."""
-        return self.checkpoints.resume
-
-    @property
-    def attempt(self) -> int | None:
-        """Which start of the run this is, from 1; on rank 0, once the first step has begun in a known ``save_dir``."""
-        return self.checkpoints.attempt
 
     @property
     def num_workers(self) -> int:
@@ -140,20 +131,6 @@ class AttachedLoader(EngineData):
     def __iter__(self) -> AttachedLoader:
         return self
 
-    def __next__(self) -> Any:
-        """The next micro-batch, as the loader made it.
-
-        Raises:
-            StateError: the engine was loaded from a checkpoint and the loader was not, steps and batches do not fit, or
-                a micro-batch was taken and not trained.
-            UsageError: this rank has no loader, or the loader no batches.
-        """
-        is_first = self.checkpoints.random.step_begins()
-        batch = self._next()
-        if is_first:
-            self.checkpoints.random.first_is_out()
-        return batch
-
     def _read(self) -> tuple[Any, MicroBatch]:
         number = self._marks[-1][2] - self._taken.per_step + len(self._taken)
         batch = self._ahead.pop() if self._ahead else next(self._the_reader())
@@ -169,7 +146,7 @@ class AttachedLoader(EngineData):
             raise self._failure
         self._check_clock()
         if not self._ahead:
-            self.checkpoints.random.step_begins()  # what the loader draws for it is drawn again after a resume
+            self._random.step_begins()  # what the loader draws for it is drawn again after a resume
             self._ahead.append(next(self._the_reader()))
         if not self._is_pipeline and (tokens := tokens_of(self._ahead[0])) is not None:
             self._taken.looked_at(int(fingerprint(tokens)))
@@ -187,13 +164,12 @@ class AttachedLoader(EngineData):
 
     def before_step(self) -> None:
         """Before ``engine.step()``: here all ranks are, also those that read no batches."""
-        self.checkpoints.begin()
+        self._step_begins()
         super().before_step()
 
     def before_train_batch(self) -> None:
         """Begin a step of a pipeline engine, on every rank."""
-        self.checkpoints.random.step_begins()
-        self.checkpoints.begin()
+        self._step_begins()
         super().before_train_batch()
 
     def check_save(self) -> None:
@@ -225,20 +201,32 @@ class AttachedLoader(EngineData):
             action="call megaresume.attach_loader right after deepspeed.initialize, before engine.load_checkpoint",
         )
 
-    def capture(self) -> Captured:
-        """The states of all ranks for exactly the trained batches. Collective."""
-
-        return capture(
+    def prepare(self) -> None:
+        """See `Data`: the states of all ranks' loaders for exactly the trained batches."""
+        on_all_ranks(self.check_save)
+        samples = self.samples_trained
+        self._captured = capture(
             self.reader,
             dp_rank=facts.data_rank(self.engine),
             dp_size=facts.data_size(self.engine),
             trained=self.batches_trained,
+            sizes=tuple(size for size in self.schedule.segments if size[0] < samples or size[0] == 0),
         )
+        self._states[1:] = [self._captured.record.to_state(samples)]
 
-    def restore(self, state: StreamState, choice: Choice, *, step: int) -> None:
-        """Go on from a checkpoint. ``engine.load_checkpoint`` does it by itself."""
-        record = LoaderRecord.from_state(state)
-        self._set_base(step, state.samples, record.batches, state.batches)
+    def snapshot(self, samples: int) -> DataState:
+        """See `Data`."""
+        return next(state for state in reversed(self._states) if state.samples == samples)
+
+    def write_files(self, save_dir: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
+        """See `Data`."""
+        assert self._captured is not None
+        return self._captured.write(save_dir, iteration, tag)
+
+    def restore(self, state: DataState, choice: Choice) -> None:
+        """See `Data`."""
+        record, step = LoaderRecord.from_state(state), int(self.engine.global_steps)
+        self._set_base(step, state, record)
         restore_states(
             self.reader,
             record,
@@ -250,44 +238,6 @@ class AttachedLoader(EngineData):
         )
         self._ready, self._closed, self._failure = True, False, None
 
-    def close(self) -> None:
-        """Hand out nothing any more."""
-        self.detach("it was closed")
-        self.checkpoints.release()
-
-
-class LoaderCheckpoints(Checkpoints):
-    """Saves and loads one engine's checkpoints together with the states of its loaders."""
-
-    data: AttachedLoader  # type: ignore[assignment]
-
-    def __init__(self, data: AttachedLoader, *, save_dir: str | None) -> None:
-        super().__init__(data, save_dir=save_dir)  # type: ignore[arg-type]
-        self._captured: Captured | None = None
-        self._restored: StreamState | None = None
-
-    def _take_state(self) -> StreamState:
-        self._captured = self.data.capture()
-        samples = self.data.samples_trained
-        batches = [size for size in self.data.schedule.segments if size[0] < samples or size[0] == 0]
-        return self._captured.record.to_state(samples=samples, batches=batches)
-
-    def _start_state(self, sample: int) -> StreamState:
-        if self._restored is not None:
-            return self._restored
-        nothing = Facts(kind="none", library="none", workers=0, batch_size=None)
-        return LoaderRecord(facts=nothing, batches=0, ranks=()).to_state(samples=sample, batches=())
-
-    def _origin(self) -> None:
-        return None
-
-    def _write_beside(self, root: Path, step: int, tag: str) -> tuple[FileEntry, ...]:
-        assert self._captured is not None
-        return (*super()._write_beside(root, step, tag), *self._captured.write(root, step, tag))
-
-    def _put_back(self, state: StreamState, choice: Choice) -> None:
-        self.data.restore(state, choice, step=int(self.data.engine.global_steps))
-        self._restored = state
-
-    def _change_lines(self, state: StreamState) -> list[str]:
+    def describe(self) -> list[str]:
+        """See `Data`."""
         return []

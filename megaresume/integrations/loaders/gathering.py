@@ -52,7 +52,9 @@ class _Offer:
     rank: RankState | None
 
 
-def capture(reader: LoaderReader | None, *, dp_rank: int, dp_size: int, trained: int) -> Captured:
+def capture(
+    reader: LoaderReader | None, *, dp_rank: int, dp_size: int, trained: int, sizes: tuple[tuple[int, int], ...]
+) -> Captured:
     """Take the states of all ranks. Collective; writes nothing.
 
     Args:
@@ -60,6 +62,7 @@ def capture(reader: LoaderReader | None, *, dp_rank: int, dp_size: int, trained:
         dp_rank: data-parallel rank of this process.
         dp_size: data-parallel size.
         trained: batches that every data-parallel rank has trained, since the start of the run.
+        sizes: (first sample, global batch size in samples) up to here.
 
     Raises, on every rank:
         StateError: replicas have read different numbers of batches, or a loader gives no usable state.
@@ -82,7 +85,7 @@ def capture(reader: LoaderReader | None, *, dp_rank: int, dp_size: int, trained:
     first = offers[writers[0]]
     assert first.facts is not None
     ranks = tuple(rank for writer in writers if (rank := offers[writer].rank) is not None)
-    record = LoaderRecord(facts=first.facts, batches=trained, ranks=ranks)
+    record = LoaderRecord(facts=first.facts, batches=trained, ranks=ranks, sizes=sizes)
     here = _position(offers, offer)
     mine = (dp_rank, state) if here in writers and offer.rank is not None else None
     return Captured(record=record, mine=mine)

@@ -12,25 +12,23 @@ was fetched beyond. The states are written beside the checkpoint before its comm
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.layout import megatron_tag
+from megaresume.checkpoint.choose import Choice
+from megaresume.checkpoint.data_state import DataState
 from megaresume.checkpoint.manifest import FileEntry
-from megaresume.integrations.loaders.adapters import Facts, adapter_of
+from megaresume.integrations.loaders.adapters import adapter_of
 from megaresume.integrations.loaders.gathering import Captured, capture, restore_states
 from megaresume.integrations.loaders.reader import LoaderReader
-from megaresume.integrations.loaders.record import LoaderRecord
+from megaresume.integrations.loaders.record import NO_LOADER, LoaderRecord
 from megaresume.integrations.megatron import calls, hooks
+from megaresume.integrations.megatron.host import MegatronHost
 from megaresume.integrations.megatron.launch import BEGIN_ANEW
-from megaresume.integrations.megatron.session import Session
-from megaresume.integrations.megatron.state import Kind
 from megaresume.integrations.ranks import on_all_ranks
 from megaresume.integrations.refusals import show_refusals
 from megaresume.stream.errors import StateError, UsageError
-from megaresume.stream.state import StreamState
 
 __all__ = ["LoaderOrder", "build_with_loaders", "loader_provider"]
 
@@ -77,27 +75,30 @@ class MicroBatchesOfLoader:
 
 
 class LoaderOrder:
-    """What a checkpoint saves of a run with a loader of its own (`megaresume.integrations.megatron.session.Order`)."""
+    """A training loader of the script's own (`megaresume.integrations.host.Data`).
 
-    kind: Kind = "stream"
-    origin = None
+    Args:
+        host: of which the checkpoint is loaded.
+        layout: data-parallel rank and size.
+    """
 
-    def __init__(self, current: Session, layout: tuple[int, int]) -> None:
-        self._args = current.args
+    origin: Mapping[str, Any] | None = None
+    changed: tuple[str, ...] = ()
+
+    def __init__(self, host: MegatronHost, layout: tuple[int, int]) -> None:
+        self._args = host.args
         self.dp_rank, self.dp = layout
         self.reader: LoaderReader | None = None
-        state = None if current.loaded is None else current.loaded.stream
-        self.restored = None if state is None else StreamState.from_json(state)
-        self.record = None if self.restored is None else LoaderRecord.from_state(self.restored)
-        self._base = int(current.args.consumed_train_samples)
-        self._captured: tuple[Captured, StreamState] | None = None
+        self._base = host.samples()
+        #: where this process began, and at the last `prepare`.
+        self._states: list[DataState] = [NO_LOADER.to_state(0) if host.loaded is None else host.loaded.state]
+        self.record = NO_LOADER if host.loaded is None else LoaderRecord.from_state(host.loaded.state)
+        self._captured: Captured | None = None
 
     def trained(self) -> int:
         """Batches of each data-parallel rank that ``consumed_train_samples`` stands for."""
         samples = int(self._args.consumed_train_samples) - self._base
-        return (0 if self.record is None else self.record.batches) + samples // (
-            self.dp * int(self._args.micro_batch_size)
-        )
+        return self.record.batches + samples // (self.dp * int(self._args.micro_batch_size))
 
     def attach(self, loader: Any) -> MicroBatchesOfLoader | None:
         """Take the training loader of this process."""
@@ -113,32 +114,42 @@ class LoaderOrder:
         self.reader = LoaderReader(adapter_of(loader), self.trained)
         return MicroBatchesOfLoader(self.reader)
 
-    def prepare(self, samples: int) -> None:
-        """Take the states of all ranks, before a save. Collective."""
-        captured = capture(self.reader, dp_rank=self.dp_rank, dp_size=self.dp, trained=self.trained())
-        state = captured.record.to_state(samples=samples, batches=((0, int(self._args.global_batch_size)),))
-        self._captured = captured, state
+    def prepare(self) -> None:
+        """See `Data`: the states of all ranks' loaders for exactly the consumed samples."""
+        sizes = ((0, int(self._args.global_batch_size)),)
+        self._captured = capture(
+            self.reader, dp_rank=self.dp_rank, dp_size=self.dp, trained=self.trained(), sizes=sizes
+        )
+        self._states[1:] = [self._captured.record.to_state(int(self._args.consumed_train_samples))]
 
-    def write_beside(self, root: Path, iteration: int) -> tuple[FileEntry, ...]:
-        """Write this rank's state, if it is the one to do so. Returns what it wrote."""
+    def snapshot(self, samples: int) -> DataState:
+        """See `Data`."""
+        return next(state for state in reversed(self._states) if state.samples == samples)
+
+    def write_files(self, save_dir: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
+        """See `Data`."""
         assert self._captured is not None
-        return self._captured[0].write(root, iteration, megatron_tag(iteration))
+        return self._captured.write(save_dir, iteration, tag)
 
-    def stream_state(self, samples: int) -> StreamState:
-        """The state after so many samples: of the save that is going on, or of the start."""
-        for state in (self._captured[1] if self._captured else None, self.restored):
-            if state is not None and state.samples == samples:
-                return state
-        nothing = Facts(kind="none", library="none", workers=0, batch_size=None)
-        return LoaderRecord(facts=nothing, batches=0, ranks=()).to_state(samples=samples, batches=())
+    def restore(self, state: DataState, choice: Choice) -> None:
+        """See `Data`."""
+        restore_states(
+            self.reader,
+            LoaderRecord.from_state(state),
+            root=choice.load_dir,
+            iteration=choice.iteration or 0,
+            tag=choice.tag,
+            dp_rank=self.dp_rank,
+            dp=self.dp,
+        )
 
-    def payload(self, samples: int) -> dict[str, Any]:
-        """The same as plain JSON."""
-        return self.stream_state(samples).to_dict()
+    def describe(self) -> list[str]:
+        """See `Data`."""
+        return []
 
 
 def build_with_loaders(
-    current: Session, original: Callable[..., Any], provider: Callable[..., Any], *more: Any, **kw: Any
+    current: MegatronHost, original: Callable[..., Any], provider: Callable[..., Any], *more: Any, **kw: Any
 ) -> Any:
     """Megatron's ``build_train_valid_test_data_iterators`` over loaders, restored where training goes on. Collective.
 
@@ -166,29 +177,18 @@ def build_with_loaders(
 
     result = original(provide, *more, **kw)
 
-    def restore() -> None:
+    def check() -> None:
         for error in failed:
             raise error
-        source = current.loaded_from
-        if is_first and order.record is not None and source is not None:
-            restore_states(
-                order.reader,
-                order.record,
-                root=Path(os.path.abspath(source.load_dir)),
-                iteration=source.iteration,
-                tag=megatron_tag(source.iteration),
-                dp_rank=order.dp_rank,
-                dp=order.dp,
-            )
 
-    on_all_ranks(restore)
+    on_all_ranks(check)
     if is_first:
         current.order = order
         after_data_is_built(current)
     return result
 
 
-def _check(current: Session) -> None:
+def _check(current: MegatronHost) -> None:
     args, loaded = current.args, current.loaded
     kind = getattr(args, "dataloader_type", None)
     if kind != "external" or current.settings.mode == "stream":
@@ -199,7 +199,7 @@ def _check(current: Session) -> None:
             action="--dataloader-type external; or megaresume.provider in the place of megaresume.loader_provider",
         )
     position = int(args.consumed_train_samples)
-    if position and (loaded is None or loaded.stream is None or loaded.samples != position):
+    if position and (loaded is None or loaded.kind != "loader" or loaded.samples != position):
         has = "none" if loaded is None else f"{loaded.kind}, sample {loaded.samples}"
         raise StateError(
             "training goes on, but no state of the loader belongs to its position",

@@ -1,36 +1,25 @@
-"""What a checkpoint says about the states of a loader: JSON, the same on every rank, nothing of it pickled.
+"""What a checkpoint says about the states of a loader: a `DataState` of kind ``loader``, nothing of it pickled.
 
-    StreamState.config = {"sources": {}, "loader": {
-        "version": 1, "kind": "energon", "library": "megatron-energon 7.4.1", "dp": 2, "workers": 2, "batch_size": 4,
-        "batches": 40,                                      trained, by each data-parallel rank
-        "ranks": [[31022, "<xxh3_128>", 0], ...]}}     by data-parallel rank: bytes, checksum, batches to pass over
-
-It rides where the state of a stream would: in the weights' own file, and beside the checkpoint.
-
-Version history (raise `VERSION` when a reader of the old version would misunderstand the new):
-
-    1  first version
+content = {"kind": "energon", "library": "megatron-energon 7.4.1", "dp": 2, "workers": 2, "batch_size": 4,
+           "batches": 40,                            trained, by each data-parallel rank
+           "sizes": [[0, 16]],                       (first sample, global batch size) up to here
+           "ranks": [[31022, "<xxh3_128>", 0], ...]}  by data-parallel rank: bytes, checksum, batches to pass over
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
+from megaresume.checkpoint.data_state import DataState, OpaqueState
 from megaresume.checkpoint.layout import rank_file
 from megaresume.checkpoint.manifest import FileEntry
 from megaresume.integrations.loaders.adapters import Facts
 from megaresume.stream.errors import StateError
-from megaresume.stream.state import StreamState
 
-__all__ = ["VERSION", "LoaderRecord", "RankState", "check_fits", "is_of_loader"]
-
-VERSION = 1
-
-_KEY = "loader"
+__all__ = ["NO_LOADER", "LoaderRecord", "RankState", "check_fits"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +43,8 @@ class LoaderRecord:
     batches: int
     #: by data-parallel rank.
     ranks: tuple[RankState, ...]
+    #: (first sample, global batch size in samples) up to here.
+    sizes: tuple[tuple[int, int], ...] = ()
 
     @property
     def dp(self) -> int:
@@ -67,66 +58,40 @@ class LoaderRecord:
             for dp_rank, rank in enumerate(self.ranks)
         )
 
-    def to_state(self, *, samples: int, batches: Sequence[tuple[int, int]]) -> StreamState:
-        """The state of the run.
-
-        Args:
-            samples: trained, all ranks together.
-            batches: (first sample, global batch size in samples) up to here.
-        """
+    def to_state(self, samples: int) -> OpaqueState:
+        """The state of the data, after so many trained samples of all ranks together."""
         facts = self.facts
-        fields: dict[str, Any] = {
-            "version": VERSION,
+        content: dict[str, Any] = {
             "kind": facts.kind,
             "library": facts.library,
             "dp": self.dp,
             "workers": facts.workers,
             "batch_size": facts.batch_size,
             "batches": self.batches,
+            "sizes": [list(size) for size in self.sizes],
             "ranks": [[rank.size, rank.checksum, rank.skip] for rank in self.ranks],
         }
         identity = "|".join([str(samples), *(rank.checksum for rank in self.ranks)])
-        # A stream without sources.
-        return StreamState(
-            config={_KEY: fields, "sources": {}},
-            fingerprints={},
-            samples=samples,
-            documents=0,
-            tokens=0,
-            sources={},
-            bins=(),
-            pending=(),
-            stages=(),
-            batches=tuple(batches),
-            overrides=(),
-            digest=xxhash.xxh3_64_hexdigest(identity.encode()),
-        )
+        digest = xxhash.xxh3_64_hexdigest(identity.encode())
+        return OpaqueState(kind="loader", samples=samples, digest=digest, content=content)
 
     @classmethod
-    def from_state(cls, state: StreamState) -> LoaderRecord:
-        """Read what `to_state` wrote.
+    def from_state(cls, state: DataState) -> LoaderRecord:
+        """Read what `to_state` made.
 
         Raises:
-            StateError: the state is that of a stream, or of a newer version, or lacks a field.
+            StateError: the state is of another kind, or lacks a field.
         """
-        fields = state.config.get(_KEY)
-        if fields is None:
+        if not isinstance(state, OpaqueState) or state.kind != "loader":
             raise StateError(
-                "the checkpoint was trained on a megaresume stream, and this run has a loader of its own",
-                found=f"a stream of {', '.join(state.sources)} at sample {state.samples}",
+                "the checkpoint was not trained on a loader, and this run has one of its own",
+                found="Megatron's own datasets" if state.kind == "order" else "a megaresume stream",
                 expected="the states of a loader",
                 cause="megaresume.attach was replaced by megaresume.attach_loader between save and resume",
                 action="go on with megaresume.attach(engine, 'data.yaml'); or load the weights alone and begin the "
                 "data anew",
             )
-        version = fields.get("version") if isinstance(fields, Mapping) else None
-        if type(version) is int and version > VERSION:
-            raise StateError(
-                "the states of the loader were written by a newer megaresume",
-                found=f"version {version}",
-                expected=f"version {VERSION} or older",
-                action="upgrade megaresume on this machine to the version that wrote it",
-            )
+        fields = state.content
         try:
             size = fields["batch_size"]
             return cls(
@@ -141,19 +106,19 @@ class LoaderRecord:
                     RankState(size=int(size), checksum=str(checksum_), skip=int(skip))
                     for size, checksum_, skip in fields["ranks"]
                 ),
+                sizes=tuple((int(first), int(size)) for first, size in fields["sizes"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(
                 "the record of the loader's states lacks a field or has one of the wrong kind",
                 found=f"{type(error).__name__}: {error}",
-                expected=f"the fields of version {VERSION}",
+                expected="the fields that megaresume writes",
                 cause="it was written by a faulty program: its checksum is right",
             ) from error
 
 
-def is_of_loader(state: StreamState) -> bool:
-    """Whether the data of this run come from a loader of somebody else's."""
-    return _KEY in state.config
+#: of a run that has not saved yet.
+NO_LOADER = LoaderRecord(facts=Facts(kind="none", library="none", workers=0, batch_size=None), batches=0, ranks=())
 
 
 def check_fits(record: LoaderRecord, now: Facts, dp: int) -> None:

@@ -7,11 +7,11 @@
                    routes.py         `provider`, `extra_args_provider`: for scripts that are edited
                    children/         the same in child processes
     the run        arguments.py      our flags
-                   session.py        one training process
+                   host.py           `MegatronHost`: one training process as the host of a session
                    checks.py         loud where stock Megatron is silent
                    calls.py          proof that training calls what is wrapped (call_errors.py: what it says)
-    checkpoints    state.py          the data state, a JSON string on Megatron's args
-                   checkpointing.py  around save_checkpoint and load_checkpoint
+    checkpoints    checkpointing.py  around save_checkpoint and load_checkpoint
+                   tracker.py        is what Megatron will load whole?
                    engine.py         around DeepSpeed's, under Megatron-DeepSpeed
     the data       iterators.py      around build_train_valid_test_data_iterators
                    data.py           flags -> streams

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
-from megaresume.checkpoint.progress import MAX_STARTS
 from megaresume.checkpoint.retention import KEEP_ALL, Retention
+from megaresume.checkpoint.start import MAX_STARTS
 from megaresume.integrations.flags import PREFIX, add_settings, flag_of
 from megaresume.integrations.settings import GROUPS, Mode
 from megaresume.integrations.stop_conditions import SIGNALS, StopConditions, minutes_before_end

@@ -6,11 +6,11 @@ import sys
 from types import FrameType, FunctionType, ModuleType
 
 from megaresume.checkpoint.layout import TRACKER
+from megaresume.integrations.megatron.host import MegatronHost
 from megaresume.integrations.megatron.importing import STRANGERS, reaches
 from megaresume.integrations.megatron.launch import BEGIN_ANEW
 from megaresume.integrations.megatron.project import current_project, package_name
 from megaresume.integrations.megatron.seams import ITERATORS, LOAD, SAVE, SEAMS, SIGNALS, Factory, called
-from megaresume.integrations.megatron.session import Session
 from megaresume.stream.errors import MegaresumeError, SetupError
 
 __all__ = [
@@ -30,11 +30,11 @@ _BELOW_THE_LOOP = ("torch", "deepspeed", "functools", "contextlib", "megaresume"
 _BUILDERS = ("data_iterators", "data_loaders", "dataloaders")
 
 
-def not_built(current: Session | None, what: str) -> MegaresumeError:
+def not_built(current: MegatronHost | None, what: str) -> MegaresumeError:
     """The data was not built through our hook. The same on every rank.
 
     Args:
-        current: the session; None: Megatron's arguments were never set.
+        current: the host; None: Megatron's arguments were never set.
         what: is about to happen.
     """
     from megaresume.integrations.megatron.hooks import check_installed  # deferred: it imports what imports this
@@ -133,7 +133,7 @@ def without_state(samples: int) -> MegaresumeError:
     )
 
 
-def saved_past_us(current: Session, tracker: str) -> MegaresumeError:
+def saved_past_us(current: MegatronHost, tracker: str) -> MegaresumeError:
     """Megatron's tracker names a checkpoint that our hook has not saved."""
     name = seam_name(SAVE)
     return SetupError(
@@ -146,7 +146,7 @@ def saved_past_us(current: Session, tracker: str) -> MegaresumeError:
     )
 
 
-def not_asked(current: Session) -> MegaresumeError:
+def not_asked(current: MegatronHost) -> MegaresumeError:
     """Our stop flags were given, and nobody has asked whether to stop."""
     name = seam_name(SIGNALS)
     return SetupError(

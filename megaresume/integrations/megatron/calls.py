@@ -28,7 +28,7 @@ from types import FrameType, ModuleType
 from typing import Any, Literal
 
 from megaresume.checkpoint.layout import TRACKER
-from megaresume.integrations.megatron import session as sessions
+from megaresume.integrations.megatron import host as hosts
 from megaresume.integrations.megatron.arguments import Settings
 from megaresume.integrations.megatron.call_errors import (
     not_asked,
@@ -40,11 +40,10 @@ from megaresume.integrations.megatron.call_errors import (
     seam_name,
     without_state,
 )
+from megaresume.integrations.megatron.host import MegatronHost, envelope_on
 from megaresume.integrations.megatron.importing import wrap
 from megaresume.integrations.megatron.project import current_project, package_name
 from megaresume.integrations.megatron.seams import ITERATORS, SIGNALS, Factory, called
-from megaresume.integrations.megatron.session import Session
-from megaresume.integrations.megatron.state import KEY, read_state
 from megaresume.stream.errors import MegaresumeError, SetupError
 
 __all__ = [
@@ -148,23 +147,23 @@ def before_step(what: str) -> None:
     _check_read(current, during="a step")
 
 
-def check_load(current: Session) -> None:
+def check_load(current: MegatronHost) -> None:
     """Before the data is built: what training goes on from was loaded through our hook.
 
     Raises:
         SetupError: the iteration is not 0, and our hook has seen no checkpoint. The same on every rank.
     """
     iteration = int(getattr(current.args, "iteration", 0) or 0)
-    if iteration == 0 or current.loaded_from is not None:
+    if iteration == 0 or current.loaded_args is not None:
         return
     raise _refused(not_loaded(iteration))
 
 
-def is_built(current: Session, iterators: Any) -> Any:
+def is_built(current: MegatronHost, iterators: Any) -> Any:
     """The data of this session was built through our hook: from now on its training iterator is counted.
 
     Args:
-        current: the session.
+        current: the host.
         iterators: (train, valid, test), as Megatron returns them; None where this rank reads no data.
     """
     current.built, current.building = True, False
@@ -232,7 +231,7 @@ class Counted:
 # Saves
 
 
-def check_save(current: Session) -> None:
+def check_save(current: MegatronHost) -> None:
     """Before a save: what was trained was trained in an order of ours.
 
     Raises:
@@ -250,7 +249,7 @@ def around_save(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
-        current = sessions.latest()
+        current = hosts.latest_host()
         if current is not None and current.order is not None and current.settings.mode != "off":
             names = _arguments_in(obj, current.args)
             if names is not None:
@@ -272,8 +271,8 @@ def _arguments_in(obj: Any, args: Any) -> Mapping[str, Any] | None:
 
 
 def _check_state(names: Mapping[str, Any]) -> None:
-    samples, text = int(names["consumed_train_samples"]), names.get(KEY)
-    if text is None or read_state(text).samples != samples:
+    samples, envelope = int(names["consumed_train_samples"]), envelope_on(names)
+    if envelope is None or envelope.samples != samples:
         raise _refused(without_state(samples))
 
 
@@ -282,7 +281,7 @@ def _check_state(names: Mapping[str, Any]) -> None:
 
 def at_exit() -> None:
     """What only the end shows. A process that trained past us does not end with status 0."""
-    current = sessions.latest()
+    current = hosts.latest_host()
     if _process.refused:
         os._exit(1)  # whatever a program made of the error that it was given
     if getattr(sys, "last_value", None) is not None or _mode(current) == "off":
@@ -299,7 +298,7 @@ def at_exit() -> None:
         print(f"megaresume: {words}", file=sys.stderr, flush=True)
 
 
-def _passed_by(current: Session | None) -> MegaresumeError | None:
+def _passed_by(current: MegatronHost | None) -> MegaresumeError | None:
     if current is None or not _trained(current):
         return None
     if not current.built:
@@ -308,7 +307,7 @@ def _passed_by(current: Session | None) -> MegaresumeError | None:
         _check_read(current, during="the end")
     except MegaresumeError as error:
         return error
-    if current.stopper is not None and SIGNALS not in called:
+    if current.session.stopper is not None and SIGNALS not in called:
         return not_asked(current)
     saved = _tracker(current)
     if saved is None or saved in {current.tracker_at_start, *current.saved} or os.environ.get("RANK", "0") != "0":
@@ -316,7 +315,7 @@ def _passed_by(current: Session | None) -> MegaresumeError | None:
     return saved_past_us(current, saved)
 
 
-def _tracker(current: Session) -> str | None:
+def _tracker(current: MegatronHost) -> str | None:
     """What Megatron's tracker in ``--save`` says; None: there is none that we can read."""
     directory = getattr(current.args, "save", None)
     try:
@@ -328,25 +327,25 @@ def _tracker(current: Session) -> str | None:
 # What is known
 
 
-def _session() -> Session | None:
+def _session() -> MegatronHost | None:
     """The session of Megatron's arguments; None: this process has not set them."""
     try:
         name = current_project().modules["global_vars"]
-        return sessions.session() if name in sys.modules else None
+        return hosts.megatron_host() if name in sys.modules else None
     except (AssertionError, SetupError):
         return None
 
 
-def _mode(current: Session | None) -> str:
+def _mode(current: MegatronHost | None) -> str:
     return (current.settings if current is not None else Settings.from_args(None)).mode
 
 
-def _trained(current: Session) -> bool:
+def _trained(current: MegatronHost) -> bool:
     """Whether the weights are not those that the process began with."""
     return int(getattr(current.args, "consumed_train_samples", 0) or 0) > current.first_samples
 
 
-def _check_read(current: Session, during: Literal["a step", "a save", "the end"]) -> None:
+def _check_read(current: MegatronHost, during: Literal["a step", "a save", "the end"]) -> None:
     """What was taken from the training iterators of this rank is what was trained.
 
     Raises:

@@ -1,34 +1,49 @@
-"""What happens around Megatron's ``save_checkpoint`` and ``load_checkpoint``.
+"""What happens around Megatron's ``save_checkpoint`` and ``load_checkpoint``; the protocol itself is `Session`'s.
 
     save   state of the consumed samples -> args.megaresume_state, before Megatron collects its own
-           rank 0: marker -> Megatron's save, with its tracker -> rank 0: state, manifest, ledger line beside it
-           (an asynchronous save: in its finalizer, with the values of when it began)
+           Megatron-LM: `Session.save` around Megatron's save, which moves its tracker by itself
+           (an asynchronous save: committed in its finalizer, with the values of when it began)
+           Megatron-DeepSpeed: the same around the save of its engine (`engine`)
     load   the arguments in the checkpoint are seen on their way -> their state, read on every rank
-           -> compared with what lies beside; the order itself goes on from it when the data is built
+           -> `Session.accept`; the data goes on from it when it is built -> `Session.resume`, `Session.begin`
 
-The state in the checkpoint is the truth: it is in the same file as the weights. What lies beside is its copy, for
-people and for ``megaresume inspect``; a kill between Megatron's tracker and the copy costs nothing, since the next
-start writes it (`after_data_is_built`).
+The state in the checkpoint is the truth: it is in the same file as the weights. What lies beside is its copy; a kill
+between Megatron's tracker and the copy costs nothing, since the next start writes it (`_write_missing`).
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megaresume.checkpoint.choose import Choice
+from megaresume.checkpoint.commit import begin_save, commit_save
+from megaresume.checkpoint.data_state import Envelope
+from megaresume.checkpoint.layout import manifest_path, marker_path, megatron_tag, step_path
 from megaresume.checkpoint.lock import check_owned
-from megaresume.integrations.megatron import checks, records
+from megaresume.checkpoint.manifest import FileEntry
+from megaresume.checkpoint.step_file import StepFile, read_step_file
+from megaresume.integrations.loaders.record import LoaderRecord
+from megaresume.integrations.megatron import checks
 from megaresume.integrations.megatron.calls import check_save
-from megaresume.integrations.megatron.session import Loaded, Session, session
-from megaresume.integrations.megatron.state import KEY, SavedState, read_state, state_on, write_state
-from megaresume.integrations.megatron.stopping import listen
-from megaresume.integrations.ranks import is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks, written_by_all
-from megaresume.integrations.resume import Resume
-from megaresume.stream.errors import CheckpointError, StateError
+from megaresume.integrations.megatron.host import (
+    KEY,
+    MegatronHost,
+    can_be_written,
+    envelope_on,
+    latest_host,
+    megatron_host,
+    topology_of,
+)
+from megaresume.integrations.ranks import is_rank_0, on_all_ranks, on_rank_0
+from megaresume.integrations.resume import Reading
+from megaresume.integrations.saving import Save
+from megaresume.stream.errors import CheckpointError
 
 __all__ = [
     "after_data_is_built",
@@ -36,25 +51,7 @@ __all__ = [
     "around_load_checkpoint",
     "around_save_checkpoint",
     "around_schedule_async_save",
-    "is_loading",
-    "put_state",
-    "see_checkpoint_args",
 ]
-
-
-class _Underway:
-    """What one wrapped function tells another that Megatron calls inside it."""
-
-    #: a load of ours is running: the arguments in the checkpoint, once they were seen.
-    loading: bool = False
-    checkpoint_args: Any = None
-    #: when the last asynchronous save began, by the monotonic clock.
-    began: float = 0.0
-    #: an asynchronous save has begun and is not scheduled yet.
-    save: records.Save | records.GuardSave | None = None
-
-
-_underway = _Underway()
 
 
 # Save
@@ -63,90 +60,61 @@ _underway = _Underway()
 def around_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's ``save_checkpoint(iteration, model, ...)``, with the state of the data in it.
 
-    Raises, on every rank:
-        StateError: the ranks' states differ.
-        CheckpointError: the records beside the checkpoint cannot be written.
+    Raises, on every rank: see `Session.save`.
     """
 
     @functools.wraps(original)
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
-        current = session()
-        if current.settings.mode == "off":
+        host = megatron_host()
+        if host.settings.mode == "off":
             return original(iteration, *args, **kwargs)
-        prepare = getattr(current.order, "prepare", None)  # of a loader: its state is where it is, not computed
-        if prepare is not None:
-            prepare(int(current.args.consumed_train_samples))
-        put_state(current, int(iteration))
+        envelope = _put_state(host, int(iteration))
         given = _arguments(original, iteration, *args, **kwargs)
-        current.saved.add("release" if given.get("release") else str(int(iteration)))
-        if current.settings.retention and getattr(current.args, "save_retain_interval", None):
-            current.args.save_retain_interval = None  # it is part of ours, which knows what is complete
+        host.saved.add("release" if given.get("release") else str(int(iteration)))
+        if host.settings.retention and getattr(host.args, "save_retain_interval", None):
+            host.args.save_retain_interval = None  # it is part of ours, which knows what is complete
         write = functools.partial(original, iteration, *args, **kwargs)
-        if getattr(current.args, "async_save", False):
-            _underway.began = time.monotonic()  # over in the finalizer
-        else:
-            write = functools.partial(_measured, current, write)
+        if host.project.kind != "megatron-lm":
+            return write()  # it saves through its engine, which is wrapped as well
         plain = not given.get("non_persistent_ckpt") and not given.get("release")
-        # Megatron-DeepSpeed saves through its engine, which has records of its own.
-        if current.project.kind != "megatron-lm" or not plain or not records.can_be_written(current.args.save):
-            return write()
-        return _with_records(current, int(iteration), write)
+        if envelope is None or host.order is None or not plain or not can_be_written(host.args.save):
+            return _without_records(host, write)
+        return host.session.save(
+            host.args.save,
+            functools.partial(_write, host, write),
+            tag=megatron_tag(int(iteration)),
+            envelope=envelope,
+            latest=False,
+            # Once more, durably, after Megatron, which writes it in place.
+            tracker=not _is_async(host),
+        )
 
     return save_checkpoint
 
 
-def _measured(current: Session, write: Callable[[], Any]) -> Any:
-    """A save that is over when Megatron's function returns."""
-    began = time.monotonic()
-    result = write()
-    _is_over(current, began)
-    return result
+def _is_async(host: MegatronHost) -> bool:
+    return bool(getattr(host.args, "async_save", False))
 
 
-def _is_over(current: Session, began: float) -> None:
-    """How long a save takes is how long before its end a job must stop; and a file that asked for it is used up."""
-    current.save_seconds = time.monotonic() - began
-    if current.stopper is not None and current.stopper.stopping:
-        current.stopper.saved()
-
-
-def put_state(current: Session, iteration: int) -> None:
+def _put_state(host: MegatronHost, iteration: int) -> Envelope | None:
     """Set ``args.megaresume_state`` to the state of ``args.consumed_train_samples``. Collective.
 
-    Without an order (a conversion between formats) the state that was loaded is handed on, if it still belongs to the
+    Without data (a conversion between formats) the state that was loaded is handed on, if it still belongs to the
     counter; otherwise there is none.
 
     Raises:
         SetupError: see `check_save`.
     """
-    check_save(current)
-    args, order = current.args, current.order
-    samples = int(args.consumed_train_samples)
-
-    def text() -> str | None:
-        if order is None:
-            kept = current.loaded is not None and current.loaded.samples == samples
-            return current.loaded.text if kept and current.loaded is not None else None
-        return write_state(
-            project=current.project.kind,
-            version=current.project.version,
-            iteration=iteration,
-            samples=samples,
-            kind=order.kind,
-            payload=order.payload(samples),
-        )
-
-    value = on_all_ranks(text)
-    same_on_all_ranks(
-        None if value is None else value[-60:],  # ends in the checksum of all of it
-        f"the data state at sample {samples}",
-        cause="the ranks have read different corpora, or count different optimizer steps",
-        action="compare the corpora on the nodes: megaresume stream DATA.yaml",
-    )
-    if value is not None:
-        setattr(args, KEY, value)
-    elif hasattr(args, KEY):
-        delattr(args, KEY)
+    check_save(host)
+    if host.order is not None:
+        envelope: Envelope | None = host.session.snapshot(iteration)
+    else:
+        envelope = host.loaded if host.loaded is not None and host.loaded.samples == host.samples() else None
+    if envelope is not None:
+        setattr(host.args, KEY, envelope.to_text())
+    elif hasattr(host.args, KEY):
+        delattr(host.args, KEY)
+    return envelope
 
 
 def _arguments(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -156,58 +124,49 @@ def _arguments(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[
         return kwargs
 
 
-def _with_records(current: Session, iteration: int, write: Callable[[], Any]) -> Any:
-    order, args = current.order, current.args
-    if order is None:
-        return write()
-    samples = int(args.consumed_train_samples)
-    is_async = bool(getattr(args, "async_save", False))
-    state = on_all_ranks(lambda: order.stream_state(samples))
-    if state is None:
-        save: records.Save | records.GuardSave = on_rank_0(
-            lambda: records.begin_guard(current, iteration, order.payload(samples))
-        )
-    else:
-        pending = on_rank_0(lambda: records.begin(current, iteration, state, tracker=not is_async))
-        write_beside = getattr(order, "write_beside", None)
-        root = Path(args.save).absolute()
-        beside = () if write_beside is None else written_by_all(lambda: write_beside(root, iteration))
-        save = records.Save(
-            pending=pending, origin=order.origin, beside=beside, checksums=current.settings.verify_checkpoint
-        )
-    if not is_async:
-        result = write()
-        on_rank_0(save.commit)
-        return result
-    _underway.save = save
+def _without_records(host: MegatronHost, write: Callable[[], Any]) -> Any:
+    """A save that nothing lies beside; how long it takes is how long before its end a job must stop."""
+    began = time.monotonic()
+    result = write()
+    if not _is_async(host):
+        host.session.is_saved(began)
+    return result
+
+
+def _write(host: MegatronHost, write: Callable[[], Any], save: Save) -> Any:
+    """For `Session.save`: Megatron's own save."""
+    host.unscheduled = save if _is_async(host) else None
     try:
         result = write()
-        if _underway.save is not None and is_rank_0():
-            print(
-                "megaresume: this Megatron schedules asynchronous saves in a way of its own: the records beside the "
-                "checkpoint are written by the next start",
-                flush=True,
-            )
+        if host.unscheduled is not None:
+            save.defer()
+            if is_rank_0():
+                print(
+                    "megaresume: this Megatron schedules asynchronous saves in a way of its own: the records beside "
+                    "the checkpoint are written by the next start",
+                    flush=True,
+                )
     finally:
-        _underway.save = None
+        host.unscheduled = None
     return result
 
 
 def around_schedule_async_save(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's ``schedule_async_save(request)``: our records are its last finalizer, behind the tracker.
+    """Megatron's ``schedule_async_save(request)``: our commit is its last finalizer, after the tracker.
 
     Finalizers run on all ranks, in the order of the saves, once all ranks have written their files.
     """
 
     @functools.wraps(original)
     def schedule_async_save(async_request: Any, *args: Any, **kwargs: Any) -> Any:
-        save, _underway.save = _underway.save, None
-        if save is not None:
-            current, began = session(), _underway.began
+        host = latest_host()
+        save = None if host is None else host.unscheduled
+        if host is not None and save is not None:
+            host.unscheduled = None
+            save.defer()
             # Before Megatron's own, which writes the tracker in place: a job that has lost the directory must not.
             async_request.finalize_fns.insert(0, lambda: on_rank_0(lambda: check_owned(save.save_dir)))
             async_request.add_finalize_fn(lambda: on_rank_0(save.commit))
-            async_request.add_finalize_fn(lambda: _is_over(current, began))
         return original(async_request, *args, **kwargs)
 
     return schedule_async_save
@@ -217,7 +176,7 @@ def around_schedule_async_save(original: Callable[..., Any]) -> Callable[..., An
 
 
 def around_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's ``load_checkpoint(...) -> (iteration, ...)``, which also restores ``session().loaded``.
+    """Megatron's ``load_checkpoint(...) -> (iteration, ...)``, which also accepts the state of the data.
 
     Only the load to go on from (``--load``) counts, not that of a teacher or of a reference model.
 
@@ -229,39 +188,39 @@ def around_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        current = session()
+        host = megatron_host()
         is_ours = _arguments(original, *args, **kwargs).get("load_arg", "load") == "load"
-        if current.settings.mode == "off" or not is_ours:
+        if host.settings.mode == "off" or not is_ours:
             return original(*args, **kwargs)
-        current.loaded, current.loaded_from = None, None
-        checks.before_load(current)
-        _underway.loading, _underway.checkpoint_args = True, None
+        host.session.loaded = None
+        host.choice = host.beside = host.loaded_args = None
+        checks.before_load(host)
+        host.is_loading = True
         try:
             result = original(*args, **kwargs)
-            seen = _underway.checkpoint_args
         except SystemExit as ending:
-            raise _not_loaded(current, ending) from ending
+            raise _not_loaded(host, ending) from ending
         finally:
-            _underway.loading, _underway.checkpoint_args = False, None
-        iteration = result[0] if isinstance(result, tuple) else result
-        _restore(current, int(iteration), seen)
-        current.first_samples = int(getattr(current.args, "consumed_train_samples", 0) or 0)
+            host.is_loading = False
+            seen, host.loaded_args = host.loaded_args, None
+        _accept(host, int(result[0] if isinstance(result, tuple) else result), seen)
+        host.first_samples = int(getattr(host.args, "consumed_train_samples", 0) or 0)
         return result
 
     return load_checkpoint
 
 
-def _not_loaded(current: Session, ending: SystemExit) -> BaseException:
+def _not_loaded(host: MegatronHost, ending: SystemExit) -> BaseException:
     """Megatron prints why it cannot load a checkpoint, and exits with status 0, as if the training were over."""
     if ending.code not in (None, 0):
         return ending
     return CheckpointError(
         "Megatron could not load the checkpoint, and would have ended with status 0",
-        found=f"--load {current.args.load}; what it printed above says why",
+        found=f"--load {host.args.load}; what it printed above says why",
         expected="a checkpoint that this Megatron can read with this torch",
         cause="an old Megatron under torch 2.6 or later, which loads weights only; another --ckpt-format, parallel "
         "layout or model; or nothing there, with --exit-on-missing-checkpoint",
-        action=f"megaresume doctor {current.args.load} --log LOG",
+        action=f"megaresume doctor {host.args.load} --log LOG",
     )
 
 
@@ -270,52 +229,43 @@ def around_check_checkpoint_args(original: Callable[..., Any]) -> Callable[..., 
 
     @functools.wraps(original)
     def check_checkpoint_args(checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
-        if _underway.loading:
-            _underway.checkpoint_args = checkpoint_args
+        host = latest_host()
+        if host is not None and host.is_loading:
+            host.loaded_args = checkpoint_args
         return original(checkpoint_args, *args, **kwargs)
 
     return check_checkpoint_args
 
 
-def is_loading() -> bool:
-    """Whether Megatron's load of the checkpoint to go on from is running: what an engine loads now is that."""
-    return _underway.loading
-
-
-def see_checkpoint_args(checkpoint_args: Any) -> None:
-    """The arguments in the checkpoint, where Megatron does not pass them through ``check_checkpoint_args``."""
-    if _underway.loading and _underway.checkpoint_args is None:
-        _underway.checkpoint_args = checkpoint_args
-
-
-def _restore(current: Session, iteration: int, checkpoint_args: Any) -> None:
-    args = current.args
+def _accept(host: MegatronHost, iteration: int, seen: Any) -> None:
+    """Take what Megatron has loaded as what the run goes on from. Collective."""
+    args = host.args
     if iteration == 0 or getattr(args, "finetune", False):
-        _begin_anew(current)
+        _begin_anew(host)
         return
-    on_all_ranks(lambda: checks.after_load(current, iteration, checkpoint_args))
-    current.loaded_from = Loaded(load_dir=Path(args.load), iteration=iteration, args=checkpoint_args)
+    on_all_ranks(lambda: checks.after_load(host, iteration, seen))
+    host.loaded_args = seen
+    envelope = on_all_ranks(lambda: envelope_on(seen))
+    if envelope is None:
+        return
+    on_all_ranks(lambda: checks.after_restore(host, envelope, seen))
+    trained = iteration, int(getattr(seen, "consumed_train_samples", 0))
+    if getattr(args, "override_ckpt_iteration", None) is not None:  # asked for, and said when the data is built
+        trained = envelope.iteration, envelope.samples
+    beside = on_all_ranks(lambda: _beside(host, envelope)) if host.choice is None else host.beside
+    root, tag = Path(os.path.abspath(args.load)), host.tag(iteration)
+    choice = host.choice or Choice(load_dir=root, tag=tag, iteration=iteration, step=beside, manifest=None)
+    topology = topology_of(seen, envelope.samples)
+    host.session.accept(
+        choice, beside, Reading(envelope=envelope, iteration=trained[0], samples=trained[1], topology=topology)
+    )
 
-    def read() -> SavedState | None:
-        text = state_on(checkpoint_args)
-        if text is None:
-            return None
-        state = read_state(text)
-        if getattr(args, "override_ckpt_iteration", None) is None:
-            _check_same_step(state, iteration, int(getattr(checkpoint_args, "consumed_train_samples", 0)))
-        checks.after_restore(current, state, checkpoint_args)
-        if current.project.kind == "megatron-lm":
-            records.compare(current, state)
-        return state
 
-    current.loaded = on_all_ranks(read)
-
-
-def _begin_anew(current: Session) -> None:
+def _begin_anew(host: MegatronHost) -> None:
     """--finetune and released weights: the run begins at iteration 0, and so does our stream."""
-    args = current.args
+    args = host.args
     passed = int(getattr(args, "consumed_train_samples", 0) or 0)
-    if passed and current.settings.mode == "stream":
+    if passed and host.settings.mode == "stream":
         if is_rank_0():
             print(
                 f"megaresume: the checkpoint holds weights to begin with (iteration 0): the data begins at sample 0, "
@@ -325,51 +275,56 @@ def _begin_anew(current: Session) -> None:
         args.consumed_train_samples = 0
 
 
-def _check_same_step(state: SavedState, iteration: int, samples: int) -> None:
-    if (state.iteration, state.samples) != (iteration, samples):
-        raise StateError(
-            "the weights and the data state are of different steps",
-            found=f"weights of iteration {iteration} and {samples} samples; data state of iteration "
-            f"{state.iteration} and {state.samples} samples",
-            expected="the same",
-            cause="files of two checkpoints were mixed in one directory, or the counters were changed by hand",
-            action="load another one with --ckpt-step N: megaresume inspect DIR shows which are whole",
-        )
+def _beside(host: MegatronHost, envelope: Envelope) -> StepFile | None:
+    """What lies beside a checkpoint of Megatron-LM's; None: nothing, or something of another save of the same step."""
+    if not can_be_written(host.args.load):
+        return None
+    root, iteration, tag = Path(host.args.load), envelope.iteration, megatron_tag(envelope.iteration)
+    # Records are of persistent checkpoints. A marker: the save of this step was the last thing that happened.
+    if getattr(host.args, "non_persistent_ckpt_type", None) or marker_path(root, iteration, tag).exists():
+        return None
+    path = step_path(root, iteration, tag)
+    return read_step_file(path, iteration=iteration, tag=tag) if path.exists() else None
 
 
 # Start
 
 
-def after_data_is_built(current: Session) -> None:
+def after_data_is_built(host: MegatronHost) -> None:
     """Settle a start once the position of the data is known: say what was resumed, and put it into the ledger.
 
-    Called once a start, on all ranks, with ``session.order`` set. Writes what records the loaded checkpoint lacks.
+    Called once a start, on all ranks, with ``host.order`` set. Writes what records the loaded checkpoint lacks.
 
     Raises, on every rank:
-        CheckpointError: the directory of ``--save`` cannot be written.
-        UsageError: flags that would silently change the data, where nothing was loaded (`checks`).
+        CheckpointError: the directory of ``--save`` cannot be written, or start after start leads to no save.
+        UsageError: flags that would silently change the data (`checks`); or the run would save over another one.
     """
-    args, order = current.args, current.order
-    if current.settings.mode == "off" or order is None:
+    args, session = host.args, host.session
+    if host.settings.mode == "off" or host.order is None:
         return
-    checks.check_arguments(current)
+    checks.check_arguments(host)
     _warn_of_no_random_state(args)
-    listen(current)
-    iteration, position = int(args.iteration), int(args.consumed_train_samples)
-    state = on_all_ranks(lambda: order.stream_state(position))
-    if iteration and current.loaded is not None:
-        digest = state.digest if state is not None else str(getattr(order, "digest", "-"))
-        current.resume = _resume(current, iteration, position, digest)
+    if session.stopper is not None:
+        session.stopper.install()
+    iteration, position = host.iteration(), host.samples()
+    if iteration and session.loaded is not None:
+        session.resume(position=position, words=_random_state(args, host.loaded_args))
+        on_rank_0(lambda: _write_missing(host))
+    elif iteration:
+        session.goes_on_in(args.load)
         if is_rank_0():
-            # Printed, not logged: it must be in the job's output whatever the program does with its logging.
-            print(current.resume.line(), flush=True)
-    elif iteration and is_rank_0():
-        print(
-            f"megaresume: the checkpoint of iteration {iteration} has no data state: it was trained without "
-            f"megaresume; its order is recorded from sample {position} on",
-            flush=True,
-        )
-    on_rank_0(lambda: records.settle_start(current, iteration, state))
+            print(
+                f"megaresume: the checkpoint of iteration {iteration} has no data state: it was trained without "
+                f"megaresume; its order is recorded from sample {position} on",
+                flush=True,
+            )
+    session.begin(trains=not _is_over(args, iteration, position), save_interval=getattr(args, "save_interval", None))
+
+
+def _is_over(args: Any, iteration: int, samples: int) -> bool:
+    """Whether nothing is left to train: a finished run may be launched any number of times."""
+    iters, end = getattr(args, "train_iters", None), getattr(args, "train_samples", None)
+    return (iters is not None and iteration >= iters) or (end is not None and samples >= end)
 
 
 def _random_state(args: Any, saved_with: Any) -> str | None:
@@ -389,18 +344,39 @@ def _warn_of_no_random_state(args: Any) -> None:
         )
 
 
-def _resume(current: Session, iteration: int, position: int, digest: str) -> Resume:
-    loaded, source = current.loaded, current.loaded_from
-    assert loaded is not None and source is not None
-    return Resume(
-        step=iteration,
-        samples=position,
-        digest=digest,
-        tag=records.tag_of(current.project, source.iteration),
-        before=records.topology_of(source.args, loaded.samples),
-        now=records.topology_of(current.args, position, current.project),
-        random=_random_state(current.args, source.args),
-        repeated=max(loaded.samples - position, 0),
-        skipped=max(position - loaded.samples, 0),
-        order_changed=tuple(getattr(current.order, "changed", ())),
+def _write_missing(host: MegatronHost) -> None:
+    """Write the records of the checkpoint that was loaded from ``--save``, if a kill or a copy lost them. On rank 0."""
+    loaded, root = host.session.loaded, host.session.save_dir
+    assert loaded is not None
+    envelope, tag = loaded.envelope, megatron_tag(loaded.envelope.iteration)
+    if host.project.kind != "megatron-lm" or root is None or not _same_place(loaded.choice.load_dir, root):
+        return
+    iteration = envelope.iteration
+    path = step_path(root, iteration, tag)
+    if not (root / tag).is_dir():
+        return
+    if path.exists() and manifest_path(root, iteration, tag).exists():
+        step = read_step_file(path, iteration=iteration, tag=tag)
+        if step.state == envelope.state or getattr(host.args, "non_persistent_ckpt_type", None):
+            return
+    pending = begin_save(
+        root,
+        tag=tag,
+        iteration=iteration,
+        state=envelope.state,
+        framework=envelope.framework,
+        topology=loaded.topology,
+        latest=False,
+        tracker=False,
     )
+    files: tuple[FileEntry, ...] = ()
+    if envelope.kind == "loader":  # whose states were written before Megatron's own files
+        files = LoaderRecord.from_state(envelope.state).entries(iteration, tag)
+    commit_save(pending, beside=files)
+
+
+def _same_place(first: Path, second: Path) -> bool:
+    try:
+        return os.path.samefile(first, second)
+    except OSError:
+        return False

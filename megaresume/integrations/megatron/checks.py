@@ -14,13 +14,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megaresume.checkpoint.data_state import Envelope
 from megaresume.integrations.megatron.arguments import Settings
+from megaresume.integrations.megatron.host import MegatronHost
 from megaresume.integrations.megatron.launch import BEGIN_ANEW
 from megaresume.integrations.megatron.project import Project, current_project, parse_version
 from megaresume.integrations.megatron.schedule import ignores_rampup
-from megaresume.integrations.megatron.session import Session
-from megaresume.integrations.megatron.starting import begin_start
-from megaresume.integrations.megatron.state import SavedState
 from megaresume.integrations.megatron.stopping import switch_on
 from megaresume.integrations.megatron.tracker import around_read_metadata, check_tracker
 from megaresume.integrations.ranks import is_rank_0, on_all_ranks, on_rank_0
@@ -56,7 +55,7 @@ def around_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
     return validate_args
 
 
-def check_arguments(current: Session) -> None:
+def check_arguments(current: MegatronHost) -> None:
     """The same where no ``validate_args`` is passed through (YAML configs, bigscience). Collective."""
     on_all_ranks(lambda: check_flags(current.args, current.settings, current.project))
 
@@ -88,26 +87,6 @@ def check_flags(args: Any, settings: Settings, project: Project) -> None:
             expected="mode stream: Megatron's own datasets cannot leave samples out",
             action="--iterations-to-skip, which Megatron has itself; or --megaresume-mode stream in a new run",
         )
-    if settings.mode == "guard":
-        _check_guard_flags(settings)
-
-
-def _check_guard_flags(settings: Settings) -> None:
-    """Under guard there is no manifest: what is complete is not known, and what is not known is not deleted."""
-    flags = {
-        "--megaresume-keep-last": settings.retention.keep_last,
-        "--megaresume-keep-every": settings.retention.keep_every,
-        "--megaresume-verify-checkpoint": settings.verify_checkpoint or None,
-    }
-    for flag, value in flags.items():
-        if value is not None:
-            raise UsageError(
-                f"{flag} needs our stream",
-                found=f"{flag}, mode guard",
-                expected="mode stream: the guard keeps one record for all checkpoints, without a list of their files",
-                action=f"remove {flag}"
-                + ("; Megatron's own --save-retain-interval works" if flag.startswith("--megaresume-keep") else ""),
-            )
 
 
 def _check_stream_flags(args: Any, project: Project) -> None:
@@ -140,7 +119,7 @@ def _check_stream_flags(args: Any, project: Project) -> None:
             )
 
 
-def before_load(current: Session) -> None:
+def before_load(current: MegatronHost) -> None:
     """Before Megatron loads ``args.load``. Collective.
 
     Where the checkpoint of the tracker is damaged, ``args.ckpt_step`` is set to the newest complete one.
@@ -149,10 +128,10 @@ def before_load(current: Session) -> None:
         UsageError: see `check_flags`.
         CheckpointError: there is nothing to load where something must be, nothing whole, or something is there without
             its tracker; or another job writes to ``--save``.
-        SetupError: see `begin_start`.
+        SetupError: see `Session.start`.
     """
     check_arguments(current)
-    begin_start(current)
+    current.start()
     if current.project.kind != "megatron-lm":
         return
     choice = on_rank_0(lambda: check_tracker(current.args, checksums=current.settings.verify_checkpoint))
@@ -165,7 +144,7 @@ def before_load(current: Session) -> None:
         print(f"megaresume: going on from {choice.tag}, the newest complete checkpoint", flush=True)
 
 
-def after_load(current: Session, iteration: int, checkpoint_args: Any) -> None:
+def after_load(current: MegatronHost, iteration: int, checkpoint_args: Any) -> None:
     """What the arguments in the checkpoint say against those of this run. On every rank.
 
     Raises:
@@ -245,20 +224,21 @@ def _check_cyclic(args: Any, saved: Any) -> None:
         )
 
 
-def after_restore(current: Session, state: SavedState, checkpoint_args: Any) -> None:
+def after_restore(current: MegatronHost, envelope: Envelope, checkpoint_args: Any) -> None:
     """What the data state says of the Megatron that saved it. On every rank.
 
     Raises:
         UsageError: ``--iterations-to-skip`` counts from another base now.
     """
-    if current.settings.mode == "stream" or current.project.kind != "megatron-lm" or state.project != "megatron-lm":
+    saved_by, _, version = envelope.framework.partition(" ")
+    if current.settings.mode == "stream" or current.project.kind != "megatron-lm" or saved_by != "megatron-lm":
         return  # the stream skips by itself, steps that its state knows by their samples
     skipped = [int(entry) for entry in getattr(current.args, "iterations_to_skip", None) or []]
     same = skipped == [int(entry) for entry in getattr(checkpoint_args, "iterations_to_skip", None) or []]
-    was_0_based, is_0_based = parse_version(state.version) < (0, 17), not current.project.at_least(0, 17)
-    known = parse_version(state.version) != (0, 0) and parse_version(current.project.version) != (0, 0)
+    was_0_based, is_0_based = parse_version(version) < (0, 17), not current.project.at_least(0, 17)
+    known = parse_version(version) != (0, 0) and parse_version(current.project.version) != (0, 0)
     # an entry is still to come: 0-based, iteration n is the one after n are done
-    ahead = [entry for entry in skipped if entry - (0 if was_0_based else 1) >= state.iteration]
+    ahead = [entry for entry in skipped if entry - (0 if was_0_based else 1) >= envelope.iteration]
     if not known or not same or not ahead or was_0_based == is_0_based:
         return
     translated = " ".join(str(entry + (1 if was_0_based else -1)) for entry in skipped)
@@ -266,7 +246,7 @@ def after_restore(current: Session, state: SavedState, checkpoint_args: Any) -> 
         "--iterations-to-skip means other iterations in this Megatron",
         found=f"--iterations-to-skip {' '.join(map(str, skipped))}, megatron-core {current.project.version}, which "
         f"counts from {0 if is_0_based else 1}",
-        expected=f"the iterations that megatron-core {state.version} skips by this list: it counts from "
+        expected=f"the iterations that megatron-core {version} skips by this list: it counts from "
         f"{0 if was_0_based else 1}, and {len(ahead)} of them are still to come",
         cause="Megatron was upgraded from one side of 0.16|0.17 to the other",
         action=f"--iterations-to-skip {translated}",

@@ -95,9 +95,9 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        from megaresume.integrations.megatron.session import session  # deferred: it needs Megatron's arguments
+        from megaresume.integrations.megatron.host import megatron_host  # deferred: it needs Megatron's arguments
 
-        if session().settings.mode != "off":
+        if megatron_host().settings.mode != "off":
             check_installed()
         return original(*args, **kwargs)
 

@@ -22,19 +22,17 @@ from typing import Any
 
 import xxhash
 
+from megaresume.checkpoint.data_state import stream_of
 from megaresume.corpora.base import is_document_source
 from megaresume.integrations.megatron.calls import check_load, is_built
+from megaresume.integrations.megatron.host import MegatronHost, megatron_host
 from megaresume.integrations.megatron.launch import check_mode
 from megaresume.integrations.megatron.order import StreamOrder
 from megaresume.integrations.megatron.provider import coordinates, end_of_document, stream_provider
 from megaresume.integrations.megatron.samples import SampleForm, form_of, warnings_of
-from megaresume.integrations.megatron.session import Session, session
-from megaresume.integrations.megatron.starting import begin_start
 from megaresume.integrations.ranks import gather, is_rank_0, on_all_ranks, on_rank_0
-from megaresume.integrations.resume import change_lines
 from megaresume.stream.errors import StateError
 from megaresume.stream.fingerprints import same_corpora
-from megaresume.stream.state import StreamState
 
 __all__ = ["around_build_data_iterators", "check_replicas"]
 
@@ -47,15 +45,15 @@ def around_build_data_iterators(original: Callable[..., Any]) -> Callable[..., A
     Raises, on every rank:
         StateError: training goes on and a rank has no state to go on from, or another one than rank 0.
         UsageError, ConfigError, CorpusError, SetupError: see `open_streams` and `form_of`.
-        CheckpointError, SetupError: another job writes to ``--save``, or a node does not see it (`starting`).
+        CheckpointError, SetupError: another job writes to ``--save``, or a node does not see it (`Session.start`).
     """
 
     @functools.wraps(original)
     def build(provider: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        current = session()
+        current = megatron_host()
         if current.settings.mode == "off":
             return original(provider, *args, **kwargs)
-        begin_start(current)
+        current.start()
         on_all_ranks(lambda: check_load(current))
         current.building = True
         if _gives_loaders(provider):
@@ -79,13 +77,13 @@ def _gives_loaders(provider: Callable[..., Any]) -> bool:
 
 
 def _streamed(
-    current: Session, original: Callable[..., Any], provider: Callable[..., Any], *more: Any, **kw: Any
+    current: MegatronHost, original: Callable[..., Any], provider: Callable[..., Any], *more: Any, **kw: Any
 ) -> Any:
     from megaresume.integrations.megatron.checkpointing import after_data_is_built
 
-    order = current.order
-    if isinstance(order, StreamOrder):  # a further chunk, or a further phase, of the same run
-        return _build(current, original, order, _form(current, order), provider, *more, **kw)
+    there = current.order
+    if isinstance(there, StreamOrder):  # a further chunk, or a further phase, of the same run
+        return _build(current, original, there, _form(current, there), provider, *more, **kw)
     _check_loaded(current)
     order = _begin(current)
     form = on_all_ranks(lambda: _form(current, order))
@@ -96,9 +94,6 @@ def _streamed(
     _check_streams(current, order)
     current.order = order
     after_data_is_built(current)
-    if is_rank_0():
-        for line in change_lines(order.stream, order.schedule.size_at(order.position)):
-            print(line, flush=True)
     current.launch = on_rank_0(time.time_ns)
     result = _build(current, original, order, form, provider, *more, **kw)
     order.follow(current.args)  # behind the start of the workers: a fork is safest where there is one thread
@@ -106,7 +101,7 @@ def _streamed(
 
 
 def _build(
-    current: Session,
+    current: MegatronHost,
     original: Callable[..., Any],
     order: StreamOrder,
     form: SampleForm,
@@ -125,7 +120,7 @@ def _build(
 
 
 def _guarded(
-    current: Session, original: Callable[..., Any], provider: Callable[..., Any], *more: Any, **kw: Any
+    current: MegatronHost, original: Callable[..., Any], provider: Callable[..., Any], *more: Any, **kw: Any
 ) -> Any:
     from megaresume.integrations.megatron import guard
     from megaresume.integrations.megatron.checkpointing import after_data_is_built
@@ -140,15 +135,14 @@ def _guarded(
     return result
 
 
-def _begin(current: Session) -> StreamOrder:
+def _begin(current: MegatronHost) -> StreamOrder:
     from megaresume.integrations.megatron.arguments import skip_of
     from megaresume.integrations.megatron.data import Streams, open_streams
     from megaresume.integrations.megatron.schedule import schedule_from_args
 
     args = current.args
     opened: list[Streams] = []
-    saved = None if current.loaded is None else current.loaded.stream
-    state = saved if saved is None or isinstance(saved, StreamState) else StreamState.from_json(saved)
+    state = None if current.loaded is None else stream_of(current.loaded.state)
 
     def read() -> None:
         if not opened:
@@ -161,7 +155,7 @@ def _begin(current: Session) -> StreamOrder:
     def begin() -> StreamOrder:
         return StreamOrder(
             opened[0],
-            saved=saved,
+            saved=state,
             position=int(args.consumed_train_samples),
             iteration=int(args.iteration),
             schedule=schedule_from_args(args, current.project),
@@ -178,7 +172,7 @@ def _begin(current: Session) -> StreamOrder:
     return order
 
 
-def _form(current: Session, order: StreamOrder) -> SampleForm:
+def _form(current: MegatronHost, order: StreamOrder) -> SampleForm:
     return form_of(
         current.args,
         order.stream.config.packing,
@@ -189,24 +183,24 @@ def _form(current: Session, order: StreamOrder) -> SampleForm:
     )
 
 
-def _check_loaded(current: Session) -> None:
+def _check_loaded(current: MegatronHost) -> None:
     """A mode that the checkpoint is not of, or a rank that was not given the state that rank 0 was given."""
     args, loaded, mode = current.args, current.loaded, current.settings.mode
 
     on_all_ranks(lambda: check_mode(None if loaded is None else loaded.kind, mode))
-    state = "none" if loaded is None else f"{loaded.kind} state at sample {loaded.samples}, {_hash(loaded.payload)}"
+    state = "none" if loaded is None else f"{loaded.kind} state at sample {loaded.samples}, {_hash(loaded.to_dict())}"
     facts = {"iteration": int(args.iteration), "sample": int(args.consumed_train_samples), "restored state": state}
     check_replicas(gather((coordinates(current.project), facts)))
 
 
-def _check_streams(current: Session, order: StreamOrder) -> None:
+def _check_streams(current: MegatronHost, order: StreamOrder) -> None:
     stream = order.stream
     corpora = {name: asdict(print_) for name, print_ in stream.fingerprints.items()}
     facts = {
         "sample": order.position,
         "data config": _hash(stream.config.to_dict()),
         "corpora": _hash(corpora),
-        "digest": on_all_ranks(lambda: order.digest(order.position)),
+        "digest": on_all_ranks(lambda: stream.digest_at(order.position)),
     }
     check_replicas(gather((coordinates(current.project), facts)))
 

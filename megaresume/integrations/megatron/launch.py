@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from megaresume.checkpoint.data_state import Kind
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import StateError, UsageError
 
@@ -14,22 +15,31 @@ __all__ = ["BEGIN_ANEW", "check_mode", "check_stages", "without_state"]
 BEGIN_ANEW = "--finetune and another --save"
 
 
-def check_mode(saved: str | None, mode: str) -> None:
-    """Raise a StateError where a checkpoint of one mode is to be trained on in the other.
+#: kind of a data state -> the mode that trains it, and how to ask for it.
+_MODES: dict[Kind, tuple[str, str]] = {
+    "stream": ("mode stream", "--megaresume-data or --megaresume-mode stream"),
+    "order": ("mode guard", "--megaresume-mode guard"),
+    "loader": ("loader_provider", "--dataloader-type external, with megaresume.loader_provider in the script"),
+}
+
+
+def check_mode(kind: Kind | None, mode: str) -> None:
+    """Raise a StateError where a checkpoint of one mode is to be trained on in another.
 
     Args:
-        saved: stream or guard; None: the checkpoint says neither.
-        mode: of this launch.
+        kind: of the data state in the checkpoint; None: it has none.
+        mode: of this launch: stream or guard.
     """
-    if saved is not None and saved != mode:
-        flag = "--megaresume-data or --megaresume-mode stream" if saved == "stream" else "--megaresume-mode guard"
-        raise StateError(
-            f"the checkpoint was trained in mode {saved}, and this is mode {mode}",
-            found=f"mode {mode}",
-            expected=f"mode {saved}",
-            cause="a flag was left out or added between save and resume",
-            action=f"pass {flag}; or begin the data anew: {BEGIN_ANEW}",
-        )
+    if kind is None or _MODES[kind][0] == f"mode {mode}":
+        return
+    saved, flag = _MODES[kind]
+    raise StateError(
+        f"the checkpoint was trained in {saved}, and this is mode {mode}",
+        found=f"mode {mode}",
+        expected=saved,
+        cause="a flag was left out or added between save and resume",
+        action=f"pass {flag}; or begin the data anew: {BEGIN_ANEW}",
+    )
 
 
 def check_stages(config: StreamConfig, seq_length: int) -> None:

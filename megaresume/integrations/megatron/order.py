@@ -10,10 +10,15 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
+from megaresume.checkpoint.choose import Choice
+from megaresume.checkpoint.data_state import DataState
+from megaresume.checkpoint.manifest import FileEntry
 from megaresume.integrations.megatron.data import Streams
 from megaresume.integrations.megatron.launch import without_state
+from megaresume.integrations.resume import change_lines
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import MegaresumeError, StateError
 from megaresume.stream.skips import NO_SKIP, SkipConfig
@@ -29,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class StreamOrder:
-    """The order of the training samples. The same on every rank; no method is a collective.
+    """The order of the training samples (`megaresume.integrations.host.Data`). No method is a collective.
 
     Args:
         streams: opened, the training stream at its start.
@@ -45,13 +50,13 @@ class StreamOrder:
             corpora, naming the fields that differ.
     """
 
-    kind: Literal["stream"] = "stream"
+    changed: tuple[str, ...] = ()
 
     def __init__(
         self,
         streams: Streams,
         *,
-        saved: StreamState | Mapping[str, Any] | None,
+        saved: StreamState | None,
         position: int,
         iteration: int,
         schedule: BatchSchedule,
@@ -62,9 +67,7 @@ class StreamOrder:
         self.position = position
         self._followed: Any = None
         #: what was restored, if anything.
-        self.state: StreamState | None = None
-        if saved is not None:
-            self.state = saved if isinstance(saved, StreamState) else StreamState.from_json(saved)
+        self.state = saved
         self._restore(iteration)
         history = () if self.state is None else self.state.batches
         self.schedule = self.stream.schedule = schedule.resumed(history, position)
@@ -111,27 +114,34 @@ class StreamOrder:
         """A data config that opens the same training data again, for the records beside the checkpoint."""
         return self.stream.origin
 
-    @property
-    def repeated(self) -> int:
-        """Samples before the saved position that come again."""
-        return max(self.state.samples - self.position, 0) if self.state is not None else 0
-
-    @property
-    def skipped(self) -> int:
-        """Samples behind the saved position that do not come."""
-        return max(self.position - self.state.samples, 0) if self.state is not None else 0
-
-    def payload(self, samples: int) -> dict[str, Any]:
-        """The state before ``samples`` as plain JSON."""
-        return self.stream_state(samples).to_dict()
-
-    def stream_state(self, samples: int) -> StreamState:
+    def snapshot(self, samples: int) -> StreamState:
         """The state for ``samples`` trained samples. Cheap near the front of the stream, which `follow` keeps near."""
         return self.stream.state_at(samples, batches=self.schedule.until(samples))
 
-    def digest(self, samples: int) -> str:
-        """Of all samples before ``samples``: 16 hex digits."""
-        return self.stream.digest_at(samples)
+    def prepare(self) -> None:
+        """See `Data`: every rank plans all of the stream."""
+
+    def write_files(self, save_dir: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
+        """See `Data`: the state is all in the checkpoint itself."""
+        return ()
+
+    def restore(self, state: DataState, choice: Choice) -> None:
+        """See `Data`: it was opened at this state.
+
+        Raises:
+            StateError: at another.
+        """
+        if state != self.state:
+            raise StateError(
+                "the stream was opened at another state than the one that was loaded",
+                found=f"sample {self.position}",
+                expected=f"sample {state.samples}, digest {state.digest}",
+                cause="a second checkpoint was loaded after the data was built",
+            )
+
+    def describe(self) -> list[str]:
+        """See `Data`."""
+        return change_lines(self.stream, self.schedule.size_at(self.position))
 
     def follow(self, args: Any) -> None:
         """Plan along with the training in a thread of its own, so that a save has little left to plan.

@@ -13,20 +13,20 @@ from typing import Any
 
 import numpy as np
 
+from megaresume.integrations.megatron.host import MegatronHost
 from megaresume.integrations.megatron.order import StreamOrder
 from megaresume.integrations.megatron.provider import data_parallel
 from megaresume.integrations.megatron.samples import HASH_KEY, SAMPLE_KEY, SampleForm
-from megaresume.integrations.megatron.session import Session
 from megaresume.runs.rank_log import RankLog
 
 __all__ = ["logged"]
 
 
-def logged(current: Session, order: StreamOrder, form: SampleForm, iterators: Any, *, chunk: int) -> Any:
+def logged(current: MegatronHost, order: StreamOrder, form: SampleForm, iterators: Any, *, chunk: int) -> Any:
     """What Megatron's ``build_train_valid_test_data_iterators`` returned, the training iterator with a log.
 
     Args:
-        current: the session; its settings name the directory.
+        current: the host; its settings name the directory.
         order: the training stream.
         form: of the items.
         iterators: (train, valid, test); None where this rank reads no data.
@@ -55,7 +55,7 @@ def logged(current: Session, order: StreamOrder, form: SampleForm, iterators: An
 class _Logged:
     """Hands batches on; a line whenever a step is complete."""
 
-    def __init__(self, batches: Any, current: Session, order: StreamOrder, form: SampleForm, log: RankLog) -> None:
+    def __init__(self, batches: Any, current: MegatronHost, order: StreamOrder, form: SampleForm, log: RankLog) -> None:
         self._batches: Iterator[dict[str, Any]] = iter(batches)
         self._order, self._form, self._log = order, form, log
         rank, size = data_parallel(current.project)
@@ -70,7 +70,7 @@ class _Logged:
             dp=size,
             micro_batch_size=int(args.micro_batch_size),
             pad_id=form.eod if form.text and form.eod is not None else 0,
-            digest=order.digest(order.position),
+            digest=order.stream.digest_at(order.position),
         )
 
     def __iter__(self) -> _Logged:

@@ -14,12 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 from megaresume.integrations.megatron.arguments import Settings
+from megaresume.integrations.megatron.host import megatron_host
 from megaresume.integrations.megatron.project import Project
-from megaresume.integrations.megatron.session import Session, session
-from megaresume.integrations.stopping import Stopper
 from megaresume.stream.errors import UsageError
 
-__all__ = ["around_signals_received", "listen", "switch_on"]
+__all__ = ["around_signals_received", "switch_on"]
 
 
 def switch_on(args: Any, settings: Settings, project: Project) -> None:
@@ -40,20 +39,12 @@ def switch_on(args: Any, settings: Settings, project: Project) -> None:
     args.exit_signal_handler = True
 
 
-def listen(current: Session) -> None:
-    """Listen to the signals that Megatron does not. Once, in the main thread, when the data is built."""
-    if current.settings.mode == "off" or current.settings.stop is None or current.stopper is not None:
-        return
-    current.stopper = Stopper(current.settings.stop, save_seconds=lambda: current.save_seconds)
-    current.stopper.install()
-
-
 def around_signals_received(original: Callable[..., Any]) -> Callable[..., Any]:
     """``DistributedSignalHandler.signals_received() -> [bool of every rank]``, with our reasons. Collective."""
 
     @functools.wraps(original)
     def signals_received(self: Any, *args: Any, **kwargs: Any) -> Any:
-        stopper = session().stopper
+        stopper = megatron_host().session.stopper
         if stopper is None:
             return original(self, *args, **kwargs)
         mine = stopper.look()

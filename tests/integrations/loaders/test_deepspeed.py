@@ -74,7 +74,7 @@ def test_inspect_shows_the_loader_and_unpickles_nothing(
 ) -> None:
     assert main(["inspect", str(run.root / "killed"), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    loader = report["state"]["state"]["config"]["loader"]
+    loader = report["state"]["state"]["content"]
     assert (loader["kind"], loader["dp"], loader["workers"], loader["batch_size"]) == ("energon", 2, 2, 2)
     assert (report["choice"]["tag"], report["choice"]["samples"], loader["batches"]) == ("global_step4", 16, 4)
     assert main(["inspect", str(run.root / "killed")]) == 0

@@ -16,13 +16,15 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))
 import stream_kit as kit
 
+from megaresume.checkpoint.choose import Choice
+from megaresume.checkpoint.data_state import Envelope
 from megaresume.integrations.megatron import iterators
 from megaresume.integrations.megatron.arguments import Settings
 from megaresume.integrations.megatron.data import open_streams
+from megaresume.integrations.megatron.host import MegatronHost
 from megaresume.integrations.megatron.order import StreamOrder
 from megaresume.integrations.megatron.project import Project
-from megaresume.integrations.megatron.session import Loaded, Session
-from megaresume.integrations.megatron.state import read_state, write_state
+from megaresume.integrations.resume import Loaded
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import MegaresumeError
 
@@ -38,7 +40,7 @@ class Ranks(types.ModuleType):
         raise AttributeError(name)
 
 
-def session_of(corpus: Path, *, iteration: int = 0, restored: bool = False, **changes: Any) -> Session:
+def host_of(corpus: Path, *, iteration: int = 0, restored: bool = False, **changes: Any) -> MegatronHost:
     sys.modules["ranks_of_two"] = Ranks("ranks_of_two")
     project = Project(kind="megatron-lm", root=Path(), version="0.16.1", modules={"parallel_state": "ranks_of_two"})
     args = kit.arguments(data_path=[str(corpus)], split="100,0,0", eval_iters=0, iteration=iteration)
@@ -46,14 +48,15 @@ def session_of(corpus: Path, *, iteration: int = 0, restored: bool = False, **ch
     args.save = None
     for name, value in changes.items():
         setattr(args, name, value)
-    current = Session(project=project, args=args, settings=Settings(mode="stream"))
+    current = MegatronHost(project, args, Settings(mode="stream"))
     if iteration:
-        current.loaded_from = Loaded(load_dir=Path(), iteration=iteration, args=args)
+        current.loaded_args = args
     if restored:
         whole = open_streams(args, None)
         order = StreamOrder(whole, saved=None, position=0, iteration=0, schedule=BatchSchedule.constant(8))
-        body = {"project": "megatron-lm", "version": "0.16.1", "iteration": iteration, "samples": iteration * 8}
-        current.loaded = read_state(write_state(**body, kind="stream", payload=order.payload(iteration * 8)))
+        envelope = Envelope(state=order.snapshot(iteration * 8), iteration=iteration, framework="megatron-lm 0.16.1")
+        choice = Choice(load_dir=Path(), tag="", iteration=iteration, step=None, manifest=None)
+        current.session.loaded = Loaded(choice=choice, envelope=envelope, topology=None)
     return current
 
 
@@ -61,8 +64,8 @@ def never(provider: Any) -> Any:
     raise AssertionError("the data was built")
 
 
-def refusal(name: str, current: Session) -> None:
-    iterators.session = lambda: current  # type: ignore[assignment]
+def refusal(name: str, current: MegatronHost) -> None:
+    iterators.megatron_host = lambda: current  # type: ignore[assignment]
     try:
         iterators.around_build_data_iterators(never)(lambda nums: None)
     except MegaresumeError as error:
@@ -79,16 +82,16 @@ def refusal(name: str, current: Session) -> None:
 def main(directory: Path) -> None:
     dist.init_process_group("gloo")
     mine = directory / ("one" if RANK == 0 else "other") / "text"
-    refusal("last stage not restored", session_of(directory / "a", iteration=10, restored=RANK == 0))
-    refusal("first stage not restored", session_of(directory / "a", iteration=10, restored=RANK == 1))
-    refusal("nobody restored", session_of(directory / "a", iteration=10))
+    refusal("last stage not restored", host_of(directory / "a", iteration=10, restored=RANK == 0))
+    refusal("first stage not restored", host_of(directory / "a", iteration=10, restored=RANK == 1))
+    refusal("nobody restored", host_of(directory / "a", iteration=10))
     refusal(
-        "other counter", session_of(directory / "a", iteration=10, restored=True, consumed_train_samples=80 + 8 * RANK)
+        "other counter", host_of(directory / "a", iteration=10, restored=True, consumed_train_samples=80 + 8 * RANK)
     )
-    refusal("other corpus", session_of(mine))
-    refusal("no corpus", session_of(directory / ("a" if RANK == 0 else "nowhere")))
-    refusal("other flag", session_of(directory / "a", seed=5 + RANK))
-    refusal("flag of one", session_of(directory / "a", mock_data=RANK == 1))
+    refusal("other corpus", host_of(mine))
+    refusal("no corpus", host_of(directory / ("a" if RANK == 0 else "nowhere")))
+    refusal("other flag", host_of(directory / "a", seed=5 + RANK))
+    refusal("flag of one", host_of(directory / "a", mock_data=RANK == 1))
     dist.destroy_process_group()
 
 

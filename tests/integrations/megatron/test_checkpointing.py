@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 
+from megaresume.checkpoint.choose import Choice
 from megaresume.checkpoint.commit import begin_save, commit_save
+from megaresume.checkpoint.data_state import DataState, Envelope
+from megaresume.checkpoint.manifest import FileEntry
 from megaresume.integrations.megatron import checkpointing
 from megaresume.integrations.megatron.arguments import Settings
+from megaresume.integrations.megatron.host import KEY, MegatronHost
 from megaresume.integrations.megatron.project import Project
-from megaresume.integrations.megatron.session import Session
-from megaresume.integrations.megatron.state import KEY, read_state, write_state
 from megaresume.loading.open import open_stream
 from megaresume.stream.errors import CheckpointError, StateError
 from megaresume.stream.state import StreamState
@@ -37,14 +39,7 @@ def stream(data_yaml: Path) -> Stream:
 
 
 def text_of(state: StreamState, iteration: int) -> str:
-    return write_state(
-        project="megatron-lm",
-        version="0.16.1",
-        iteration=iteration,
-        samples=state.samples,
-        kind="stream",
-        payload=state.to_dict(),
-    )
+    return Envelope(state=state, iteration=iteration, framework="megatron-lm 0.16.1").to_text()
 
 
 # Formats
@@ -94,16 +89,17 @@ class Loading:
             load=str(root), save=str(root), consumed_train_samples=0, global_batch_size=8, micro_batch_size=2
         )
         self.mode: Any = "stream"
-        self.session: Session | None = None
-        monkeypatch.setattr(checkpointing, "session", self.current)
+        self.host: MegatronHost | None = None
+        monkeypatch.setattr(checkpointing, "megatron_host", self.current)
+        monkeypatch.setattr(checkpointing, "latest_host", self.current)
 
-    def current(self) -> Session:
-        if self.session is None:
+    def current(self) -> MegatronHost:
+        if self.host is None:
             project = Project(kind="megatron-lm", root=Path(), version="0.16.1", modules={})
-            self.session = Session(project=project, args=self.args, settings=Settings(mode=self.mode))
-        return self.session
+            self.host = MegatronHost(project, self.args, Settings(mode=self.mode))
+        return self.host
 
-    def __call__(self, iteration: int, saved: Namespace | None, *, load_arg: str = "load") -> Session:
+    def __call__(self, iteration: int, saved: Namespace | None, *, load_arg: str = "load") -> MegatronHost:
         (self.root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
         check = checkpointing.around_check_checkpoint_args(lambda checkpoint_args: None)
 
@@ -129,9 +125,9 @@ def saved_args(stream: Stream, samples: int = 80, iteration: int = 10, **more: A
 
 def test_load(loading: Loading, stream: Stream) -> None:
     current = loading(10, saved_args(stream))
-    assert current.loaded is not None and current.loaded_from is not None
+    assert current.loaded is not None and current.session.loaded is not None
     assert (current.loaded.iteration, current.loaded.samples, current.loaded.kind) == (10, 80, "stream")
-    assert current.loaded_from.iteration == 10
+    assert current.session.loaded.choice.iteration == 10
     # what was seen is forgotten at the next load
     assert loading(10, Namespace(consumed_train_samples=80, global_batch_size=8)).loaded is None
     with pytest.raises(CheckpointError, match="no arguments back"):
@@ -221,17 +217,26 @@ def test_off(loading: Loading, stream: Stream) -> None:
 class Fixed:
     """An order that stands still."""
 
-    kind = "stream"
     origin = None
+    changed = ()
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
 
-    def payload(self, samples: int) -> dict[str, Any]:
-        return self.stream_state(samples).to_dict()
+    def prepare(self) -> None:
+        pass
 
-    def stream_state(self, samples: int) -> StreamState:
+    def snapshot(self, samples: int) -> DataState:
         return self.stream.state_at(samples, batches=((0, 8),))
+
+    def write_files(self, save_dir: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
+        return ()
+
+    def restore(self, state: DataState, choice: Choice) -> None:
+        raise AssertionError
+
+    def describe(self) -> list[str]:
+        return []
 
 
 def save_with(loading: Loading, iteration: int, **given: Any) -> str | None:
@@ -258,17 +263,18 @@ def test_save(loading: Loading, stream: Stream) -> None:
     current = loading.current()
     assert save_with(loading, 1) is None  # before the data is built
     assert records(loading) == []
-    current.order = Fixed(stream)  # type: ignore[assignment]
+    current.order = Fixed(stream)
+    current.session.goes_on_in(loading.root)
     current.built = True
     loading.args.consumed_train_samples = 80
     text = save_with(loading, 10)
     assert text is not None
-    assert StreamState.from_json(read_state(text).stream) == stream.state_at(80, batches=((0, 8),))
+    assert Envelope.read(text).state == stream.state_at(80, batches=((0, 8),))
     assert records(loading) == ["step_0000010.json", "step_0000010.manifest.json"]
     assert not [path for path in (loading.root / "iter_0000010").iterdir() if path.name != "common.pt"]
     loading.args.consumed_train_samples = 96
     text = save_with(loading, 12, non_persistent_ckpt=True)
-    assert text is not None and read_state(text).samples == 96
+    assert text is not None and Envelope.read(text).samples == 96
     assert records(loading) == ["step_0000010.json", "step_0000010.manifest.json"]
 
 

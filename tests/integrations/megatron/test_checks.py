@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 
 from megaresume.checkpoint.commit import PendingCheckpoint, begin_save, commit_save
+from megaresume.checkpoint.data_state import Envelope
 from megaresume.checkpoint.layout import ledger_path, marker_path
 from megaresume.checkpoint.ledger import LedgerEntry, append_ledger
-from megaresume.checkpoint.marker import Marker, write_marker
+from megaresume.checkpoint.step_file import Marker, write_marker
 from megaresume.checkpoint.topology import Topology
 from megaresume.integrations.megatron import checks
 from megaresume.integrations.megatron.arguments import Settings
+from megaresume.integrations.megatron.host import MegatronHost
 from megaresume.integrations.megatron.project import Project
-from megaresume.integrations.megatron.session import Session
-from megaresume.integrations.megatron.state import SavedState
 from megaresume.integrations.megatron.tracker import around_read_metadata, check_tracker
 from megaresume.loading.open import open_stream
 from megaresume.stream.errors import CheckpointError, UsageError
+from tests.integrations.megatron.guard.loads import order_state
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -30,8 +31,8 @@ def project(version: str = "0.16.1", kind: Any = "megatron-lm") -> Project:
     return Project(kind=kind, root=Path(), version=version, modules={})
 
 
-def session_of(args: Namespace, *, mode: Any = "guard", version: str = "0.16.1") -> Session:
-    return Session(project=project(version), args=args, settings=Settings(mode=mode))
+def host_of(args: Namespace, *, mode: Any = "guard", version: str = "0.16.1") -> MegatronHost:
+    return MegatronHost(project(version), args, Settings(mode=mode))
 
 
 # Flags
@@ -279,36 +280,36 @@ def layout(dp: int = 2, mbs: int = 2, **more: Any) -> Namespace:
 
 def test_no_arguments_came_back() -> None:
     with pytest.raises(CheckpointError, match="gave no arguments back"):
-        checks.after_load(session_of(layout()), 10, None)
+        checks.after_load(host_of(layout()), 10, None)
 
 
 def test_batch_size_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     now, saved = layout(dp=4, global_batch_size=8), layout(dp=2, global_batch_size=4)
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--micro-batch-size", "2"])
     with pytest.raises(UsageError) as error:
-        checks.after_load(session_of(now), 10, saved)
+        checks.after_load(host_of(now), 10, saved)
     assert "--global-batch-size 4 to go on as before, or --global-batch-size 8" in str(error.value.action)
     assert "data-parallel size 2 -> 4" in str(error.value.found)
     for words in (["--global-batch-size", "8"], ["--global-batch-size=8"]):
         monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *words])
-        checks.after_load(session_of(now), 10, saved)
+        checks.after_load(host_of(now), 10, saved)
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--yaml-cfg", "x"])
     config = tmp_path / "x.yaml"
     for text, fine in (("model:\n  global_batch_size: 8\n", True), ("global_batch_size: null\n", False)):
         config.write_text(text)
         now.yaml_cfg = str(config)
         if fine:
-            checks.after_load(session_of(now), 10, saved)
+            checks.after_load(host_of(now), 10, saved)
         else:
             with pytest.raises(UsageError):
-                checks.after_load(session_of(now), 10, saved)
+                checks.after_load(host_of(now), 10, saved)
 
 
 def test_batch_size_of_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py"])
-    checks.after_load(session_of(layout(dp=4)), 10, layout(dp=2))
+    checks.after_load(host_of(layout(dp=4)), 10, layout(dp=2))
     steps = {"global_batch_size": 8, "step_batch_size_schedule": "0:8"}
-    checks.after_load(session_of(layout(**steps)), 10, layout(dp=2))
+    checks.after_load(host_of(layout(**steps)), 10, layout(dp=2))
 
 
 def cyclic(**more: Any) -> Namespace:
@@ -318,14 +319,14 @@ def cyclic(**more: Any) -> Namespace:
 def test_cyclic_on_other_ranks() -> None:
     for changed in ({"dp": 4}, {"mbs": 1}, {"data_sharding": False}, {"dp": 4, "mbs": 1}):
         with pytest.raises(UsageError, match="deals the samples out in another order") as error:
-            checks.after_load(session_of(cyclic(**changed)), 10, cyclic())
+            checks.after_load(host_of(cyclic(**changed)), 10, cyclic())
         assert "2 data-parallel ranks with --micro-batch-size 2" in str(error.value.action)
-    checks.after_load(session_of(cyclic()), 10, cyclic())
+    checks.after_load(host_of(cyclic()), 10, cyclic())
     with pytest.raises(UsageError, match="kind of sampler"):
-        checks.after_load(session_of(cyclic()), 10, cyclic(dataloader_type="single"))
+        checks.after_load(host_of(cyclic()), 10, cyclic(dataloader_type="single"))
     with pytest.raises(UsageError, match="kind of sampler"):
-        checks.after_load(session_of(cyclic(dataloader_type="single")), 10, cyclic())
-    checks.after_load(session_of(cyclic(dp=4, dataloader_type="single")), 10, cyclic(dataloader_type="single"))
+        checks.after_load(host_of(cyclic(dataloader_type="single")), 10, cyclic())
+    checks.after_load(host_of(cyclic(dp=4, dataloader_type="single")), 10, cyclic(dataloader_type="single"))
 
 
 # Iterations to skip
@@ -338,19 +339,19 @@ def test_cyclic_on_other_ranks() -> None:
 def test_iterations_to_skip(before: str, now: str, ahead: int, translated: str) -> None:
     """0-based until 0.16, 1-based from 0.17 on. The list is that of the checkpoint: nobody has translated it."""
 
-    def state(version: str, kind: str = "megatron-lm") -> SavedState:
-        return SavedState(project=kind, version=version, iteration=10, samples=80, kind="stream", payload={}, text="")
+    def state(version: str, kind: str = "megatron-lm") -> Envelope:
+        return Envelope(state=order_state({}, 80), iteration=10, framework=f"{kind} {version}")
 
     skips = Namespace(iterations_to_skip=[8, ahead])
     with pytest.raises(UsageError) as error:
-        checks.after_restore(session_of(skips, version=now), state(before), skips)
+        checks.after_restore(host_of(skips, version=now), state(before), skips)
     assert error.value.action == f"--iterations-to-skip {translated}"
     # nothing ahead; translated already; the same side; not known
     past = Namespace(iterations_to_skip=[8, ahead - 1])
-    checks.after_restore(session_of(past, version=now), state(before), past)
-    checks.after_restore(session_of(Namespace(iterations_to_skip=[9, 11]), version=now), state(before), skips)
-    checks.after_restore(session_of(skips, version=before), state(before), skips)
-    checks.after_restore(session_of(skips, version=now), state("unknown"), skips)
-    checks.after_restore(session_of(skips, version=now), state(before, "megatron-deepspeed"), skips)
+    checks.after_restore(host_of(past, version=now), state(before), past)
+    checks.after_restore(host_of(Namespace(iterations_to_skip=[9, 11]), version=now), state(before), skips)
+    checks.after_restore(host_of(skips, version=before), state(before), skips)
+    checks.after_restore(host_of(skips, version=now), state("unknown"), skips)
+    checks.after_restore(host_of(skips, version=now), state(before, "megatron-deepspeed"), skips)
     none = Namespace(iterations_to_skip=[])
-    checks.after_restore(session_of(none, version=now), state(before), none)
+    checks.after_restore(host_of(none, version=now), state(before), none)

@@ -153,10 +153,11 @@ def test_pointers_that_disagree_do_not_take_back_what_was_trained(train: Train, 
 
 
 def test_the_users_own_data_is_left_alone(train: Train, tmp_path: Path) -> None:
-    plain, guarded = train("off", mode="off"), train("guard", mode="guard")
+    plain, guarded = train("off", mode="off"), train("guard", "--megaresume-keep-last", 1, mode="guard")
     assert plain.status == guarded.status == 0, guarded.output[-3000:]
     assert guarded.steps == plain.steps
     assert text(tmp_path / "guard", "latest") == "global_step8"
+    assert [path.name for path in (tmp_path / "guard").glob("global_step*")] == ["global_step8"]
     assert not (tmp_path / "off" / "megaresume").exists()
     resumed = train("guard", mode="guard", dp=1, until=9)
     assert sorted(resumed.steps) == [8 * SIZE], resumed.output[-3000:]

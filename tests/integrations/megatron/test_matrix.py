@@ -28,6 +28,7 @@ from megaresume.integrations.megatron.project import Project
 from megaresume.integrations.megatron.provider import stream_provider
 from megaresume.integrations.megatron.samples import form_of
 from megaresume.integrations.megatron.schedule import schedule_from_args
+from megaresume.stream.state import StreamState
 
 #: a step: the tokens of its samples, in the order of the global batch.
 Step = list[tuple[int, ...]]
@@ -129,8 +130,8 @@ def run(
         )
         for name, value in changes.items():
             setattr(args, name, value)
-        previous = None if saved is None else json.loads(saved)
-        consumed = 0 if previous is None else previous["samples"]
+        previous = None if saved is None else StreamState.from_json(saved)
+        consumed = 0 if previous is None else previous.samples
         args.iteration, args.consumed_train_samples = first, consumed
         streams = open_streams(args, None)
         schedule = schedule_from_args(args)
@@ -148,7 +149,7 @@ def run(
                 loader = DataLoader(train, batch_sampler=sampler, num_workers=layout.workers)
             batches = itertools.islice(loader, samples // (layout.mbs * layout.dp))
             replicas[dp, pp] = [list(map(tuple, batch["tokens"].tolist())) for batch in batches]
-        states.add(json.dumps(order.payload(consumed + samples)))
+        states.add(json.dumps(order.snapshot(consumed + samples).to_dict()))
     assert len(states) == 1  # also of ranks that read nothing
     steps = None
     for pp in {0, layout.pp - 1}:

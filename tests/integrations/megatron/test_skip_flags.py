@@ -74,13 +74,13 @@ def test_guard_cannot_leave_anything_out() -> None:
 def test_translated_once_and_restarted() -> None:
     args = SimpleNamespace(iterations_to_skip=[4], skip_train_iteration_range=["6-7"])
     first = _order(args, None, 0)
-    state = first.stream_state(8)
+    state = first.snapshot(8)
     assert state.skips.ranges == ((12, 16), (20, 28))
     # The loop trains one step less of the data for each: sample 12 is what 16 would have been.
     assert first.stream.plan(12, 13).hashes == _stream().plan(16, 17).hashes
     assert first.stream.plan(16, 17).hashes == _stream().plan(28, 29).hashes
     for position in (8, 12, 16, 40):
-        resumed = _order(args, first.stream_state(position), position)
-        assert resumed.stream.accepted == () and resumed.digest(60) == first.digest(60)
+        resumed = _order(args, first.snapshot(position), position)
+        assert resumed.stream.accepted == () and resumed.stream.digest_at(60) == first.stream.digest_at(60)
     with pytest.raises(ConfigError, match="beyond the end"):
         _order(SimpleNamespace(iterations_to_skip=[101]), None, 0)

@@ -10,8 +10,8 @@ import pytest
 
 from megaresume.checkpoint.layout import ledger_path
 from megaresume.checkpoint.ledger import read_ledger
-from megaresume.checkpoint.progress import NOTHING_TO_TRAIN
-from megaresume.integrations.megatron import checks, stopping
+from megaresume.checkpoint.start import NOTHING_TO_TRAIN
+from megaresume.integrations.megatron import stopping
 from megaresume.integrations.megatron.arguments import Settings
 from megaresume.integrations.megatron.project import Project
 from megaresume.stream.errors import UsageError
@@ -68,14 +68,6 @@ def test_one_run_through_all_of_it(mini: Any, data_yaml: Path, tmp_path: Path) -
     assert over.status == 0 and over.steps() == {}, over.output[-3000:]
     starts = [entry for entry in read_ledger(ledger_path(save)).entries if entry.kind == "start"]
     assert [NOTHING_TO_TRAIN in entry.details for entry in starts] == [False] * 4 + [True]
-
-
-@pytest.mark.parametrize("flag", ["keep_last", "keep_every", "verify_checkpoint"])
-def test_flags_that_need_a_manifest(flag: str) -> None:
-    args = Namespace(**{f"megaresume_{flag}": 1})
-    project = Project(kind="megatron-lm", root=Path(), version="0.16.1", modules={})
-    with pytest.raises(UsageError, match="needs our stream"):
-        checks.check_flags(args, Settings.from_args(args), project)
 
 
 def test_a_megatron_that_never_asks() -> None:

@@ -22,7 +22,7 @@ out, in the checkpoint, and sees to it that a resume gets the same again, or is 
     agree.py      who looks at the indexes, and how the others hear of it
     foreign.py    datasets built without that builder (Megatron-DeepSpeed): compared, not pinned
     order.py      `guarded` and `GuardOrder`
-    show.py       the record for people: ``order.json``, ``megaresume inspect``
+    show.py       the record for people: ``megaresume inspect``
 """
 
 from __future__ import annotations
@@ -33,16 +33,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megaresume.integrations.megatron.guard.build import around_builder_build
     from megaresume.integrations.megatron.guard.order import GuardOrder, guarded, shared
-    from megaresume.integrations.megatron.guard.show import describe, read_record, write_record
+    from megaresume.integrations.megatron.guard.show import describe
 
 __all__ = [
     "GuardOrder",
     "around_builder_build",
     "describe",
     "guarded",
-    "read_record",
     "shared",
-    "write_record",
 ]
 
 _HOME = {
@@ -50,9 +48,7 @@ _HOME = {
     "around_builder_build": "build",
     "describe": "show",
     "guarded": "order",
-    "read_record": "show",
     "shared": "order",
-    "write_record": "show",
 }
 
 

@@ -37,7 +37,7 @@ def _build(guard: Pass, builder: Any, original: Callable[[], Any]) -> Any:
     from megaresume.integrations.megatron.guard.request import Request
     from megaresume.integrations.ranks import on_rank_0
 
-    if getattr(guard.session.args, "phase_transition_iterations", None):
+    if getattr(guard.host.args, "phase_transition_iterations", None):
         guard.note("the order is NOT guarded: --phase-transition-iterations builds other datasets for every phase")
         guard.left_alone = True
         return original()
@@ -54,7 +54,7 @@ def _build(guard: Pass, builder: Any, original: Callable[[], Any]) -> Any:
         record = agreed(datasets, lambda: observe(request, datasets))
     else:
         if guard.resumes:
-            sizes = needed_sizes(guard.session.args, guard.session.project, request.sizes)
+            sizes = needed_sizes(guard.host.args, guard.host.project, request.sizes)
             request = replace(request, sizes=sizes)
         datasets, record = _Rebuild(guard, builder, original, pin, request).run()
     guard.builders.append(record)
@@ -206,7 +206,7 @@ class _Rebuild:
 
     def _own_cache(self) -> str:
         """A directory for a cold build, on rank 0's word: where checkpoints go, every node can read."""
-        name, save = f"megaresume-{self.guard.digest}", getattr(self.guard.session.args, "save", None)
+        name, save = f"megaresume-{self.guard.digest}", getattr(self.guard.host.args, "save", None)
         if save:
             return os.path.join(save, RECORDS_DIR, f"index-{self.guard.digest}")
         if self.builder.config.path_to_cache:

@@ -287,7 +287,7 @@ def _spell_blend(flag: str, blend: Blend) -> str:
     """The flag as it could be typed; repr of a float is exact."""
     paths, weights = blend
     if len(paths) > _SPELLED:
-        return f"{flag} with the {len(paths)} recorded corpora (see megaresume/order.json beside the checkpoints)"
+        return f"{flag} with the {len(paths)} recorded corpora (megaresume inspect shows them, beside the checkpoints)"
     if weights is None:
         words = [*paths]
     else:

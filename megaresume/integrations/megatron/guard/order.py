@@ -5,23 +5,25 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from megaresume.checkpoint.choose import Choice
+from megaresume.checkpoint.data_state import DataState, OpaqueState
+from megaresume.checkpoint.manifest import FileEntry
 from megaresume.integrations.megatron.guard.record import BuilderRecord, OrderRecord
 from megaresume.stream.errors import StateError
 
 if TYPE_CHECKING:
     from megaresume.integrations.megatron.guard.compare import Difference
-    from megaresume.integrations.megatron.session import Session
-    from megaresume.stream.state import StreamState
+    from megaresume.integrations.megatron.host import MegatronHost
 
 __all__ = ["GuardOrder", "Pass", "current_pass", "guarded", "shared"]
 
 
 class GuardOrder:
-    """The recorded order of Megatron's own datasets, as the thing that a checkpoint saves. The same on every rank."""
+    """The recorded order of Megatron's own datasets (`megaresume.integrations.host.Data`). The same on every rank."""
 
-    kind: Literal["guard"] = "guard"
     #: nothing of ours opens these corpora.
     origin: Mapping[str, Any] | None = None
 
@@ -34,27 +36,37 @@ class GuardOrder:
         #: found on this rank alone, to be raised on all ranks together.
         self.refusal = refusal
 
-    def payload(self, samples: int) -> dict[str, Any]:
-        """Plain JSON, for ``args.megaresume_state`` and `write_record`."""
-        return self.record.to_dict()
-
-    def stream_state(self, samples: int) -> StreamState | None:
-        """None: this is no stream of ours."""
-        return None
+    def snapshot(self, samples: int) -> OpaqueState:
+        """The state after so many samples: the record, which is the same at all of them."""
+        return self.record.to_state(samples)
 
     @property
     def digest(self) -> str:
         """16 hex digits over the record: what the ranks compare."""
         return self.record.digest()
 
+    def prepare(self) -> None:
+        """See `Data`: every rank holds the record."""
+
+    def write_files(self, save_dir: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
+        """See `Data`: the record is all in the checkpoint itself."""
+        return ()
+
+    def restore(self, state: DataState, choice: Choice) -> None:
+        """See `Data`: it was held to the record while it was built."""
+
+    def describe(self) -> list[str]:
+        """See `Data`; what is accepted was said while it was built."""
+        return []
+
 
 class Pass:
     """One call of the data provider: its builders are recorded, or held to what is recorded."""
 
-    def __init__(self, session: Session, recorded: OrderRecord | None) -> None:
-        self.session = session
+    def __init__(self, host: MegatronHost, recorded: OrderRecord | None) -> None:
+        self.host = host
         #: samples trained when the data is built.
-        self.samples = int(getattr(session.args, "consumed_train_samples", 0) or 0)
+        self.samples = int(getattr(host.args, "consumed_train_samples", 0) or 0)
         #: what this run must rebuild; None: nothing is recorded yet.
         self.recorded = recorded
         self.builders: list[BuilderRecord] = []
@@ -63,7 +75,7 @@ class Pass:
         #: a builder was left to do as it does.
         self.left_alone = False
         self._said: set[str] = set()
-        self._accept: tuple[str, ...] = tuple(getattr(session.settings, "accept", None) or ())
+        self._accept: tuple[str, ...] = tuple(getattr(host.settings, "accept", None) or ())
 
     def pin(self, ordinal: int) -> BuilderRecord | None:
         """What is recorded of the builder with this number."""
@@ -74,7 +86,7 @@ class Pass:
     @property
     def resumes(self) -> bool:
         """Whether the record is that of a checkpoint, not only of another virtual-pipeline chunk of this start."""
-        return self.session.loaded is not None and self.session.loaded.guard is not None
+        return self.host.loaded is not None and self.host.loaded.kind == "order"
 
     @property
     def digest(self) -> str:
@@ -115,8 +127,8 @@ def current_pass() -> Pass | None:
     return _current
 
 
-def guarded(session: Session, provider: Callable[..., Any]) -> Callable[..., Any]:
-    """The provider, with what its builders build recorded and pinned; afterwards ``session.order`` is set.
+def guarded(host: MegatronHost, provider: Callable[..., Any]) -> Callable[..., Any]:
+    """The provider, with what its builders build recorded and pinned; afterwards ``host.order`` is set.
 
     Keeps the signature (``vp_stage``) and attributes (``is_distributed``). Collective where the provider is.
     """
@@ -124,41 +136,41 @@ def guarded(session: Session, provider: Callable[..., Any]) -> Callable[..., Any
     @functools.wraps(provider)
     def build(*args: Any, **kwargs: Any) -> Any:
         global _current
-        guard = Pass(session, _recorded(session))
+        guard = Pass(host, _recorded(host))
         outer, _current = _current, guard
         try:
             datasets = provider(*args, **kwargs)
         finally:
             _current = outer
         if guard.builders or guard.left_alone:
-            session.order = GuardOrder(_finished(guard), changed=guard.changed)
+            host.order = GuardOrder(_finished(guard), changed=guard.changed)
         else:
-            _without_builder(session, guard, datasets)
+            _without_builder(host, guard, datasets)
         return datasets
 
     return build
 
 
-def _recorded(session: Session) -> OrderRecord | None:
+def _recorded(host: MegatronHost) -> OrderRecord | None:
     # A further virtual-pipeline chunk of this process is held to what the first one recorded.
-    if isinstance(session.order, GuardOrder):
-        return session.order.record
-    payload = session.loaded.guard if session.loaded is not None else None
-    return None if payload is None else OrderRecord.from_dict(payload)
+    if isinstance(host.order, GuardOrder):
+        return host.order.record
+    loaded = host.loaded
+    return None if loaded is None or loaded.kind != "order" else OrderRecord.from_state(loaded.state)
 
 
-def _without_builder(session: Session, guard: Pass, datasets: Any) -> None:
+def _without_builder(host: MegatronHost, guard: Pass, datasets: Any) -> None:
     """Datasets that no builder of megatron-core made: compared. No collective here; `shared` raises on all ranks."""
     from megaresume.integrations.megatron.guard.compare import refuse
     from megaresume.integrations.megatron.guard.foreign import differences, looks, observe_foreign
 
     if not looks():
         return
-    recorded, now = guard.recorded, observe_foreign(session.args, datasets)
+    recorded, now = guard.recorded, observe_foreign(host.args, datasets)
     if recorded is not None and recorded.builders:
         found = differences(recorded.builders[0], now, datasets)
         open_ = [difference for difference in found if not guard.accepts(difference.name)]
-        session.order = GuardOrder(recorded, refusal=refuse(open_, guard.samples) if open_ else None)
+        host.order = GuardOrder(recorded, refusal=refuse(open_, guard.samples) if open_ else None)
         if not found:
             return
         for difference in found:
@@ -168,8 +180,8 @@ def _without_builder(session: Session, guard: Pass, datasets: Any) -> None:
     else:
         guard.note("these datasets are not built by megatron-core: their order is recorded and checked, not pinned")
         guard.builders.append(now)
-    if session.order is None or session.order.refusal is None:  # type: ignore[attr-defined]
-        session.order = GuardOrder(_finished(guard), changed=guard.changed)
+    if host.order is None or host.order.refusal is None:  # type: ignore[attr-defined]
+        host.order = GuardOrder(_finished(guard), changed=guard.changed)
 
 
 def _finished(guard: Pass) -> OrderRecord:
@@ -189,7 +201,7 @@ def _finished(guard: Pass) -> OrderRecord:
             cause="another script, or a flag that makes it take its data from elsewhere",
             action=f"start the run as before; or, if it is meant: --megaresume-accept dataset@{guard.samples}",
         )
-    if not accepted and guard.session.order is None:
+    if not accepted and guard.host.order is None:
         guard.note(f"the order of Megatron's datasets is as recorded, at sample {guard.samples}: {recorded.digest()}")
     return replace(recorded, builders=builders, accepted=recorded.accepted + accepted)
 
@@ -202,7 +214,7 @@ def _core_version() -> str:
     return str(getattr(megatron.core, "__version__", "unknown"))
 
 
-def shared(session: Session) -> None:
+def shared(host: MegatronHost) -> None:
     """Give the order to the ranks whose provider did not run. Collective over all ranks; raises on all of them.
 
     Raises:
@@ -212,21 +224,21 @@ def shared(session: Session) -> None:
     from megaresume.integrations.ranks import gather, on_all_ranks, same_on_all_ranks
 
     def agree() -> None:
-        if isinstance(session.order, GuardOrder) and session.order.refusal is not None:
-            raise session.order.refusal
+        if isinstance(host.order, GuardOrder) and host.order.refusal is not None:
+            raise host.order.refusal
 
     on_all_ranks(agree)
-    mine = session.order.digest if isinstance(session.order, GuardOrder) else None
+    mine = host.order.digest if isinstance(host.order, GuardOrder) else None
     held = gather(mine)
     owner = next((rank for rank, digest in enumerate(held) if digest is not None), None)
     if owner is None:
         return
-    held_here = session.order if isinstance(session.order, GuardOrder) else None
-    record, changed = broadcast(None if held_here is None else (held_here.payload(0), held_here.changed), owner)
+    held_here = host.order if isinstance(host.order, GuardOrder) else None
+    record, changed = broadcast(None if held_here is None else (held_here.record, held_here.changed), owner)
     if mine is None:
-        session.order = GuardOrder(OrderRecord.from_dict(record), changed=changed)
+        host.order = GuardOrder(record, changed=changed)
     same_on_all_ranks(
-        session.order.digest,  # type: ignore[union-attr]
+        host.order.digest,  # type: ignore[union-attr]
         "the order of Megatron's datasets",
         cause="the index caches of the nodes differ",
         action="delete the index caches (--data-cache-path) on all nodes and start again",

@@ -1,13 +1,9 @@
 """What is recorded of an order: sizes, weights and hashes, as plain JSON; never the arrays themselves.
 
-    OrderRecord      what a checkpoint carries
-      BuilderRecord    one ``BlendedMegatronDatasetBuilder``: what it was asked for
-        SplitRecord      its train, valid or test set: how its corpora are blended
-          ComponentRecord  one corpus in it: which documents, in which order
-
-Format history (raise `FORMAT` when a reader of the old one would misunderstand the new):
-
-    1  first version
+OrderRecord      what a checkpoint carries
+  BuilderRecord    one ``BlendedMegatronDatasetBuilder``: what it was asked for
+    SplitRecord      its train, valid or test set: how its corpora are blended
+      ComponentRecord  one corpus in it: which documents, in which order
 """
 
 from __future__ import annotations
@@ -19,13 +15,13 @@ from typing import Any, TypeVar
 
 import xxhash
 
+from megaresume.checkpoint.data_state import DataState, OpaqueState
 from megaresume.stream.errors import StateError
 
 T = TypeVar("T")
 
-__all__ = ["FORMAT", "SPLITS", "BuilderRecord", "ComponentRecord", "OrderRecord", "Part", "SplitRecord"]
+__all__ = ["SPLITS", "BuilderRecord", "ComponentRecord", "OrderRecord", "Part", "SplitRecord"]
 
-FORMAT = 1
 #: Megatron's splits, in the order of its lists.
 SPLITS = ("train", "valid", "test")
 
@@ -161,28 +157,25 @@ class OrderRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""
-        return {"format": FORMAT, **json.loads(json.dumps(asdict(self)))}
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return plain
 
     def digest(self) -> str:
         """16 hex digits over everything."""
         return xxhash.xxh3_64_hexdigest(json.dumps(self.to_dict(), sort_keys=True).encode())
 
+    def to_state(self, samples: int) -> OpaqueState:
+        """As the state of a run that has trained so many samples."""
+        return OpaqueState(kind="order", samples=samples, digest=self.digest(), content=self.to_dict())
+
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> OrderRecord:
-        """Read what `to_dict` wrote.
+    def from_state(cls, state: DataState) -> OrderRecord:
+        """Read what `to_state` made.
 
         Raises:
-            StateError: a newer format, or a field is missing or of the wrong kind.
+            StateError: a state of another kind, or a field is missing or of the wrong kind.
         """
-        version = data.get("format")
-        if type(version) is not int or not 1 <= version <= FORMAT:
-            raise StateError(
-                "the recorded order of Megatron's datasets has a format that this release cannot read",
-                found=f"format {version!r}",
-                expected=f"a format from 1 to {FORMAT}",
-                cause="it was written by a newer megaresume",
-                action="upgrade: pip install --upgrade megaresume",
-            )
+        data = state.content if isinstance(state, OpaqueState) and state.kind == "order" else {}
         try:
             return cls(
                 megatron=data["megatron"],
@@ -193,8 +186,8 @@ class OrderRecord:
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(
                 "the recorded order of Megatron's datasets lacks a field or has one of the wrong kind",
-                found=f"{type(error).__name__}: {error}",
-                expected=f"the fields of format {FORMAT}",
+                found=f"{type(error).__name__}: {error}, in a state of kind {state.kind}",
+                expected="the fields that the guard records",
                 cause="the record was edited by hand",
                 action="load an older checkpoint with --ckpt-step N",
             ) from error

@@ -122,8 +122,9 @@ def run(spec: Spec) -> dict[str, Any]:
 
     from megaresume.integrations.megatron.arguments import Settings
     from megaresume.integrations.megatron.guard import around_builder_build, guarded
-    from megaresume.integrations.megatron.session import Session
-    from megaresume.integrations.megatron.state import read_state, write_state
+    from megaresume.integrations.megatron.host import MegatronHost
+    from megaresume.integrations.megatron.project import Project
+    from tests.integrations.megatron.guard.loads import order_loaded
 
     # Generated data has 100,000 documents; these tests need a few.
     gpt_dataset.MockGPTLowLevelDataset.size = 300
@@ -131,21 +132,13 @@ def run(spec: Spec) -> dict[str, Any]:
     class Builder(BlendedMegatronDatasetBuilder):
         build = around_builder_build(BlendedMegatronDatasetBuilder.build)
 
-    loaded = None
-    if spec.loaded is not None:
-        text = write_state(
-            project="megatron-lm", version="0", iteration=1, samples=spec.samples, kind="guard", payload=spec.loaded
-        )
-        loaded = read_state(text)
-    settings = Settings(mode="guard")
-    if spec.accept:
-        settings = SimpleNamespace(mode="guard", accept=tuple(spec.accept))
-    session = Session(
-        project=None,
-        args=SimpleNamespace(consumed_train_samples=spec.samples, **spec.args),
-        settings=settings,
-        loaded=loaded,
+    host = MegatronHost(
+        Project(kind="megatron-lm", root=Path(), version="0", modules={}),
+        SimpleNamespace(consumed_train_samples=spec.samples, **spec.args),
+        Settings(mode="guard", accept=tuple(spec.accept or ())),
     )
+    if spec.loaded is not None:
+        host.session.loaded = order_loaded(spec.loaded, spec.samples)
 
     def provider(sizes: list[int | None], vp_stage: int | None = None) -> Any:
         blend = None if spec.paths is None else (spec.paths, spec.weights)
@@ -167,21 +160,21 @@ def run(spec: Spec) -> dict[str, Any]:
         )
         return Builder(dataset_class(spec.dataset), sizes, _builds(spec, vp_stage), config).build()
 
-    call = guarded(session, provider) if spec.guard else provider
+    call = guarded(host, provider) if spec.guard else provider
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         built = [call(list(spec.sizes), vp_stage=chunk) for chunk in range(spec.chunks)]
     from megaresume.integrations.megatron.guard import shared
 
     if spec.guard:
-        shared(session)
-    order = session.order
+        shared(host)
+    order = host.order
     return {
         "train": identities(built[0][0]),
         "valid": identities(built[0][1]),
         "test": identities(built[0][2]),
         "chunks": [identities(b[0]) for b in built],
-        "payload": None if order is None else order.payload(spec.samples),
+        "payload": None if order is None else order.snapshot(spec.samples).to_dict(),
         "output": output.getvalue(),
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megaresume.integrations.megatron.guard import read_record
+from megaresume.checkpoint.choose import choose
 from tests.integrations.megatron.guard.conftest import Corpora
 
 
@@ -49,8 +49,9 @@ def test_killed_resumed_prolonged_and_refused(mini: Any, corpora: Corpora, tmp_p
     seen = [sample for step in range(37, 43) for sample in steps[step]]
     seen += [sample for step in (43, 44, 45) for sample in third.steps()[step]]
     assert len(set(seen)) > 0.8 * len(seen), "no batch is repeated"
-    record = read_record(tmp_path / "save")
-    assert record is not None and record["since"] == 0
+    choice = choose(tmp_path / "save")
+    assert choice is not None and choice.state is not None and choice.state.kind == "order"
+    assert choice.state.to_dict()["since"] == 0
 
 
 def test_adopted_in_the_middle(mini: Any, corpora: Corpora, tmp_path: Path) -> None:

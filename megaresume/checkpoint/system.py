@@ -1,13 +1,37 @@
-"""What Linux says under ``/proc``: processes, and what is mounted where."""
+"""What the system says: times for records, the age of this process, and what is mounted where.
+
+Times are UTC, to the millisecond, readable and sortable as text.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import time
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Mount", "mount_of", "stat_fields"]
+__all__ = ["Mount", "mount_of", "process_age", "stat_fields", "utc"]
+
+
+def utc(seconds: float) -> str:
+    """Seconds since 1970 as ``2025-01-31T23:59:59.123Z``."""
+    milliseconds = round(seconds * 1000)
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(milliseconds // 1000))
+    return f"{whole}.{milliseconds % 1000:03d}Z"
+
+
+def process_age() -> float | None:
+    """Seconds since this process was started; None where the system does not tell (it is no Linux).
+
+    Field 22 of ``/proc/self/stat``, see proc_pid_stat(5): clock ticks from the start of the system to that of the
+    process.
+    """
+    try:
+        started = int(stat_fields("self")[19]) / os.sysconf("SC_CLK_TCK")
+        return max(time.clock_gettime(time.CLOCK_BOOTTIME) - started, 0.0)
+    except (OSError, ValueError, IndexError, AttributeError):
+        return None
 
 
 class Mount(NamedTuple):

@@ -1,0 +1,225 @@
+"""`DataState`: what a checkpoint must carry so that the data goes on; one envelope, whatever the data are.
+
+    {"format": "megaresume.data", "version": 1, "kind": "stream", "framework": "megatron-lm 0.16.1",
+     "iteration": 10, "samples": 320, "digest": "0123456789abcdef", "content": {...}, "checksum": "<xxh3_128>"}
+
+    kind      content
+    stream    `megaresume.stream.state.StreamState`: a stream of megaresume's
+    order     the order of Megatron's own datasets, as the guard recorded it
+    loader    what is known of the states of somebody else's loader; the states are files beside the checkpoint
+
+The envelope rides in the same file as the weights, and lies beside the checkpoint in the step file: the two must be
+equal. Only a stream is understood here; the others are opaque to this package.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, get_args
+
+from megaresume.checkpoint.sealed import NewerFormatError, count, text
+from megaresume.stream.errors import StateError
+from megaresume.stream.json_text import parse_json
+from megaresume.stream.state import VERSION as STREAM_VERSION
+from megaresume.stream.state import StreamState, checksum
+
+__all__ = ["FORMAT", "VERSION", "DataState", "Envelope", "Kind", "OpaqueState", "stream_of"]
+
+FORMAT, VERSION = "megaresume.data", 1
+
+Kind = Literal["stream", "order", "loader"]
+
+_INSPECT = "load an older checkpoint: megaresume inspect DIR lists those that are whole (under Megatron: --ckpt-step N)"
+
+
+class DataState(Protocol):
+    """The data of a run at one position. Immutable, the same on every rank; equal states go on in the same way."""
+
+    @property
+    def kind(self) -> Kind:
+        """Whose order it is."""
+
+    @property
+    def samples(self) -> int:
+        """Samples trained, all ranks together: the number of the next sample."""
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits: of what was trained, or of what says so."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content, as plain JSON."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpaqueState:
+    """A state that is no stream's; whoever made it reads its content."""
+
+    kind: Literal["order", "loader"]
+    samples: int
+    digest: str
+    content: Mapping[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """See `DataState`."""
+        return dict(self.content)
+
+
+def stream_of(state: DataState) -> StreamState:
+    """The state as that of a stream.
+
+    Raises:
+        StateError: it is of another kind; nothing can be planned again from it.
+    """
+    if isinstance(state, StreamState):
+        return state
+    if state.kind == "order":
+        raise StateError(
+            "the run is under guard: its order is verified where it is rebuilt, at every start",
+            found=f"the order of Megatron's own datasets, at sample {state.samples}",
+            expected="a megaresume stream, which can be planned again without Megatron",
+            action="start the run, which says whether it is as recorded; megaresume inspect DIR shows the record",
+        )
+    raise StateError(
+        "the run is trained on a loader of its own, and megaresume does not know its samples",
+        found=f"states of a loader, at sample {state.samples}",
+        expected="a megaresume stream, which can be planned again",
+        action="megaresume inspect DIR shows what is recorded of the loader",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Envelope:
+    """A state on its way into a checkpoint, or out of it."""
+
+    state: DataState
+    #: optimizer steps done.
+    iteration: int
+    #: what trained it, and its version: ``megatron-lm 0.16.1``.
+    framework: str = "unknown"
+
+    @property
+    def kind(self) -> Kind:
+        """Whose order it is."""
+        return self.state.kind
+
+    @property
+    def samples(self) -> int:
+        """Samples trained."""
+        return self.state.samples
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON, with the checksum of all of it; the same on every rank."""
+        body = {
+            "format": FORMAT,
+            "version": VERSION,
+            "kind": self.state.kind,
+            "framework": self.framework,
+            "iteration": self.iteration,
+            "samples": self.state.samples,
+            "digest": self.state.digest,
+            "content": self.state.to_dict(),
+        }
+        return body | {"checksum": checksum(body)}
+
+    def to_text(self) -> str:
+        """`to_dict` as ASCII, in one line: containers that hold text alone (Megatron's ``args``) keep it."""
+        return json.dumps(self.to_dict(), separators=(",", ":"), allow_nan=False)
+
+    @classmethod
+    def read(cls, data: object) -> Envelope:
+        """Read what `to_dict` or `to_text` wrote.
+
+        Raises:
+            StateError: there is nothing, or it is cut short, damaged, of another format, or lacks a field.
+            NewerFormatError: intact, and of a later version.
+        """
+        fields = _parse(data)
+        if fields.get("format") != FORMAT:
+            raise StateError(
+                "this is not a data state of megaresume",
+                found=f"format {fields.get('format')!r}",
+                expected=f"format {FORMAT!r}",
+                cause="another program's state, or another file",
+                action="check which checkpoint is being loaded: megaresume inspect DIR",
+            )
+        body = {key: value for key, value in fields.items() if key != "checksum"}
+        _check_version("the data state", fields.get("version"), VERSION)
+        if fields.get("checksum") != checksum(body):
+            raise StateError(
+                "the data state is damaged",
+                found=f"checksum {fields.get('checksum')!r} in the state, {checksum(body)!r} computed",
+                expected="the same checksum",
+                cause="a bit changed on disk or in transit, or the state was edited by hand",
+                action=_INSPECT,
+            )
+        try:
+            return cls(state=_state(body), iteration=count(body["iteration"]), framework=text(body["framework"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateError(
+                "the data state lacks a field or has one of the wrong kind",
+                found=f"{type(error).__name__}: {error}",
+                expected=f"the fields of version {VERSION}",
+                cause="it was written by a faulty program: its checksum is right",
+                action=_INSPECT,
+            ) from error
+
+
+def _parse(data: object) -> Mapping[str, Any]:
+    if data is None or data == "":
+        raise StateError(
+            "there is no data state",
+            found="nothing",
+            expected="the state that megaresume saved with the checkpoint",
+            cause="the checkpoint was written without megaresume",
+            action="megaresume inspect DIR shows which checkpoints have a data state",
+        )
+    found, why = f"{type(data).__name__} {str(data)[:80]!r}", "another program uses the same name"
+    if isinstance(data, str):
+        try:
+            data = parse_json(data)
+        except ValueError as error:
+            found, why = f"{len(str(data))} characters that are no JSON ({error})", "the text was cut short or damaged"
+    if isinstance(data, Mapping):
+        return data
+    raise StateError(
+        "the data state is unreadable", found=found, expected="one JSON object", cause=why, action=_INSPECT
+    )
+
+
+def _check_version(what: str, version: object, newest: int) -> None:
+    if type(version) is int and version > newest:
+        raise NewerFormatError(
+            f"{what} was written by a newer megaresume",
+            found=f"version {version}",
+            expected=f"version {newest} or older",
+            action="upgrade megaresume on this machine to the version that wrote it: pip install --upgrade megaresume",
+        )
+    if type(version) is not int or version < 1:
+        raise StateError(
+            f"{what} has a version that this release cannot read",
+            found=f"version {version!r}",
+            expected=f"a version from 1 to {newest}",
+            cause="it was changed by another program",
+            action=_INSPECT,
+        )
+
+
+def _state(body: Mapping[str, Any]) -> DataState:
+    kind, samples, digest, content = body["kind"], count(body["samples"]), body["digest"], body["content"]
+    if not isinstance(content, Mapping):
+        raise ValueError(f"content is {type(content).__name__}, not an object")
+    if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{16}", digest):
+        raise ValueError(f"digest {digest!r} is not 16 hex digits")
+    if kind not in get_args(Kind):
+        raise ValueError(f"kind {kind!r} is none of {', '.join(get_args(Kind))}")
+    if kind != "stream":
+        return OpaqueState(kind=kind, samples=samples, digest=digest, content=content)
+    _check_version("the state of the stream", content.get("version"), STREAM_VERSION)
+    state = StreamState.from_json(content)
+    if (state.samples, state.digest) != (samples, digest):
+        raise ValueError(f"the stream is at sample {state.samples}, digest {state.digest}, not at {samples}, {digest}")
+    return state

@@ -1,0 +1,308 @@
+"""What is written about one step besides its files: its data state, the marker of its save, and what a later save of it
+replaced. All of it readable without unpickling anything.
+
+    step_0000010.json           the data state: around its envelope (`data_state`), its tag, its run, its topology
+    step_0000010.saving.json    the marker: written before the first model file, removed at the end of the commit
+    superseded/                 states of steps that were saved again with other data: never overwritten in silence
+
+Without the marker two things look alike that are not: a tag directory that a program without megaresume wrote, and one
+whose save was killed; a complete checkpoint, and one whose files a second save of the same step is overwriting. And it
+tells a commit that was killed before the pointers moved from pointers that somebody moved back on purpose.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaresume.checkpoint.atomic import fsync_dir, make_dir, write_atomic, write_error
+from megaresume.checkpoint.data_state import DataState, Envelope, stream_of
+from megaresume.checkpoint.layout import ledger_path, parse_record_name, records_dir, step_path, superseded_path
+from megaresume.checkpoint.ledger import read_run
+from megaresume.checkpoint.lock import write_fenced
+from megaresume.checkpoint.sealed import NewerFormatError, count, flag, read_sealed, seal, text
+from megaresume.checkpoint.topology import Topology
+from megaresume.stream.errors import CheckpointError, StateError
+from megaresume.stream.state import StreamState
+
+__all__ = [
+    "FORMAT",
+    "VERSION",
+    "Marker",
+    "StepFile",
+    "keep_superseded",
+    "new_id",
+    "read_marker",
+    "read_step_file",
+    "remove_marker",
+    "run_of",
+    "write_marker",
+    "write_step_file",
+]
+
+FORMAT, VERSION = "megaresume.step", 1
+MARKER_FORMAT, MARKER_VERSION = "megaresume.saving", 1
+
+
+def new_id() -> str:
+    """A new name for a run or a save: 16 hex digits."""
+    return os.urandom(8).hex()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepFile:
+    """The data state of one checkpoint, and what it belongs to."""
+
+    #: optimizer steps done.
+    iteration: int
+    #: name of the tag directory.
+    tag: str
+    #: the run that wrote it: the same for all checkpoints of one root, 16 hex digits.
+    run: str
+    #: the save that wrote it: ties state, manifest and marker of one save together, 16 hex digits.
+    save_id: str
+    #: UTC, when the save began.
+    saved_at: str
+    topology: Topology
+    state: DataState
+    #: what trained it, and its version: ``megatron-lm 0.16.1``.
+    framework: str = "unknown"
+
+    @property
+    def stream(self) -> StreamState:
+        """The state, of a run on a stream. Raises StateError: see `stream_of`."""
+        return stream_of(self.state)
+
+    @property
+    def envelope(self) -> Envelope:
+        """The state as it rides with the weights."""
+        return Envelope(state=self.state, iteration=self.iteration, framework=self.framework)
+
+    def to_fields(self) -> dict[str, Any]:
+        """Plain JSON, unsealed."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "iteration": self.iteration,
+            "tag": self.tag,
+            "run": self.run,
+            "save_id": self.save_id,
+            "saved_at": self.saved_at,
+            "topology": self.topology.to_dict(),
+            "state": self.envelope.to_dict(),
+        }
+
+    def to_bytes(self) -> bytes:
+        """The content of the file."""
+        return seal(self.to_fields(), depth=3)
+
+
+def write_step_file(path: Path, step: StepFile, *, sync_dir: bool = True) -> None:
+    """Write atomically, as the owner of the root (see `write_fenced`). Raises CheckpointError."""
+    write_fenced(path.parent.parent, path, step.to_bytes(), sync_dir=sync_dir)
+
+
+def read_step_file(
+    path: Path, *, iteration: int | None = None, tag: str | None = None, run: str | None = None
+) -> StepFile:
+    """Read and check a step file.
+
+    Args:
+        path: ``<save>/megaresume/step_0000010.json``.
+        iteration: what it must hold, as its name says; None: anything.
+        tag: the tag directory that it must belong to; None: anything.
+        run: the run that must have written it; None: anything.
+
+    Raises:
+        StateError: missing, empty, cut short, damaged, of another kind, of another step or another run.
+        NewerFormatError: of a newer version (a StateError as well).
+    """
+    what = "the data state"
+    fields = read_sealed(path, what=what, format_name=FORMAT, version=VERSION, error=StateError)
+    envelope = Envelope.read(fields.get("state"))
+    try:
+        step = StepFile(
+            iteration=count(fields["iteration"]),
+            tag=text(fields["tag"]),
+            run=text(fields["run"]),
+            save_id=text(fields["save_id"]),
+            saved_at=text(fields["saved_at"]),
+            topology=Topology.from_dict(fields["topology"]),
+            state=envelope.state,
+            framework=envelope.framework,
+        )
+        if envelope.iteration != step.iteration:
+            raise ValueError(f"a state of iteration {envelope.iteration} in a file of iteration {step.iteration}")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StateError(
+            f"{what} lacks a field or has one of the wrong kind",
+            found=f"{path}: {type(error).__name__}: {error}",
+            expected=f"the fields of version {VERSION}",
+            cause="it was written by a faulty program: its checksum is right",
+        ) from error
+    _check_owner(path, step, iteration=iteration, tag=tag, run=run)
+    return step
+
+
+def _check_owner(path: Path, step: StepFile, *, iteration: int | None, tag: str | None, run: str | None) -> None:
+    if iteration is not None and step.iteration != iteration:
+        raise StateError(
+            "the data state belongs to another step",
+            found=f"{path}: iteration {step.iteration}",
+            expected=f"iteration {iteration}",
+            cause="the file was renamed or copied over another one",
+        )
+    if run is not None and step.run != run:
+        raise StateError(
+            "the data state belongs to another run",
+            found=f"{path}: run {step.run}, saved {step.saved_at}",
+            expected=f"run {run}, as in the ledger of this directory",
+            cause="files of two runs were copied into one directory",
+            action="load the checkpoint from the directory of the run that wrote it",
+        )
+    if tag is not None and step.tag != tag:
+        raise StateError(
+            "the data state belongs to another tag directory",
+            found=f"{path}: tag {step.tag}",
+            expected=f"tag {tag}",
+            cause="a tag directory was renamed, or two programs save the same step into one root",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Marker:
+    """A save that has begun."""
+
+    iteration: int
+    tag: str
+    #: the save; its state and manifest will have the same, 16 hex digits.
+    save_id: str
+    #: the run, 16 hex digits.
+    run: str
+    #: UTC.
+    began_at: str
+    #: which pointers this save will move.
+    latest: bool
+    tracker: bool
+
+    def to_bytes(self) -> bytes:
+        """The content of the file."""
+        fields: Mapping[str, Any] = {
+            "format": MARKER_FORMAT,
+            "version": MARKER_VERSION,
+            "iteration": self.iteration,
+            "tag": self.tag,
+            "save_id": self.save_id,
+            "run": self.run,
+            "began_at": self.began_at,
+            "latest": self.latest,
+            "tracker": self.tracker,
+        }
+        return seal(fields, depth=1)
+
+
+def write_marker(path: Path, marker: Marker) -> None:
+    """Write atomically. Raises CheckpointError."""
+    write_atomic(path, marker.to_bytes())
+
+
+def read_marker(path: Path) -> Marker | None:
+    """Read a marker; None where there is none.
+
+    Raises:
+        CheckpointError: damaged.
+        NewerFormatError: of a newer version.
+    """
+    if not path.exists():
+        return None
+    fields = read_sealed(
+        path, what="the save marker", format_name=MARKER_FORMAT, version=MARKER_VERSION, error=CheckpointError
+    )
+    try:
+        return Marker(
+            iteration=count(fields["iteration"]),
+            tag=text(fields["tag"]),
+            save_id=text(fields["save_id"]),
+            run=text(fields["run"]),
+            began_at=text(fields["began_at"]),
+            latest=flag(fields["latest"]),
+            tracker=flag(fields["tracker"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            "the save marker lacks a field or has one of the wrong kind", found=f"{path}: {error}"
+        ) from error
+
+
+def remove_marker(path: Path) -> None:
+    """Remove a marker; no error where there is none. Raises CheckpointError.
+
+    Not made durable: one that a power cut brings back beside its own manifest changes nothing.
+    """
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise write_error(path, error) from error
+
+
+def keep_superseded(root: Path, step: StepFile) -> tuple[str, ...]:
+    """Move the state of the same step aside if it is of other data: a step's history is never lost in silence."""
+    path = step_path(root, step.iteration, step.tag)
+    if not path.exists():
+        return ()
+    try:
+        old = read_step_file(path)
+        digest, what = old.state.digest, f"digest {old.state.digest}, saved {old.saved_at}"
+        if digest == step.state.digest and old.tag == step.tag:
+            return ()
+    except NewerFormatError:
+        raise
+    except StateError as error:
+        digest, what = "unreadable", f"an unreadable state ({error.headline})"
+    keep = _move_aside(root, step.iteration, step.tag, digest)
+    return (
+        f"iteration {step.iteration} was committed before with other data: {what}; now digest {step.state.digest}. "
+        f"The old state is kept as {keep.relative_to(root)}",
+    )
+
+
+def _move_aside(root: Path, iteration: int, tag: str, digest: str) -> Path:
+    path, keep = step_path(root, iteration, tag), superseded_path(root, iteration, tag, digest)
+    make_dir(keep.parent)
+    try:
+        os.replace(path, keep)
+        fsync_dir(keep.parent)
+        fsync_dir(path.parent)
+    except OSError as error:
+        raise write_error(keep, error) from error
+    return keep
+
+
+def run_of(root: Path) -> str | None:
+    """The run that a checkpoint root belongs to: from the ledger, or else from its newest readable record."""
+    run = read_run(ledger_path(root))
+    if run is not None:
+        return run
+    try:
+        names = sorted(os.listdir(records_dir(root)), reverse=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    for name in names:
+        record = parse_record_name(name)
+        try:
+            if record is not None and record.kind == "state":
+                return read_step_file(records_dir(root) / name).run
+            if record is not None and record.kind == "saving":
+                marker = read_marker(records_dir(root) / name)
+                if marker is not None:
+                    return marker.run
+        except NewerFormatError:
+            raise
+        except (StateError, CheckpointError):
+            continue
+    return None

@@ -1,0 +1,269 @@
+"""`EngineHost`: a DeepSpeed engine as the host of a `Session`.
+
+DeepSpeed's own ``latest`` is no commit marker: its rank 0 writes it, in place, while other ranks may still be writing
+their files. So it is told not to, and the commit writes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from megaresume.checkpoint.choose import Choice
+from megaresume.checkpoint.data_state import Envelope
+from megaresume.checkpoint.layout import deepspeed_tag
+from megaresume.checkpoint.step_file import StepFile
+from megaresume.checkpoint.topology import Topology
+from megaresume.integrations import deepspeed_engine as facts
+from megaresume.integrations import in_flight
+from megaresume.integrations.elastic.load import conversion
+from megaresume.integrations.elastic.restore import check_restorable, restore_rest
+from megaresume.integrations.elastic.universal import remove_converted
+from megaresume.integrations.loadable import BEGIN_ANEW, choose_to_load
+from megaresume.integrations.random_state import RandomState
+from megaresume.integrations.ranks import is_rank_0, on_all_ranks
+from megaresume.integrations.resume import Reading
+from megaresume.integrations.saving import Save
+from megaresume.integrations.session import Session
+from megaresume.stream.batches import BatchSchedule
+from megaresume.stream.errors import CheckpointError, MegaresumeError
+from megaresume.stream.state import StreamState
+
+__all__ = ["KEY", "EngineHost"]
+
+#: the one key that we add to DeepSpeed's client state, which shares a namespace with DeepSpeed's own.
+KEY = "megaresume"
+
+
+class Batches(Protocol):
+    """What the data knows of the run, and the engine does not."""
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes of each rank."""
+
+    @property
+    def schedule(self) -> BatchSchedule:
+        """Global batch sizes of the whole run: those that were, those that are planned."""
+
+    @property
+    def samples_trained(self) -> int:
+        """Samples that optimizer steps have trained on, since the start of the run, all ranks together."""
+
+    def not_restored(self, error: MegaresumeError) -> None:
+        """The weights of a checkpoint are loaded, and its data is not: train nothing before another load."""
+
+
+class EngineHost:
+    """See `megaresume.integrations.host.Host`.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned first.
+        elastic: convert a ZeRO checkpoint of another number of ranks by itself.
+        adopt: makes up the state of a checkpoint that was written without megaresume, from the samples that DeepSpeed
+            has trained; None: such a checkpoint is refused.
+    """
+
+    forgotten = "engine.load_checkpoint was forgotten, was given another directory, or load_module_only=True"
+    load = "engine.load_checkpoint({directory!r}) before the first step"
+    begin_anew = BEGIN_ANEW
+
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        elastic: bool = False,
+        adopt: Callable[[int, str], StreamState] | None = None,
+    ) -> None:
+        self.engine = engine
+        self.framework = f"deepspeed {importlib.metadata.version('deepspeed')}"
+        self.elastic = elastic
+        #: set by the data itself.
+        self.batches: Batches | None = None
+        self._adopt = adopt
+
+    def iteration(self) -> int:
+        """See `Host`."""
+        return int(self.engine.global_steps)
+
+    def samples(self) -> int:
+        """See `Host`."""
+        assert self.batches is not None
+        return self.batches.samples_trained
+
+    def topology(self) -> Topology:
+        """See `Host`."""
+        batches = self.batches
+        assert batches is not None
+        # In a ramp-up the engine learns of its batch size only when the next step begins.
+        size = batches.schedule.size_at(batches.samples_trained)
+        return self.layout(num_workers=batches.num_workers, global_batch_size=size)
+
+    def layout(self, *, num_workers: int, global_batch_size: int | None) -> Topology:
+        """What the engine says of the layout of the run, with what it does not know."""
+        now = facts.topology(self.engine)
+        return dataclasses.replace(now, num_workers=num_workers, global_batch_size=global_batch_size)
+
+    def random_state(self) -> RandomState:
+        """The generators of this rank. Tensor-parallel ranks are replicas of each other."""
+        return RandomState(self.iteration, self.engine.device, self._replica)
+
+    def _replica(self) -> str:
+        return f"data-parallel rank {facts.data_rank(self.engine)}, stage {int(getattr(self.engine, 'stage_id', 0))}"
+
+    def expected_files(self, save_dir: Path, tag: str) -> list[str]:
+        """See `Host`."""
+        return facts.expected_files(self.engine, os.fspath(save_dir), tag)
+
+    def settle(self) -> None:
+        """See `Host`: the decoupled writer."""
+        in_flight.settle(self.engine)
+
+    def is_saving(self) -> bool:
+        """See `Host`."""
+        return in_flight.is_pending(self.engine)
+
+    def committed(self, save_dir: Path) -> None:
+        """See `Host`: conversions of older checkpoints are of no use any more."""
+        remove_converted(save_dir)
+
+    # Around the engine's methods
+
+    def save_checkpoint(
+        self,
+        session: Session,
+        write: Callable[..., Any],
+        save_dir: str,
+        *,
+        tag: str | None,
+        client_state: Mapping[str, Any],
+        latest: bool,
+        envelope: Envelope | None = None,
+        is_untouched: bool = False,
+    ) -> Any:
+        """``engine.save_checkpoint``: ``write`` is DeepSpeed's method, its other arguments bound."""
+        in_flight.watch(self.engine)
+        self.settle()
+        on_all_ranks(lambda: in_flight.check_writer(self.engine))
+
+        def write_files(save: Save) -> Any:
+            result = write(tag=save.tag, client_state={**client_state, KEY: save.envelope.to_dict()}, save_latest=False)
+            if facts.is_decoupled(self.engine):
+                save.defer()
+                in_flight.defer(self.engine, save.pending, save.commit)
+            return result
+
+        return session.save(
+            save_dir,
+            write_files,
+            tag=deepspeed_tag(self.iteration()) if tag is None else str(tag),
+            envelope=envelope,
+            is_untouched=is_untouched,
+            latest=latest,
+            tracker=latest,
+        )
+
+    def load_checkpoint(
+        self, session: Session, read: Callable[..., tuple[Any, Any]], load_dir: str, tag: str | None, module_only: bool
+    ) -> tuple[Any, Any]:
+        """``engine.load_checkpoint``: ``read`` is DeepSpeed's method, its other arguments bound."""
+
+        is_read = False
+
+        def read_files(choice: Choice, beside: StepFile | None) -> Reading:
+            nonlocal is_read
+            facts.forget_gradients(self.engine)
+            choice, path, client_state = self.read(read, choice, beside, optimizer=not module_only)
+            is_read = not module_only
+            samples, within = int(self.engine.global_samples), (client_state or {}).get(KEY)
+            envelope = None if within is None or module_only else on_all_ranks(lambda: Envelope.read(within))
+            if envelope is None and self._adopt is not None and not module_only:
+                envelope = self._adopted(choice, samples)
+            return Reading(
+                envelope=envelope,
+                iteration=self.iteration(),
+                samples=samples,
+                choice=choice,
+                result=(path, client_state),
+            )
+
+        universal = facts.loads_universal(self.engine)
+        try:
+            found = session.load(
+                load_dir,
+                read_files,
+                pick=self.pick(session, load_dir, tag),
+                weights_only=module_only,
+                adopts=self._adopt is not None or universal,
+            )
+        except MegaresumeError as error:
+            if is_read and self.batches is not None:
+                self.batches.not_restored(error)
+            raise
+        return (None, None) if found is None else found  # as DeepSpeed, without its warning on every rank
+
+    def pick(self, session: Session, load_dir: str, tag: str | None) -> Callable[[Path | None], Choice | None]:
+        """For `Session.choose`."""
+        universal = facts.loads_universal(self.engine)
+        return lambda shared: choose_to_load(
+            load_dir, tag, universal, checksums=session.verify_checkpoint, shared=shared
+        )
+
+    def read(
+        self,
+        read: Callable[..., tuple[Any, Any]],
+        choice: Choice,
+        beside: StepFile | None,
+        *,
+        optimizer: bool,
+    ) -> tuple[Choice, Any, Any]:
+        """Read what was chosen with DeepSpeed's method, or its universal form, where another number of ranks saved it.
+
+        ``optimizer``: whether the optimizer's state is asked for; weights alone load on any number of ranks.
+
+        Returns:
+            what was read, DeepSpeed's path and client state.
+
+        Raises, on every rank:
+            CheckpointError: see `elastic.load.conversion`; or DeepSpeed did not load it.
+        """
+        engine, tag = self.engine, None
+        if optimizer and not facts.loads_universal(engine):
+            sizes = {"partitions": facts.partitions(engine), "zero_stage": facts.zero_stage(engine)}
+            tag = conversion(choice, beside, **sizes, elastic=self.elastic)
+        if tag is None:
+            path, client_state = read(choice.load_dir, tag=choice.tag)
+            on_all_ranks(lambda: _check_loaded(path, choice))
+            return choice, path, client_state
+        on_all_ranks(lambda: check_restorable(engine))
+        choice = dataclasses.replace(choice, tag=tag)
+        with facts.as_universal(engine):
+            path, client_state = read(choice.load_dir, tag=tag)
+        on_all_ranks(lambda: _check_loaded(path, choice))
+        on_all_ranks(lambda: restore_rest(engine, choice.tag_dir))
+        return choice, path, client_state
+
+    def _adopted(self, choice: Choice, samples: int) -> Envelope:
+        """The state behind as many samples as DeepSpeed has counted: trained, though nobody knows which they were."""
+        assert self._adopt is not None
+        note = f"{samples} samples up to {choice.tag} were trained without megaresume, in another order"
+        if is_rank_0():
+            print(f"megaresume: {note}; the stream begins behind them", flush=True)
+        state = self._adopt(samples, note)
+        return Envelope(state=state, iteration=self.iteration(), framework=self.framework)
+
+
+def _check_loaded(path: object, choice: Choice) -> None:
+    """Raise a CheckpointError where DeepSpeed did not load what was chosen, which it says by returning None."""
+    if path is None:
+        raise CheckpointError(
+            "DeepSpeed did not load the checkpoint",
+            found=f"load_checkpoint returned None for {choice.tag_dir}",
+            expected="the path of the checkpoint",
+            cause="files that DeepSpeed needs are missing, or of another parallel layout",
+            action=f"megaresume inspect {choice.load_dir}",
+        )
