@@ -262,7 +262,7 @@ def check_sidecar(data: bytes) -> None:
 
 
 def _sidecars() -> list[bytes]:
-    from megaresume.sources import sidecar
+    from megaresume.corpora import sidecar
 
     entry = {**asdict(CorpusIdentity.of(_beside())), "range": [0, 3], "documents": 3, "tokens": 24}
     entry |= {"lengths": "0" * 32, "contents": "0" * 16}
