@@ -23,7 +23,8 @@ PROBE = Path(__file__).with_name("probe.py")
 CHECKS = ("detection", "seams", "hooks", "sampler", "guard")
 
 TORCH, DIST = ("--ckpt-format", "torch"), ("--ckpt-format", "torch_dist")
-ASYNC = (*DIST, "--async-save", "--use-persistent-ckpt-worker")
+#: without --use-persistent-ckpt-worker: that process is started anew, without the shim, and dies of having no CUDA.
+ASYNC = (*DIST, "--async-save")
 #: since 0.18 it is not the default, which needs a package of its own.
 MCORE = ("--async-strategy", "mcore")
 FOUR_LAYERS = ("--num-layers", "4")
