@@ -2,6 +2,7 @@
 
     megaresume.attach(engine, "data.yaml")     DeepSpeed: micro-batches, saved and restored with the model
     megaresume.attach_loader(engine, loader)   DeepSpeed: Energon's or torchdata's loader in the place of our stream
+    megaresume.Checkpoints(...), Loader(...), DataOptions(...)  settings of `attach`
     megaresume.StopConditions(...)             when an attached run saves and exits; it raises megaresume.Stopped
     megaresume.provider(base_provider)         Megatron: the script's datasets provider, with exact resume
     megaresume.loader_provider(base_provider)  Megatron: loaders with a state, for --dataloader-type external
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from megaresume.integrations.loaders.deepspeed import attach_loader
     from megaresume.integrations.loaders.megatron import loader_provider
     from megaresume.integrations.megatron.routes import extra_args_provider, provider
+    from megaresume.integrations.settings import Checkpoints, DataOptions, Loader
     from megaresume.integrations.stop_conditions import StopConditions, Stopped
     from megaresume.loading.dataset import StreamDataset
     from megaresume.loading.loader import StreamLoader
@@ -55,6 +57,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BatchSchedule",
+    "Checkpoints",
+    "DataOptions",
+    "Loader",
     "MegaresumeError",
     "StopConditions",
     "Stopped",
@@ -73,6 +78,9 @@ __all__ = [
 
 _HOMES = {
     "BatchSchedule": "megaresume.stream.batches",
+    "Checkpoints": "megaresume.integrations.settings",
+    "DataOptions": "megaresume.integrations.settings",
+    "Loader": "megaresume.integrations.settings",
     "MegaresumeError": "megaresume.stream.errors",
     "StopConditions": "megaresume.integrations.stop_conditions",
     "Stopped": "megaresume.integrations.stop_conditions",

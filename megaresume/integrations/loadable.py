@@ -23,7 +23,10 @@ __all__ = [
 ]
 
 #: how to load weights without their data.
-BEGIN_ANEW = "megaresume.attach(..., adopt=True); or the weights alone: load_checkpoint(..., load_module_only=True)"
+BEGIN_ANEW = (
+    "megaresume.attach(..., checkpoints=Checkpoints(adopt=True)); or the weights alone: "
+    "load_checkpoint(..., load_module_only=True)"
+)
 
 
 def choose_to_load(
@@ -133,7 +136,7 @@ def refuse_partitions(source: Path, before: Topology, *, partitions: int, zero_s
         expected=f"{saved} data-parallel ranks, or a universal checkpoint",
         cause="the job was started on another number of nodes or GPUs",
         action=f"megaresume convert {source.parent} --tag {source.name}, and start again as you did; or let the job "
-        "do it: attach(..., elastic=True), --megaresume-elastic. The data needs no conversion",
+        "do it: attach(..., checkpoints=Checkpoints(elastic=True)), --megaresume-elastic. The data needs no conversion",
     )
 
 

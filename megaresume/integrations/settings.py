@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megaresume.checkpoint.retention import Retention
 from megaresume.checkpoint.start import MAX_STARTS
 from megaresume.integrations.flags import described, setting
 from megaresume.integrations.stop_conditions import StopConditions
@@ -73,7 +74,7 @@ class Loader:
 class Checkpoints:
     """Where a run saves, what it keeps, and what it may load."""
 
-    dir: str | os.PathLike[str] | None = setting(
+    save_dir: str | os.PathLike[str] | None = setting(
         None,
         "where the run saves its checkpoints: with it the ledger there records every start, also of a process that "
         "dies before its first save. No other job may write there meanwhile",
@@ -121,6 +122,11 @@ class Checkpoints:
         hosts="megatron training",
         flag="verify-checkpoint",
     )
+
+    @property
+    def retention(self) -> Retention:
+        """Which checkpoints stay. Raises UsageError for a number below 1."""
+        return Retention(keep_last=self.keep_last, keep_every=self.keep_every)
 
 
 #: stream: our samples. guard: Megatron's own datasets, recorded and pinned. off: the hooks do nothing.

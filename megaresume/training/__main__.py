@@ -7,9 +7,11 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any
 
+from megaresume.integrations.settings import DataOptions
 from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
 from megaresume.training.arguments import Arguments, check_layout, parse_arguments, retention
 from megaresume.training.launch import announce, launch, rank_and_size, shut_down, stop_at_once
@@ -111,23 +113,15 @@ def _run(args: Arguments) -> int:
     size = sum(parameter.numel() for parameter in model.parameters())
     config = on_all_ranks(lambda: deepspeed_config(args, global_batch_size=schedule.size_at(0), num_parameters=size))
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=ModelParallelUnit())
-    kept = retention(args)
+    checkpoints = replace(args.checkpoints, save_dir=args.save, **asdict(retention(args)))
     with on_data:
         data = integration.attach(
             engine,
             stream,
+            checkpoints=checkpoints,
+            loader=replace(args.loader, num_workers=args.num_workers),
+            data_options=DataOptions(skip=on_all_ranks(lambda: _skip(args))),
             schedule=schedule,
-            num_workers=args.num_workers,
-            prefetch=args.loader.prefetch,
-            start_method=args.loader.start_method,
-            skip=on_all_ranks(lambda: _skip(args)),
-            save_dir=args.save,
-            keep_last=kept.keep_last,
-            keep_every=kept.keep_every,
-            max_starts=args.checkpoints.max_starts,
-            elastic=args.checkpoints.elastic,
-            verify_checkpoint=args.checkpoints.verify,
-            stage_to=args.checkpoints.stage_to,
         )
     on_data.watch(data, "restore")
     _load(args, engine)

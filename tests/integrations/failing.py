@@ -27,8 +27,8 @@ engine = toy.engine_of()
 data = megaresume.attach(
     engine,
     {"seed": 1, "seq_length": 32, "packing": "none", "sources": {"web": {"kind": "python"}}},
-    objects={"web": Corpus()},
-    num_workers=int(toy.sys.argv[3]),
+    data_options=megaresume.DataOptions(objects={"web": Corpus()}),
+    loader=megaresume.Loader(num_workers=int(toy.sys.argv[3])),
 )
 toy.train(engine, data, 60)
 print("it was not noticed", flush=True)

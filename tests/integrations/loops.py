@@ -321,7 +321,7 @@ def transform_fails(run: Run, accumulation: int) -> None:
             raise OSError("a picture is not there")
         return batch
 
-    run.data = megaresume.attach(run.engine, toy.DATA, transform=fails_once)
+    run.data = megaresume.attach(run.engine, toy.DATA, loader=megaresume.Loader(transform=fails_once))
     with contextlib.suppress(OSError):
         next(run.data)
     usual(run, accumulation)
@@ -454,14 +454,14 @@ def files(directory: Path) -> dict[str, list[float]]:
 def forgotten() -> None:
     save, other = toy.ROOT / "forgotten", toy.ROOT / "elsewhere"
     found: dict[str, Any] = {}
-    run = Run(1, save_dir=save)
+    run = Run(1, checkpoints=megaresume.Checkpoints(save_dir=save))
     usual(run, 1)
     run.engine.save_checkpoint(str(save))
     run.data.close()
     before = files(save)
 
     def known() -> None:
-        usual(Run(1, save_dir=save), 1)
+        usual(Run(1, checkpoints=megaresume.Checkpoints(save_dir=save)), 1)
 
     def unknown() -> None:
         run = Run(1)
@@ -469,7 +469,7 @@ def forgotten() -> None:
         run.engine.save_checkpoint(str(save))
 
     def weights_alone() -> None:
-        run = Run(1, save_dir=save)
+        run = Run(1, checkpoints=megaresume.Checkpoints(save_dir=save))
         run.engine.load_checkpoint(str(save), load_module_only=True)
         usual(run, 1)
 
@@ -489,7 +489,7 @@ def forgotten() -> None:
     found["files"] = len(before)
 
     def loaded() -> None:
-        run = Run(1, save_dir=save)
+        run = Run(1, checkpoints=megaresume.Checkpoints(save_dir=save))
         run.engine.load_checkpoint(str(save))
         run.train(next(run.data))
         run.engine.save_checkpoint(str(save))
@@ -498,7 +498,7 @@ def forgotten() -> None:
         directory = toy.ROOT / "first"
         (directory / "global_step2").mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        usual(Run(1, save_dir=directory), 1)
+        usual(Run(1, checkpoints=megaresume.Checkpoints(save_dir=directory)), 1)
 
     for case in (loaded, killed_in_its_first_save):
         found[case.__name__] = error_of(case)
@@ -659,7 +659,7 @@ def pipelines() -> None:
 
     def go(case: Callable[[Any, Any], None]) -> list[Any]:
         engine = toy.pipeline_engine(batch=8)
-        data = megaresume.attach(engine, toy.DATA, transform=toy.as_pair)
+        data = megaresume.attach(engine, toy.DATA, loader=megaresume.Loader(transform=toy.as_pair))
         return [error_of(lambda: case(engine, data)), int(engine.global_steps), data.samples_trained]
 
     def usual_pipeline(engine: Any, data: Any) -> None:
@@ -686,7 +686,7 @@ def pipelines() -> None:
     web = {"path": str(toy.DATA.parent / "web"), "max_epochs": 1, "on_exhausted": "stop"}  # 300 samples
     engine = toy.pipeline_engine(micro=40, batch=80)
     mapping = {"seed": 1, "seq_length": 32, "packing": "none", "sources": {"web": web}}
-    data = megaresume.attach(engine, mapping, transform=toy.as_pair)
+    data = megaresume.attach(engine, mapping, loader=megaresume.Loader(transform=toy.as_pair))
     found["ends"] = [error_of(lambda: [engine.train_batch(data_iter=data) for _ in range(99)]), engine.global_steps]
     toy.result("pipelines", found)
 
@@ -695,7 +695,7 @@ def unguarded() -> None:
     """The model is given one micro-batch twice, and nobody stops it: what does the log say?"""
     save, logs = toy.ROOT / "unguarded", toy.ROOT / "unguarded_logs"
     guard, Taken._unseen = Taken._unseen, lambda self: ""
-    run = Run(4, save_dir=save, log_samples=logs)
+    run = Run(4, checkpoints=megaresume.Checkpoints(save_dir=save), log_samples=logs)
     another_in_its_place(run, 4)
     run.engine.save_checkpoint(str(save))
     run.data.close()
@@ -710,7 +710,7 @@ if "alone" in sys.argv:  # rank 1 errs, the other one does not
     usual(run, 1)
 for accumulation in (1, 4):
     for name, function in LOOPS.items():
-        run = Run(accumulation, prefetch=accumulation)
+        run = Run(accumulation, loader=megaresume.Loader(prefetch=accumulation))
         error = error_of(functools.partial(function, run, accumulation))
         steps_made = int(run.engine.global_steps)
         run.data.close()

@@ -30,13 +30,13 @@ def copy(source: Path, target: Path) -> Path:
 def zero(stage: int) -> None:
     save = toy.ROOT / f"zero{stage}"
     engine = toy.engine_of(stage=stage)
-    data = megaresume.attach(engine, toy.DATA, save_dir=save)
+    data = megaresume.attach(engine, toy.DATA, checkpoints=megaresume.Checkpoints(save_dir=save))
     whole = toy.train(engine, data, 6, save)
     data.close()
     state = data.state()
 
     engine = toy.engine_of(stage=stage)
-    data = megaresume.attach(engine, toy.DATA, num_workers=stage % 2)
+    data = megaresume.attach(engine, toy.DATA, loader=megaresume.Loader(num_workers=stage % 2))
     path, client = engine.load_checkpoint(str(save), tag="global_step2")
     again = toy.train(engine, data, 6)
     data.close()
@@ -89,7 +89,7 @@ def pipeline() -> None:
 
     def run(steps: int, load: str | None) -> tuple[list[str], Any]:
         engine = toy.pipeline_engine(batch=8)
-        data = megaresume.attach(engine, toy.DATA, transform=toy.as_pair)
+        data = megaresume.attach(engine, toy.DATA, loader=megaresume.Loader(transform=toy.as_pair))
         if load is not None:
             engine.load_checkpoint(str(save), tag=load)
         losses = []
@@ -119,12 +119,12 @@ def clock() -> None:
     """What counts is what the optimizer has stepped on."""
     save = toy.ROOT / "clock"
     engine = toy.engine_of()
-    data = megaresume.attach(engine, toy.DATA, prefetch=3)
+    data = megaresume.attach(engine, toy.DATA, loader=megaresume.Loader(prefetch=3))
     toy.train(engine, data, 1)
     ahead = [next(data)["samples"].tolist() for _ in range(2)]  # a step that is not trained
     engine.save_checkpoint(str(save))
     engine = toy.engine_of()
-    data = megaresume.attach(engine, toy.DATA, prefetch=0)
+    data = megaresume.attach(engine, toy.DATA, loader=megaresume.Loader(prefetch=0))
     engine.load_checkpoint(str(save))
     after = [next(data)["samples"].tolist() for _ in range(2)]
     toy.result("clock", {"ahead": ahead, "after": after, "samples": data.samples_trained})
@@ -214,7 +214,7 @@ def adopted() -> None:
     megaresume.attach(engine, toy.DATA)
     refused = toy.error_of(lambda: engine.load_checkpoint(str(stock)))
     engine = toy.engine_of(stage=1)
-    data = megaresume.attach(engine, toy.DATA, adopt=True)
+    data = megaresume.attach(engine, toy.DATA, checkpoints=megaresume.Checkpoints(adopt=True))
     engine.load_checkpoint(str(stock))
     again = toy.train(engine, data, 6, stock)
     data.close()
@@ -336,7 +336,12 @@ def faults() -> None:
     mapping["sources"]["web"]["weight"] = 1
     save = toy.ROOT / "faults"
     engine = toy.engine_of()
-    data = megaresume.attach(engine, mapping, objects={"pairs": Pictures()}, prefetch=3)
+    data = megaresume.attach(
+        engine,
+        mapping,
+        data_options=megaresume.DataOptions(objects={"pairs": Pictures()}),
+        loader=megaresume.Loader(prefetch=3),
+    )
     toy.train(engine, data, 6, save)
     own = data.faults.to_plain()
     next(data)  # of a step that is never made
@@ -344,7 +349,12 @@ def faults() -> None:
     data.close()
 
     engine = toy.engine_of()
-    data = megaresume.attach(engine, mapping, objects={"pairs": Pictures()}, num_workers=1)
+    data = megaresume.attach(
+        engine,
+        mapping,
+        data_options=megaresume.DataOptions(objects={"pairs": Pictures()}),
+        loader=megaresume.Loader(num_workers=1),
+    )
     _, client = engine.load_checkpoint(str(save), tag="global_step2")
     toy.train(engine, data, 6, toy.ROOT / "faults_again")
     data.close()

@@ -27,7 +27,11 @@ model = torch.nn.Embedding(100, 8)
 config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam", "params": {"torch_adam": True}}}
 engine, *_ = deepspeed.initialize(model=model, config=config)
 data = megaresume.attach(
-    engine, data_config, seq_length=8, seed=1, save_dir=local, stage_to=shared, keep_last=2, prefetch=0
+    engine,
+    data_config,
+    data_options=megaresume.DataOptions(seq_length=8, seed=1),
+    checkpoints=megaresume.Checkpoints(save_dir=local, stage_to=shared, keep_last=2),
+    loader=megaresume.Loader(prefetch=0),
 )
 engine.load_checkpoint(local)
 for batch in data:

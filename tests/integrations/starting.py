@@ -62,7 +62,13 @@ def end(job: subprocess.Popen[str] | None) -> None:
 
 
 def attach(engine: Any, save_dir: Path | None, **options: Any) -> megaresume.integrations.deepspeed.Attached:
-    return megaresume.attach(engine, DATA, save_dir=save_dir, prefetch=0, **options)
+    return megaresume.attach(
+        engine,
+        DATA,
+        checkpoints=megaresume.Checkpoints(save_dir=save_dir),
+        loader=megaresume.Loader(prefetch=0),
+        **options,
+    )
 
 
 def held_by_another(engine: Any) -> None:

@@ -23,7 +23,13 @@ def stopped_by(name: str, conditions: StopConditions, act: Any, *, workers: int 
     """Train until stopped; ``act(step)`` runs after the first micro-batch of every step."""
     save = toy.ROOT / name
     engine = toy.engine_of()
-    data = megaresume.attach(engine, toy.DATA, save_dir=save, stop=conditions, num_workers=workers)
+    data = megaresume.attach(
+        engine,
+        toy.DATA,
+        checkpoints=megaresume.Checkpoints(save_dir=save),
+        loader=megaresume.Loader(num_workers=workers),
+        stop=conditions,
+    )
     reason, status, seen = None, None, []
     try:
         while engine.global_steps < steps:

@@ -154,13 +154,13 @@ def run(task: Task, rank: int, meeting: Path, report: Report, log: int) -> None:
             return nullcontext()
         return shim.armed(directory, at=mine.at, mode=mine.mode, error=mine.error, log=log)
 
-    options: dict[str, Any] = {"verify_checkpoint": True} if task.verify else {}
-    if task.is_named:
-        options["save_dir"] = directory
+    # A job that is killed so often in its first save must be allowed to try again.
+    checkpoints = megaresume.Checkpoints(
+        save_dir=directory if task.is_named else None, keep_last=task.keep, max_starts=0, verify=task.verify
+    )
     report("starts")
     with armed("starts"):
-        # A job that is killed so often in its first save must be allowed to try again.
-        data = megaresume.attach(engine, task.data, prefetch=0, keep_last=task.keep, max_starts=0, **options)
+        data = megaresume.attach(engine, task.data, checkpoints=checkpoints, loader=megaresume.Loader(prefetch=0))
         engine.load_checkpoint(str(directory))
         report("restored", step=engine.global_steps, samples=data.samples_trained, content=content(engine))
         trained = train_step(engine, data) if engine.global_steps < task.stop else None

@@ -100,7 +100,10 @@ def watched() -> None:
         # Asked to stop: what it says is saved is committed.
         engine, stop = engine_of(1, checkpoint=writer), toy.ROOT / "stop-now"
         data = megaresume.attach(
-            engine, toy.DATA, save_dir=toy.ROOT / "stopped", stop=megaresume.StopConditions(file=str(stop))
+            engine,
+            toy.DATA,
+            checkpoints=megaresume.Checkpoints(save_dir=toy.ROOT / "stopped"),
+            stop=megaresume.StopConditions(file=str(stop)),
         )
         toy.train(engine, data, 1)
         stop.touch()
