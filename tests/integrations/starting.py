@@ -61,7 +61,7 @@ def end(job: subprocess.Popen[str] | None) -> None:
     on_rank_0(kill)
 
 
-def attach(engine: Any, save_dir: Path | None, **options: Any) -> megaresume.integrations.deepspeed.Attached:
+def attach(engine: Any, save_dir: Path | None, **options: Any) -> Any:
     return megaresume.attach(
         engine,
         DATA,
