@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import sys
 from types import FrameType, FunctionType, ModuleType
+from typing import TYPE_CHECKING
 
 from megaresume.checkpoint.layout import TRACKER
-from megaresume.integrations.megatron.host import MegatronHost
 from megaresume.integrations.megatron.importing import STRANGERS, reaches
 from megaresume.integrations.megatron.launch import BEGIN_ANEW
 from megaresume.integrations.megatron.project import current_project, package_name
 from megaresume.integrations.megatron.seams import ITERATORS, LOAD, SAVE, SEAMS, SIGNALS, Factory, called
 from megaresume.stream.errors import MegaresumeError, SetupError
+
+if TYPE_CHECKING:
+    from megaresume.integrations.megatron.host import MegatronHost
 
 __all__ = [
     "not_asked",

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megaresume.checkpoint.layout import TRACKER
 from megaresume.integrations.megatron import host as hosts
@@ -40,11 +40,14 @@ from megaresume.integrations.megatron.call_errors import (
     seam_name,
     without_state,
 )
-from megaresume.integrations.megatron.host import MegatronHost, envelope_on
 from megaresume.integrations.megatron.importing import wrap
 from megaresume.integrations.megatron.project import current_project, package_name
 from megaresume.integrations.megatron.seams import ITERATORS, SIGNALS, Factory, called
 from megaresume.stream.errors import MegaresumeError, SetupError
+
+if TYPE_CHECKING:
+    # `host` imports torch, which calls `watch_optimizers` while it is imported: here it is a module, not yet its names.
+    from megaresume.integrations.megatron.host import MegatronHost
 
 __all__ = [
     "Counted",
@@ -271,7 +274,7 @@ def _arguments_in(obj: Any, args: Any) -> Mapping[str, Any] | None:
 
 
 def _check_state(names: Mapping[str, Any]) -> None:
-    samples, envelope = int(names["consumed_train_samples"]), envelope_on(names)
+    samples, envelope = int(names["consumed_train_samples"]), hosts.envelope_on(names)
     if envelope is None or envelope.samples != samples:
         raise _refused(without_state(samples))
 
