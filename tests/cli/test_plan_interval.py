@@ -160,7 +160,7 @@ def test_too_little(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     other = ["--dp", "4", "--on-change", "stage", "--skip-samples", "8:16"]
     assert main(["plan", str(tmp_path), "--mtbf", "6h", *other]) == 2
-    assert "found: --on-change, --skip, --dp beside --mtbf" in " ".join(capsys.readouterr().err.split())
+    assert "found: --on-change, --skip, --dp with --mtbf" in " ".join(capsys.readouterr().err.split())
     done = megaresume("plan", tmp_path, "--mtbf", "soon")
     assert done.returncode == 2 and "'soon' is no time such as 45s, 90m, 6h or 2d" in done.stderr
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
@@ -44,7 +45,7 @@ def test_commands_and_scripts_as_they_stand(tmp_path, monkeypatch, capsys):
 
 
 def test_options_in_the_tables_are_those_of_the_code():
-    from megaresume.sources.shards import COMMON
+    from megaresume.sources.shards import ShardOptions
 
     named = set(re.findall(r"^\| `(\w+)` \|", TEXT, flags=re.MULTILINE))
-    assert set(COMMON) <= named
+    assert {field.name for field in dataclasses.fields(ShardOptions)} <= named

@@ -126,7 +126,7 @@ def test_shards_and_records_that_its_split_excludes_are_left_out(made, tmp_path)
     ours = {source.record(i).key for i in range(7) if source.length(i)}
     assert ours == set(energon_keys(tmp_path / "coco"))
     path.write_text(yaml.safe_dump({**split, "exclude": ["s3.tar/2"]}))
-    with pytest.raises(CorpusError, match=r"no record that split\.yaml excludes from it[\s\S]*2, which is the key"):
+    with pytest.raises(CorpusError, match=r"no record that split\.yaml excludes from it[\s\S]*2, which is not the key"):
         prepare_shards([tmp_path / "coco"], tmp_path / "other", encoder())
 
 
@@ -309,7 +309,7 @@ def test_validation_takes_the_data_sets_by_their_sizes_as_energon_puts_them_one_
         ({"blend": [{"path": "coco", "subset": {"range": ["0%", "50%"]}}]}, "subset"),
         ({"blend": [{"path": "coco", "aux": {"a": "coyo"}}]}, "aux"),
         ({"blend": [{"path": "coco", "shuffle_over_epochs_multiplier": -1}]}, "shuffle_over_epochs_multiplier: -1"),
-        ({"blend": [{"path": "none"}]}, "none, which is no directory"),
+        ({"blend": [{"path": "none"}]}, "none, which is not a directory"),
         ({"blend": []}, "a list of data sets"),
         ({"blend": [{"path": "coco", "weight": 0}]}, "all 0"),
         ({"path": "meta.yaml"}, "itself"),

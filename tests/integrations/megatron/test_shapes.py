@@ -212,7 +212,7 @@ def test_guard_is_adopted_and_resumed(
     assert list((tmp_path / "save" / "megaresume").glob("step_*.manifest.json"))
     assert not list((tmp_path / "save" / "megaresume").glob("*.saving*"))
     status, text = command("inspect", tmp_path / "save")
-    assert status == 0 and "resumes from iter_0000012, under guard" in text, text
+    assert status == 0 and "resumes from iter_0000012, at sample 96, under guard" in text, text
 
 
 def test_modes_do_not_mix(mini: Any, tmp_path: Path, stream_flags: list[object], guard_flags: list[object]) -> None:
