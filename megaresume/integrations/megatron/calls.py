@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +29,6 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from megaresume.checkpoint.layout import TRACKER
-from megaresume.integrations.megatron import host as hosts
 from megaresume.integrations.megatron.arguments import Settings
 from megaresume.integrations.megatron.call_errors import (
     not_asked,
@@ -46,7 +46,6 @@ from megaresume.integrations.megatron.seams import ITERATORS, SIGNALS, Factory, 
 from megaresume.stream.errors import MegaresumeError, SetupError
 
 if TYPE_CHECKING:
-    # `host` imports torch, which calls `watch_optimizers` while it is imported: here it is a module, not yet its names.
     from megaresume.integrations.megatron.host import MegatronHost
 
 __all__ = [
@@ -77,6 +76,19 @@ class _Process:
 
 
 _process = _Process()
+
+
+#: It imports torch, whose import calls `watch_optimizers`: so this file imports it when it is needed, not before.
+_HOST = "megaresume.integrations.megatron.host"
+
+
+def _host_module() -> ModuleType:
+    return importlib.import_module(_HOST)
+
+
+def _latest_host() -> MegatronHost | None:
+    """None also if its module was never needed."""
+    return _host_module().latest_host() if _HOST in sys.modules else None
 
 
 @functools.cache
@@ -252,7 +264,7 @@ def around_save(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
-        current = hosts.latest_host()
+        current = _latest_host()
         if current is not None and current.order is not None and current.settings.mode != "off":
             names = _arguments_in(obj, current.args)
             if names is not None:
@@ -274,7 +286,7 @@ def _arguments_in(obj: Any, args: Any) -> Mapping[str, Any] | None:
 
 
 def _check_state(names: Mapping[str, Any]) -> None:
-    samples, envelope = int(names["consumed_train_samples"]), hosts.envelope_on(names)
+    samples, envelope = int(names["consumed_train_samples"]), _host_module().envelope_on(names)
     if envelope is None or envelope.samples != samples:
         raise _refused(without_state(samples))
 
@@ -284,7 +296,7 @@ def _check_state(names: Mapping[str, Any]) -> None:
 
 def at_exit() -> None:
     """What only the end shows. A process that trained past us does not end with status 0."""
-    current = hosts.latest_host()
+    current = _latest_host()
     if _process.refused:
         os._exit(1)  # whatever a program made of the error that it was given
     if getattr(sys, "last_value", None) is not None or _mode(current) == "off":
@@ -334,7 +346,7 @@ def _session() -> MegatronHost | None:
     """The session of Megatron's arguments; None: this process has not set them."""
     try:
         name = current_project().modules["global_vars"]
-        return hosts.megatron_host() if name in sys.modules else None
+        return _host_module().megatron_host() if name in sys.modules else None
     except (AssertionError, SetupError):
         return None
 
