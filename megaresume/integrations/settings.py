@@ -27,20 +27,20 @@ __all__ = ["GROUPS", "Checkpoints", "DataOptions", "LaunchOptions", "Loader", "M
 class DataOptions:
     """What the data config leaves open, and what a launch may change in the order of the data."""
 
-    seq_length: int | None = setting(None, "tokens a sample, if the data config does not say")
-    seed: int | None = setting(None, "if the data config does not say")
+    seq_length: int | None = setting(None, "tokens in a sample, if the data config has none")
+    seed: int | None = setting(None, "of the order, if the data config has none")
     split: str | None = setting(None, "shares of train, valid and test, for sources without a split of their own")
     objects: Mapping[str, object] | None = setting(None, "sources that are Python objects, by name")
     on_change: OnChange = setting(
         "refuse",
-        "if the data config is not the one of the checkpoint. refuse: stop, naming what differs. stage: begin a new "
-        "stage there; every source goes on at its own position",
+        "what to do if the data config differs from the checkpoint's. refuse: stop and name the differences. stage: "
+        "begin a new stage there; every source goes on at its own position",
         hosts="megatron training plan",
     )
     skip: Any = setting(
         None,
-        "samples A to B-1 of the stream, counted from 0 with what is left out, that are not to be trained: the data "
-        "after them moves up. Kept in the checkpoint; the flag may stay in the launch script. In Python also "
+        "leave out samples A to B-1 of the stream, counted from 0 and including what is left out: later samples move "
+        "up. Kept in the checkpoint; the flag may stay in the launch script. In Python also "
         '{"samples": [...], "documents": {"web": [17]}}',
         hosts="megatron training plan",
         flag="skip-samples",
@@ -58,14 +58,14 @@ class Loader:
     num_workers: int = setting(0, "worker processes; 0: a thread, which is faster for corpora of tokens")
     prefetch: int = setting(2, "micro-batches read ahead (by each worker); 0: on demand", hosts="training")
     start_method: Literal["fork", "spawn", "forkserver"] | None = setting(
-        None, "of worker processes; default: Python's", hosts="training"
+        None, "how worker processes start; default: Python's", hosts="training"
     )
     pin_memory: bool | None = setting(None, "page-locked batches; default: on a CUDA device")
     attention_mask: bool = setting(False, "add the document-diagonal mask, bool[m, 1, S, S], to every batch")
     pad_id: int = setting(0, "token written where there is no document")
     transform: Callable[[Any], Any] | None = setting(
         None,
-        "makes of a batch what the model wants, for example ((tokens, position_ids), labels) for a pipeline engine",
+        "turns a batch into what the model takes, for example ((tokens, position_ids), labels) for a pipeline engine",
     )
 
 
@@ -76,8 +76,8 @@ class Checkpoints:
 
     save_dir: str | os.PathLike[str] | None = setting(
         None,
-        "where the run saves its checkpoints: with it the ledger there records every start, also of a process that "
-        "dies before its first save. No other job may write there meanwhile",
+        "where the run saves its checkpoints. The ledger there then records every start, even of a process that dies "
+        "before its first save. No other job may write there",
     )
     keep_last: int | None = setting(
         None,
@@ -87,7 +87,8 @@ class Checkpoints:
     )
     keep_every: int | None = setting(
         None,
-        "keep those besides whose step N divides; with keep-last, Megatron's --save-retain-interval is the same",
+        "with keep-last, also keep every checkpoint whose step is a multiple of N; Megatron's --save-retain-interval "
+        "does the same",
         hosts="megatron training",
         metavar="N",
     )
@@ -106,8 +107,8 @@ class Checkpoints:
     )
     elastic: bool = setting(
         False,
-        "convert a ZeRO checkpoint that another number of data-parallel ranks saved when it is loaded; otherwise it is "
-        "refused, with the command to run",
+        "when loading a ZeRO checkpoint saved by a different number of data-parallel ranks, convert it; otherwise it "
+        "is refused, with the command to run",
         hosts="megatron training plan",
     )
     adopt: bool = setting(
@@ -140,8 +141,7 @@ class LaunchOptions:
 
     data: str | None = setting(
         None,
-        "data.yaml with the sources, weights and packing: train on the stream that it describes, in the place of "
-        "--data-path and its kin",
+        "data.yaml with the sources, weights and packing: train on that stream instead of --data-path and its kin",
         hosts="megatron training",
         metavar="FILE",
     )
@@ -154,8 +154,8 @@ class LaunchOptions:
     )
     accept: tuple[str, ...] | None = setting(
         None,
-        "differences from the recorded order of Megatron's own datasets that are meant, by the names that the refusal "
-        "gave them; kept in the record for ever",
+        "accept these differences from the recorded order of Megatron's own datasets, by the names in the refusal; the "
+        "record keeps them",
         hosts="megatron",
         nargs="+",
         metavar="NAME",

@@ -6,8 +6,8 @@
     hugging-face   checkpoint-10/        no pointer                            (LLaMA-Factory too)
 
 Where megaresume saved, its manifest says what is complete. Elsewhere the files are held against what their layout
-demands: `content` looks at single files, `words` and `distributed` at what they say of the others, and one file for
-each layout (`deepspeed`, `hugging_face`, `megatron`, `verl`; `base` is what they have in common) at the whole.
+demands: content.py looks at single files, words.py and distributed.py at what they say of the others, and one file for
+each layout (deepspeed.py, hugging_face.py, megatron.py, verl.py; base.py is what they have in common) at the whole.
 `megaresume.runs.newest` chooses. Nothing is unpickled, and no tensor is read.
 """
 

@@ -8,12 +8,12 @@ Anything with ``save_state_rank`` / ``restore_state_rank`` (Energon's `SavableDa
 what is ours is that the state belongs to the *trained* batches, that every data-parallel rank's state is committed with
 the checkpoint or not at all, and that it is restored on every replica or refused.
 
-    adapters   what a kind of loader says of itself, how its state is taken and put back
-    reader     its batches one after another, and the state at any of them: prefetching never enters
-    record     what a checkpoint says about the states: JSON, beside the files with their checksums
-    files      the states themselves: <save>/megaresume/step_0000010.loader/rank_00000.pkl
-    gathering  all ranks together: who writes, who must agree, who gets what
-    deepspeed, megatron   the two frameworks
+    adapters.py         what a kind of loader says of itself, how its state is taken and put back
+    reader.py           its batches one after another, and the state at any of them: prefetching never enters
+    record.py           what a checkpoint says about the states, which lie beside it, a pickle for each rank
+    gathering.py        all ranks together: who writes, who must agree, who gets what
+    deepspeed.py        `attach_loader`; megatron.py: `loader_provider`
+    energon_import.py   from Energon's loader to a stream; energon_position.py: what that loader has handed out
 
 The state of such a run is a `DataState` of kind ``loader``: everything that `megaresume.checkpoint` promises for a
 stream holds for it too, and ``megaresume inspect`` unpickles nothing.

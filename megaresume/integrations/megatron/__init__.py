@@ -8,6 +8,9 @@
                    children/         the same in child processes
     the run        arguments.py      our flags
                    host.py           `MegatronHost`: one training process as the host of a session
+                   launch.py         rules on records and configs alone, which `megaresume plan` asks too
+                   schedule.py       the global batch size of every step, as Megatron will have it
+                   stopping.py       stopping in time
                    checks.py         loud where stock Megatron is silent
                    calls.py          proof that training calls what is wrapped (call_errors.py: what it says)
     checkpoints    checkpointing.py  around save_checkpoint and load_checkpoint
@@ -16,7 +19,8 @@
     the data       iterators.py      around build_train_valid_test_data_iterators
                    data.py           flags -> streams
                    provider.py       streams -> datasets
-                   samples.py        the keys that get_batch expects
+                   samples.py        the keys that get_batch expects (sample_kernels.py: a batch at a time)
+                   sample_log.py     what every process was handed
                    order.py          the stream as what a checkpoint saves
                    guard/            Megatron's own datasets: recorded and pinned
 

@@ -221,7 +221,7 @@ def check_replicas(replicas: Sequence[tuple[str, dict[str, Any]]]) -> None:
             if name == "restored state" and facts_of_0[name] == "none":
                 odd, normal = normal, odd
             error = StateError(
-                f"rank {odd[0]} ({odd[1]}) has not the {name} that the others have",
+                f"rank {odd[0]} ({odd[1]}) differs from the others in its {name}",
                 found=f"rank {odd[0]} ({odd[1]}): {name} {odd[2]}",
                 expected=f"{name} {normal[2]}, as rank {normal[0]} ({normal[1]})",
                 cause="the ranks have read different checkpoints or corpora: a directory that is not shared, or a copy "

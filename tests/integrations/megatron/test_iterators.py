@@ -43,13 +43,19 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 
 REFUSALS = {
-    "last stage not restored": (r"rank 1 \(tp 0, pp 1, dp 0, cp 0\) has not the restored state", None),
-    "first stage not restored": (r"rank 0 \(tp 0, pp 0, dp 0, cp 0\) has not the restored state", None),
+    "last stage not restored": (
+        r"rank 1 \(tp 0, pp 1, dp 0, cp 0\) differs from the others in its restored state",
+        None,
+    ),
+    "first stage not restored": (
+        r"rank 0 \(tp 0, pp 0, dp 0, cp 0\) differs from the others in its restored state",
+        None,
+    ),
     "nobody restored": ("no data state was restored", "--megaresume-mode guard"),
-    "other counter": (r"rank 1 \(tp 0, pp 1, dp 0, cp 0\) has not the sample", "80"),
-    "other corpus": ("rank 1 .* has not the corpora", "same corpora on every node"),
+    "other counter": (r"rank 1 \(tp 0, pp 1, dp 0, cp 0\) differs from the others in its sample", "80"),
+    "other corpus": ("rank 1 .* differs from the others in its corpora", "same corpora on every node"),
     "no corpus": ("nowhere.* is missing", "rank 1"),
-    "other flag": ("rank 1 .* has not the data config", None),
+    "other flag": ("rank 1 .* differs from the others in its data config", None),
     "flag of one": ("--mock-data does not go together", None),
 }
 
@@ -67,7 +73,7 @@ def test_all_ranks_refuse_what_is_wrong_on_one(refusals: dict[str, list[str]], n
 def test_replicas_that_agree_pass() -> None:
     facts = {"sample": 80, "digest": "ab"}
     check_replicas([("pp 0", facts), ("pp 1", dict(facts))])
-    with pytest.raises(StateError, match=r"rank 1 \(pp 1\) has not the digest"):
+    with pytest.raises(StateError, match=r"rank 1 \(pp 1\) differs from the others in its digest"):
         check_replicas([("pp 0", facts), ("pp 1", facts | {"digest": "ac"})])
 
 
