@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megaresume.checkpoint.choose import Choice
-from megaresume.checkpoint.data_state import Envelope
+from megaresume.checkpoint.data_state import FORMAT, Envelope
 from megaresume.checkpoint.layout import deepspeed_tag
 from megaresume.checkpoint.step_file import StepFile
 from megaresume.checkpoint.topology import Topology
@@ -30,7 +30,7 @@ from megaresume.integrations.resume import Reading
 from megaresume.integrations.saving import Save
 from megaresume.integrations.session import Session
 from megaresume.stream.batches import BatchSchedule
-from megaresume.stream.errors import CheckpointError, MegaresumeError
+from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
 from megaresume.stream.state import StreamState
 
 __all__ = ["KEY", "EngineHost"]
@@ -149,6 +149,7 @@ class EngineHost:
         in_flight.watch(self.engine)
         self.settle()
         on_all_ranks(lambda: in_flight.check_writer(self.engine))
+        on_all_ranks(lambda: _check_key(client_state))
 
         def write_files(save: Save) -> Any:
             result = write(tag=save.tag, client_state={**client_state, KEY: save.envelope.to_dict()}, save_latest=False)
@@ -266,4 +267,16 @@ def _check_loaded(path: object, choice: Choice) -> None:
             expected="the path of the checkpoint",
             cause="files that DeepSpeed needs are missing, or of another parallel layout",
             action=f"megaresume inspect {choice.load_dir}",
+        )
+
+
+def _check_key(client_state: Mapping[str, Any]) -> None:
+    # What a load returned may be passed on: its data state is replaced by that of this save.
+    value = client_state.get(KEY)
+    if value is not None and (not isinstance(value, Mapping) or value.get("format") != FORMAT):
+        raise UsageError(
+            f"client_state has a key {KEY!r} of its own",
+            found=f"{KEY}: {value!r:.60}",
+            expected="that key free: the data state goes there",
+            action="give yours another name",
         )

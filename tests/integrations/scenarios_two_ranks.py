@@ -252,6 +252,18 @@ def refusals() -> None:
     found["other_batches"] = toy.error_of(lambda: engine.save_checkpoint(str(toy.ROOT / "other")))
     found["other_batches_wrote"] = [str((toy.ROOT / "other").exists())]
 
+    # A key of ours with something else in it; what a load returned may be passed on.
+    engine = toy.engine_of()
+    data = megaresume.attach(engine, toy.DATA)
+    _, kept = engine.load_checkpoint(str(copy(good, toy.ROOT / "key")))
+    toy.train(engine, data, engine.global_steps + 1)
+    found["key_of_ours"] = toy.error_of(
+        lambda: engine.save_checkpoint(str(toy.ROOT / "key"), client_state={"megaresume": 3})
+    )
+    found["passed_on"] = toy.error_of(
+        lambda: engine.save_checkpoint(str(toy.ROOT / "passed"), client_state={"megaresume": kept["megaresume"]})
+    )
+
     # No records beside the checkpoint; no state within it.
     bare = copy(good, toy.ROOT / "bare")
     if rank == 0:

@@ -116,6 +116,7 @@ def test_save_latest_false_moves_no_pointer(two_ranks: Any) -> None:
         ("attached_late", "StateError", "no data state was restored"),
         ("attached_late_save", "StateError", "no data state was restored"),
         ("other_batches", "StateError", "do not fit"),
+        ("key_of_ours", "UsageError", "a key 'megaresume' of its own"),
         ("accumulation", "StateError", "would not train all of its micro-batches"),
         ("no_records", "StateError", "no data state"),
         # of the same sizes: what is in them tells
@@ -145,6 +146,11 @@ def test_a_failure_of_one_rank_is_raised_on_all(two_ranks: Any) -> None:
 def test_a_refused_save_writes_nothing(two_ranks: Any) -> None:
     for found in two_ranks["refusals"]:
         assert found["other_batches_wrote"] == ["False"]
+
+
+def test_client_state_of_a_load_may_be_saved_again(two_ranks: Any) -> None:
+    for found in two_ranks["refusals"]:
+        assert found["passed_on"][0] == "no error", found["passed_on"]
 
 
 def test_no_checkpoint_yet_is_a_fresh_start(two_ranks: Any) -> None:

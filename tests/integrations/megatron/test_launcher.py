@@ -148,10 +148,10 @@ from megatron.training import {module} as target
 def {name}(*args, **kwargs):
     print("replaced")
 
-old = id(target.{attribute})
+kept = [target.{attribute}]  # not a name of its own, which would be replaced; kept, so that nothing else gets its id
 for module in list(sys.modules.values()):
     for key, value in list(vars(module).items()):
-        if id(value) == old:
+        if value is kept[0]:
             setattr(module, key, {name})
 """
 
