@@ -35,7 +35,8 @@ NODES = 4
 #: For machines that do other work at the same time: longer than on a laptop.
 SETTINGS = {
     "CLUSTER_NODES": str(NODES),
-    "CLUSTER_CRED_EXPIRE": "8",
+    # A busy machine may take longer than 8 s to start a step on a node; a requeued job waits as long.
+    "CLUSTER_CRED_EXPIRE": "20",
     "CLUSTER_NODE_TIMEOUT": "30",
     "CLUSTER_KILL_WAIT": "20",
     "CLUSTER_PREEMPT_GRACE": "90",
