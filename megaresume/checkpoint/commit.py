@@ -152,16 +152,7 @@ def begin_save(
         state=state,
         framework=framework,
     )
-    marker = Marker(
-        iteration=iteration,
-        tag=tag,
-        save_id=step.save_id,
-        run=step.run,
-        began_at=step.saved_at,
-        latest=latest,
-        tracker=tracker,
-    )
-    write_marker(marker_path(root, iteration, tag), marker)
+    write_marker(marker_path(root, iteration, tag), Marker.of(step, latest=latest, tracker=tracker))
     return PendingCheckpoint(
         save_dir=root,
         step=step,

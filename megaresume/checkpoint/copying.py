@@ -157,16 +157,7 @@ def stage(local: Path, shared: Path, iteration: int, tag: str) -> StepFile | Non
     began = time.monotonic()
     make_dir(records_dir(shared))
     latest, tracker = _moves(local, shared, step)
-    marker = Marker(
-        iteration=iteration,
-        tag=tag,
-        save_id=step.save_id,
-        run=step.run,
-        began_at=step.saved_at,
-        latest=latest,
-        tracker=tracker,
-    )
-    write_marker(marker_path(shared, iteration, tag), marker)
+    write_marker(marker_path(shared, iteration, tag), Marker.of(step, latest=latest, tracker=tracker))
     files = tuple(_copied(local / tag, shared / tag, manifest.files))
     beside = tuple(_copied(records_dir(local), records_dir(shared), manifest.beside))
     if not _is_still(local, step):

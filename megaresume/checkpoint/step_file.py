@@ -188,6 +188,19 @@ class Marker:
     latest: bool
     tracker: bool
 
+    @classmethod
+    def of(cls, step: StepFile, *, latest: bool, tracker: bool) -> Marker:
+        """Of the save that will write this data state."""
+        return cls(
+            iteration=step.iteration,
+            tag=step.tag,
+            save_id=step.save_id,
+            run=step.run,
+            began_at=step.saved_at,
+            latest=latest,
+            tracker=tracker,
+        )
+
     def to_bytes(self) -> bytes:
         """The content of the file."""
         fields: Mapping[str, Any] = {
