@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import uuid
 from pathlib import Path
 
 import numpy as np
@@ -85,16 +84,7 @@ def _read(path: Path, header: list[int]) -> LongDocuments | None:
 
 def _write(path: Path, header: list[int], found: LongDocuments) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
     later = int(found.ends[-1]) if len(found.ends) else 0
-    try:
-        with open(temporary, "xb") as file:
-            for part in ([*header, len(found.ids), later], found.guide, found.ids, found.ends):
-                np.asarray(part, "<i8").tofile(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+    with sidecar.written_atomically(path) as file:
+        for part in ([*header, len(found.ids), later], found.guide, found.ids, found.ends):
+            np.asarray(part, "<i8").tofile(file)

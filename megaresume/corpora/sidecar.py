@@ -24,10 +24,10 @@ import contextlib
 import json
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import xxhash
 
@@ -212,11 +212,21 @@ def write_json_atomically(path: Path, data: object) -> None:
     Raises:
         OSError: it cannot be written; the temporary file is gone.
     """
+    with written_atomically(path) as file:
+        file.write(f"{json.dumps(data, indent=1)}\n".encode())
+
+
+@contextlib.contextmanager
+def written_atomically(path: Path) -> Iterator[BinaryIO]:
+    """A temporary file to write to, which replaces `path` at the end; see `write_json_atomically`.
+
+    Raises:
+        OSError: it cannot be written; the temporary file is gone.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
     try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            json.dump(data, file, indent=1)
-            file.write("\n")
+        with open(temporary, "xb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
