@@ -15,6 +15,7 @@ from typing import Any
 
 from megaresume.integrations import deepspeed_engine as facts
 from megaresume.integrations import in_flight
+from megaresume.integrations.deepspeed_host import around_load
 from megaresume.integrations.engine_data import EngineData
 
 __all__ = ["hook"]
@@ -78,30 +79,11 @@ def _save_hook(save: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
 
 
 def _load_hook(load: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
-    @functools.wraps(load)
-    def load_checkpoint(
-        load_dir: str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable[..., Any] | None = None,
-        **more: Any,
-    ) -> Any:
-        read = functools.partial(
-            load,
-            load_module_strict=load_module_strict,
-            load_optimizer_states=load_optimizer_states,
-            load_lr_scheduler_states=load_lr_scheduler_states,
-            load_module_only=load_module_only,
-            custom_load_fn=custom_load_fn,
-            **more,
-        )
+    def load_ours(read: Callable[..., Any], load_dir: str, tag: str | None, module_only: bool, _optimizer: bool) -> Any:
         data = slot.data
-        return data.host.load_checkpoint(data.session, read, os.fspath(load_dir), tag, load_module_only)
+        return data.host.load_checkpoint(data.session, read, os.fspath(load_dir), tag, module_only)
 
-    return load_checkpoint
+    return around_load(load, load_ours)
 
 
 def _train_batch_hook(train: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:

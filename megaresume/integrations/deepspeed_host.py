@@ -7,6 +7,7 @@ their files. So it is told not to, and the commit writes it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import os
 from collections.abc import Callable, Mapping
@@ -33,7 +34,7 @@ from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
 from megaresume.stream.state import StreamState
 
-__all__ = ["KEY", "EngineHost"]
+__all__ = ["KEY", "EngineHost", "around_load"]
 
 #: the one key that we add to DeepSpeed's client state, which shares a namespace with DeepSpeed's own.
 KEY = "megaresume"
@@ -268,6 +269,39 @@ def _check_loaded(path: object, choice: Choice) -> None:
             cause="files that DeepSpeed needs are missing, or of another parallel layout",
             action=f"megaresume inspect {choice.load_dir}",
         )
+
+
+def around_load(load: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+    """An engine's ``load_checkpoint``, done by ``instead(read, load_dir, tag, module_only, optimizer_states)``.
+
+    Args:
+        load: DeepSpeed's method.
+        instead: is given ``read(load_dir, tag=...)``, which is that method with all other arguments bound.
+    """
+
+    @functools.wraps(load)
+    def load_checkpoint(
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+        **more: Any,
+    ) -> Any:
+        read = functools.partial(
+            load,
+            load_module_strict=load_module_strict,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+            custom_load_fn=custom_load_fn,
+            **more,
+        )
+        return instead(read, load_dir, tag, load_module_only, load_optimizer_states)
+
+    return load_checkpoint
 
 
 def _check_key(client_state: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from megaresume.checkpoint.layout import LATEST
 from megaresume.checkpoint.pointers import read_pointers
 from megaresume.integrations import deepspeed_engine as facts
 from megaresume.integrations import in_flight
-from megaresume.integrations.deepspeed_host import EngineHost
+from megaresume.integrations.deepspeed_host import EngineHost, around_load
 from megaresume.integrations.explained import reading
 from megaresume.integrations.megatron.host import MegatronHost, envelope_on, latest_host, megatron_host
 from megaresume.integrations.ranks import on_all_ranks
@@ -103,48 +103,39 @@ def around_engine_load(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(original)
-    def load_checkpoint(
-        self: Any,
-        load_dir: str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable[..., Any] | None = None,
-        **more: Any,
-    ) -> Any:
-        read = functools.partial(
-            original,
-            self,
-            load_module_strict=load_module_strict,
-            load_optimizer_states=load_optimizer_states,
-            load_lr_scheduler_states=load_lr_scheduler_states,
-            load_module_only=load_module_only,
-            custom_load_fn=custom_load_fn,
-            **more,
-        )
-        host = latest_host()
-        if host is None or not host.is_loading or load_dir is None:
-            return read(load_dir, tag=tag)
-        in_flight.watch(self)
-        engine = host.engine = EngineHost(self, elastic=host.settings.elastic)
-        root, is_universal = os.fspath(load_dir), facts.loads_universal(self)
-        choice, beside = host.session.choose(root, engine.pick(host.session, root, tag))
-        if choice is None:
-            return None, None  # a directory without any checkpoint: as DeepSpeed, without its warning on every rank
-        found = choice
-        on_all_ranks(lambda: _check_pointed(found, explicit=tag is not None or is_universal))
-        with reading(found):
-            optimizer = not load_module_only and load_optimizer_states
-            loaded, path, client_state = engine.read(read, found, beside, optimizer=optimizer)
-        if not load_module_only and not getattr(host.args, "reset_iteration", False):
-            host.choice, host.beside = loaded, beside
-            # bigscience does not check the arguments in a universal checkpoint, so nobody else would see them.
-            host.loaded_args = host.loaded_args or (client_state or {}).get("args")
-        return path, client_state
+    def load_checkpoint(engine: Any, *args: Any, **more: Any) -> Any:
+        return around_load(functools.partial(original, engine), functools.partial(_load, engine))(*args, **more)
 
     return load_checkpoint
+
+
+def _load(
+    engine: Any,
+    read: Callable[..., Any],
+    load_dir: str,
+    tag: str | None,
+    load_module_only: bool,
+    load_optimizer_states: bool,
+) -> Any:
+    host = latest_host()
+    if host is None or not host.is_loading or load_dir is None:
+        return read(load_dir, tag=tag)
+    in_flight.watch(engine)
+    engine_host = host.engine = EngineHost(engine, elastic=host.settings.elastic)
+    root, is_universal = os.fspath(load_dir), facts.loads_universal(engine)
+    choice, beside = host.session.choose(root, engine_host.pick(host.session, root, tag))
+    if choice is None:
+        return None, None  # a directory without any checkpoint: as DeepSpeed, without its warning on every rank
+    found = choice
+    on_all_ranks(lambda: _check_pointed(found, explicit=tag is not None or is_universal))
+    with reading(found):
+        optimizer = not load_module_only and load_optimizer_states
+        loaded, path, client_state = engine_host.read(read, found, beside, optimizer=optimizer)
+    if not load_module_only and not getattr(host.args, "reset_iteration", False):
+        host.choice, host.beside = loaded, beside
+        # bigscience does not check the arguments in a universal checkpoint, so nobody else would see them.
+        host.loaded_args = host.loaded_args or (client_state or {}).get("args")
+    return path, client_state
 
 
 def _check_pointed(choice: Choice, *, explicit: bool) -> None:
