@@ -12,10 +12,8 @@ from benchmarks.corpora import SEQ_LENGTH, config
 from benchmarks.setup import Setup
 from benchmarks.table import Row
 from benchmarks.timing import interleaved, median, ratio
-from megaresume.loading.assemble import Arrays, Assembler
+from megaresume.batches.assemble import Arrays, Assembler
 from megaresume.stream.stream import Stream
-
-__all__ = ["rows"]
 
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 #: Ready-made batches to copy: more than any cache holds.

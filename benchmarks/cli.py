@@ -15,8 +15,6 @@ from benchmarks.timing import interleaved, median, wall
 from megaresume.checkpoint import Topology, begin_save, commit_save
 from megaresume.stream.stream import Stream
 
-__all__ = ["rows"]
-
 NUM_CHECKPOINTS = 5
 MOST_SECONDS = 0.5
 

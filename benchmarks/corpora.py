@@ -12,17 +12,6 @@ import numpy.typing as npt
 from megaresume.corpora.layout import IndexHeader, bin_path, idx_path
 from megaresume.stream.config import StreamConfig
 
-__all__ = [
-    "END_OF_DOCUMENT",
-    "SEQ_LENGTH",
-    "VOCABULARY",
-    "WEIGHTS",
-    "config",
-    "document_lengths",
-    "write_corpora",
-    "write_corpus",
-]
-
 #: Tokens a sample.
 SEQ_LENGTH = 4096
 #: Name of each source -> its share of the tokens, and of the documents.

@@ -24,10 +24,8 @@ from benchmarks.setup import Setup
 from benchmarks.table import Row
 from megaresume.corpora.indexed import IndexedSource
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.kernel import DOCUMENT, LENGTH
+from megaresume.stream.planning.kernel import DOCUMENT, LENGTH
 from megaresume.stream.stream import Stream
-
-__all__ = ["rows"]
 
 BATCH = 256
 MODES = ("split", "best_fit")

@@ -10,8 +10,6 @@ from benchmarks.table import Row
 from benchmarks.timing import median, wall
 from megaresume.corpora.indexed import IndexedSource
 
-__all__ = ["rows"]
-
 MOST_SECONDS = 0.05
 
 

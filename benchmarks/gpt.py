@@ -11,8 +11,6 @@ from typing import Any
 
 from benchmarks.corpora import END_OF_DOCUMENT, SEQ_LENGTH, VOCABULARY, WEIGHTS
 
-__all__ = ["Sampler", "build", "build_one", "forget_index"]
-
 
 class Tokenizer:
     """What `GPTDatasetConfig` asks of a tokenizer."""

@@ -13,10 +13,8 @@ import numpy.typing as npt
 from benchmarks.corpora import WEIGHTS, document_lengths
 from megaresume.corpora.long_documents import kept_list
 from megaresume.corpora.sidecar import FileIdentity
-from megaresume.stream.pieces import LongDocuments, find_long
+from megaresume.stream.documents.pieces import LongDocuments, find_long
 from megaresume.stream.state import Fingerprint
-
-__all__ = ["LengthsOnDisk", "open_lengths", "write_lengths"]
 
 #: Lengths that are repeated until the file is full; no divisor of any size used.
 TILE = (1 << 20) + 7

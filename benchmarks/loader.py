@@ -14,11 +14,9 @@ from benchmarks.corpora import SEQ_LENGTH, config
 from benchmarks.setup import Setup
 from benchmarks.table import Row
 from benchmarks.timing import cpu, interleaved, median, ratio, wall
-from megaresume.loading.loader import StreamLoader
+from megaresume.batches.loader import StreamLoader
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.stream import Stream
-
-__all__ = ["rows"]
 
 MICRO_BATCH = 8
 WORKERS = 2

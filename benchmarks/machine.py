@@ -6,8 +6,6 @@ import platform
 from importlib.metadata import version
 from pathlib import Path
 
-__all__ = ["machine"]
-
 
 def machine(cores: set[int]) -> dict[str, str]:
     """Processor, cores that may be used, versions."""

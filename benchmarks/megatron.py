@@ -19,10 +19,8 @@ from benchmarks.corpora import END_OF_DOCUMENT, SEQ_LENGTH, config
 from benchmarks.setup import Setup
 from benchmarks.table import Row
 from benchmarks.timing import interleaved, median, ratio
-from megaresume.integrations.megatron.samples import SampleDataset, form_of
+from megaresume.hosts.megatron.data.samples import SampleDataset, form_of
 from megaresume.stream.stream import Stream
-
-__all__ = ["rows"]
 
 MICRO_BATCH = 4
 WORKERS = 2

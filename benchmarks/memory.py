@@ -15,8 +15,6 @@ from benchmarks.setup import Setup
 from benchmarks.table import Row
 from megaresume.stream.stream import Stream
 
-__all__ = ["rows"]
-
 #: Parts of `Sizes.most_documents`.
 PARTS = (1000, 10, 1)
 #: Samples planned: more than a stream keeps.

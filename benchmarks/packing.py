@@ -14,11 +14,9 @@ from benchmarks.lengths import LengthsOnDisk
 from benchmarks.setup import Setup
 from benchmarks.table import Row
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
-from megaresume.stream.plan import Plan
+from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
+from megaresume.stream.planning.plan import Plan
 from megaresume.stream.stream import Stream
-
-__all__ = ["rows"]
 
 LEAST = 99.7
 #: Documents far shorter than a sample: tokens of a sample, mean tokens of a document.

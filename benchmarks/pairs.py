@@ -20,14 +20,12 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.timing import cpu
+from megaresume.batches.loader import StreamLoader
+from megaresume.batches.open import open_stream
 from megaresume.corpora.image_text import Key, Record
 from megaresume.images.encoder import ImageTextEncoder
-from megaresume.loading.loader import StreamLoader
-from megaresume.loading.open import open_stream
 from megaresume.shards.prepare import prepare_shards
 from megaresume.stream.batches import BatchSchedule
-
-__all__ = ["SEQ_LENGTH", "Shards"]
 
 SEQ_LENGTH = 8192
 SHUFFLE_BUFFER, PACKING_BUFFER = 100, 100

@@ -15,12 +15,10 @@ from benchmarks.lengths import LengthsOnDisk, open_lengths
 from benchmarks.setup import Setup
 from benchmarks.table import Row
 from benchmarks.timing import interleaved, median, wall
-from megaresume.loading.assemble import Assembler
-from megaresume.loading.batch import Batch, make_batch
+from megaresume.batches.assemble import Assembler
+from megaresume.batches.batch import Batch, make_batch
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
-
-__all__ = ["rows"]
 
 #: Where the run was killed, in epochs over all documents.
 POSITIONS = {"at the start": 0.0, "in mid-epoch": 0.5, "deep in the eighth epoch": 7.5}

@@ -11,8 +11,6 @@ from benchmarks.corpora import write_corpora
 from benchmarks.lengths import write_lengths
 from megaresume.corpora.indexed import IndexedSource
 
-__all__ = ["FULL", "QUICK", "Setup", "Sizes"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:

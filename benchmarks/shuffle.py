@@ -24,8 +24,6 @@ from megaresume.stream.config import StreamConfig
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList
 
-__all__ = ["Mixed", "measure", "ours"]
-
 Int64Array = npt.NDArray[np.int64]
 SHARDS, RECORDS, RECORD_BYTES = 1000, 1000, 100_000
 BATCH = 256

@@ -10,8 +10,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["ENDS", "NODE_RANKS", "Attempt", "Layout", "script"]
-
 #: Ranks of each node: 24 nodes that make 4,096.
 NODE_RANKS = (171,) * 16 + (170,) * 8
 #: How an attempt ends -> (how often, what is lost).

@@ -16,8 +16,6 @@ from benchmarks.timing import interleaved, median, ratio
 from megaresume.stream.batches import micro_batches
 from megaresume.stream.stream import Stream
 
-__all__ = ["cost_rows"]
-
 #: As fast as one rank alone.
 LEAST = 0.8
 

@@ -16,10 +16,8 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, POSITION, SOURCE
-from megaresume.stream.mixing import mix
-
-__all__ = ["DocumentCounts", "Wrong"]
+from megaresume.stream.documents.mixing import mix
+from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, POSITION, SOURCE
 
 #: Epochs of a source that may be under way at the same time: open bins hold documents of the one before.
 WINDOW = 4

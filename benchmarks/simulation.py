@@ -21,8 +21,6 @@ from benchmarks.simulated_documents import Wrong
 from benchmarks.simulated_run import Outcome, SimulatedRun
 from benchmarks.table import Row
 
-__all__ = ["Summary", "rows", "simulate"]
-
 NUM_DOCUMENTS = {"web": 24_000, "code": 12_000, "books": 8_000}
 SEQ_LENGTH = 1024
 #: Ranks, all of them data-parallel, and samples of a step, for the cost of planning.

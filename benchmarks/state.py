@@ -14,8 +14,6 @@ from benchmarks.timing import interleaved, median
 from megaresume.stream.state import Fingerprint
 from megaresume.stream.stream import Stream
 
-__all__ = ["rows"]
-
 #: Sources -> what taking the state may take: seconds, bytes.
 MOST = {10: (1e-3, 16384), 1000: (0.1, 65536)}
 #: Samples planned; the state is that before one of the last, as far behind as a loader reads ahead.

@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Row", "markdown"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:

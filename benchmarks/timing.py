@@ -13,8 +13,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["cpu", "interleaved", "median", "ratio", "wall"]
-
 cpu = time.process_time
 wall = time.perf_counter
 median = statistics.median

@@ -15,13 +15,11 @@ from benchmarks.pairs import SEQ_LENGTH, Shards
 from benchmarks.setup import Setup
 from benchmarks.table import Row
 from benchmarks.timing import cpu, interleaved, median, ratio
-from megaresume.loading.loader import StreamLoader
-from megaresume.loading.open import open_stream
+from megaresume.batches.loader import StreamLoader
+from megaresume.batches.open import open_stream
 from megaresume.stream.batches import BatchSchedule
-from megaresume.stream.kernel import DOCUMENT, LENGTH
+from megaresume.stream.planning.kernel import DOCUMENT, LENGTH
 from megaresume.stream.state import StreamState
-
-__all__ = ["rows"]
 
 #: records that one side reads before it is the other's turn.
 TURN = 20

@@ -2,6 +2,7 @@
 
     megaresume.attach(engine, "data.yaml")     DeepSpeed: micro-batches, saved and restored with the model
     megaresume.attach_loader(engine, loader)   DeepSpeed: Energon's or torchdata's loader in the place of our stream
+    megaresume.attach_trainer(trainer)         Hugging Face's Trainer: the same for its train_dataset
     megaresume.Checkpoints(...), Loader(...), DataOptions(...)  settings of `attach`
     megaresume.StopConditions(...)             when an attached run saves and exits; it raises megaresume.Stopped
     megaresume.provider(base_provider)         Megatron: the script's datasets provider, with exact resume
@@ -9,6 +10,7 @@
     megaresume.extra_args_provider(base)       Megatron: the script's flags, and ours
     megaresume.open_stream("data.yaml")        the stream itself: plan, state and digest of any sample
     megaresume.StreamLoader, StreamDataset     its samples as torch tensors
+    megaresume.DataLoader(dataset, ...)        any map-style dataset in such an order, in the place of torch's
 
 Names are imported when they are first used, so that the command line stays fast. The rooms, each importing only from
 those below it (``lint-imports`` checks that):
@@ -16,11 +18,13 @@ those below it (``lint-imports`` checks that):
 cli/           the program
 smoke/         the resume test on a cluster
 dryrun/, doctor/  what would a launch do, what is wrong
+launching/     the drivers of the launch scripts
 training/      the reference pretraining program, and the demo
 run.py         the launcher of Megatron's scripts
-integrations/  DeepSpeed, Megatron, other people's loaders
+hosts/         DeepSpeed, Megatron, other people's loaders
+session/       one training process and the protocol, whatever trains
 trace/         the stream of a run planned again
-loading/       samples to batches
+batches/       samples to batches
 patching/      scripts adapted by a codemod
 sources/       what a data config names, opened
 shards/        image-text records in tar shards
@@ -38,15 +42,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megaresume.integrations.deepspeed import attach
-    from megaresume.integrations.loaders.deepspeed import attach_loader
-    from megaresume.integrations.loaders.megatron import loader_provider
-    from megaresume.integrations.megatron.routes import extra_args_provider, provider
-    from megaresume.integrations.settings import Checkpoints, DataOptions, Loader
-    from megaresume.integrations.stop_conditions import StopConditions, Stopped
-    from megaresume.loading.dataset import StreamDataset
-    from megaresume.loading.loader import StreamLoader
-    from megaresume.loading.open import open_stream
+    from megaresume.batches.data_loader import DataLoader
+    from megaresume.batches.dataset import StreamDataset
+    from megaresume.batches.loader import StreamLoader
+    from megaresume.batches.open import open_stream
+    from megaresume.hosts.deepspeed.attach import attach
+    from megaresume.hosts.deepspeed.loaders import attach_loader
+    from megaresume.hosts.hugging_face.attach import attach_trainer
+    from megaresume.hosts.megatron.data.loaders import loader_provider
+    from megaresume.hosts.megatron.hooks.install import extra_args_provider, provider
+    from megaresume.session.settings import Checkpoints, DataOptions, Loader
+    from megaresume.session.stopping import StopConditions, Stopped
     from megaresume.stream.batches import BatchSchedule
     from megaresume.stream.config import StreamConfig
     from megaresume.stream.errors import MegaresumeError
@@ -58,6 +64,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchSchedule",
     "Checkpoints",
+    "DataLoader",
     "DataOptions",
     "Loader",
     "MegaresumeError",
@@ -70,6 +77,7 @@ __all__ = [
     "StreamState",
     "attach",
     "attach_loader",
+    "attach_trainer",
     "extra_args_provider",
     "loader_provider",
     "open_stream",
@@ -78,27 +86,35 @@ __all__ = [
 
 _HOMES = {
     "BatchSchedule": "megaresume.stream.batches",
-    "Checkpoints": "megaresume.integrations.settings",
-    "DataOptions": "megaresume.integrations.settings",
-    "Loader": "megaresume.integrations.settings",
+    "Checkpoints": "megaresume.session.settings",
+    "DataLoader": "megaresume.batches.data_loader",
+    "DataOptions": "megaresume.session.settings",
+    "Loader": "megaresume.session.settings",
     "MegaresumeError": "megaresume.stream.errors",
-    "StopConditions": "megaresume.integrations.stop_conditions",
-    "Stopped": "megaresume.integrations.stop_conditions",
+    "StopConditions": "megaresume.session.stopping",
+    "Stopped": "megaresume.session.stopping",
     "Stream": "megaresume.stream.stream",
     "StreamConfig": "megaresume.stream.config",
-    "StreamDataset": "megaresume.loading.dataset",
-    "StreamLoader": "megaresume.loading.loader",
+    "StreamDataset": "megaresume.batches.dataset",
+    "StreamLoader": "megaresume.batches.loader",
     "StreamState": "megaresume.stream.state",
-    "attach": "megaresume.integrations.deepspeed",
-    "attach_loader": "megaresume.integrations.loaders.deepspeed",
-    "extra_args_provider": "megaresume.integrations.megatron.routes",
-    "loader_provider": "megaresume.integrations.loaders.megatron",
-    "open_stream": "megaresume.loading.open",
-    "provider": "megaresume.integrations.megatron.routes",
+    "attach": "megaresume.hosts.deepspeed.attach",
+    "attach_loader": "megaresume.hosts.deepspeed.loaders",
+    "attach_trainer": "megaresume.hosts.hugging_face.attach",
+    "extra_args_provider": "megaresume.hosts.megatron.hooks.install",
+    "loader_provider": "megaresume.hosts.megatron.data.loaders",
+    "open_stream": "megaresume.batches.open",
+    "provider": "megaresume.hosts.megatron.hooks.install",
 }
 
 #: what needs more than torch -> the extra that installs all of it.
-_EXTRAS = {"attach": "deepspeed", "attach_loader": "deepspeed", "loader_provider": "megatron", "provider": "megatron"}
+_EXTRAS = {
+    "attach": "deepspeed",
+    "attach_loader": "deepspeed",
+    "attach_trainer": "hugging-face",
+    "loader_provider": "megatron",
+    "provider": "megatron",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,13 +11,12 @@ import io
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 from megaresume.stream.errors import SetupError
-
-__all__ = ["COLOURS", "byte_bar", "escape", "html_table", "page", "page_head", "spell_bytes", "svg", "text_table"]
+from megaresume.stream.text import one_line, visible
 
 #: of lines in figures, in this order; told apart by the colour-blind too.
 COLOURS = ("#0b6e99", "#c2571a", "#2e7d4f", "#7b4ba8", "#8a6d00", "#b3356f", "#4a5568", "#009e8f")
@@ -36,7 +35,34 @@ svg { max-width: 100%; height: auto }
 details { margin-top: 1rem } summary { cursor: pointer; color: #56607a } .scroll { overflow-x: auto }
 """
 
-escape = html.escape
+
+def escape(text: str) -> str:
+    """Text as HTML, control characters made visible."""
+    return html.escape(visible(text))
+
+
+class Visible:
+    """A stream of text for people, on which no control character of somebody else's text has an effect.
+
+    Args:
+        out: where it goes; all but writing is its own.
+    """
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    def write(self, text: str) -> int:
+        """Write, control characters made visible."""
+        self._out.write(visible(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write one after the other."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._out, name)
 
 
 @contextmanager
@@ -64,8 +90,9 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
     """Rows of equal length as lines with aligned columns: numbers to the right, the rest to the left.
 
     Args:
-        rows: the first may be a head.
+        rows: the first may be a head. A cell is one line, whatever is in it.
     """
+    rows = [[one_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     right = [
         all(not row[i] or row[i][0].isdigit() or row[i] in "-?" for row in rows[1:])
@@ -140,14 +167,15 @@ def svg(draw: Callable[[Any], object], *, height: float) -> str:
             expected="matplotlib",
             action="pip install 'megaresume[report]'; --json needs no figures",
         ) from error
-    figure = Figure(figsize=(9.5, height), layout="constrained")
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    draw(axes)
     buffer = io.StringIO()
-    # Letters stay letters: the browser has those of every script, matplotlib's font has not, and warns.
-    with rc_context({"svg.fonttype": "none"}), warnings.catch_warnings():
+    # Letters stay letters: the browser has those of every script, matplotlib's font has not, and warns. A dollar sign
+    # in a name begins no formula; a text takes that setting when it is made.
+    with rc_context({"svg.fonttype": "none", "text.parse_math": False}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        figure = Figure(figsize=(9.5, height), layout="constrained")
+        axes = figure.add_subplot()
+        axes.spines[["top", "right"]].set_visible(False)
+        draw(axes)
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    content = buffer.getvalue()
+    content = visible(buffer.getvalue())
     return re.sub(r"<metadata>.*?</metadata>", "", content[content.index("<svg") :], flags=re.DOTALL)

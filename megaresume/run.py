@@ -22,12 +22,10 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-from megaresume.integrations.megatron import hooks
-from megaresume.integrations.megatron.project import find_project
-from megaresume.integrations.refusals import end, say
+from megaresume.hosts.megatron.hooks import install
+from megaresume.hosts.megatron.project import find_project
+from megaresume.session.refusals import end, say
 from megaresume.stream.errors import MegaresumeError, SetupError, UsageError
-
-__all__ = ["USAGE", "main"]
 
 USAGE = "usage: megaresume run SCRIPT [ARGS]   or   megaresume run -m MODULE [ARGS]"
 
@@ -93,7 +91,7 @@ def _parse(argv: Sequence[str]) -> _Command:
         raise UsageError(
             "no script was given" if not words else f"what should be a script is a flag: {words[0]}",
             found=" ".join(argv) or "nothing",
-            expected="the training script, and behind it the flags of the script",
+            expected="the training script, and after it the flags of the script",
             action=USAGE.partition(": ")[2],
         )
     return _Command(target=words[0], is_module=is_module, args=(*ahead, *words[1:]))
@@ -167,8 +165,8 @@ def _install(code: CodeType, module: ModuleType) -> None:
     Raises:
         SetupError: there is no Megatron on the path, and the script does not put one there by itself.
     """
-    hooks.install(launched=True)
-    hooks.install_in_children()
+    install.install(launched=True)
+    install.install_in_children()
     try:
         find_project()
     except SetupError:

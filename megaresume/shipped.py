@@ -6,8 +6,6 @@ from pathlib import Path
 
 from megaresume.stream.errors import SetupError
 
-__all__ = ["shipped_dir"]
-
 _PACKAGE = Path(__file__).resolve().parent
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaresume.stream.fingerprints import hash_lengths
-from megaresume.stream.plan import Plan
+from megaresume.stream.planning.plan import Plan
 from megaresume.stream.state import Fingerprint, StreamState
 from megaresume.stream.stream import Stream
 

@@ -2,7 +2,8 @@
 
     save                                                     load
     ----                                                     ----
-    rank 0  begin_save        -> marker                      rank 0  choose          -> Choice
+    rank 0  make_room         a save of this step goes aside rank 0  put_back        what it has left of that
+            begin_save        -> marker                              choose          -> Choice
     all     model files                                      rank 0  broadcasts Choice.to_broadcast()
     all     barrier                                          others  confirm_choice  -> the same state, or an error
     rank 0  commit_save                                      rank 0  record_start    -> ledger line
@@ -12,10 +13,12 @@
               latest, latest_checkpointed_iteration.txt
               ledger.jsonl                 one line
               marker removed
+    every node, in the background: files forced to the disk, checksums taken
+    rank 0  the manifest again: from here the checkpoint is durable; old ones make room
 
 What makes it hold:
 
-- Every file of ours is replaced atomically (`atomic`) and carries a checksum of its own bytes (`sealed`).
+- Every file of ours is replaced atomically (`files`) and carries a checksum of its own bytes (sealed).
 - The **manifest** says that a checkpoint is complete; the pointers only say which one was meant. DeepSpeed moves its
   own ``latest`` before the other ranks are done, so a pointer proves nothing.
 - The **marker** tells a save that was killed from a directory that somebody wrote without us, and pointers that a
@@ -38,30 +41,37 @@ A save, and the next start::
 
 Files:
 
-    layout.py       names and paths                      commit.py      a save: marker to pointers
-    atomic.py       writing, replacing, syncing          retention.py   old ones make room
-    sealed.py       checksummed JSON                     candidates.py  is this one whole?
-    system.py       time, process, mounts                search.py      the rules of a choice
-    topology.py     how a run is laid out                choose.py      of one root or two, the same on all ranks
-    data_state.py   the state of the data, its envelope  start.py       the beginning of a run
-    step_file.py    state and marker of a step           lock.py        one job at a time: claim.py, owner.py
-    manifest.py     every file, its size and checksum    staging.py     copies to a second storage, in a thread
-    beside.py       files of each rank                   copying.py     one of them
-    pointers.py     ``latest`` and the tracker           ledger.py      one line for every checkpoint and start
-    layouts/        checkpoints of other programs
+    saving/         a save, from its marker to the disk, and what becomes of older ones
+    choosing/       what a run goes on from
+    start.py        the beginning and the end of a run
+    step_file.py    state and marker of a step           paths.py        names and paths
+    data_state.py   the state of the data, its envelope  files.py        opening, replacing, sealed JSON
+    manifest.py     every file, its size and checksum    system.py       time, process, mounts
+    pointers.py     ``latest`` and the tracker           topology.py     how a run is laid out
+    ledger.py       one line for every checkpoint, start and end
+    lock.py         one job at a time; claim.py: by whom
+    foreign/        checkpoints of other programs
 
 Nothing here imports torch or numpy, unpickles anything, or knows about ranks.
 """
 
-from megaresume.checkpoint.candidates import Candidate, Examined, Status, examine, list_candidates, resolve_pointer
-from megaresume.checkpoint.choose import Choice, Rejected, choose, confirm_choice
-from megaresume.checkpoint.commit import Commit, PendingCheckpoint, begin_save, commit_save
-from megaresume.checkpoint.layout import check_tag, deepspeed_tag, megatron_tag, split_root, tag_iteration
+from megaresume.checkpoint.choosing.candidates import (
+    Candidate,
+    Examined,
+    Status,
+    examine,
+    list_candidates,
+    resolve_pointer,
+)
+from megaresume.checkpoint.choosing.choose import choose, confirm_choice
+from megaresume.checkpoint.choosing.search import Choice, Rejected
+from megaresume.checkpoint.files import NewerFormatError
 from megaresume.checkpoint.ledger import LedgerEntry, LedgerProblem, LedgerReading, append_ledger, read_ledger
 from megaresume.checkpoint.manifest import FileEntry, Manifest, Problem, read_manifest
+from megaresume.checkpoint.paths import check_tag, deepspeed_tag, megatron_tag, split_root, tag_iteration
 from megaresume.checkpoint.pointers import Pointer, read_pointers
-from megaresume.checkpoint.retention import KEEP_ALL, Retention
-from megaresume.checkpoint.sealed import NewerFormatError
+from megaresume.checkpoint.saving.commit import Commit, PendingCheckpoint, begin_save, commit_save
+from megaresume.checkpoint.saving.retention import KEEP_ALL, Retention
 from megaresume.checkpoint.start import MAX_STARTS, check_progress, record_start
 from megaresume.checkpoint.step_file import StepFile, read_step_file, run_of
 from megaresume.checkpoint.topology import Topology

@@ -1,7 +1,20 @@
-"""What a lock is on the disk: numbered directories, of which the highest holds the root. See `lock`.
+"""Who writes to a checkpoint root: the name in its lock, and what is known of whether that process still lives.
+
+`this_process` says who asks; `gone` proves that another is over, where that can be proved at once:
+
+    the same process            execve, or a second engine in one program
+    the same boot and process   /proc says that there is no such process any more
+    namespace
+    the same Slurm job          an older restart: Slurm has begun it anew, whatever a node that it lost still does
+    the same elastic launch     an older restart of torchrun's
+    another Slurm job           squeue knows it no longer, or as not running
+
+Nothing here compares clocks. What cannot be proved is watched (`megaresume.checkpoint.lock`).
+
+On the disk a lock (`megaresume.checkpoint.lock`) is numbered directories, of which the highest holds the root:
 
 <save>/megaresume/owner_0000007/
-    owner.json          who (`owner`)
+    owner.json          who
     alive               a counter that goes up while the owner lives; "released" at its end
     <token>/            drafts: what the owner is about to put in its place
 """
@@ -10,17 +23,219 @@ from __future__ import annotations
 
 import errno
 import os
+import pwd
 import re
 import shutil
+import subprocess
+import sys
 import time
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
-from megaresume.checkpoint.atomic import leftover_name, write_atomic, write_error
-from megaresume.checkpoint.layout import records_dir
-from megaresume.checkpoint.owner import Owner
+from megaresume.checkpoint.files import leftover_name, read_file, read_sealed, seal, write_atomic, write_error
+from megaresume.checkpoint.paths import records_dir
+from megaresume.checkpoint.system import stat_fields, utc
 from megaresume.stream.errors import CheckpointError
 
-__all__ = ["ALIVE", "OWNER", "RELEASED", "claim", "newest", "place", "read_alive", "remove", "write_alive"]
+FORMAT, VERSION = "megaresume.owner", 1
+
+#: what ``squeue`` calls a job whose processes may still run. Every other word, and none, says that they do not.
+_MAY_RUN = frozenset(
+    {"RUNNING", "COMPLETING", "CONFIGURING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"}
+)
+#: seconds that ``squeue`` may take.
+_SLURM_PATIENCE = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Owner:
+    """The process that writes to a root: rank 0 of a job."""
+
+    #: of this lock alone, 16 hex digits.
+    token: str
+    user: str
+    uid: int
+    host: str
+    #: of the kernel, and of the processes that see each other; None: no Linux.
+    boot: str | None
+    namespace: str | None
+    pid: int
+    #: when the process began, in ticks of this boot: a number that comes twice is not the same process.
+    started: int | None
+    #: what Slurm says; None: not under Slurm. ``array``: job and task of a job array.
+    job: str | None
+    cluster: str | None
+    restarts: int
+    array: str | None
+    #: of torchrun.
+    launch: str | None
+    relaunches: int
+    program: str
+    #: the run in the ledger; None: it has none yet.
+    run: str | None
+    #: UTC, for people.
+    since: str
+
+    def to_bytes(self) -> bytes:
+        """The content of the file."""
+        return seal({"format": FORMAT, "version": VERSION, **asdict(self)}, depth=1)
+
+    def is_same_process(self, other: Owner) -> bool:
+        """Whether both are one process."""
+        return self._seen_by(other) and (self.pid, self.started) == (other.pid, other.started)
+
+    def _seen_by(self, other: Owner) -> bool:
+        """Whether the other would see this process in its ``/proc``, if it were there: hidepid= hides other users'."""
+        same = (self.boot, self.namespace, self.uid) == (other.boot, other.namespace, other.uid)
+        return same and None not in (self.boot, self.namespace, self.started)
+
+    def __str__(self) -> str:
+        job = ""
+        if self.job is not None:
+            task = "" if self.array is None else f", task {self.array} of a job array"
+            again = f", restart {self.restarts}" if self.restarts else ""
+            job = f"Slurm job {self.job}{task}{again}, "
+        return f"{self.user}'s {job}process {self.pid} on {self.host} ({self.program}), since {self.since}"
+
+    @property
+    def how_to_end(self) -> str:
+        """The command that ends it."""
+        return f"scancel {self.job}" if self.job is not None else f"kill {self.pid} on {self.host}"
+
+
+def this_process(*, token: str, run: str | None = None) -> Owner:
+    """The process that asks."""
+    variables = os.environ
+    task = variables.get("SLURM_ARRAY_TASK_ID")
+    return Owner(
+        token=token,
+        user=_user(),
+        uid=os.getuid(),
+        host=os.uname().nodename,
+        boot=_text("/proc/sys/kernel/random/boot_id"),
+        namespace=_namespace(),
+        pid=os.getpid(),
+        started=_began(os.getpid()),
+        job=variables.get("SLURM_JOB_ID"),
+        cluster=variables.get("SLURM_CLUSTER_NAME"),
+        restarts=_number("SLURM_RESTART_COUNT"),
+        array=None if task is None else f"{variables.get('SLURM_ARRAY_JOB_ID', '?')}_{task}",
+        launch=variables.get("TORCHELASTIC_RUN_ID"),
+        relaunches=_number("TORCHELASTIC_RESTART_COUNT"),
+        program=os.path.basename(sys.argv[0] if sys.argv else "") or "python",
+        run=run,
+        since=utc(time.time()),
+    )
+
+
+def _user() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # a container without that user
+        return f"uid {os.getuid()}"
+
+
+def _number(variable: str) -> int:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isascii() and text.isdigit() else 0
+
+
+def _text(path: str) -> str | None:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return None
+
+
+def _namespace() -> str | None:
+    """Of the processes in ``/proc``; None where it shows those of another namespace than ours."""
+    try:
+        return os.readlink("/proc/self/ns/pid") if os.readlink("/proc/self") == str(os.getpid()) else None
+    except OSError:
+        return None
+
+
+def _began(pid: int) -> int | None:
+    """Field 22 of ``/proc/PID/stat``, see proc_pid_stat(5); None: there is no such process, or only a zombie."""
+    try:
+        state, *rest = stat_fields(pid)
+        if state in "XZ" and len(os.listdir(f"/proc/{pid}/task")) <= 1:
+            return None
+        return int(rest[18])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def read_owner(path: Path) -> Owner:
+    """Read the name in a lock.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        NewerFormatError: of a newer version.
+    """
+    content = read_sealed(
+        path, what="the name of the owner", format_name=FORMAT, version=VERSION, error=CheckpointError
+    )
+    values: dict[str, Any] = {field.name: content.get(field.name) for field in fields(Owner)}
+    needed = ("token", "user", "uid", "host", "pid", "restarts", "relaunches", "program", "since")
+    wrong = [f"{name} {values[name]!r}" for name in values if not _is_field(values[name], name, needed=name in needed)]
+    if wrong:
+        raise CheckpointError(
+            "the name of the owner lacks a field or has one of the wrong kind",
+            found=f"{path}: {', '.join(wrong)}",
+            cause="it was written by a faulty program: its checksum is right",
+        )
+    return Owner(**values)
+
+
+def _is_field(value: object, name: str, *, needed: bool) -> bool:
+    if value is None:
+        return not needed
+    return type(value) is (int if name in ("uid", "pid", "started", "restarts", "relaunches") else str)
+
+
+def gone(owner: Owner, me: Owner, *, ask_slurm: bool = True) -> str | None:
+    """Why an owner is certainly over, or no longer the one that counts; None: that is not known.
+
+    Args:
+        owner: the one in the lock.
+        me: the process that asks.
+        ask_slurm: call ``squeue``, where all else leaves it open.
+    """
+    if owner.is_same_process(me):
+        return "it is this process"
+    # A process that is there for sure is not over because of what others say of its job: variables of a job live on in
+    # shells, and in programs, that outlive it.
+    there = owner._seen_by(me)
+    if there and _began(owner.pid) != owner.started:
+        return "that process is gone"
+    if owner.job is not None and (owner.job, owner.cluster) == (me.job, me.cluster):
+        if owner.restarts < me.restarts:
+            return f"this is restart {me.restarts} of that job"
+        same_launch = (owner.restarts, owner.launch) == (me.restarts, me.launch) and me.launch not in (None, "none")
+        if same_launch and owner.relaunches < me.relaunches and not there:
+            return f"this is torchrun's restart {me.relaunches} of it"
+        return None  # a job that asks is there
+    if ask_slurm and not there and owner.job is not None and owner.cluster == me.cluster:
+        return _gone_from_slurm(owner.job)
+    return None
+
+
+def _gone_from_slurm(job: str) -> str | None:
+    command = ["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SLURM_PATIENCE, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if done.returncode:
+        # What it says of a job that ended some minutes ago; anything else means that Slurm itself did not answer.
+        return "Slurm does not know that job any more" if "Invalid job id" in done.stderr else None
+    states = set(done.stdout.split())
+    if states & _MAY_RUN:
+        return None
+    return f"squeue calls that job {' and '.join(sorted(states))}" if states else "squeue does not list that job"
+
 
 OWNER, ALIVE = "owner.json", "alive"
 RELEASED = "released"
@@ -73,7 +288,7 @@ def write_alive(directory: Path, text: str) -> None:
 def read_alive(directory: Path) -> str | None:
     """The counter; None: it cannot be read. An NFS client asks its server whenever a file is opened."""
     try:
-        return (directory / ALIVE).read_text(encoding="ascii", errors="replace").strip()
+        return read_file(directory / ALIVE).decode("ascii", "replace").strip()
     except OSError:
         return None
 

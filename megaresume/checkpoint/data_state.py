@@ -20,13 +20,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
-from megaresume.checkpoint.sealed import NewerFormatError, count, text
+from megaresume.checkpoint.files import NewerFormatError, count, text
 from megaresume.stream.errors import StateError
-from megaresume.stream.json_text import parse_json
 from megaresume.stream.state import VERSION as STREAM_VERSION
 from megaresume.stream.state import StreamState, checksum
-
-__all__ = ["FORMAT", "VERSION", "DataState", "Envelope", "Kind", "OpaqueState", "stream_of"]
+from megaresume.stream.text import parse_json
 
 FORMAT, VERSION = "megaresume.data", 1
 

@@ -1,68 +1,73 @@
-"""The ledger: append-only JSON lines, one for every checkpoint and for every start of a run.
+"""The ledger: append-only JSON lines, one for every checkpoint, every start and every end of a run.
 
 It outlives pruned checkpoints, tells which run a directory belongs to, and in which order things happened: which
 checkpoints lie on the path to the present, and which on a branch that was given up.
 
-Every line is sealed (`megaresume.checkpoint.sealed`). A kill in the middle of an append leaves a torn last line: it is
+Every line is sealed (`megaresume.checkpoint.files`). A kill in the middle of an append leaves a torn last line: it is
 reported, not used, and closed off by the next append. Damaged lines elsewhere are reported by number.
-
-Version history:
-
-    1  first version
 """
 
 from __future__ import annotations
 
+import heapq
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, Literal
 
-from megaresume.checkpoint.atomic import fsync_dir, fsync_file, make_dir, write_all, write_error
-from megaresume.checkpoint.sealed import NewerFormatError, SealError, count, seal, text, unseal
+from megaresume.checkpoint.files import (
+    NewerFormatError,
+    SealError,
+    check_regular,
+    count,
+    fsync_dir,
+    fsync_file,
+    make_dir,
+    open_file,
+    read_file,
+    seal,
+    text,
+    unseal,
+    write_all,
+    write_error,
+)
+from megaresume.checkpoint.paths import recorded_tag
 from megaresume.checkpoint.topology import Topology
 from megaresume.stream.errors import StateError
-
-__all__ = [
-    "FORMAT",
-    "VERSION",
-    "LedgerEntry",
-    "LedgerProblem",
-    "LedgerReading",
-    "abandoned_checkpoints",
-    "append_ledger",
-    "append_lines",
-    "read_ledger",
-    "read_run",
-]
 
 FORMAT = "megaresume.ledger"
 VERSION = 1
 
-EntryKind = Literal["checkpoint", "start"]
+EntryKind = Literal["checkpoint", "durable", "start", "finished"]
+
+#: set by a launch script for its ranks: the attempt that they belong to, any word. Kept in the details of every line.
+ATTEMPT = "MEGARESUME_ATTEMPT"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerEntry:
     """One event of a run."""
 
-    #: ``checkpoint``: one was committed. ``start``: a process group began to train from here.
+    #: ``checkpoint``: one was committed, and is complete. ``durable``: it is on the disk. ``start``: a process group
+    #: began to train from here. ``finished``: the run has reached its end, and nothing is left to train.
     kind: EntryKind
-    #: of the checkpoint, or where the start began.
+    #: of the checkpoint, where the start began, or the last step.
     iteration: int
-    #: the tag directory saved, or loaded; None: a start from nothing.
+    #: the tag directory saved, or loaded; None: a start from nothing, or an end.
     tag: str | None
     #: samples trained, and the digest of them.
     samples: int
     digest: str
     #: the run, 16 hex digits: the same in all lines of a root.
     run: str
-    #: UTC. Of a checkpoint: when its save began.
+    #: UTC. Of a checkpoint, complete or durable: when its save began.
     time: str
     topology: Topology
     #: whatever else is worth keeping: ``save_id``, ``bytes`` and ``save_seconds`` of a checkpoint; of a start the place
-    #: that it loaded from, and ``startup_seconds`` since its process began; notes. Plain JSON.
+    #: that it loaded from, and ``startup_seconds`` since its process began; ``attempt`` of a launch script; notes.
+    #: Plain JSON.
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
@@ -108,6 +113,12 @@ class LedgerReading:
     problems: tuple[LedgerProblem, ...] = ()
 
     @property
+    def events(self) -> tuple[LedgerEntry, ...]:
+        """Where the run was, one after the other. That a checkpoint became durable is no place: the line comes at any
+        time after its commit, also from the next start."""
+        return tuple(entry for entry in self.entries if entry.kind != "durable")
+
+    @property
     def run(self) -> str | None:
         """The run that the ledger belongs to."""
         return self.entries[0].run if self.entries else None
@@ -121,7 +132,7 @@ def read_ledger(path: Path) -> LedgerReading:
         NewerFormatError: a line is of a newer version.
     """
     try:
-        data = path.read_bytes()
+        data = read_file(path)
     except FileNotFoundError:
         return LedgerReading()
     except OSError as error:
@@ -154,7 +165,7 @@ def _problem(number: int, line: bytes, error: SealError, *, last: bool) -> Ledge
 def read_run(path: Path) -> str | None:
     """The run that a ledger belongs to, from its first good line: no more is read. None without one."""
     try:
-        with open(path, "rb") as file:
+        with BufferedReader(open_file(path)) as file:
             for line in file:
                 try:
                     return _entry(path, unseal(line)).run
@@ -181,7 +192,7 @@ def _entry(path: Path, fields: Mapping[str, Any]) -> LedgerEntry:
             action="upgrade megaresume on this machine to the version that wrote it",
         )
     kind = fields["kind"]
-    if kind not in ("checkpoint", "start"):
+    if kind not in ("checkpoint", "durable", "start", "finished"):
         raise ValueError(f"unknown kind {kind!r}")
     details = fields.get("details", {})
     if not isinstance(details, dict):
@@ -189,7 +200,7 @@ def _entry(path: Path, fields: Mapping[str, Any]) -> LedgerEntry:
     return LedgerEntry(
         kind=kind,
         iteration=count(fields["iteration"]),
-        tag=None if fields["tag"] is None else text(fields["tag"]),
+        tag=None if fields["tag"] is None else recorded_tag(fields["tag"]),
         samples=count(fields["samples"]),
         digest=text(fields["digest"]),
         run=text(fields["run"]),
@@ -197,6 +208,12 @@ def _entry(path: Path, fields: Mapping[str, Any]) -> LedgerEntry:
         topology=Topology.from_dict(fields["topology"]),
         details=details,
     )
+
+
+def with_attempt(details: Mapping[str, Any]) -> dict[str, Any]:
+    """Details of a line of this process, with the attempt that a launch script has named, if one has."""
+    attempt = os.environ.get(ATTEMPT)
+    return {**details, "attempt": attempt} if attempt else dict(details)
 
 
 def append_ledger(path: Path, entry: LedgerEntry) -> None:
@@ -215,8 +232,9 @@ def append_lines(path: Path, lines: Sequence[bytes]) -> None:
     make_dir(path.parent)
     try:
         new = not path.exists()
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
         try:
+            check_regular(descriptor, path)
             size = os.fstat(descriptor).st_size
             torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
             write_all(descriptor, (b"\n" if torn else b"") + b"".join(lines))
@@ -238,21 +256,21 @@ def abandoned_checkpoints(entries: tuple[LedgerEntry, ...]) -> frozenset[tuple[i
     Returns:
         (iteration, tag) of them.
     """
-    live: dict[tuple[int, str], None] = {}
+    #: (-iteration, tag) on the path to the present, the highest iteration first
+    live: list[tuple[int, str]] = []
     abandoned: set[tuple[int, str]] = set()
     started_at: int | None = None
     for entry in entries:
         if entry.kind == "start":
             started_at = entry.iteration
+        if entry.kind != "checkpoint":
             continue
         if started_at is not None:
-            given_up = [key for key in live if key[0] > started_at]
-            abandoned.update(given_up)
-            for key in given_up:
-                del live[key]
+            while live and -live[0][0] > started_at:
+                iteration, tag = heapq.heappop(live)
+                abandoned.add((-iteration, tag))
             started_at = None
         if entry.tag is not None:
-            key = (entry.iteration, entry.tag)
-            live[key] = None
-            abandoned.discard(key)
+            heapq.heappush(live, (-entry.iteration, entry.tag))
+            abandoned.discard((entry.iteration, entry.tag))
     return frozenset(abandoned)

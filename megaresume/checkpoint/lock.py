@@ -13,7 +13,7 @@ are needed, so that this holds on NFS and Lustre.
 
 **The fence.** Whoever takes the lock removes the directories of lower numbers before it looks at any checkpoint. An
 owner puts in place what makes a checkpoint count with a rename *out of* its own directory: that comes before the
-removal, and the new owner sees the checkpoint; or behind it, and the rename fails. There is nothing in between, however
+removal, and the new owner sees the checkpoint; or after it, and the rename fails. There is nothing in between, however
 long a process slept between two of its instructions. So a node that was taken for dead and comes back commits nothing.
 Model files it may still write; they count only with a manifest.
 
@@ -32,25 +32,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megaresume.checkpoint.atomic import make_dir, write_atomic
-from megaresume.checkpoint.claim import OWNER, RELEASED, claim, newest, place, read_alive, write_alive
-from megaresume.checkpoint.layout import ledger_path, records_dir
+from megaresume.checkpoint.claim import (
+    OWNER,
+    RELEASED,
+    Owner,
+    claim,
+    gone,
+    newest,
+    place,
+    read_alive,
+    read_owner,
+    this_process,
+    write_alive,
+)
+from megaresume.checkpoint.files import NewerFormatError, make_dir, write_atomic
 from megaresume.checkpoint.ledger import read_run
-from megaresume.checkpoint.owner import Owner, gone, read_owner, this_process
-from megaresume.checkpoint.sealed import NewerFormatError
+from megaresume.checkpoint.paths import ledger_path, records_dir
 from megaresume.stream.errors import CheckpointError
-
-__all__ = [
-    "PATIENCE_SECONDS",
-    "RENEW_SECONDS",
-    "Holder",
-    "Lock",
-    "check_owned",
-    "holder_of",
-    "release",
-    "take",
-    "write_fenced",
-]
 
 #: how often an owner raises its counter.
 RENEW_SECONDS = 2.0
@@ -304,7 +302,7 @@ def _renew(lock: Lock, told: set[str]) -> None:
 
 
 def _at_exit() -> None:
-    """Registered when this module is imported, and so run behind those who commit at the end of the program."""
+    """Registered when this module is imported, and so run after those who commit at the end of the program."""
     for root in list(_held):
         release(root)
     if _ending is not None:

@@ -1,18 +1,14 @@
 """The manifest: every file of a tag directory with its size and, if asked for, its checksum.
 
 It is written when all ranks are done and every expected file was seen: **its rename is the moment at which a
-checkpoint counts as complete**. It names the state that it was committed with, so that neither fits another's.
-
-Version history:
-
-    1  first version
-    2  ``beside``: files of the same save in ``<save>/megaresume``. Written only where there are any: a reader of
-       version 1 would take a checkpoint without them for a whole one
+checkpoint counts as complete**. It names the state that it was committed with, so that neither fits another's. It is
+written once more, with checksums, when every file is on the disk: the checkpoint is **durable** (`durable`).
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -20,18 +16,22 @@ from typing import Any, Literal
 
 import xxhash
 
-from megaresume.checkpoint.layout import rank_file_words, records_dir
-from megaresume.checkpoint.sealed import count, read_sealed, rows, seal, text
+from megaresume.checkpoint.files import count, flag, open_file, read_sealed, rows, seal, text
+from megaresume.checkpoint.paths import rank_file_words, recorded_tag, records_dir
+from megaresume.checkpoint.system import boots_up
 from megaresume.stream.errors import CheckpointError
-
-__all__ = ["FORMAT", "VERSION", "FileEntry", "Manifest", "Problem", "checksum_files", "list_files", "read_manifest"]
+from megaresume.stream.text import one_line
 
 FORMAT = "megaresume.manifest"
-VERSION = 2
+VERSION = 1
 ALGORITHM = "xxh3_128"
 
 #: bytes read at once; large enough that hashing, not the calls, is what costs.
 _CHUNK = 4 << 20
+
+_NUMBER = re.compile(r"[0-9]+")
+#: what frameworks look for by these names, of whatever rank.
+_MODEL_FILE = re.compile(r"_(model|optim)_states\.pt$|\.distcp$")
 
 Progress = Callable[[int], object]
 
@@ -53,12 +53,12 @@ class Problem:
     """What is wrong with one file."""
 
     path: str
-    kind: Literal["missing", "size", "checksum", "unreadable"]
+    kind: Literal["missing", "size", "checksum", "unreadable", "unlisted"]
     #: with numbers; a sentence without the path.
     detail: str
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.detail}"
+        return f"{one_line(self.path)}: {self.detail}"
 
 
 def list_files(tag_dir: Path) -> tuple[FileEntry, ...]:
@@ -85,10 +85,26 @@ def list_files(tag_dir: Path) -> tuple[FileEntry, ...]:
     return tuple(sorted(found, key=lambda entry: entry.path))
 
 
-def _checksum(path: str, progress: Progress | None) -> str:
+def directories_of_models(root: Path) -> list[str]:
+    """Directories in a root that hold files which frameworks take for those of a model, by name; hidden ones are not
+    looked at."""
+
+    def names(directory: Path) -> list[str]:
+        try:
+            return sorted(os.listdir(directory))
+        except OSError:  # a file, or not ours
+            return []
+
+    return [
+        name for name in names(root) if name[0] != "." and any(_MODEL_FILE.search(file) for file in names(root / name))
+    ]
+
+
+def checksum_file(path: str | os.PathLike[str], progress: Progress | None = None) -> str:
+    """xxh3_128 of a file, 32 hex digits; hashing and reading release the interpreter lock. Raises OSError."""
     digest = xxhash.xxh3_128()
     buffer = memoryview(bytearray(_CHUNK))
-    with open(path, "rb", buffering=0) as file:
+    with open_file(path) as file:
         while size := file.readinto(buffer):
             digest.update(buffer[:size])
             if progress is not None:
@@ -114,7 +130,7 @@ def checksum_files(
 
     def one(path: str) -> str | OSError:
         try:
-            return _checksum(os.path.join(tag_dir, path), progress)
+            return checksum_file(os.path.join(tag_dir, path), progress)
         except OSError as error:
             return error
 
@@ -138,6 +154,16 @@ class Manifest:
     #: checksums.
     beside: tuple[FileEntry, ...] = ()
 
+    #: whether every file is on the disk, whatever becomes of the machines.
+    durable: bool = True
+    #: of the machines that wrote it, while it is not durable.
+    boots: tuple[str, ...] = ()
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether its files hold what was written: on the disk, or in the memory of machines that are all up since."""
+        return self.durable or (bool(self.boots) and boots_up().issuperset(self.boots))
+
     @property
     def size(self) -> int:
         """Bytes of all files."""
@@ -152,16 +178,17 @@ class Manifest:
         """The content of the file."""
         fields: dict[str, Any] = {
             "format": FORMAT,
-            "version": VERSION if self.beside else 1,
+            "version": VERSION,
             "iteration": self.iteration,
             "tag": self.tag,
             "save_id": self.save_id,
             "digest": self.digest,
+            "durable": self.durable,
+            "boots": list(self.boots),
             "algorithm": ALGORITHM,
             "files": [[entry.path, entry.size, entry.checksum] for entry in self.files],
+            "beside": [[entry.path, entry.size, entry.checksum] for entry in self.beside],
         }
-        if self.beside:
-            fields["beside"] = [[entry.path, entry.size, entry.checksum] for entry in self.beside]
         return seal(fields, depth=2)
 
     def verify(
@@ -174,7 +201,8 @@ class Manifest:
     ) -> list[Problem]:
         """Hold the files on disk against the manifest.
 
-        Files that the manifest does not name are no problem: programs add configuration files after the save.
+        Files that the manifest does not name are no problem, since programs add files of their own after the save; but
+        for those that are model or optimizer files of other ranks by their names (`unlisted`): frameworks read them.
 
         Args:
             tag_dir: the tag directory.
@@ -186,36 +214,65 @@ class Manifest:
         Returns:
             what is wrong, in the order of the manifest; empty: nothing.
         """
-        problems: dict[str, Problem] = {}
-        for entry in self.files:
-            problem = _size_problem(tag_dir, entry)
-            if problem is not None:
-                problems[entry.path] = problem
-        if mode == "checksums":
-            checked = {e.path: e for e in self.files if e.checksum is not None and e.path not in problems}
-            actual = checksum_files(tag_dir, checked, threads=threads, progress=progress)
-            for path, checksum in actual.items():
-                if isinstance(checksum, OSError):
-                    detail = f"cannot be read: {checksum.strerror or checksum}"
-                    problems[path] = Problem(path=path, kind="unreadable", detail=detail)
-                elif checksum != checked[path].checksum:
-                    detail = f"checksum is {checksum}, was {checked[path].checksum} when it was saved"
-                    problems[path] = Problem(path=path, kind="checksum", detail=detail)
-        found = [problems[entry.path] for entry in self.files if entry.path in problems]
-        return found + self.verify_beside(tag_dir.parent, threads=threads)
+        found = verify_files(tag_dir, self.files, mode=mode, threads=threads, progress=progress)
+        return found + _unlisted_problems(tag_dir, self.files) + self.verify_beside(tag_dir.parent, threads=threads)
 
     def verify_beside(self, root: Path, *, threads: int | None = None) -> list[Problem]:
         """Hold the files in ``<root>/megaresume`` against the manifest, with their checksums: as `verify`."""
         if not self.beside:
             return []
-        manifest = Manifest(iteration=0, tag="", save_id="", digest="", files=self.beside)
-        found = manifest.verify(records_dir(root), mode="checksums", threads=threads)
+        found = verify_files(records_dir(root), self.beside, mode="checksums", threads=threads)
         return [
             Problem(
                 path=f"{records_dir(root).name}/{p.path}", kind=p.kind, detail=f"{rank_file_words(p.path)} {p.detail}"
             )
             for p in found
         ]
+
+
+def verify_files(
+    directory: Path,
+    files: tuple[FileEntry, ...],
+    *,
+    mode: Literal["sizes", "checksums"],
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> list[Problem]:
+    """What is wrong with these files of a directory, and with no others; arguments as of `Manifest.verify`."""
+    problems: dict[str, Problem] = {}
+    for entry in files:
+        problem = _size_problem(directory, entry)
+        if problem is not None:
+            problems[entry.path] = problem
+    if mode == "checksums":
+        checked = {e.path: e for e in files if e.checksum is not None and e.path not in problems}
+        actual = checksum_files(directory, checked, threads=threads, progress=progress)
+        for path, checksum in actual.items():
+            if isinstance(checksum, OSError):
+                detail = f"cannot be read: {checksum.strerror or checksum}"
+                problems[path] = Problem(path=path, kind="unreadable", detail=detail)
+            elif checksum != checked[path].checksum:
+                detail = f"checksum is {checksum}, was {checked[path].checksum} when it was saved"
+                problems[path] = Problem(path=path, kind="checksum", detail=detail)
+    return [problems[entry.path] for entry in files if entry.path in problems]
+
+
+def _unlisted_problems(tag_dir: Path, files: tuple[FileEntry, ...]) -> list[Problem]:
+    try:
+        there = [entry.path for entry in list_files(tag_dir)]
+    except OSError:
+        return []  # every listed file is missing or unreadable then
+    listed = [entry.path for entry in files]
+    names = {path for path in there if _MODEL_FILE.search(path)} - set(listed) | set(unlisted(there, listed))
+    detail = "the manifest does not name it: it is a file of other ranks, or of another save"
+    return [Problem(path=path, kind="unlisted", detail=detail) for path in sorted(names)]
+
+
+def unlisted(there: Iterable[str], listed: Iterable[str]) -> list[str]:
+    """Those paths that differ from a listed one in their numbers alone, as the files of two ranks do."""
+    known = set(listed)
+    patterns = {_NUMBER.sub("0", path) for path in known if _NUMBER.search(path)}
+    return sorted(path for path in there if path not in known and _NUMBER.sub("0", path) in patterns)
 
 
 def _size_problem(tag_dir: Path, entry: FileEntry) -> Problem | None:
@@ -250,11 +307,13 @@ def read_manifest(path: Path, *, iteration: int | None = None, tag: str | None =
             raise ValueError(f"checksums by {fields['algorithm']!r}, not {ALGORITHM}")
         manifest = Manifest(
             iteration=count(fields["iteration"]),
-            tag=text(fields["tag"]),
+            tag=recorded_tag(fields["tag"]),
             save_id=text(fields["save_id"]),
             digest=text(fields["digest"]),
-            files=tuple(_entry(row) for row in rows(fields["files"])),
-            beside=tuple(_entry(row) for row in rows(fields.get("beside", []))),
+            files=tuple(file_entry(row) for row in rows(fields["files"])),
+            beside=tuple(file_entry(row) for row in rows(fields["beside"])),
+            durable=flag(fields["durable"]),
+            boots=tuple(text(boot) for boot in rows(fields["boots"])),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
@@ -278,7 +337,8 @@ def read_manifest(path: Path, *, iteration: int | None = None, tag: str | None =
     return manifest
 
 
-def _entry(row: Any) -> FileEntry:
+def file_entry(row: Any) -> FileEntry:
+    """One of ``[path, size, checksum]``. Raises ValueError or TypeError if it is none."""
     path, size, checksum = rows(row)
     if not isinstance(path, str) or not path or PurePosixPath(path).is_absolute() or ".." in path.split("/"):
         raise ValueError(f"{path!r} is not a path below the tag directory")

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megaresume.checkpoint.layout import LATEST, TRACKER, check_tag, deepspeed_tag, megatron_tag, tag_iteration
+from megaresume.checkpoint.files import open_file
 from megaresume.checkpoint.lock import write_fenced
+from megaresume.checkpoint.paths import LATEST, TRACKER, check_tag, tag_iteration, usual_tags
 from megaresume.stream.errors import UsageError
-
-__all__ = ["Pointer", "read_pointer", "read_pointers", "write_latest", "write_tracker"]
 
 PointerName = Literal["latest", "latest_checkpointed_iteration.txt"]
 
@@ -58,7 +57,7 @@ class Pointer:
 def read_pointer(root: Path, name: PointerName) -> Pointer:
     """Read one pointer and look whether what it names exists. Never raises."""
     try:
-        with open(root / name, "rb") as file:
+        with open_file(root / name) as file:
             data = file.read(_MAX_BYTES)
     except FileNotFoundError:
         return Pointer(name=name, status="absent")
@@ -91,8 +90,7 @@ def _read_tracker(root: Path, text: str, shown: str) -> Pointer:
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
         return Pointer(name=TRACKER, status="garbled", text=shown)
     iteration = int(text)
-    usual = (megatron_tag(iteration), deepspeed_tag(iteration))
-    tag = next((tag for tag in usual if (root / tag).is_dir()), None)
+    tag = next((tag for tag in usual_tags(iteration) if (root / tag).is_dir()), None)
     # An iteration may also be that of a tag of the user's own: whether it dangles is for `survey` to say.
     return Pointer(
         name=TRACKER, status="ok" if tag is not None else "dangling", text=shown, tag=tag, iteration=iteration

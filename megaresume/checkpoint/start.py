@@ -1,8 +1,9 @@
-"""The beginning of a run: what it may not save over, what the last one left half done, its line in the ledger, and
-whether start after start leads nowhere.
+"""The beginning and the end of a run: what it may not save over, what the last one left half done, its lines in the
+ledger, and whether start after start leads nowhere.
 
     check_fresh_start   a start from step 0 may not save over the checkpoints of another run: a forgotten load looks so
     record_start        a commit that was cut off is finished or given up; the start goes into the ledger
+    record_end          nothing is left to train: the one proof of it that launch scripts go by
     check_progress      a job that dies before its first save is started again, and again, for nothing
 """
 
@@ -16,19 +17,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.atomic import make_dir, remove_leftovers
-from megaresume.checkpoint.candidates import examine, list_candidates
-from megaresume.checkpoint.choose import Choice, choose
-from megaresume.checkpoint.commit import publish
+from megaresume.checkpoint.choosing.candidates import examine, list_candidates
+from megaresume.checkpoint.choosing.choose import choose
+from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import DataState
-from megaresume.checkpoint.layout import ledger_path, marker_path, records_dir
-from megaresume.checkpoint.ledger import LedgerEntry, append_ledger, read_ledger
+from megaresume.checkpoint.files import make_dir, remove_leftovers
+from megaresume.checkpoint.ledger import LedgerEntry, append_ledger, read_ledger, with_attempt
+from megaresume.checkpoint.paths import ledger_path, marker_path, records_dir
+from megaresume.checkpoint.saving.commit import publish
 from megaresume.checkpoint.step_file import new_id, read_marker, remove_marker, run_of
 from megaresume.checkpoint.system import process_age, utc
 from megaresume.checkpoint.topology import Topology
 from megaresume.stream.errors import CheckpointError, UsageError
-
-__all__ = ["MAX_STARTS", "NOTHING_TO_TRAIN", "check_fresh_start", "check_progress", "record_start", "starts_from"]
 
 
 def record_start(
@@ -80,7 +80,41 @@ def record_start(
         run=run_of(root) or new_id(),
         time=utc(time.time()),
         topology=topology or Topology(),
-        details=kept,
+        details=with_attempt(kept),
+    )
+    append_ledger(ledger_path(root), entry)
+    return entry
+
+
+def record_end(
+    save_dir: str | os.PathLike[str], *, iteration: int, state: DataState, topology: Topology | None = None
+) -> LedgerEntry:
+    """Note that nothing is left to train. On rank 0, after the last save.
+
+    Args:
+        save_dir: the checkpoint root.
+        iteration: the last optimizer step.
+        state: of the data at the end.
+        topology: how the run is laid out.
+
+    Returns:
+        the line that was appended.
+
+    Raises:
+        CheckpointError: the directory cannot be written.
+        StateError: its ledger cannot be read.
+    """
+    root = Path(os.path.abspath(save_dir))
+    entry = LedgerEntry(
+        kind="finished",
+        iteration=iteration,
+        tag=None,
+        samples=state.samples,
+        digest=state.digest,
+        run=run_of(root) or new_id(),
+        time=utc(time.time()),
+        topology=topology or Topology(),
+        details=with_attempt({}),
     )
     append_ledger(ledger_path(root), entry)
     return entry
@@ -114,7 +148,7 @@ def _settle(root: Path, choice: Choice | None) -> None:
 
 
 def check_fresh_start(directory: str | os.PathLike[str], *, cause: str, load: str) -> None:
-    """Refuse to save to a directory that holds a complete checkpoint which this start did not go on from. Reads only.
+    """Refuse to save to a directory that holds checkpoints which this start did not go on from. Reads only.
 
     What a kill in the middle of a first save has left is no checkpoint.
 
@@ -124,12 +158,10 @@ def check_fresh_start(directory: str | os.PathLike[str], *, cause: str, load: st
         load: how to go on from it.
 
     Raises:
-        UsageError: it holds one.
+        UsageError: one of them is complete.
+        CheckpointError: there are some, or were, and none is complete.
     """
-    try:
-        choice = choose(directory)
-    except CheckpointError:
-        return
+    choice = choose(directory)
     if choice is None:
         return
     raise UsageError(
@@ -154,7 +186,7 @@ def check_progress(
     save_interval: int | None = None,
     max_starts: int = MAX_STARTS,
 ) -> None:
-    """Stop a run that starts from the same place again and again and never gets to its next save. On rank 0, behind
+    """Stop a run that starts from the same place again and again and never gets to its next save. On rank 0, after
     `record_start`, once it is clear that there is something left to train.
 
     Args:
@@ -169,7 +201,7 @@ def check_progress(
     """
     if max_starts < 1:
         return
-    starts = starts_from(read_ledger(ledger_path(Path(os.path.abspath(save_dir)))).entries, iteration)
+    starts = starts_from(read_ledger(ledger_path(Path(os.path.abspath(save_dir)))).events, iteration)
     failed = starts[:-1]  # the last one is this start
     if len(failed) < max_starts:
         return
@@ -188,10 +220,15 @@ def check_progress(
     )
 
 
-def starts_from(entries: Sequence[LedgerEntry], iteration: int) -> list[LedgerEntry]:
-    """The starts from an iteration at the end of a ledger, which had something to train and saved nothing."""
+def starts_from(events: Sequence[LedgerEntry], iteration: int) -> list[LedgerEntry]:
+    """The starts from an iteration at the end of a ledger which had something to train and saved nothing.
+
+    Args:
+        events: `LedgerReading.events`.
+        iteration: optimizer steps done.
+    """
     starts: list[LedgerEntry] = []
-    for entry in reversed(entries):
+    for entry in reversed(events):
         if entry.kind != "start" or entry.iteration != iteration:
             break
         if not entry.details.get(NOTHING_TO_TRAIN):

@@ -18,30 +18,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.atomic import fsync_dir, make_dir, write_atomic, write_error
 from megaresume.checkpoint.data_state import DataState, Envelope, stream_of
-from megaresume.checkpoint.layout import ledger_path, parse_record_name, records_dir, step_path, superseded_path
-from megaresume.checkpoint.ledger import read_run
+from megaresume.checkpoint.files import (
+    NewerFormatError,
+    count,
+    flag,
+    make_dir,
+    read_sealed,
+    seal,
+    text,
+    write_atomic,
+    write_error,
+)
+from megaresume.checkpoint.ledger import EntryKind, LedgerEntry, read_run
 from megaresume.checkpoint.lock import write_fenced
-from megaresume.checkpoint.sealed import NewerFormatError, count, flag, read_sealed, seal, text
+from megaresume.checkpoint.paths import (
+    ledger_path,
+    older_dir,
+    parse_record_name,
+    recorded_tag,
+    records_dir,
+    step_path,
+    superseded_path,
+)
 from megaresume.checkpoint.topology import Topology
 from megaresume.stream.errors import CheckpointError, StateError
 from megaresume.stream.state import StreamState
-
-__all__ = [
-    "FORMAT",
-    "VERSION",
-    "Marker",
-    "StepFile",
-    "keep_superseded",
-    "new_id",
-    "read_marker",
-    "read_step_file",
-    "remove_marker",
-    "run_of",
-    "write_marker",
-    "write_step_file",
-]
 
 FORMAT, VERSION = "megaresume.step", 1
 MARKER_FORMAT, MARKER_VERSION = "megaresume.saving", 1
@@ -80,6 +82,20 @@ class StepFile:
     def envelope(self) -> Envelope:
         """The state as it rides with the weights."""
         return Envelope(state=self.state, iteration=self.iteration, framework=self.framework)
+
+    def ledger_entry(self, kind: EntryKind, details: Mapping[str, Any]) -> LedgerEntry:
+        """A line about this checkpoint."""
+        return LedgerEntry(
+            kind=kind,
+            iteration=self.iteration,
+            tag=self.tag,
+            samples=self.state.samples,
+            digest=self.state.digest,
+            run=self.run,
+            time=self.saved_at,
+            topology=self.topology,
+            details=details,
+        )
 
     def to_fields(self) -> dict[str, Any]:
         """Plain JSON, unsealed."""
@@ -126,7 +142,7 @@ def read_step_file(
     try:
         step = StepFile(
             iteration=count(fields["iteration"]),
-            tag=text(fields["tag"]),
+            tag=recorded_tag(fields["tag"]),
             run=text(fields["run"]),
             save_id=text(fields["save_id"]),
             saved_at=text(fields["saved_at"]),
@@ -237,7 +253,7 @@ def read_marker(path: Path) -> Marker | None:
     try:
         return Marker(
             iteration=count(fields["iteration"]),
-            tag=text(fields["tag"]),
+            tag=recorded_tag(fields["tag"]),
             save_id=text(fields["save_id"]),
             run=text(fields["run"]),
             began_at=text(fields["began_at"]),
@@ -264,8 +280,10 @@ def remove_marker(path: Path) -> None:
 
 
 def keep_superseded(root: Path, step: StepFile) -> tuple[str, ...]:
-    """Move the state of the same step aside if it is of other data: a step's history is never lost in silence."""
+    """Copy the state of the same step if it is of other data: a step's history is never lost in silence."""
     path = step_path(root, step.iteration, step.tag)
+    if (aside := older_dir(root, step.iteration, step.tag) / path.relative_to(root)).exists():
+        path = aside
     if not path.exists():
         return ()
     try:
@@ -277,23 +295,16 @@ def keep_superseded(root: Path, step: StepFile) -> tuple[str, ...]:
         raise
     except StateError as error:
         digest, what = "unreadable", f"an unreadable state ({error.headline})"
-    keep = _move_aside(root, step.iteration, step.tag, digest)
+    keep = superseded_path(root, step.iteration, step.tag, digest)
+    make_dir(keep.parent)
+    try:
+        write_atomic(keep, path.read_bytes(), drafts=records_dir(root))
+    except OSError as error:
+        raise write_error(keep, error) from error
     return (
         f"iteration {step.iteration} was committed before with other data: {what}; now digest {step.state.digest}. "
         f"The old state is kept as {keep.relative_to(root)}",
     )
-
-
-def _move_aside(root: Path, iteration: int, tag: str, digest: str) -> Path:
-    path, keep = step_path(root, iteration, tag), superseded_path(root, iteration, tag, digest)
-    make_dir(keep.parent)
-    try:
-        os.replace(path, keep)
-        fsync_dir(keep.parent)
-        fsync_dir(path.parent)
-    except OSError as error:
-        raise write_error(keep, error) from error
-    return keep
 
 
 def run_of(root: Path) -> str | None:

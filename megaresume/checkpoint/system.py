@@ -8,10 +8,9 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
-
-__all__ = ["Mount", "mount_of", "process_age", "stat_fields", "utc"]
 
 
 def utc(seconds: float) -> str:
@@ -32,6 +31,28 @@ def process_age() -> float | None:
         return max(time.clock_gettime(time.CLOCK_BOOTTIME) - started, 0.0)
     except (OSError, ValueError, IndexError, AttributeError):
         return None
+
+
+#: boots of other machines that are known to be up.
+_up: set[str] = set()
+
+
+def boot_id() -> str:
+    """This boot of this machine, as Linux names it: what its memory held at another one is gone. Empty: not known."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def note_boots(boots: Iterable[str]) -> None:
+    """Machines of this job, which are up as long as it runs."""
+    _up.update(set(boots) - {boot_id()})
+
+
+def boots_up() -> frozenset[str]:
+    """This boot, and those that `note_boots` was told."""
+    return frozenset({boot_id(), *_up} - {""})
 
 
 class Mount(NamedTuple):

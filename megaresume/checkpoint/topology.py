@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-__all__ = ["Topology"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from megaresume.stream.errors import CheckpointError, UsageError
 
-__all__ = ["HELP", "add_arguments", "run"]
-
 HELP = "make a ZeRO checkpoint loadable by a different number of ranks (DeepSpeed's universal checkpoint)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
+    parser.description = (
+        f"{HELP}. It unpickles the checkpoint's files, as DeepSpeed does: convert only checkpoints that you trust"
+    )
     parser.add_argument("dir", metavar="DIR", type=Path, help="the run's --save directory")
     parser.add_argument("--tag", help="the checkpoint, such as global_step100 (default: what a start would take)")
     parser.add_argument("--workers", type=int, metavar="N", help="processes (default: by size and cores)")
@@ -21,15 +22,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert, or find it converted."""
-    from megaresume.checkpoint.choose import choose
-    from megaresume.integrations.elastic.convert import Reporter, convert
-    from megaresume.integrations.elastic.universal import read_universal
+    from megaresume.hosts.deepspeed.elastic.conversion import Reporter, convert, read_universal
+    from megaresume.hosts.deepspeed.elastic.load_rules import choose_to_load
 
     if args.workers is not None and args.workers < 1:
         raise UsageError("--workers must be at least 1", found=args.workers)
     if not args.dir.is_dir():
         raise UsageError("no such directory", found=str(args.dir), expected="the --save directory of a run")
-    choice = choose(args.dir, tag=args.tag)
+    choice = choose_to_load(args.dir, args.tag, False, checksums=True)
     if choice is None:
         raise CheckpointError(f"there is no checkpoint in {args.dir}")
     if choice.step is None:
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
             expected="ZeRO 1, 2 or 3; without it any number of ranks loads the checkpoint",
         )
     save_id = choice.step.save_id
-    done = read_universal(choice.tag_dir, save_id)
+    done = read_universal(choice.tag_dir, save_id, checksums=True)
     if done is None:
         report = Reporter(say=lambda words: print(words, flush=True))
         done = convert(choice.tag_dir, save_id=save_id, made_by="command", report=report, workers=args.workers)

@@ -9,7 +9,7 @@ from pathlib import Path
 from megaresume.cli.packages import need_packages
 from megaresume.stream.errors import UsageError
 
-HELP = "train, kill -9, resume on another topology, and prove that nothing was repeated or skipped"
+HELP = "train a small GPT, kill -9, resume with other processes, and prove that nothing was repeated or skipped"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

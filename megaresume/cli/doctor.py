@@ -18,9 +18,7 @@ from megaresume.stream.errors import UsageError
 if TYPE_CHECKING:
     from megaresume.doctor import Check
 
-__all__ = ["HELP", "add_arguments", "run"]
-
-HELP = "what is wrong with this machine, a checkpoint directory, or the log of a failed launch, and what to do"
+HELP = "find what is wrong with this machine, a checkpoint directory, or the log of a failed launch, and what to do"
 
 _WORDS = {"problem": "PROBLEM", "warning": "warning", "note": "note", "ok": "ok"}
 
@@ -62,7 +60,7 @@ def _checks(args: argparse.Namespace) -> list[Check]:
         raise UsageError("--last must be at least 0", found=args.last)
     checks = environment_checks()
     if args.dir is not None:
-        from megaresume.checkpoint.layouts import LAYOUTS
+        from megaresume.checkpoint.foreign import LAYOUTS
         from megaresume.doctor.directory import directory_checks
         from megaresume.doctor.machine import filesystem_checks
         from megaresume.runs.run import Run
@@ -70,11 +68,13 @@ def _checks(args: argparse.Namespace) -> list[Check]:
         layout = LAYOUTS[args.layout] if args.layout else None
         found = directory_checks(Run(args.dir), layout, dp=args.dp, zero_stage=args.zero_stage, last=args.last)
         checks += filesystem_checks(args.dir, found.size, found.num_files) + found.checks
-    for path in args.log:
-        from megaresume.doctor.log import log_checks
+    if args.log:
+        from megaresume.doctor.log import first_failure, log_checks
 
-        with byte_bar(path.name, path.stat().st_size if path.is_file() else None) as progress:
-            checks += log_checks(path, progress)
+        for path in args.log:
+            with byte_bar(path.name, path.stat().st_size if path.is_file() else None) as progress:
+                checks += log_checks(path, progress)
+        checks += first_failure(args.log)
     return checks
 
 

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from megaresume.stream.errors import UsageError
 
-__all__ = ["normalise", "number_range"]
-
 #: flags whose value is flags of another program: as it is, and also where it begins with dashes.
 _OF_OTHERS = frozenset({"--sbatch-options"})
 

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megaresume.integrations.loaders.energon_import import Imported
-
-__all__ = ["HELP", "add_arguments", "run"]
+    from megaresume.hosts.loaders.energon_import import Imported
 
 HELP = "move a run from Energon's loader to a stream, at its exact position if possible"
 
@@ -34,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", required=True, type=Path, metavar="DATA.yaml", help="the data config to continue with"
     )
-    parser.add_argument("--source", required=True, metavar="NAME", help="its source that is the loader's data set")
+    parser.add_argument("--source", required=True, metavar="NAME", help="its source that is the loader's dataset")
     parser.add_argument(
         "--output", required=True, type=Path, metavar="NEW.yaml", help="where to write the config with the position"
     )
@@ -43,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Import; 1 if the stream does not go on exactly where Energon stood."""
-    from megaresume.integrations.loaders.energon_import import factory_of, import_energon, read_states
+    from megaresume.hosts.loaders.energon_import import factory_of, import_energon, read_states
 
     states = read_states(args.states)
     factory = factory_of(args.loader)

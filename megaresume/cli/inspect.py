@@ -17,14 +17,12 @@ from megaresume.render import byte_bar, spell_bytes, text_table
 from megaresume.stream.errors import StateError, UsageError
 
 if TYPE_CHECKING:
-    from megaresume.checkpoint.candidates import Examined
+    from megaresume.checkpoint.choosing.candidates import Examined
     from megaresume.checkpoint.ledger import LedgerReading
     from megaresume.checkpoint.manifest import Manifest
     from megaresume.checkpoint.step_file import StepFile
     from megaresume.runs.run import Run
     from megaresume.stream.state import StreamState
-
-__all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "show a checkpoint's data state, pointers and completeness"
 
@@ -43,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Inspect a directory; 1 if a resume from it would not find weights and their data state."""
-    from megaresume.checkpoint.layout import split_root
+    from megaresume.checkpoint.paths import split_root
     from megaresume.runs.run import Run
 
     if args.last < 1:
@@ -71,7 +69,7 @@ class _Inspection:
     @property
     def unrecorded(self) -> str | None:
         """A checkpoint of Megatron's whose save was over when a kill came, but not our commit of it."""
-        from megaresume.checkpoint.layout import megatron_tag
+        from megaresume.checkpoint.paths import megatron_tag
 
         tracked = self.named[1]
         if tracked is None or tracked.status != "incomplete" or tracked.candidate.iteration is None:
@@ -150,6 +148,7 @@ def _checkpoint(found: _Inspection, examined: Examined) -> dict[str, Any]:
         "tag": examined.candidate.tag,
         "iteration": examined.candidate.iteration,
         "status": examined.status,
+        "durable": None if manifest is None else manifest.durable,
         "reasons": list(examined.reasons),
         "files": None if manifest is None else len(manifest.files),
         "bytes": None if manifest is None else manifest.size,
@@ -163,7 +162,7 @@ def _checkpoint(found: _Inspection, examined: Examined) -> dict[str, Any]:
 
 def _random(manifest: Manifest | None) -> dict[str, Any] | None:
     """Of how many ranks there is a random state, and the digest of all."""
-    from megaresume.checkpoint.beside import random_digest
+    from megaresume.checkpoint.saving.rank_files import random_digest
 
     found = None if manifest is None else random_digest(manifest)
     return None if found is None else {"ranks": found[0], "digest": found[1]}
@@ -198,7 +197,7 @@ def _held(run: Run) -> str:
 
 def _copy_block(found: _Inspection) -> str:
     """Where the checkpoints are copied to, and which are there."""
-    from megaresume.checkpoint.staging import read_staging
+    from megaresume.checkpoint.saving.staging import read_staging
 
     staging = read_staging(found.run.root)
     if staging is None:
@@ -248,7 +247,7 @@ def _state_block(found: _Inspection) -> str:
 
 
 def _loader_rows(state: OpaqueState) -> list[list[str]]:
-    from megaresume.integrations.loaders.record import LoaderRecord
+    from megaresume.hosts.loaders.states import LoaderRecord
 
     record = LoaderRecord.from_state(state)
     facts = record.facts
@@ -290,11 +289,13 @@ def _stream_rows(state: StreamState) -> list[list[str]]:
 
 
 def _order_block(found: _Inspection) -> str:
-    from megaresume.integrations.megatron.guard import describe
-
     step = found.step
+    if step is None or step.state.kind != "order":
+        return ""
+    from megaresume.hosts.megatron.guard import describe  # deferred: numpy
+
     try:
-        return "\n".join(describe(step.state)) if step is not None and step.state.kind == "order" else ""
+        return "\n".join(describe(step.state))
     except StateError as error:
         return str(error)
 
@@ -351,7 +352,9 @@ def _checkpoint_block(found: _Inspection) -> str:
             [
                 ">" if chosen else "",
                 examined.candidate.tag,
-                examined.status,
+                examined.status
+                if examined.status != "complete" or manifest is None or manifest.durable
+                else "complete, not durable",
                 "-" if manifest is None else f"{len(manifest.files):,}",
                 "-" if manifest is None else spell_bytes(manifest.size),
                 "-" if step is None else f"{step.state.samples:,}",
@@ -408,4 +411,5 @@ def _note_block(found: _Inspection) -> str:
         notes.append(f"temporary files of killed writers, harmless: {', '.join(found.run.leftovers[:5])}")
     if found.run.error is not None:
         notes.append(str(found.run.error))
-    return "notes\n" + "\n".join("  " + note.replace("\n", "\n  ") for note in notes) if notes else ""
+    lines = ["  " + note.replace("\n", "\n  ") for note in dict.fromkeys(notes)]
+    return "\n".join(["notes", *lines]) if lines else ""

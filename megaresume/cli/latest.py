@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
+from megaresume.stream.text import visible
 
 if TYPE_CHECKING:
     from megaresume.runs.newest import Newest
 
-__all__ = ["HELP", "LAYOUT_NAMES", "add_arguments", "run"]
-
-HELP = "the newest complete checkpoint of Megatron-LM, DeepSpeed, VeRL or Hugging Face, for launch scripts"
+HELP = "print the newest complete checkpoint of Megatron-LM, DeepSpeed, VeRL or Hugging Face, for launch scripts"
 
 LAYOUT_NAMES = ("megatron", "deepspeed", "verl", "hugging-face")
 
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print it; 1 if there is none."""
-    from megaresume.checkpoint.layouts import LAYOUTS
+    from megaresume.checkpoint.foreign import LAYOUTS
     from megaresume.runs.newest import find_newest
     from megaresume.runs.run import Run
 
@@ -57,9 +57,9 @@ def run(args: argparse.Namespace) -> int:
             print(json.dumps({"path": None, "error": str(error)}))
         raise
     for rejected in found.passed:
-        print(f"megaresume: not {rejected}", file=sys.stderr)
+        print(f"megaresume: not {visible(str(rejected))}", file=sys.stderr)
     for note in found.notes:
-        print(f"megaresume: {note}", file=sys.stderr)
+        print(f"megaresume: {visible(note)}", file=sys.stderr)
     if args.json:
         print(json.dumps(_report(found)))
     elif args.tag:
@@ -74,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
             )
         print(found.iteration)
     else:
-        print(found.path)
+        sys.stdout.flush()
+        sys.stdout.buffer.write(os.fsencode(found.path) + b"\n")  # a path is bytes: scripts get them as they are
     return 0
 
 
@@ -83,7 +84,7 @@ def _none(args: argparse.Namespace, found: Newest | None) -> int:
         print(json.dumps({"path": None, "error": None}))
     if args.allow_none:
         for note in () if found is None else found.notes:
-            print(f"megaresume: {note}", file=sys.stderr)
+            print(f"megaresume: {visible(note)}", file=sys.stderr)
         return 0
     error = CheckpointError(
         "there is no checkpoint",

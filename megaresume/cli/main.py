@@ -6,17 +6,18 @@ Exit status: 0 when what was asked holds, 1 when it does not, 2 on bad usage.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import io
 import os
 import sys
+import traceback
 from types import ModuleType
 
 import megaresume
 from megaresume.cli.flags import normalise
+from megaresume.render import Visible
 from megaresume.stream.errors import MegaresumeError, NoFileError, UsageError, missing_package
-
-__all__ = ["main"]
 
 #: In the order of a newcomer's first day. Each is a module of this package with HELP, add_arguments and run.
 COMMANDS = (
@@ -63,7 +64,8 @@ def main(argv: list[str] | None = None) -> int:
         module.add_arguments(command)
     args = parser.parse_args(argv)
     try:
-        status: int = modules[args.command].run(args)
+        with contextlib.redirect_stdout(Visible(sys.stdout)):
+            status: int = modules[args.command].run(args)
         sys.stdout.flush()
         return status
     except (UsageError, NoFileError) as error:
@@ -84,9 +86,25 @@ def main(argv: list[str] | None = None) -> int:
         is_path = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
         refused = MegaresumeError(f"the system refuses: {error.strerror or error}", found=error.filename)
         return _report(refused, 2 if is_path else 1)
+    except Exception as error:
+        if os.environ.get("MEGARESUME_TRACEBACK"):
+            raise
+        return _report(_unexpected(error), 1)
     except KeyboardInterrupt:
         print("megaresume: interrupted", file=sys.stderr)
         return 130
+
+
+def _unexpected(error: Exception) -> MegaresumeError:
+    """An error that nobody foresaw, as a record of a faulty program causes."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return MegaresumeError(
+        "an error that megaresume did not foresee",
+        found=f"{type(error).__name__}: {error}, in {os.path.basename(place.filename)}, line {place.lineno}",
+        expected="an answer, or an error that says what is wrong with the input",
+        cause="a record that a faulty program wrote, though its checksum is right; or a fault of megaresume",
+        action="report it with what this prints: MEGARESUME_TRACEBACK=1 megaresume ...",
+    )
 
 
 def _report(error: MegaresumeError, status: int) -> int:

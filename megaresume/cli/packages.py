@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 from megaresume.stream.errors import SetupError
 
-__all__ = ["need_packages"]
-
 
 def need_packages(what: str, names: Iterable[str], *, extra: str) -> None:
     """Refuse unless these packages are installed.

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megaresume.patching.patch import Applied, Checked, Reverted
 
-__all__ = ["HELP", "add_arguments", "run"]
-
-HELP = "adapt a pretrain script: apply, show, check or revert a recipe"
+HELP = "edit a Megatron script so that it resumes exactly; show, check or revert the edit"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -164,8 +162,8 @@ def _text(path: Path, result: Applied | Reverted) -> str:
         "next:",
         f"  {recipe.run.format(script=path)}",
         "      trains on its own datasets, with their order recorded and pinned;",
-        "      add --megaresume-data data.yaml for our stream in their place",
+        "      add --megaresume-data data.yaml to train on a stream instead",
         f"  megaresume patch --revert {path}",
-        "      takes the patch out again, byte for byte",
+        "      removes the patch again, byte for byte",
     ]
     return "\n".join(lines)

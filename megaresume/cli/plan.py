@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from megaresume.checkpoint.topology import Topology
     from megaresume.dryrun import DryRun, Flags
 
-__all__ = ["HELP", "add_arguments", "run"]
-
-HELP = "what a resume with new flags would do: which checkpoint, which data, until which step, and what would stop it"
+HELP = "tell what a resume with new flags would do: which checkpoint and data, until which step, and what would stop it"
 
 
 def _count(text: str) -> int:
@@ -32,8 +30,8 @@ def _count(text: str) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command: those of a training program, with their meaning there."""
-    from megaresume.integrations.flags import add_settings
-    from megaresume.integrations.settings import Checkpoints, DataOptions
+    from megaresume.session.flags import add_settings
+    from megaresume.session.settings import Checkpoints, DataOptions
 
     parser.add_argument("dir", metavar="DIR", type=Path, help="the run's --save directory")
     parser.add_argument("--json", action="store_true", help="print JSON")

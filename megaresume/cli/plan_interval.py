@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from megaresume.dryrun import Flags
     from megaresume.runs.interval import Advice
 
-__all__ = ["add_arguments", "duration", "is_asked", "run", "spell"]
-
 _UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 #: seconds; above it nobody means it.
 _LONGEST = 100 * 365 * 86_400.0

@@ -1,4 +1,4 @@
-"""``megaresume prepare`` for tar shards and Energon data sets: flags to an encoder, a summary for people."""
+"""``megaresume prepare`` for tar shards and Energon datasets: flags to an encoder, a summary for people."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from megaresume.stream.errors import UsageError
 if TYPE_CHECKING:
     from megaresume.images.encoder import ImageTextEncoder
     from megaresume.shards.prepare import ShardSummary
-
-__all__ = ["add_shard_arguments", "run_shards", "wants_shards"]
 
 #: flags of text alone, by their names in the namespace.
 TEXT_ONLY = ("json_key", "text_unit", "glob", "format", "invalid_utf8", "dtype", "block_bytes")

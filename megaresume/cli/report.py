@@ -8,9 +8,7 @@ from pathlib import Path
 
 from megaresume.stream.errors import SetupError
 
-__all__ = ["HELP", "add_arguments", "run"]
-
-HELP = "one HTML page about a run: sources against their weights, stages, restarts, packing, losses"
+HELP = "write one HTML page about a run: sources against their weights, stages, restarts, packing, losses"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

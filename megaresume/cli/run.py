@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-__all__ = ["HELP", "add_arguments", "run"]
-
-HELP = "run an unmodified pretrain script of Megatron, with exact data resume"
+HELP = "run an unmodified Megatron script with exact data resume"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from megaresume.smoke.job import Launcher
     from megaresume.smoke.plan import Options, Plan
 
-__all__ = ["HELP", "add_arguments", "options", "run"]
-
-HELP = "resume test on your cluster: stop a run in every way, resume it elsewhere, compare all steps"
+HELP = "test resuming on your cluster: stop a small run in every way, resume it elsewhere, compare all steps"
 
 #: Written into the directory of a test, so that --overwrite removes nothing else.
 MARK = ".megaresume-smoke"
@@ -124,11 +122,11 @@ def options(args: argparse.Namespace) -> Options:
 
 def run(args: argparse.Namespace) -> int:
     """Run the test."""
+    from megaresume.smoke.job import cleaned_up
     from megaresume.smoke.plan import make_plan
     from megaresume.smoke.report import summary, table, write_report
     from megaresume.smoke.run import run_smoke
-    from megaresume.smoke.signals import cleaned_up
-    from megaresume.training.own_directory import own_directory
+    from megaresume.training.jobs import own_directory
 
     plan = make_plan(options(args))
     launcher = _launcher(args, plan)

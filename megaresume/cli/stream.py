@@ -13,17 +13,15 @@ from megaresume.corpora.layout import bin_path, idx_path, prefix_of
 from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
-    from megaresume.stream.plan import Plan
+    from megaresume.stream.planning.plan import Plan
     from megaresume.stream.state import StreamState
     from megaresume.stream.stream import Stream
     from megaresume.trace.shard_records import ShardRecords
 
-__all__ = ["HELP", "add_arguments", "run"]
-
 #: Samples shown at once: their plan lies in memory.
 MOST_SAMPLES = 1_000_000
 
-HELP = "show what the stream holds: the documents of each sample, fill, shares of the sources"
+HELP = "show what a data config gives: the documents of each sample, how full it is, the sources' shares"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Show the samples."""
-    from megaresume.loading.open import open_stream
+    from megaresume.batches.open import open_stream
 
     samples = None if args.samples is None else number_range("--samples", args.samples, 0)
     data = args.data[0] if len(args.data) == 1 and args.data[0].endswith((".yaml", ".yml")) else args.data
@@ -82,8 +80,8 @@ def _check_paths(data: str | list[str], state: str | None) -> None:
 def _state(path: Path) -> StreamState:
     """The state in a record beside a checkpoint, or what `StreamState.to_json` wrote."""
     from megaresume.checkpoint.step_file import read_step_file
-    from megaresume.stream.json_text import parse_json
     from megaresume.stream.state import FORMAT, StreamState
+    from megaresume.stream.text import parse_json
 
     try:
         data = parse_json(path.read_bytes())

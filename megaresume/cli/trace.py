@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaresume.cli.flags import number_range
 from megaresume.stream.errors import UsageError
+from megaresume.stream.text import visible
 
 if TYPE_CHECKING:
     from megaresume.corpora.base import Source
@@ -21,9 +22,7 @@ if TYPE_CHECKING:
     from megaresume.trace.formats import Format
     from megaresume.trace.trace import Piece, Trace
 
-__all__ = ["HELP", "add_arguments", "run"]
-
-HELP = "exactly which documents the steps of a run trained on, or will; and when a document is seen"
+HELP = "list which documents the steps of a run trained on, or will; or when a document is seen"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,9 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trace a run."""
     _check_flags(args)
-    from megaresume.checkpoint.layout import split_root
+    from megaresume.checkpoint.paths import split_root
     from megaresume.runs.run import Run
-    from megaresume.trace.corpora import open_corpora
+    from megaresume.trace.replan import open_corpora
     from megaresume.trace.trace import Trace
 
     run = Run(*split_root(args.dir))
@@ -89,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _note(text: str) -> None:
-    print(f"megaresume: note: {text}", file=sys.stderr)
+    print(f"megaresume: note: {visible(text)}", file=sys.stderr)
 
 
 def _check_flags(args: argparse.Namespace) -> None:
@@ -153,7 +152,7 @@ def _write(args: argparse.Namespace, trace: Trace, sources: Mapping[str, Source]
     form: Format = "json" if args.json else "csv" if args.csv else "text"
     if form == "csv":
         columns = [*CSV_COLUMNS, *(["absolute"] if numbered else []), *_more_columns(args, trace)]
-        sys.stdout.write(",".join([*columns, *(["text"] if args.text else [])]) + "\n")
+        print(",".join([*columns, *(["text"] if args.text else [])]))
     lines = _decoded(args, trace, sources, form) if args.text or args.records else None
     writer = Writer(form, trace.names, numbered=numbered, shards=trace.records.shards)
     shown = ""
@@ -163,10 +162,15 @@ def _write(args: argparse.Namespace, trace: Trace, sources: Mapping[str, Source]
                 shown = title
                 sys.stdout.write(title + "\n")
             if lines is not None:
-                sys.stdout.writelines(lines(piece))
+                text = "".join(lines(piece))
+                if form == "text":
+                    sys.stdout.write(text)
+                    continue
+                data: bytes | memoryview = text.encode("utf-8", "surrogateescape")  # for a program, as it is
             else:
-                sys.stdout.flush()
-                sys.stdout.buffer.write(writer.write(piece))
+                data = writer.write(piece)
+            sys.stdout.flush()
+            sys.stdout.buffer.write(data)
 
 
 def _more_columns(args: argparse.Namespace, trace: Trace) -> list[str]:

@@ -22,13 +22,10 @@ if TYPE_CHECKING:
     from megaresume.runs.rank_steps import RankSteps
     from megaresume.runs.run import Run
     from megaresume.trace.rank_check import RankCheck
-    from megaresume.trace.replay import Replayed
     from megaresume.trace.trace import Trace
-    from megaresume.trace.verify import Points
+    from megaresume.trace.verify import Points, Replayed
 
-__all__ = ["HELP", "add_arguments", "run"]
-
-HELP = "recompute the stream of a run on a CPU and compare digests: proof, or the first difference"
+HELP = "prove what a run was trained on, by planning its stream again on a CPU, or show the first difference"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,10 +75,9 @@ def run(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace, run: Run) -> dict[str, Any]:
     from megaresume.runs.rank_steps import read_rank_steps
     from megaresume.stream.progress import progress
-    from megaresume.trace.corpora import open_corpora
-    from megaresume.trace.replay import replay_all, replay_between
+    from megaresume.trace.replan import open_corpora
     from megaresume.trace.trace import Trace
-    from megaresume.trace.verify import between, corpus_problems, read_points
+    from megaresume.trace.verify import between, corpus_problems, read_points, replay_all, replay_between
 
     points = read_points(run)
     state = points.newest

@@ -4,6 +4,7 @@ base.py            `Source`: what loading asks of any source of documents
 indexed.py         `IndexedSource`: a Megatron .bin/.idx corpus
 layout.py          the bytes of .bin/.idx, for its reader and its writer; kernels.py reads its arrays
 python.py          `PythonSource`: any object with __len__, length(i), get(i)
+items.py           `ItemNumbers`: the items of a dataset, by number alone
 split.py           `RangeSource`: the train, valid or test part of a source, as ``--split`` cuts it
 scan.py            the fingerprint of any source; contents.py: what it sees of the tokens
 sidecar.py         ``<prefix>.megaresume.json``: what is known of a corpus and need not be computed twice

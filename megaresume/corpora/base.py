@@ -18,8 +18,6 @@ from megaresume.stream.state import Fingerprint
 if TYPE_CHECKING:
     from megaresume.corpora.image_text import EncodedDocument, Key
 
-__all__ = ["DocumentSource", "Source", "TokenSource", "VisionEncoder", "is_document_source"]
-
 
 @runtime_checkable
 class Source(Protocol):

@@ -23,8 +23,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-__all__ = ["PLACES", "WINDOW", "Windows", "contents_hash", "hash_tokens"]
-
 Int64Array = npt.NDArray[np.int64]
 
 #: windows of a corpus.

@@ -16,8 +16,6 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["EncodedDocument", "EncodedImage", "Fault", "FaultPolicy", "Key", "Measure", "Record"]
-
 #: What becomes of a record that cannot be decoded, or is not as long as the index says.
 FaultPolicy = Literal["error", "mask", "truncate"]
 

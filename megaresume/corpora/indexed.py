@@ -13,23 +13,23 @@ import mmap
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from megaresume.checkpoint.files import open_file
 from megaresume.corpora import sidecar
 from megaresume.corpora.contents import Windows, hash_tokens
 from megaresume.corpora.layout import HEADER_BYTES, IndexHeader, bin_path, idx_path, prefix_of
 from megaresume.corpora.long_documents import kept_list
+from megaresume.stream.documents.pieces import LongDocuments
 from megaresume.stream.errors import CorpusError, SetupError
-from megaresume.stream.pieces import LongDocuments
 from megaresume.stream.progress import progress
 from megaresume.stream.state import Fingerprint
-
-__all__ = ["IndexedSource"]
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -373,10 +373,10 @@ def _map(path: Path) -> tuple[mmap.mmap | bytes, sidecar.FileIdentity]:
 
 
 @contextlib.contextmanager
-def _open(path: Path) -> Iterator[BinaryIO]:
+def _open(path: Path) -> Iterator[FileIO]:
     """A file to read or to map; what goes wrong with it, in words."""
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             yield file
     except FileNotFoundError as error:
         raise _changed(path) from error

@@ -15,8 +15,6 @@ import numpy as np
 
 from megaresume.stream.compiled import compiled
 
-__all__ = ["document_lengths", "document_starts", "scan_documents"]
-
 Array = np.ndarray[Any, Any]
 
 

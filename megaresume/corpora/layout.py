@@ -27,18 +27,6 @@ import numpy as np
 
 from megaresume.stream.errors import CorpusError
 
-__all__ = [
-    "DTYPES",
-    "HEADER_BYTES",
-    "MAGIC",
-    "MAX_SEQUENCE_TOKENS",
-    "VERSION",
-    "IndexHeader",
-    "bin_path",
-    "idx_path",
-    "prefix_of",
-]
-
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 #: code in the .idx -> dtype of the tokens in the .bin.

@@ -20,11 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from megaresume.corpora import sidecar
-from megaresume.stream.pieces import STRIDE, LongDocuments, find_long
+from megaresume.stream.documents.pieces import STRIDE, LongDocuments, find_long
 from megaresume.stream.progress import progress
 from megaresume.stream.source import LengthSource
-
-__all__ = ["MIN_DOCUMENTS", "kept_list"]
 
 #: fewer are looked through at every start: some milliseconds.
 MIN_DOCUMENTS = 1 << 22

@@ -23,12 +23,11 @@ import numpy.typing as npt
 
 from megaresume.corpora.base import DOCUMENT_MEMBERS, Source, is_document_source
 from megaresume.corpora.indexed import IndexedSource
+from megaresume.corpora.items import ItemNumbers
 from megaresume.corpora.scan import scan_fingerprint
 from megaresume.corpora.split import RangeSource
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.state import Fingerprint
-
-__all__ = ["PythonSource", "as_source"]
 
 Int64Array = npt.NDArray[np.int64]
 REQUIRED = ("__len__", "length", "get")
@@ -40,7 +39,7 @@ def as_source(thing: object, name: str = "source") -> Source:
     Raises:
         ConfigError: the object lacks a method.
     """
-    if isinstance(thing, IndexedSource | RangeSource | PythonSource) or is_document_source(thing):
+    if isinstance(thing, IndexedSource | ItemNumbers | RangeSource | PythonSource) or is_document_source(thing):
         return thing
     if hasattr(thing, "encoded"):  # else its images would be dropped without a word
         missing = [m for m in DOCUMENT_MEMBERS if not hasattr(thing, m)]

@@ -13,8 +13,6 @@ from megaresume.corpora.contents import contents_hash
 from megaresume.stream.progress import progress
 from megaresume.stream.state import Fingerprint
 
-__all__ = ["scan_fingerprint"]
-
 Int64Array = npt.NDArray[np.int64]
 
 #: documents asked for at once; the hash does not depend on it.

@@ -31,24 +31,11 @@ from typing import Any, BinaryIO
 
 import xxhash
 
+from megaresume.checkpoint.files import read_file
 from megaresume.corpora.layout import bin_path, idx_path
 from megaresume.stream.errors import CorpusError
-from megaresume.stream.json_text import parse_json
 from megaresume.stream.state import Fingerprint
-
-__all__ = [
-    "FORMAT",
-    "VERSION",
-    "CorpusIdentity",
-    "FileIdentity",
-    "cache_path",
-    "read_fingerprint",
-    "read_tokenizer",
-    "sidecar_path",
-    "write_fingerprint",
-    "write_json_atomically",
-    "write_tokenizer",
-]
+from megaresume.stream.text import parse_json
 
 FORMAT = "megaresume.corpus"
 VERSION = 1
@@ -238,7 +225,7 @@ def written_atomically(path: Path) -> Iterator[BinaryIO]:
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        text = path.read_bytes()
+        text = read_file(path)
     except FileNotFoundError:
         return {}
     except OSError as error:

@@ -16,22 +16,12 @@ import numpy.typing as npt
 from megaresume.corpora.base import DocumentSource, Source, TokenSource, VisionEncoder, is_document_source
 from megaresume.corpora.indexed import IndexedSource
 from megaresume.corpora.scan import scan_fingerprint
+from megaresume.stream.documents.pieces import LongDocuments, find_long
 from megaresume.stream.errors import ConfigError
-from megaresume.stream.pieces import LongDocuments, find_long
 from megaresume.stream.state import Fingerprint
 
 if TYPE_CHECKING:
     from megaresume.corpora.image_text import EncodedDocument, Key
-
-__all__ = [
-    "DocumentRangeSource",
-    "Part",
-    "RangeSource",
-    "TokenRangeSource",
-    "range_of",
-    "split_part",
-    "split_ranges",
-]
 
 Part = Literal["train", "valid", "test"]
 PARTS = cast(tuple[Part, ...], get_args(Part))

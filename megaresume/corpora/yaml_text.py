@@ -14,8 +14,6 @@ import yaml
 
 from megaresume.stream.errors import ConfigError, NoFileError
 
-__all__ = ["UniqueKeyLoader", "load_yaml", "parse_yaml", "read_encoder", "read_mapping"]
-
 #: values that the aliases of a file may stand for, beyond which it is no configuration.
 MAX_VALUES = 1_000_000
 

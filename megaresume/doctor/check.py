@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Area", "Check", "Status"]
-
 #: ok. note: worth knowing. warning: it may go wrong. problem: it will, or has.
 Status = Literal["ok", "note", "warning", "problem"]
 Area = Literal["environment", "filesystem", "checkpoints", "log"]

@@ -1,6 +1,6 @@
 """A directory of checkpoints: what the next start takes, what is wrong with the others, and with the pointers.
 
-Whoever wrote it: `megaresume.checkpoint.layouts`. Reads only, and unpickles nothing.
+Whoever wrote it: `megaresume.checkpoint.foreign`. Reads only, and unpickles nothing.
 """
 
 from __future__ import annotations
@@ -14,24 +14,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 
-from megaresume.checkpoint.layout import records_dir
-from megaresume.checkpoint.layouts import Layout
-from megaresume.checkpoint.layouts.base import subdirectories
-from megaresume.checkpoint.layouts.deepspeed import DEEPSPEED, ranks_of
-from megaresume.checkpoint.layouts.hugging_face import HUGGING_FACE
-from megaresume.checkpoint.layouts.verl import VERL
+from megaresume.checkpoint.foreign import Layout
+from megaresume.checkpoint.foreign.base import subdirectories
+from megaresume.checkpoint.foreign.deepspeed import DEEPSPEED, ranks_of
+from megaresume.checkpoint.foreign.hugging_face import HUGGING_FACE
+from megaresume.checkpoint.foreign.verl import VERL
 from megaresume.checkpoint.ledger import LedgerEntry
 from megaresume.checkpoint.lock import PATIENCE_SECONDS
 from megaresume.checkpoint.manifest import list_files
+from megaresume.checkpoint.paths import records_dir
 from megaresume.checkpoint.start import starts_from
 from megaresume.checkpoint.topology import Topology
 from megaresume.doctor.check import Check, Status
-from megaresume.integrations.loadable import other_partitions
+from megaresume.hosts.deepspeed.elastic.load_rules import other_partitions
 from megaresume.runs.newest import Newest, find_newest, look_at, named_by, recognise
 from megaresume.runs.run import Run
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, UsageError
-
-__all__ = ["DirectoryReport", "directory_checks"]
 
 #: starts from one place without a save in between, from which on something is wrong.
 _STARTS = 3
@@ -200,12 +198,13 @@ def _ledger(run: Run, found: DirectoryReport) -> Sequence[LedgerEntry]:
     for problem in reading.problems:
         status: Status = "warning" if problem.kind == "damaged" else "note"
         found.add("ledger", status, str(problem))
-    starts = len(starts_from(reading.entries, reading.entries[-1].iteration)) if reading.entries else 0
+    events = reading.events
+    starts = len(starts_from(events, events[-1].iteration)) if events else 0
     if starts >= _STARTS:
         found.add(
             "progress",
             "problem",
-            f"{starts} starts from iteration {reading.entries[-1].iteration:,}, and no save after any of them",
+            f"{starts} starts from iteration {events[-1].iteration:,}, and no save after any of them",
             cause="the job dies before its next save, or has less time than it needs to get there",
             action="look at the end of its log: megaresume doctor --log LOG; or save more often: --save-interval",
         )

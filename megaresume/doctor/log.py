@@ -8,7 +8,7 @@ from __future__ import annotations
 import gzip
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from io import BufferedIOBase
@@ -18,9 +18,8 @@ from typing import Any, Literal
 import yaml
 
 from megaresume.doctor.check import Check, Status
+from megaresume.launching.first_error import find_first_error
 from megaresume.stream.errors import UsageError
-
-__all__ = ["Hit", "Symptom", "log_checks", "scan", "symptoms"]
 
 #: bytes of a block; a line of more is looked at in pieces.
 _BLOCK = 4 << 20
@@ -155,3 +154,17 @@ def log_checks(path: Path, progress: Callable[[int], object] | None = None) -> l
         symptom, text = hit.symptom, f"{path.name} {times}: {hit.text}"
         found.append(Check("log", symptom.name, status[symptom.level], text, symptom.means, symptom.do))
     return found or [Check("log", "known symptoms", "ok", f"none of {len(symptoms())} in {path.name}")]
+
+
+def first_failure(paths: Sequence[Path]) -> list[Check]:
+    """Which rank failed first, from the logs of all nodes of one launch together; [] if none shows an error.
+
+    Args:
+        paths: plain text, of which the last MiB is looked at.
+    """
+    error = find_first_error(paths, "")
+    if error is None:
+        return []
+    found = f"{error}: {error.headline or 'it printed no error'}"
+    cause = "launchers print their own traceback after it; other ranks only noticed that it was gone"
+    return [Check("log", "first failure", "note", found, cause, "mend this one first")]

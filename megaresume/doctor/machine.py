@@ -21,8 +21,6 @@ from megaresume.checkpoint.system import mount_of
 from megaresume.doctor.check import Check, Status
 from megaresume.render import spell_bytes
 
-__all__ = ["TESTED", "environment_checks", "filesystem_checks", "kind_check", "version_check"]
-
 _machine = partial(Check, "environment")
 _filesystem = partial(Check, "filesystem")
 
@@ -194,7 +192,8 @@ def filesystem_checks(directory: Path, newest: int | None, num_files: int | None
         num_files: of it.
     """
     mount = mount_of(directory, Path("/proc/self/mountinfo").read_text())
-    return [kind_check(mount.kind, mount.options), _locks(directory), *_space(directory, newest, num_files)]
+    durable = sync_check(mount.kind, mount.options, directory)
+    return [kind_check(mount.kind, mount.options), _locks(directory), durable, *_space(directory, newest, num_files)]
 
 
 def kind_check(kind: str, options: str) -> Check:
@@ -230,6 +229,37 @@ def kind_check(kind: str, options: str) -> Check:
         f"{kind}: a disk of this node",
         cause="with several nodes each would save its own part to its own disk",
     )
+
+
+def sync_check(kind: str, options: str, directory: Path) -> Check:
+    """Whether a sync means that a power cut takes nothing: as far as this machine can see."""
+    name = "syncing"
+    if {"nobarrier", "barrier=0"} & set(options.split(",")):
+        return _filesystem(
+            name,
+            "warning",
+            f"{kind}, mounted without barriers: a sync does not reach the disk",
+            cause="after a power cut, a checkpoint that was called durable may be damaged",
+            action="mount it without nobarrier or barrier=0, unless its disks have caches with a battery",
+        )
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        return _filesystem(
+            name,
+            "warning",
+            f"{kind}: a directory cannot be synced: {error.strerror or error}",
+            cause="after a power cut, a checkpoint that was called durable may be gone",
+            action="save to a filesystem that can, or take such losses into account",
+        )
+    if kind in ("nfs", "nfs4"):
+        found = f"{kind}: not known; a server that exports async confirms a sync before it has done it"
+        return _filesystem(name, "note", found, action="look for async in the server's /etc/exports")
+    return _filesystem(name, "ok", "files and directories can be forced to the disk")
 
 
 def _locks(directory: Path) -> Check:

@@ -1,20 +1,19 @@
 """A resume, tried without a GPU: what would be loaded, what would become of the data, and where the run would end.
 
-    flags.py    what the new launch says; what it does not say is as it was
+    findings.py what the new launch says; what it does not say is as it was
       |
-    start.py    which checkpoint is loaded, on which ranks       Run.choose, Megatron's tracker, integrations.loadable
+    start.py    which checkpoint is loaded, on which ranks       Run.choose, hosts.deepspeed.elastic.load_rules
     data.py     what of the data config changed                  stream.changes
-    ending.py   last step, epochs left, the end of the stream    training.length, stream.outlook, Megatron's arithmetic
-    guard.py    Megatron's own datasets                          integrations.megatron.guard.compare
+    ending.py   last step, epochs left, the end of the stream    training.arguments, stream.outlook
+    guard.py    Megatron's own datasets                          hosts.megatron.guard.compare
       |
-    dry_run.py  `dry_run` -> `DryRun`: a verdict, and findings (findings.py) with the flags that solve them
+    dry_run.py  `dry_run` -> `DryRun`: a verdict, and findings with the flags that solve them
 
 Every rule is the one that the real resume asks; this package only brings them together. It imports neither torch nor
 DeepSpeed nor Megatron, and the compiled planner only for streams that have an end.
 """
 
 from megaresume.dryrun.dry_run import DryRun, dry_run
-from megaresume.dryrun.findings import Finding
-from megaresume.dryrun.flags import Flags
+from megaresume.dryrun.findings import Finding, Flags
 
 __all__ = ["DryRun", "Finding", "Flags", "dry_run"]

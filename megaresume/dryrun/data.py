@@ -8,11 +8,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
-from megaresume.checkpoint.layout import data_path
+from megaresume.checkpoint.paths import data_path
 from megaresume.corpora.base import Source
-from megaresume.dryrun.findings import Findings
-from megaresume.dryrun.flags import Flags
-from megaresume.integrations.megatron.launch import check_stages
+from megaresume.dryrun.findings import Findings, Flags
+from megaresume.hosts.megatron.load_rules import check_stages
 from megaresume.sources import open_sources
 from megaresume.sources.data_config import DataConfig
 from megaresume.stream.aliases import resolved
@@ -21,13 +20,11 @@ from megaresume.stream.changes import Reconciled, changes_since, reconcile
 from megaresume.stream.config import OnChange, StreamConfig
 from megaresume.stream.errors import ConfigError, CorpusError, MegaresumeError, SetupError, StateError, UsageError
 from megaresume.stream.fingerprints import fingerprint_of, first_documents, same_corpora
+from megaresume.stream.planning.remaining import check_remaining
+from megaresume.stream.planning.stages import Stage
 from megaresume.stream.ranges import Range
-from megaresume.stream.remaining import check_remaining
 from megaresume.stream.skips import check_documents, no_schedule
-from megaresume.stream.stages import Stage
 from megaresume.stream.state import Fingerprint, StreamState
-
-__all__ = ["Data", "read_data"]
 
 #: nothing: the order goes on. new stage: from the resume point on. refused: the launch stops.
 Outcome = Literal["nothing", "new stage", "refused"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megaresume.checkpoint.layout import split_root
+from megaresume.checkpoint.paths import split_root
 from megaresume.checkpoint.topology import Topology
 from megaresume.dryrun.data import Data, read_data
 from megaresume.dryrun.ending import (
@@ -17,16 +17,13 @@ from megaresume.dryrun.ending import (
     sources_ahead,
     steps_until,
 )
-from megaresume.dryrun.findings import Findings
-from megaresume.dryrun.flags import Flags
+from megaresume.dryrun.findings import Findings, Flags
 from megaresume.dryrun.guard import Guarded, compare_with_record
 from megaresume.dryrun.start import StartingPoint, check_layout, find_start, planned_sizes, topology
 from megaresume.runs.run import Run
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import UsageError
 from megaresume.stream.state import StreamState
-
-__all__ = ["DryRun", "dry_run"]
 
 
 @dataclass(kw_only=True)

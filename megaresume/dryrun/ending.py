@@ -8,17 +8,14 @@ from dataclasses import dataclass
 
 from megaresume.checkpoint.topology import Topology
 from megaresume.dryrun.data import Data
-from megaresume.dryrun.findings import Findings
-from megaresume.dryrun.flags import Flags
+from megaresume.dryrun.findings import Findings, Flags
 from megaresume.dryrun.start import planned_sizes
 from megaresume.stream.batches import BatchSchedule
+from megaresume.stream.changes import SourceOutlook, outlook
 from megaresume.stream.config import SourceConfig, StreamConfig
 from megaresume.stream.errors import StreamExhausted
-from megaresume.stream.outlook import SourceOutlook, outlook
 from megaresume.stream.state import Fingerprint, StreamState
-from megaresume.training.length import end_of_run, is_over
-
-__all__ = ["Ahead", "Ending", "end_of_stream", "ending", "guarded_ending", "sources_ahead", "steps_until"]
+from megaresume.training.arguments import end_of_run, is_over
 
 #: samples planned between two looks at the clock, and seconds after which the search for the end is given up.
 _CHUNK, _PATIENCE = 2048, 60.0

@@ -13,16 +13,13 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from megaresume.dryrun.findings import Finding, Findings
-from megaresume.dryrun.flags import Flags
-from megaresume.integrations.megatron.guard.compare import compare, grown_too_far
-from megaresume.integrations.megatron.guard.corpus import Corpus
-from megaresume.integrations.megatron.guard.pinned import extendable
-from megaresume.integrations.megatron.guard.record import BuilderRecord, ComponentRecord, OrderRecord
-from megaresume.integrations.megatron.guard.request import Request
+from megaresume.dryrun.findings import Finding, Findings, Flags
+from megaresume.hosts.megatron.guard.compare import compare, grown_too_far
+from megaresume.hosts.megatron.guard.corpora import Corpus
+from megaresume.hosts.megatron.guard.pinned import extendable
+from megaresume.hosts.megatron.guard.record import BuilderRecord, ComponentRecord, OrderRecord
+from megaresume.hosts.megatron.guard.request import Request
 from megaresume.stream.errors import UsageError
-
-__all__ = ["Component", "Guarded", "compare_with_record", "epochs_of", "requested_of", "train_size"]
 
 #: of an epoch, in `_build_document_index`.
 _THRESHOLD = 0.80
@@ -49,7 +46,7 @@ def epochs_of(tokens: int, samples: int | None, *, seq_length: int, extra: int) 
         tokens: in one epoch.
         samples: asked for; None: one epoch.
         seq_length: tokens a sample.
-        extra: 1 where a sample needs the token behind it (``add_extra_token_to_sequence``).
+        extra: 1 where a sample needs the token after it (``add_extra_token_to_sequence``).
     """
     epochs = 1 if samples is None else max(ceil((samples * seq_length + extra) / tokens), 1)
     if epochs == 1 or samples is None:
@@ -154,7 +151,7 @@ def compare_with_record(record: OrderRecord, flags: Flags, findings: Findings) -
         split = builder.splits[0]
         if split is not None and extendable(split):
             findings.note(
-                f"the run goes on behind its {guarded.recorded_samples} recorded samples, up to {wanted}",
+                f"the run goes on after its {guarded.recorded_samples} recorded samples, up to {wanted}",
                 cause="each corpus that runs out goes on with further epochs; what is recorded does not move",
             )
     return guarded

@@ -10,21 +10,19 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Literal
 
-from megaresume.checkpoint.choose import Choice
+from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import stream_of
-from megaresume.checkpoint.layout import TRACKER, deepspeed_tag, megatron_tag
+from megaresume.checkpoint.paths import TRACKER, deepspeed_tag, megatron_tag
 from megaresume.checkpoint.topology import Topology
-from megaresume.dryrun.findings import Findings
-from megaresume.dryrun.flags import Flags
-from megaresume.integrations.loadable import BEGIN_ANEW, check_zero, choose_to_load, without_state
-from megaresume.integrations.megatron import launch
-from megaresume.integrations.megatron.guard.record import OrderRecord
-from megaresume.integrations.megatron.schedule import schedule_from_args
+from megaresume.dryrun.findings import Findings, Flags
+from megaresume.hosts.deepspeed.elastic.load_rules import BEGIN_ANEW, check_zero, choose_to_load
+from megaresume.hosts.megatron import load_rules
+from megaresume.hosts.megatron.guard.record import OrderRecord
+from megaresume.hosts.megatron.schedule import schedule_from_args
 from megaresume.runs.run import Run
+from megaresume.session.host import without_state
 from megaresume.stream.batches import BatchSchedule, check_sizes
 from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
-
-__all__ = ["StartingPoint", "check_layout", "find_start", "planned_sizes", "topology"]
 
 #: stream: our samples. guard: Megatron's own datasets, with their order recorded. adopt: the same, not recorded yet.
 #: inside: the state is in the checkpoint alone. fresh: nothing to load. None: refused.
@@ -81,14 +79,15 @@ def _deepspeed(run: Run, flags: Flags) -> Choice | None:
 
 
 def _megatron(run: Run, flags: Flags, findings: Findings) -> tuple[Choice | None, Kind | None, OrderRecord | None]:
-    from megaresume.integrations.megatron.tracker import check_content, check_tracker
+    from megaresume.hosts.megatron.tracker import check_content, check_tracker
 
     root, iteration = run.root, flags.ckpt_step
     instead: list[Choice] = []
 
     def check() -> bool:
-        other = check_tracker(SimpleNamespace(load=str(root), save=str(root), ckpt_step=flags.ckpt_step))
-        instead.extend([] if other is None else [other])
+        args = SimpleNamespace(load=str(root), save=str(root), ckpt_step=flags.ckpt_step)
+        choice, is_another = check_tracker(args)
+        instead.extend([choice] if choice is not None and is_another else [])
         if (root / TRACKER).is_file():
             check_content(root / TRACKER)
         return True
@@ -125,11 +124,11 @@ def _megatron(run: Run, flags: Flags, findings: Findings) -> tuple[Choice | None
     state, mode = choice.state, "guard" if flags.data is None else "stream"
     if state is None:
         if mode == "stream":
-            findings.refuse(launch.without_state(iteration, 0))
+            findings.refuse(load_rules.without_state(iteration, 0))
         return choice, "adopt", None
     if state.kind != "order":
         return choice, _streamed(choice, findings), None
-    findings.attempt(lambda: launch.check_mode("order", mode))
+    findings.attempt(lambda: load_rules.check_mode("order", mode))
     return choice, "guard", findings.attempt(lambda: OrderRecord.from_state(state))
 
 

@@ -1,12 +1,11 @@
 """Image-text records to documents: text to tokens, images to pixels.
 
-encoder.py      `ImageTextEncoder`: a record to tokens, images and what is trained on
+encoder.py      `ImageTextEncoder`: a record to tokens, images and what is trained on; cuts text, never an image
 spec.py         what defines an encoder, as JSON; options.py reads options into dataclasses
 processors/     an image to tiles or patches, as CLIP, InternVL, Qwen2-VL do
 templates/      how text and images of a record follow each other
 augment.py      declared random changes of an image, keyed
 decode.py       bytes to an RGB image, and its size from the header alone
-cut.py          a document made shorter or longer; an image is never cut
 faults.py       what becomes of a record that cannot be encoded
 checks.py       does a processor keep its promises?
 room.py         pixels written into the batch instead of copied there

@@ -21,8 +21,6 @@ from megaresume.stream.schema import Items, ListOf, Options, Within, near, plain
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["STEPS", "Step", "augmentation_from_options", "augmentation_options"]
-
 
 class Step(Protocol):
     """Picklable; the image that it returns has the size of the one that it was given."""

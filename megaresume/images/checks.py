@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from megaresume.images.processors import Grid, Pixels, Processor
 
-__all__ = ["SIZES", "check_processor"]
-
 #: width, height in pixels: square, wide, tall, small, odd.
 SIZES = ((64, 64), (301, 97), (75, 220), (29, 31), (448, 336))
 

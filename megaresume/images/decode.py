@@ -20,8 +20,6 @@ from megaresume.stream.schema import Items, Options, Texts, Within
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["ImageOptions", "decode", "size_of"]
-
 #: EXIF tag of the orientation.
 _ORIENTATION = 0x0112
 #: orientation -> the `PIL.Image.Transpose` that shows the image upright (EXIF 2.32, table 6).
@@ -159,7 +157,7 @@ def _orientation(image: Image) -> int:
     # Pillow turns a TIFF itself when it loads it, and gives the size that it will have then.
     if image.format == "TIFF":
         return 1
-    # For a PNG without eXIf before the pixels Pillow would decode the pixels to look behind them.
+    # For a PNG without eXIf before the pixels Pillow would decode the pixels to read what follows them.
     if image.format == "PNG" and "exif" not in image.info:
         return 1
     value = image.getexif().get(_ORIENTATION, 1)

@@ -17,11 +17,8 @@ import dataclasses
 import logging
 
 from megaresume.corpora.image_text import EncodedDocument, Fault, FaultPolicy, Key, Record
-from megaresume.images.cut import fit_document, masked_document
-from megaresume.images.encoder import ImageTextEncoder
+from megaresume.images.encoder import ImageTextEncoder, fit_document, masked_document
 from megaresume.stream.errors import CorpusError
-
-__all__ = ["encode_as_indexed"]
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,6 @@ from contextvars import ContextVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Room", "new_pixels"]
-
 Pixels = npt.NDArray[np.float32]
 
 

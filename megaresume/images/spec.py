@@ -19,8 +19,6 @@ from megaresume.images.templates import template_from_options, template_options
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.schema import Options, Truth, plain, read
 
-__all__ = ["FORMAT", "VERSION", "check_spec", "pack_tokenizer", "spec_from_options", "unpack_tokenizer"]
-
 FORMAT = "megaresume.image-text-encoder"
 #: raised when an older program would misread the spec.
 VERSION = 1
@@ -46,7 +44,7 @@ def spec_from_options(options: object, base_dir: str | Path = ".") -> dict[str, 
 
     ============ ==========================================================================================
     tokenizer    path of a tokenizer.json (relative to base_dir), or null: bytes
-    image_token  a token of the tokenizer; null: the id behind its vocabulary
+    image_token  a token of the tokenizer; null: the id after its vocabulary
     image_start  text before and after the tokens of an image, such as ``<|vision_start|>``; none by default
     image_end
     eod          true: every document ends with the end-of-document token

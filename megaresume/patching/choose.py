@@ -20,8 +20,6 @@ from megaresume.patching.errors import PatchError
 from megaresume.patching.recipe import Called, Recipe
 from megaresume.patching.script import Script, Uses
 
-__all__ = ["Beside", "Fit", "choose", "find_beside", "refusal"]
-
 #: how far up from the script the package is looked for: examples/multimodal/train.py is two folders below it.
 MAX_LEVELS = 4
 

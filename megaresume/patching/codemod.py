@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from megaresume.patching.recipe import Accepts, AddImport, Wrap
     from megaresume.patching.script import Script
 
-__all__ = ["Codemod"]
-
 
 class Codemod(cst.CSTTransformer):
     """What a recipe changes in a script.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from megaresume.stream.errors import MegaresumeError
 
-__all__ = ["PatchError"]
-
 
 class PatchError(MegaresumeError):
     """A script that no recipe can change, or undo, without guessing. Whoever keeps the script must act."""

@@ -8,11 +8,9 @@ import shutil
 import stat
 from pathlib import Path
 
-from megaresume.checkpoint.atomic import fsync_dir, fsync_file, write_all
+from megaresume.checkpoint.files import fsync_dir, fsync_file, write_all
 from megaresume.patching.errors import PatchError
 from megaresume.stream.errors import SetupError, UsageError
-
-__all__ = ["read_script", "replace_script"]
 
 #: no training script is larger; a file that is was given by mistake.
 MAX_BYTES = 16 << 20

@@ -22,8 +22,6 @@ from dataclasses import dataclass
 
 from megaresume.patching.errors import PatchError
 
-__all__ = ["Hunk", "Lost", "Marker", "diff", "find", "read_marker", "undo", "with_marker"]
-
 #: raised when the comment's form changes.
 FORMAT = 1
 

@@ -15,8 +15,6 @@ from megaresume.patching.marker import Lost, Marker, diff, find, read_marker, un
 from megaresume.patching.recipe import Recipe
 from megaresume.patching.script import Script
 
-__all__ = ["Applied", "Change", "Checked", "Reverted", "apply", "check", "revert"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:

@@ -17,8 +17,6 @@ from megaresume.patching.script import dotted
 if TYPE_CHECKING:
     from megaresume.patching.script import Script
 
-__all__ = ["Judge"]
-
 
 class Judge:
     """Why an expression cannot be told to be what is expected; None if it can."""

@@ -16,8 +16,6 @@ from megaresume.corpora.yaml_text import UniqueKeyLoader, load_yaml, parse_yaml
 from megaresume.shipped import shipped_dir
 from megaresume.stream.errors import ConfigError, UsageError
 
-__all__ = ["Called", "Matches", "Recipe", "Wrap", "find_recipe", "parse_recipe", "recipe_dir", "shipped_recipes"]
-
 
 def _slip(headline: str, expected: str, *at: str | int) -> PydanticCustomError:
     """An error of ours; ``at`` is the place, where that is below what is validated."""

@@ -37,8 +37,6 @@ from megaresume.stream.errors import UsageError
 if TYPE_CHECKING:
     from megaresume.patching.recipe import Called
 
-__all__ = ["Script", "Uses", "dotted"]
-
 
 def dotted(node: cst.CSTNode | None) -> str:
     """``a.b.c`` of nested attributes; empty for anything else."""

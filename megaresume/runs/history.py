@@ -6,21 +6,19 @@ branch that was given up (`abandoned_checkpoints`), or was saved again with othe
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaresume.checkpoint.layout import records_dir, step_path
+from megaresume.checkpoint.files import NewerFormatError
 from megaresume.checkpoint.ledger import LedgerEntry, LedgerReading, abandoned_checkpoints
-from megaresume.checkpoint.sealed import NewerFormatError
+from megaresume.checkpoint.paths import records_dir, step_path
 from megaresume.checkpoint.step_file import StepFile
 from megaresume.checkpoint.topology import Topology
 from megaresume.stream.errors import CheckpointError, StateError
 from megaresume.stream.ranges import Ranges, common
 from megaresume.stream.state import StreamState
-
-__all__ = ["History", "Point", "read_history"]
 
 ReadStep = Callable[[Path], StepFile]
 
@@ -105,7 +103,8 @@ class History:
                 reason = "has stages that are not those of the newest state"
             else:
                 return state
-        self.saved.remove(point)
+        first = bisect_left(self.saved, point.samples, key=lambda p: p.samples)
+        del self.saved[self.saved.index(point, first)]
         self.notes.append(f"not used: {point.path.name}: {reason}")
         return None
 
@@ -152,7 +151,7 @@ def read_history(root: Path, ledger: LedgerReading, states: Sequence[Path], read
     points = {point.samples: point for point in path if point.samples <= state.samples}
     points[state.samples] = _point(step_path(root, newest.iteration, newest.tag), newest)
     topologies = _topologies(ledger, path) if ledger.entries else _topologies_of_states(saved, read_step)
-    last = ledger.entries[-1] if ledger.entries else None
+    last = next(reversed(ledger.events), None)
     if last is None or newest.saved_at > last.time:
         # A save without a line is of the last start.
         _append(topologies, min(topologies[-1][0] if topologies else 0, state.samples), newest.topology)
@@ -206,7 +205,7 @@ def _newest(
     notes: list[str],
 ) -> StepFile:
     """The newest state of the path; one whose save was killed before its line is taken in."""
-    entries = ledger.entries
+    entries = ledger.events
     known = {point.path: point for point in saved}
     last_time = entries[-1].time if entries else ""
     candidates: list[tuple[int, Path]] = [(p.samples, p.path) for p in saved]
@@ -257,9 +256,11 @@ def _topologies(ledger: LedgerReading, path: list[Point]) -> list[tuple[int, Top
     topologies: list[tuple[int, Topology]] = []
     start: LedgerEntry | None = None
     saved = 0
-    for entry in ledger.entries:
+    for entry in ledger.events:
         if entry.kind == "start":
             start = entry
+            continue
+        if entry.kind == "finished":
             continue
         _append(topologies, min(start.samples, entry.samples) if start is not None else saved, entry.topology)
         start, saved = None, entry.samples
@@ -270,7 +271,8 @@ def _topologies(ledger: LedgerReading, path: list[Point]) -> list[tuple[int, Top
 
 
 def _append(topologies: list[tuple[int, Topology]], first: int, topology: Topology) -> None:
-    topologies[:] = [entry for entry in topologies if entry[0] < first]
+    while topologies and topologies[-1][0] >= first:
+        topologies.pop()
     if not topologies or topologies[-1][1] != topology:
         topologies.append((first, topology))
 

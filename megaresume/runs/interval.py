@@ -24,8 +24,6 @@ from megaresume.checkpoint.ledger import LedgerEntry
 from megaresume.runs.run import Run
 from megaresume.stream.errors import StateError
 
-__all__ = ["Advice", "Loss", "Measured", "advise", "daly", "losses", "measure", "young"]
-
 #: newest measurements that a median is taken of.
 _NEWEST = 50
 _DAY = 86_400.0
@@ -162,12 +160,13 @@ def losses(intervals: Sequence[int], *, step: float, save: float, restart: float
     return tuple(rows)
 
 
-def measure(entries: Sequence[LedgerEntry]) -> Measured:
-    """Read times out of the ledger. Of what was laid out otherwise than the newest checkpoint nothing is taken.
+def measure(events: Sequence[LedgerEntry]) -> Measured:
+    """Read times out of a ledger (`LedgerReading.events`). Of what was laid out otherwise than the newest checkpoint
+    nothing is taken.
 
     A step's time is that between two checkpoints of one start, without the first one's save, by the steps between.
     """
-    saved = [entry for entry in entries if entry.kind == "checkpoint"]
+    saved = [entry for entry in events if entry.kind == "checkpoint"]
     if not saved:
         return Measured()
     now = saved[-1].topology
@@ -175,9 +174,9 @@ def measure(entries: Sequence[LedgerEntry]) -> Measured:
     stretches: list[float] = []
     steps: list[int] = []
     startups: list[float] = []
-    for before, entry in pairwise([None, *entries]):
+    for before, entry in pairwise([None, *events]):
         assert entry is not None
-        if entry.topology != now:
+        if entry.topology != now or entry.kind == "finished":
             continue
         if entry.kind == "start":
             startups += [seconds] if (seconds := _seconds(entry, "startup_seconds")) is not None else []
@@ -192,7 +191,7 @@ def measure(entries: Sequence[LedgerEntry]) -> Measured:
             steps.append(count)
         if count > 0 and took is not None and between is not None and between > took:
             stretches.append((between - took) / count)
-    span = _between(entries[0].time, entries[-1].time)
+    span = _between(events[0].time, events[-1].time)
     return Measured(
         save=_median(saves),
         num_saves=len(saves[-_NEWEST:]),
@@ -201,7 +200,7 @@ def measure(entries: Sequence[LedgerEntry]) -> Measured:
         startup=_median(startups),
         num_startups=len(startups[-_NEWEST:]),
         interval=steps[-1] if steps else None,
-        restarts=max(sum(entry.kind == "start" for entry in entries) - 1, 0),
+        restarts=max(sum(entry.kind == "start" for entry in events) - 1, 0),
         span=max(span or 0.0, 0.0),
     )
 
@@ -242,7 +241,7 @@ def advise(
     Raises:
         StateError: the ledger has too little, or cannot be read.
     """
-    measured = measure(run.ledger.entries)
+    measured = measure(run.ledger.events)
     save = measured.save if save is None else save
     step = measured.step if step is None else step
     lacking = {"--save-time 60s": save, "--step-time 3s": step}

@@ -19,8 +19,6 @@ from typing import Any
 
 from megaresume.stream.errors import UsageError
 
-__all__ = ["Loss", "LossComparison", "LossDifference", "LossLog", "compare_losses", "read_losses"]
-
 _NUMBER = r"[-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|nan|inf)"
 #: what is in front of it (rank, time) and what stands between (learning rate, ...) differs between versions.
 _MEGATRON = re.compile(rf"(?<!loss at )\biteration\s+(\d+)/\s*(?:\d+|-)\s*\|.*?\blm loss:\s*({_NUMBER})", re.IGNORECASE)
@@ -121,8 +119,8 @@ def read_losses(path: str | Path) -> LossLog:
                 at = step if kind == "start" else step - 1
                 if (kind == "start" and last) or at < last:
                     restarts.append((at, max(last - at, 0)))
-                    for later in [s for s in steps if s > at]:
-                        del steps[later]
+                    while steps and next(reversed(steps)) > at:  # ascending: a step is added after all others
+                        steps.popitem()
                 last = at
                 if loss is not None:
                     steps[step], last = loss, step

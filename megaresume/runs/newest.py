@@ -16,18 +16,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megaresume.checkpoint.candidates import Candidate
-from megaresume.checkpoint.choose import Rejected
-from megaresume.checkpoint.layout import LATEST, TRACKER, records_dir
-from megaresume.checkpoint.layouts import LAYOUTS
-from megaresume.checkpoint.layouts.base import Layout, Look, subdirectories
-from megaresume.checkpoint.layouts.deepspeed import DEEPSPEED
-from megaresume.checkpoint.layouts.hugging_face import HUGGING_FACE
-from megaresume.checkpoint.layouts.megatron import MEGATRON, RELEASE
+from megaresume.checkpoint.choosing.candidates import Candidate
+from megaresume.checkpoint.choosing.search import Rejected
+from megaresume.checkpoint.foreign import LAYOUTS
+from megaresume.checkpoint.foreign.base import Layout, Look, subdirectories
+from megaresume.checkpoint.foreign.deepspeed import DEEPSPEED
+from megaresume.checkpoint.foreign.hugging_face import HUGGING_FACE
+from megaresume.checkpoint.foreign.megatron import MEGATRON, RELEASE
+from megaresume.checkpoint.paths import LATEST, TRACKER, records_dir
 from megaresume.runs.run import Run
 from megaresume.stream.errors import CheckpointError, UsageError
-
-__all__ = ["Newest", "find_newest", "look_at", "named_by", "recognise"]
 
 #: checkpoints that an error names, each with its reason.
 _SHOWN = 10

@@ -6,10 +6,11 @@
        "seen": true}
 
 Every process that is handed data writes a file of its own: no rank waits for another one, no collective is added to a
-step. ``seen``: these are the samples that the model's own forward was given (`megaresume.integrations.witness`), and
-not only those that were handed out. A line is one append, of some 150 bytes, after its step (under Megatron: once the
-last micro-batch of the step was handed out); SIGKILL loses nothing that was appended, and a line that a dying machine
-cut short is closed off by the next start and passed over. Lines are sealed: what was damaged later is known as such.
+step. ``seen``: these are the samples that the model's own forward was given
+(`megaresume.hosts.deepspeed.micro_batches`), and not only those that were handed out. A line is one append, of some 150
+bytes, after its step (under Megatron: once the last micro-batch of the step was handed out); SIGKILL loses nothing that
+was appended, and a line that a dying machine cut short is closed off by the next start and passed over. Lines are
+sealed: what was damaged later is known as such.
 """
 
 from __future__ import annotations
@@ -25,11 +26,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megaresume.checkpoint.sealed import seal
+from megaresume.checkpoint.files import seal
 from megaresume.checkpoint.system import utc
 from megaresume.stream.errors import SetupError
-
-__all__ = ["FORMAT", "VERSION", "Noted", "RankLog", "hash_rows", "hash_samples", "images_of", "noted", "ranges_of"]
 
 FORMAT = "megaresume.ranks"
 VERSION = 1
@@ -44,7 +43,7 @@ def hash_rows(tokens: npt.NDArray[Any], images: Iterable[tuple[int, npt.NDArray[
         images: (row of the sample, float32 pixels) of every image, in the order of their tokens.
 
     Returns:
-        uint64[m]: xxh3_64 of each row, as int64 little-endian, and of its pixels behind that.
+        uint64[m]: xxh3_64 of each row, as int64 little-endian, and of its pixels after that.
     """
     hashers = [xxhash.xxh3_64(row.data) for row in np.ascontiguousarray(tokens, dtype="<i8")]
     for row, pixels in images:
@@ -58,7 +57,7 @@ def hash_samples(values: npt.NDArray[np.uint64]) -> str:
 
 
 def images_of(batch: Mapping[str, Any]) -> list[tuple[int, npt.NDArray[Any]]]:
-    """(row, pixels) of the images of a `megaresume.loading.batch.Batch`; none where its blend has no images."""
+    """(row, pixels) of the images of a `megaresume.batches.batch.Batch`; none where its blend has no images."""
     if "pixel_values" not in batch:
         return []
     parts = batch["pixel_values"].split(batch["num_tiles"].tolist())
@@ -77,7 +76,7 @@ class Noted:
 
 
 def noted(batch: Mapping[str, Any]) -> Noted:
-    """Of a `megaresume.loading.batch.Batch`, before anybody changes it."""
+    """Of a `megaresume.batches.batch.Batch`, before anybody changes it."""
     return Noted(
         np.array(batch["samples"].numpy(), np.int64),
         np.array(batch["hashes"].numpy(), np.int64).view(np.uint64),
@@ -154,7 +153,7 @@ class RankLog:
         self.add_noted(Noted(np.array(samples, np.int64), identities, hash_rows(tokens, images)))
 
     def add_batch(self, batch: Mapping[str, Any]) -> None:
-        """Note a `megaresume.loading.batch.Batch`."""
+        """Note a `megaresume.batches.batch.Batch`."""
         self.add_noted(noted(batch))
 
     def add_noted(self, batch: Noted) -> None:

@@ -5,21 +5,23 @@ A run that went back to a checkpoint has lines of what it lost; what the next la
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megaresume.checkpoint.sealed import NewerFormatError, SealError, unseal
+from megaresume.checkpoint.files import NewerFormatError, SealError, read_file, unseal
 from megaresume.runs.rank_log import VERSION, ranges_of
 from megaresume.stream.batches import micro_batches
 from megaresume.stream.errors import UsageError
 
-__all__ = ["RankStep", "RankSteps", "read_rank_steps", "samples_of_rank"]
+#: steps without a line that are named, of one launch: a faulty writer may give any number to a step.
+_MOST_GAPS = 10_000
 
 _NAME = re.compile(r"rank_\d+(_chunk_\d+)?\.jsonl")
 
@@ -104,7 +106,7 @@ def read_rank_steps(path: str | Path) -> RankSteps:
         last_steps = {step for step in last_steps if step <= launch.step}
         gaps = {step for step in gaps if step <= launch.step}
         written = {line.step for line in launch.lines}
-        gaps |= set(range(launch.step + 1, max(written, default=0))) - written
+        gaps.update(itertools.islice(_between(launch.step, written), _MOST_GAPS))
         for line in launch.lines:
             steps.setdefault(line.step, []).append(line)
         last_steps.add(max((line.step for line in launch.lines), default=launch.step))
@@ -126,6 +128,12 @@ def read_rank_steps(path: str | Path) -> RankSteps:
     )
 
 
+def _between(first: int, written: set[int]) -> Iterator[int]:
+    """The steps after the first that are not written, though later ones are."""
+    for before, after in itertools.pairwise([first, *sorted(step for step in written if step > first)]):
+        yield from range(before + 1, after)
+
+
 @dataclass
 class _Launch:
     """A start, of all ranks together."""
@@ -138,7 +146,7 @@ class _Launch:
 def _read_file(path: Path, launches: dict[tuple[int, int], _Launch], problems: list[tuple[bool, str]]) -> None:
     start: dict[str, Any] | None = None
     again = 0
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+    for number, line in enumerate(read_file(path).split(b"\n"), start=1):
         if not line:
             continue
         try:

@@ -15,11 +15,9 @@ from megaresume.checkpoint.ledger import LedgerEntry
 from megaresume.runs.history import History
 from megaresume.runs.losses import LossLog
 from megaresume.runs.run import Run
+from megaresume.stream.changes import outlook
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.outlook import outlook
 from megaresume.stream.state import StreamState
-
-__all__ = ["collect"]
 
 #: States that are read, spread evenly; the newest is always among them.
 MOST_POINTS = 300
@@ -140,15 +138,19 @@ def _sources(state: StreamState) -> list[dict[str, Any]]:
 
 def _starts(entries: Sequence[LedgerEntry], log: LossLog | None) -> list[dict[str, Any]]:
     """Every start of the run, and what it lost: steps that had been done and were not saved."""
-    restarts = list(log.restarts) if log is not None else []
+    #: by step: what each of its restarts lost, the last one first
+    restarts: dict[int, list[int]] = {}
+    for step, lost in reversed(log.restarts if log is not None else ()):
+        restarts.setdefault(step, []).append(lost)
     starts: list[dict[str, Any]] = []
     saved = 0
     for entry in entries:
         if entry.kind == "checkpoint":
             saved = entry.iteration
+        if entry.kind != "start":
             continue
-        known = next((k for k, (step, _) in enumerate(restarts) if step == entry.iteration), None)
-        exact = restarts.pop(known)[1] if known is not None and starts else None
+        known = restarts.get(entry.iteration)
+        exact = known.pop() if known and starts else None
         starts.append(
             {
                 "time": entry.time,

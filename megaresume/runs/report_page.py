@@ -6,8 +6,6 @@ from typing import Any
 
 from megaresume.render import COLOURS, escape, html_table, page, svg
 
-__all__ = ["run_page"]
-
 
 def run_page(facts: dict[str, Any]) -> str:
     """The page."""
@@ -89,8 +87,8 @@ def _mark(axes: Any, facts: dict[str, Any]) -> None:
     samples, steps = [p["samples"] for p in points], [p["step"] for p in points]
     for stage in facts["stages"][1:]:
         axes.axvline(np.interp(stage["first_sample"], samples, steps), color="#1c2330", lw=1)
-    for start in facts["starts"][1:]:
-        axes.axvline(start["step"], color="#a3acbd", lw=0.8, ls="--")
+    at = [start["step"] for start in facts["starts"][1:]]
+    axes.vlines(at, 0, 1, color="#a3acbd", lw=0.8, ls="--", transform=axes.get_xaxis_transform())
     axes.set_xlabel("step (dashed: a restart, solid: a stage)")
 
 

@@ -16,20 +16,17 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
-from megaresume.checkpoint.atomic import is_leftover
-from megaresume.checkpoint.candidates import Candidate, Examined, resolve_pointer
-from megaresume.checkpoint.layout import ledger_path, parse_record_name, records_dir
+from megaresume.checkpoint.choosing.candidates import Candidate, Examined, resolve_pointer
+from megaresume.checkpoint.choosing.search import Choice, Search
+from megaresume.checkpoint.files import NewerFormatError, is_leftover
 from megaresume.checkpoint.ledger import LedgerReading, read_ledger
 from megaresume.checkpoint.lock import Holder, holder_of
 from megaresume.checkpoint.manifest import Progress
+from megaresume.checkpoint.paths import ledger_path, parse_record_name, records_dir
 from megaresume.checkpoint.pointers import Pointer, read_pointers
-from megaresume.checkpoint.sealed import NewerFormatError
-from megaresume.checkpoint.search import Choice, Search
 from megaresume.checkpoint.step_file import StepFile, read_step_file, run_of
 from megaresume.runs.history import History, read_history
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
-
-__all__ = ["Run"]
 
 #: states kept in memory: a search by halves comes back to few of them.
 _KEPT_STATES = 64
@@ -126,7 +123,7 @@ class Run:
             iteration: the one that it is asked to take; None: that of the tag, or the newest complete one.
 
         Raises:
-            CheckpointError, StateError: see `megaresume.checkpoint.choose`.
+            CheckpointError, StateError: see `megaresume.checkpoint.choosing.choose`.
         """
         search = self._search
         if self._nameless is not None:

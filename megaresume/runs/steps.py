@@ -11,8 +11,6 @@ from megaresume.runs.history import History
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 
-__all__ = ["UNKNOWN", "Span", "Steps", "schedule_of"]
-
 #: stands for a step, rank or micro-batch that no record tells.
 UNKNOWN = -1
 

@@ -3,12 +3,12 @@
 shards -- megaresume prepare --> NAME.shards.idx -- data.yaml --> ShardSource -- one range read --> record
 
 prepare.py      tar shards to an index; index_measure.py: one shard to a part, index_merge.py: parts to the index
-layout.py       the bytes of an index; index.py opens one
+index.py        the bytes of an index, and opening one
 source.py       `ShardSource`: records as documents
-tar.py          members to records, and the damage that archives can have; headers.py reads their headers
-files.py        range reads: local descriptors, object stores (remote.py); blocks.py reads forwards
+tar.py          members to records, and the damage that archives can have
+files.py        range reads: local descriptors, object stores (remote.py)
 paths.py        braces, wildcards, URLs to a list of shards
-energon.py      ``.nv-meta`` of an Energon data set; fields.py: its field map
+energon.py      ``.nv-meta`` of an Energon data set, and its field map
 """
 
 from megaresume.shards.index import ShardIndex

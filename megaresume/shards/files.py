@@ -1,18 +1,20 @@
-"""Bytes of shards, wherever they lie: local files through a cache of open descriptors, others through `RemoteStore`."""
+"""Bytes of shards, wherever they lie: local files through a cache of open descriptors, others through `RemoteStore`.
+What is read mostly forwards is read one block at a time.
+"""
 
 from __future__ import annotations
 
 import errno
+import io
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 
-from megaresume.shards.blocks import BlockFile
+from megaresume.checkpoint.files import open_file
 from megaresume.shards.remote import RemoteStore, is_url
 from megaresume.stream.errors import CorpusError, SetupError
-
-__all__ = ["ShardFiles", "local_path"]
 
 #: local shards that are kept open, by each process.
 MAX_OPEN = 64
@@ -145,7 +147,8 @@ class _Descriptor:
     """Closed with the last reference to it: never under a thread that reads."""
 
     def __init__(self, path: Path) -> None:
-        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with open_file(path) as file:
+            self.number = os.dup(file.fileno())
 
     def __del__(self) -> None:
         if hasattr(self, "number"):
@@ -169,3 +172,59 @@ def _cannot_open(path: str, error: OSError) -> CorpusError | SetupError:
         cause="too many open files" if too_many else None,
         action="raise the limit: ulimit -n" if too_many else "check the permissions and the file system",
     )
+
+
+class BlockFile(io.RawIOBase):
+    """What `tarfile` needs of a file, and `read_at`.
+
+    Args:
+        fetch: (offset, bytes) -> exactly so many bytes of the file.
+        size: of the file, in bytes.
+        block: bytes fetched at once.
+    """
+
+    def __init__(self, fetch: Callable[[int, int], bytes], size: int, block: int = 4 << 20) -> None:
+        self._fetch = fetch
+        self.size = size
+        self._block = block
+        self._position = 0
+        self._start = 0
+        self._data = b""
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seekable(self) -> bool:
+        """Yes."""
+        return True
+
+    def tell(self) -> int:
+        """Where the next read starts, in bytes."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move; may lie after the end, as in any file."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
+        self._position = base + offset
+        return self._position
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Up to ``size`` bytes; fewer only at the end."""
+        left = max(self.size - self._position, 0)
+        data = self.read_at(self._position, left if size is None or size < 0 else min(size, left))
+        self._position += len(data)
+        return data
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        """Bytes from a place, which must lie within the file; the position stays."""
+        if not nbytes:
+            return b""
+        start = offset - self._start
+        if start >= 0 and start + nbytes <= len(self._data):
+            return self._data[start : start + nbytes]
+        if nbytes >= self._block:
+            return self._fetch(offset, nbytes)
+        self._data = self._fetch(offset, min(self._block, self.size - offset))
+        self._start = offset
+        return self._data[:nbytes]

@@ -17,15 +17,12 @@ from megaresume.corpora.image_text import Measure
 from megaresume.corpora.prepare.encode import disk_error
 from megaresume.corpora.prepare.workdir import WorkDirectory
 from megaresume.images.encoder import ImageTextEncoder
-from megaresume.shards.blocks import BlockFile
-from megaresume.shards.fields import Fields
-from megaresume.shards.files import ShardFiles
-from megaresume.shards.layout import COLUMNS, MAX_RECORD_BYTES
+from megaresume.shards.energon import Fields
+from megaresume.shards.files import BlockFile, ShardFiles
+from megaresume.shards.index import COLUMNS, MAX_RECORD_BYTES
 from megaresume.shards.source import UNMEASURED
 from megaresume.shards.tar import Extent, content_hash, parse_record, walk
 from megaresume.stream.errors import CorpusError
-
-__all__ = ["IndexSpec", "Invalid", "ShardTask", "find_part", "measure_in_worker", "measure_shard", "start_worker"]
 
 #: what becomes of a record that cannot be measured: stop; one masked token; length 0.
 Invalid = Literal["error", "mask", "drop"]

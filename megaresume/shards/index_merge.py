@@ -26,19 +26,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from megaresume.checkpoint.files import fsync_dir
 from megaresume.corpora.prepare.workdir import WorkDirectory
+from megaresume.shards.index import COLUMNS, COLUMNS_AT, FORMAT, VERSION, Preamble, column_places
 from megaresume.shards.index_measure import SHOWN, IndexSpec, ShardTask, read_part
-from megaresume.shards.layout import (
-    COLUMNS,
-    COLUMNS_AT,
-    FORMAT,
-    VERSION,
-    Preamble,
-    column_places,
-)
 from megaresume.shards.paths import portable
-
-__all__ = ["merge_parts"]
 
 
 @dataclass(slots=True)
@@ -144,7 +136,7 @@ def merge_parts(
         file.flush()
         os.fsync(file.fileno())
     os.replace(new, index)
-    _sync_directory(index.parent)
+    fsync_dir(index.parent)
     return header
 
 
@@ -191,11 +183,3 @@ def _header(
         for shard, name in zip(shards, energon["names"], strict=True):
             shard["name"] = name
     return header
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

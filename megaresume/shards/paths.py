@@ -11,8 +11,6 @@ from pathlib import Path
 from megaresume.shards.remote import RemoteStore, is_url, missing_library
 from megaresume.stream.errors import CorpusError, UsageError
 
-__all__ = ["braces", "expand_shards", "is_energon", "is_shards", "join", "portable", "resolved"]
-
 META = ".nv-meta"
 _SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 

@@ -21,6 +21,7 @@ from megaresume.corpora.prepare.workers import check_workers, run_in_processes
 from megaresume.images.encoder import ImageTextEncoder
 from megaresume.shards.energon import EnergonDataset, read_energon
 from megaresume.shards.files import ShardFiles
+from megaresume.shards.index import index_path
 from megaresume.shards.index_measure import (
     IndexSpec,
     Invalid,
@@ -31,13 +32,10 @@ from megaresume.shards.index_measure import (
     start_worker,
 )
 from megaresume.shards.index_merge import merge_parts
-from megaresume.shards.layout import index_path
 from megaresume.shards.paths import expand_shards, is_energon, join
 from megaresume.shards.remote import is_url
 from megaresume.stream.errors import CorpusError, UsageError
 from megaresume.stream.progress import progress
-
-__all__ = ["ShardSummary", "prepare_shards"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

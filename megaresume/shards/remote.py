@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 
 from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError
 
-__all__ = ["ATTEMPTS", "RemoteStore", "is_url", "missing_library"]
-
 T = TypeVar("T")
 
 ATTEMPTS = 6

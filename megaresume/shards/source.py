@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from megaresume.corpora.image_text import EncodedDocument, FaultPolicy, Key, Record
     from megaresume.images.encoder import ImageTextEncoder
 
-__all__ = ["ShardSource", "TooLong"]
-
 Int64Array = npt.NDArray[np.int64]
 #: What becomes of documents longer than `max_tokens`.
 TooLong = Literal["error", "truncate", "drop"]
@@ -194,7 +192,7 @@ class ShardSource:
                 missing or another one, which no policy covers.
             SetupError: the store does not answer.
         """
-        from megaresume.images.cut import fit_document
+        from megaresume.images.encoder import fit_document
         from megaresume.images.faults import encode_as_indexed
 
         length = self.length(i)
@@ -305,7 +303,7 @@ class ShardSource:
 
     @functools.cached_property
     def _fields(self) -> Any:
-        from megaresume.shards.fields import Fields
+        from megaresume.shards.energon import Fields
 
         options = self.index.header.get("fields")
         return None if options is None else Fields(**options)

@@ -22,9 +22,7 @@ from pathlib import Path
 from megaresume.checkpoint.system import stat_fields
 from megaresume.smoke.job import KINDS, Job, Kind, Launch
 from megaresume.stream.errors import SetupError
-from megaresume.training.ports import free_port
-
-__all__ = ["LocalLauncher", "LocalScript"]
+from megaresume.training.jobs import free_port
 
 #: set for every process of a node: ``<launch>:<node>``.
 MARK = "MEGARESUME_SMOKE"

@@ -12,10 +12,8 @@ from typing import Any, Literal
 import yaml
 
 from megaresume.stream.errors import UsageError
-from megaresume.training.demo.commands import ask
-from megaresume.training.demo.plan import as_words
-
-__all__ = ["model_flags", "prepare_data"]
+from megaresume.training.demo.run import ask
+from megaresume.training.demo.scenario import as_words
 
 SEQ_LENGTH = 128
 #: documents of text.
@@ -48,7 +46,7 @@ def _text(directory: Path) -> dict[str, Any]:
     import itertools
     import json
 
-    from megaresume.training.demo.corpus import SOURCES
+    from megaresume.training.demo.text import SOURCES
 
     texts, _ = SOURCES["docstrings"]
     path = directory / "text.jsonl"
@@ -59,7 +57,7 @@ def _text(directory: Path) -> dict[str, Any]:
 
 
 def _digits(directory: Path) -> dict[str, Any]:
-    from megaresume.training.demo.digits import ENCODER, Pictures, write_pictures
+    from megaresume.training.demo.vlm import ENCODER, Pictures, write_pictures
 
     encoder = directory / "encoder.yaml"
     encoder.write_text(yaml.safe_dump(ENCODER, sort_keys=False))

@@ -5,7 +5,7 @@
                                                                      [1 node .......x                         sigterm
                                                                                     [2 nodes ................]
 
-Entry k of each list, cyclically, is that of attempt k. A stop comes behind a checkpoint and off its step, so that a
+Entry k of each list, cyclically, is that of attempt k. A stop comes after a checkpoint and off its step, so that a
 stop without warning really costs steps.
 """
 
@@ -20,8 +20,6 @@ from typing import Literal
 
 from megaresume.smoke.job import KINDS, Kind, Launch
 from megaresume.stream.errors import UsageError
-
-__all__ = ["Layout", "Options", "Plan", "Stop", "make_plan"]
 
 #: steps between checkpoints of our own small models.
 SAVE_INTERVAL = 4
@@ -291,7 +289,7 @@ def _global_batch_size(options: Options, layouts: Sequence[Layout]) -> int | Non
 
 
 def _stops(steps: int | None, interval: int, number: int) -> tuple[int, list[int]]:
-    """Steps of the run, and those behind which it is stopped: off a checkpoint, one at least since the last stop."""
+    """Steps of the run, and those after which it is stopped: off a checkpoint, one at least since the last stop."""
     if interval < 2:
         raise UsageError(
             "with a checkpoint at every step a stop cannot cost one",

@@ -9,18 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megaresume.smoke.compare import compare_runs
+from megaresume.smoke.compare import compare_runs, read_any, with_losses
 from megaresume.smoke.job import Job, Launcher
 from megaresume.smoke.model import model_flags, prepare_data
 from megaresume.smoke.plan import Layout, Plan, Stop
-from megaresume.smoke.records import read_any, with_losses
-from megaresume.smoke.result import Attempt, Result, Stopped
+from megaresume.smoke.report import Attempt, Result, Stopped
 from megaresume.stream.errors import MegaresumeError, SetupError
-from megaresume.training.demo.commands import ask
+from megaresume.training.demo.run import ask
+from megaresume.training.jobs import Watch
 from megaresume.training.records import RunRecords
-from megaresume.training.watch import Watch
-
-__all__ = ["run_smoke"]
 
 Say = Callable[[str], None]
 #: seconds: how often the records are looked at; within which a job that is told to be over has to be.

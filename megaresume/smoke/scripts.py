@@ -9,8 +9,6 @@ from pathlib import Path
 
 from megaresume.shipped import shipped_dir
 
-__all__ = ["launch_dir", "launch_script"]
-
 
 def launch_dir() -> Path:
     """The folder of the launch scripts. Raises SetupError if the installation has lost it."""

@@ -16,10 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from megaresume.smoke import slurm_check as checks
-from megaresume.smoke.job import KINDS, Job, Kind, Launch
-from megaresume.smoke.scripts import launch_script
-from megaresume.smoke.slurm_commands import (
+from megaresume.launching.slurm_commands import (
     Partition,
     ask,
     nodes_of,
@@ -29,17 +26,18 @@ from megaresume.smoke.slurm_commands import (
     usable,
     version,
 )
+from megaresume.smoke import slurm_check as checks
+from megaresume.smoke.job import KINDS, Job, Kind, Launch
+from megaresume.smoke.scripts import launch_script
+from megaresume.smoke.slurm_check import check_nodes
 from megaresume.smoke.slurm_job import SlurmJob
-from megaresume.smoke.slurm_nodes import check_nodes
 from megaresume.smoke.slurm_stops import undo
-
-__all__ = ["SlurmLauncher"]
 
 #: seconds between a stop and the end of the attempt: saves, and whatever waits for the ranks.
 GRACE = 300.0
 #: seconds in the queue.
 QUEUE = 1800.0
-_OWN = {"torchrun": "slurm/train.sbatch", "deepspeed": "slurm/train-deepspeed.sbatch"}
+_OWN = "slurm/train.sbatch"
 
 
 class SlurmLauncher:
@@ -47,7 +45,7 @@ class SlurmLauncher:
 
     Args:
         script: for sbatch; it passes its arguments on, as ``launch/slurm/train.sbatch`` does. None: ours.
-        launch: which of ours.
+        launch: the launcher of ours.
         partition: None: that of the script or of the options, else the default one.
         urgent_partition: whose jobs preempt; None: found by its priority.
         options: words for sbatch, as ``--account=x``.
@@ -68,7 +66,9 @@ class SlurmLauncher:
         grace: float = GRACE,
         queue: float = QUEUE,
     ) -> None:
-        self.script = launch_script(_OWN[launch]) if script is None else script.resolve()
+        self.script = launch_script(_OWN) if script is None else script.resolve()
+        # No node is left out for a rank that the test has killed.
+        self._settings = {"LAUNCHER": launch, "EXCLUDE_NODES": "0"} if script is None else {}
         self.options = tuple(options)
         self.grace, self.queue = grace, queue
         self._partition_name, self._urgent_name = partition, urgent_partition
@@ -140,7 +140,7 @@ class SlurmLauncher:
         words += [f"--job-name=megaresume-smoke-{launch.name}"]
         words += ["--open-mode=append", f"--output={logs / 'slurm-%j.log'}", "--export=ALL"]
         words += [f"--partition={self.partition.name}", str(self.script), *launch.flags]
-        answer = ask(*words, env=os.environ | dict(launch.env), failing="sbatch refuses the job")
+        answer = ask(*words, env=os.environ | self._settings | dict(launch.env), failing="sbatch refuses the job")
         return self._job(launch, answer.strip().split(";")[0], restarts=0)
 
     def _again(self, after: SlurmJob, launch: Launch) -> SlurmJob | None:

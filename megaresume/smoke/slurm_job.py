@@ -11,12 +11,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from megaresume.launching.slurm_commands import JobInfo, Partition, find_job, kill_wait, try_to
 from megaresume.smoke.job import Kind, Launch
-from megaresume.smoke.slurm_commands import JobInfo, Partition, find_job, kill_wait, try_to
 from megaresume.smoke.slurm_stops import STOPS, Lost, undo
 from megaresume.stream.errors import SetupError
-
-__all__ = ["SlurmJob"]
 
 #: seconds that a cancelled job may take: Slurm kills it after its KillWait.
 _CANCEL = 300.0
@@ -178,7 +176,7 @@ class SlurmJob:
             found=f"job {self.id} still runs {self._grace:.0f} seconds later; it was cancelled",
             expected="a script that lets all ranks save, and ends",
             cause="a batch script that waits for srun in the foreground runs its trap when srun is over",
-            action="trap the signal as launch/slurm/train.sbatch does, with srun in the background and `wait`",
+            action="let launch/slurm/train.sbatch start it, or trap the signal, with srun in the background and `wait`",
         )
 
     def wait(self, timeout: float) -> int:

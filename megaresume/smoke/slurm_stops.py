@@ -14,14 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megaresume.launching.slurm_commands import JobInfo, ask, try_to
 from megaresume.smoke.job import Kind
-from megaresume.smoke.slurm_commands import JobInfo, ask, try_to
 from megaresume.stream.errors import SetupError
 
 if TYPE_CHECKING:
     from megaresume.smoke.slurm_job import SlurmJob
-
-__all__ = ["STOPS", "Lost", "undo"]
 
 # On the node, kills the last rank: processes of this job and node that were told a RANK, and whose parent was not, as
 # workers of a rank were. All nodes of a test cluster may share one process table, so the node's name is looked at.

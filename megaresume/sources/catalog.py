@@ -6,6 +6,7 @@
 webdataset  index (``.shards.idx``), path (tar shards, where they are not where the index says), on_fault, too_long,
             max_tokens, augment, encoder: see `megaresume.shards`
 energon     path (a directory with .nv-meta), index, split_part, and as webdataset; it has a split of its own
+items       items (how many), contents: of a dataset that only the training program has, for trace and verify
 
 Every kind takes ``split`` ("969,30,1"). Further kinds: `register_kind`.
 """
@@ -20,13 +21,12 @@ from typing import Any
 
 from megaresume.corpora.base import Source
 from megaresume.corpora.indexed import IndexedSource
+from megaresume.corpora.items import ItemNumbers
 from megaresume.corpora.python import as_source
 from megaresume.corpora.split import PARTS, Part, range_of, split_part
 from megaresume.stream.config import SOURCE_KEYS
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.schema import check_keys, near
-
-__all__ = ["open_sources", "register_kind"]
 
 #: options that are paths, of all kinds.
 PATHS = ("path", "index", "encoder")
@@ -213,9 +213,15 @@ def _open_energon(options: Mapping[str, Any], name: str, base_dir: Path) -> obje
     return open_energon(options, name, base_dir)
 
 
+def _open_items(options: Mapping[str, Any], name: str, base_dir: Path) -> object:
+    check_keys(options, ("items", "contents"), f"source '{name}'", OF_EVERY_KIND)
+    return ItemNumbers(name, options.get("items"), options.get("contents"))
+
+
 _KINDS: dict[str, Opener] = {
     "megatron": _open_megatron,
     "python": _open_python,
     "webdataset": _open_webdataset,
     "energon": _open_energon,
+    "items": _open_items,
 }

@@ -29,8 +29,6 @@ from megaresume.stream.config import IMAGE_KINDS, StreamConfig
 from megaresume.stream.schema import Options, read, refused
 from megaresume.stream.skips import with_skip_files
 
-__all__ = ["Data", "DataConfig", "ValidationSet"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValidationSet(Options):

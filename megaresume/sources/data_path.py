@@ -14,8 +14,6 @@ from megaresume.corpora.layout import prefix_of
 from megaresume.corpora.split import Part, split_part
 from megaresume.stream.errors import ConfigError
 
-__all__ = ["source_names", "sources_from_data_path"]
-
 
 def sources_from_data_path(
     values: Sequence[str], *, base_dir: str | Path = ".", split: str | None = None, part: Part = "train"

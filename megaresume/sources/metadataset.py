@@ -28,13 +28,11 @@ import yaml
 
 from megaresume.corpora.yaml_text import parse_yaml
 from megaresume.shards.energon import OUR_PARTS
-from megaresume.shards.layout import SUFFIX
+from megaresume.shards.index import SUFFIX
 from megaresume.shards.paths import is_energon, join
 from megaresume.sources.data_path import source_names
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.weights import parse_weight
-
-__all__ = ["expand_metadatasets", "index_files", "is_metadataset"]
 
 #: keys of a reference that change nothing in what is read.
 _TAGS = ("subflavors", "subflavor")

@@ -19,8 +19,6 @@ from megaresume.corpora.split import RangeSource, range_of
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.state import Fingerprint
 
-__all__ = ["Extent", "check_no_overlap", "check_not_seen", "extent_of"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extent:

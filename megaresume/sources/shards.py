@@ -10,15 +10,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from megaresume.corpora.yaml_text import read_encoder
 from megaresume.shards.energon import OUR_PARTS, read_energon
-from megaresume.shards.index import ShardIndex
-from megaresume.shards.layout import SUFFIX, index_path
+from megaresume.shards.index import SUFFIX, ShardIndex, index_path
 from megaresume.shards.paths import expand_shards, join
 from megaresume.shards.source import ShardSource, TooLong
 from megaresume.stream.config import SOURCE_KEYS
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.schema import Options, Within, read
-
-__all__ = ["default_index", "open_energon", "open_webdataset"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

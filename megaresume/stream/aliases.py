@@ -19,8 +19,6 @@ from megaresume.stream.errors import ConfigError, StateError
 if TYPE_CHECKING:
     from megaresume.stream.config import SourceConfig, StreamConfig
 
-__all__ = ["check_names", "renames", "resolved"]
-
 
 def check_names(sources: Sequence[SourceConfig]) -> None:
     """Check that no two sources claim one name.

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from megaresume.stream.errors import StateError, UsageError
 
-__all__ = ["BatchSchedule", "check_sizes", "micro_batches"]
-
 
 @dataclass(frozen=True, slots=True)
 class BatchSchedule:

@@ -23,8 +23,6 @@ import numba
 import xxhash
 from numba.core import caching
 
-__all__ = ["compiled"]
-
 log = logging.getLogger(__name__)
 #: the reason that was given: once is enough.
 _said: list[str] = []
@@ -70,8 +68,9 @@ def _say(why: str) -> None:
 def _sources() -> str:
     """A hash of all code that compiled functions may call: they are kept with what it was when they were compiled."""
     hasher = xxhash.xxh3_128()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        if b"import compiled" in (content := path.read_bytes()):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        content = path.read_bytes()
+        if b"import compiled" in content or b"import intrinsic" in content:
             hasher.update(content)
     return hasher.hexdigest()
 

@@ -24,19 +24,6 @@ from megaresume.stream.schema import Expected, Items, ListOf, Options, Within, c
 from megaresume.stream.skips import NO_SKIP, SkipConfig
 from megaresume.stream.weights import integer_weights, parse_weight
 
-__all__ = [
-    "Append",
-    "BlendConfig",
-    "ExhaustedPolicy",
-    "OnChange",
-    "PackingConfig",
-    "ShuffleConfig",
-    "SourceConfig",
-    "StageConfig",
-    "StageUnit",
-    "StreamConfig",
-]
-
 PackingMode = Literal["best_fit", "knapsack", "split", "none"]
 BlendUnit = Literal["tokens", "documents"]
 ExhaustedPolicy = Literal["repeat", "stop", "drop"]

@@ -1,7 +1,14 @@
-"""Between the planner's arrays and the fields of a `StreamState`."""
+"""Between the planner's arrays and the fields of a `StreamState`.
+
+`Anchors`: snapshots of the past, dense near the front and ever sparser before it.
+
+Going back by d blocks then costs planning about d / `DENSITY` of them again, wherever the front is, and the number kept
+grows only with the logarithm of the distance.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -9,23 +16,56 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.stream import kernel
-from megaresume.stream.bins import segments_of, with_bins
 from megaresume.stream.config import StreamConfig
+from megaresume.stream.documents.order import Orders, SourceOrder
 from megaresume.stream.errors import StateError
-from megaresume.stream.kernel import Arrays
-from megaresume.stream.order import Orders, SourceOrder
-from megaresume.stream.planner import fresh_arrays, orders_of
+from megaresume.stream.planning import kernel
+from megaresume.stream.planning.bins import pending_segments, segments_of, tail_segments, with_bins
+from megaresume.stream.planning.kernel import Arrays
+from megaresume.stream.planning.planner import fresh_arrays, orders_of
+from megaresume.stream.planning.stages import Course
 from megaresume.stream.source import LengthSource
-from megaresume.stream.stages import Course, pending_segments, tail_segments
 from megaresume.stream.state import Bin, Segment, SourceCursor, StreamState
 
-__all__ = ["arrays_of", "comparable", "fields_of"]
+#: The i-th snapshot is kept until the front is this many times 2**(trailing zeros of i) snapshots ahead of it.
+DENSITY = 8
+#: Snapshots added between two clean-ups.
+CLEAN_UP = 8
+
+
+class Anchors:
+    """Snapshots by position. The first one is kept for ever."""
+
+    def __init__(self, base: Arrays) -> None:
+        # (running number, position in samples, snapshot), ascending
+        self._kept: list[tuple[int, int, Arrays]] = [(0, _position(base), base)]
+
+    def __len__(self) -> int:
+        """Snapshots kept."""
+        return len(self._kept)
+
+    def add(self, snapshot: Arrays) -> None:
+        """Keep a snapshot further on than all others; one that is not is passed over."""
+        number, position, _ = self._kept[-1]
+        if _position(snapshot) <= position:
+            return
+        self._kept.append((number + 1, _position(snapshot), snapshot))
+        if number % CLEAN_UP == 0:
+            front = number + 1
+            self._kept = [a for a in self._kept if not a[0] or front - a[0] <= DENSITY * (a[0] & -a[0])]
+
+    def before(self, sample: int) -> Arrays:
+        """The last snapshot at or before ``sample``, which must not lie before the first."""
+        return self._kept[bisect_right(self._kept, sample, key=lambda a: a[1]) - 1][2]
+
+
+def _position(snapshot: Arrays) -> int:
+    return kernel.trained_samples(snapshot)
 
 
 def fields_of(arrays: Arrays, course: Course) -> dict[str, Any]:
     """The fields of a `StreamState` that say where the stream is, from a planner's snapshot."""
-    scalars, sources = arrays.scalars.tolist(), arrays.sources.T.tolist()
+    scalars, sources = arrays.scalars.tolist(), arrays.sources.tolist()
     rows, counts = segments_of(arrays)
     in_bins = iter([_segment(row) for row in rows.tolist()])
     stage = scalars[kernel.STAGE]
@@ -35,8 +75,8 @@ def fields_of(arrays: Arrays, course: Course) -> dict[str, Any]:
         "documents": scalars[kernel.DOCUMENTS],
         "tokens": scalars[kernel.TOKENS],
         "sources": {
-            s.name: _source_cursor(column, order)
-            for s, column, order in zip(config.sources, sources, course.orders[stage], strict=True)
+            s.name: _source_cursor(row, order)
+            for s, row, order in zip(config.sources, sources, course.orders[stage], strict=True)
         },
         "bins": tuple(
             Bin(opened_at=opened, segments=tuple(islice(in_bins, count)))
@@ -60,18 +100,18 @@ def _segment(row: Sequence[int]) -> Segment:
     return Segment(source=source, position=position, offset=offset, length=length)
 
 
-def _source_cursor(column: Sequence[int], order: SourceOrder) -> SourceCursor:
-    position = column[kernel.NEXT]
+def _source_cursor(row: Sequence[int], order: SourceOrder) -> SourceCursor:
+    position = row[kernel.NEXT]
     return SourceCursor(
         position=position,
         epoch=order.epoch_of(position),
-        documents=column[kernel.DRAWN_DOCUMENTS],
-        tokens=column[kernel.DRAWN_TOKENS],
-        skipped=position - column[kernel.DRAWN_PIECES],
-        drawn_in_stage=column[kernel.DRAWN_IN_STAGE],
-        exhausted=bool(column[kernel.EXHAUSTED_ROW]),
-        left_out_documents=column[kernel.LEFT_OUT_DOCUMENTS],
-        left_out_tokens=column[kernel.LEFT_OUT_TOKENS],
+        documents=row[kernel.DRAWN_DOCUMENTS],
+        tokens=row[kernel.DRAWN_TOKENS],
+        skipped=position - row[kernel.DRAWN_PIECES],
+        drawn_in_stage=row[kernel.DRAWN_IN_STAGE],
+        exhausted=bool(row[kernel.IS_EXHAUSTED]),
+        left_out_documents=row[kernel.LEFT_OUT_DOCUMENTS],
+        left_out_tokens=row[kernel.LEFT_OUT_TOKENS],
         eras=order.eras,
     )
 
@@ -100,7 +140,7 @@ def arrays_of(state: StreamState, course: Course, sources: Sequence[LengthSource
     scalars[kernel.LEFT_OUT] = state.reached - state.samples
     scalars[kernel.DOCUMENTS] = state.documents
     scalars[kernel.TOKENS] = state.tokens
-    scalars[kernel.STAGE_UNITS] = arrays.sources[kernel.DRAWN_IN_STAGE].sum()
+    scalars[kernel.STAGE_UNITS] = arrays.sources[:, kernel.DRAWN_IN_STAGE].sum()
     arrays.digest[0] = int(state.digest, 16)
     scalars[kernel.STAGE] = stage
     if state.pending:
@@ -146,23 +186,23 @@ def _restore_sources(arrays: Arrays, state: StreamState, config: StreamConfig) -
     new = SourceCursor(position=0, epoch=0, documents=0, tokens=0, skipped=0, drawn_in_stage=0, exhausted=False)
     cursors = [state.sources.get(source.name, new) for source in config.sources]
     sources = arrays.sources
-    sources[kernel.NEXT] = [c.position for c in cursors]
-    sources[kernel.DRAWN_PIECES] = [c.position - c.skipped for c in cursors]
-    sources[kernel.DRAWN_DOCUMENTS] = [c.documents for c in cursors]
-    sources[kernel.DRAWN_TOKENS] = [c.tokens for c in cursors]
-    sources[kernel.DRAWN_IN_STAGE] = [c.drawn_in_stage for c in cursors]
-    sources[kernel.EXHAUSTED_ROW] = [c.exhausted for c in cursors]
-    sources[kernel.LEFT_OUT_DOCUMENTS] = [c.left_out_documents for c in cursors]
-    sources[kernel.LEFT_OUT_TOKENS] = [c.left_out_tokens for c in cursors]
-    sources[kernel.ACTIVE] &= ~sources[kernel.EXHAUSTED_ROW] & 1
+    sources[:, kernel.NEXT] = [c.position for c in cursors]
+    sources[:, kernel.DRAWN_PIECES] = [c.position - c.skipped for c in cursors]
+    sources[:, kernel.DRAWN_DOCUMENTS] = [c.documents for c in cursors]
+    sources[:, kernel.DRAWN_TOKENS] = [c.tokens for c in cursors]
+    sources[:, kernel.DRAWN_IN_STAGE] = [c.drawn_in_stage for c in cursors]
+    sources[:, kernel.IS_EXHAUSTED] = [c.exhausted for c in cursors]
+    sources[:, kernel.LEFT_OUT_DOCUMENTS] = [c.left_out_documents for c in cursors]
+    sources[:, kernel.LEFT_OUT_TOKENS] = [c.left_out_tokens for c in cursors]
+    sources[:, kernel.ACTIVE] &= ~sources[:, kernel.IS_EXHAUSTED] & 1
     if any(c.exhausted and s.on_exhausted == "stop" for c, s in zip(cursors, config.sources, strict=True)):
-        sources[kernel.ACTIVE] = 0
-    active = sources[kernel.ACTIVE] > 0
-    total_weight = int(sources[kernel.WEIGHT, active].sum())
+        sources[:, kernel.ACTIVE] = 0
+    active = sources[:, kernel.ACTIVE] > 0
+    total_weight = int(sources[active, kernel.WEIGHT].sum())
     for i in np.flatnonzero(active).tolist():
         # Python's integers: the product may leave 64 bits.
-        release = divmod(int(sources[kernel.DRAWN_IN_STAGE, i]) * total_weight, int(sources[kernel.WEIGHT, i]))
-        sources[kernel.RELEASE, i], sources[kernel.RELEASE_REST, i] = min(release, (kernel.LATE, 0))
+        release = divmod(int(sources[i, kernel.DRAWN_IN_STAGE]) * total_weight, int(sources[i, kernel.WEIGHT]))
+        sources[i, kernel.RELEASE], sources[i, kernel.RELEASE_REST] = min(release, (kernel.LATE, 0))
 
 
 def _rows_of(segments: Sequence[Segment], orders: Orders) -> npt.NDArray[np.int64]:

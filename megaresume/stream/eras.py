@@ -9,8 +9,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Era", "Eras"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Era:

@@ -5,6 +5,8 @@ They live in ``stream`` because it is the lowest package: everything else may im
 
 from __future__ import annotations
 
+from megaresume.stream.text import visible
+
 __all__ = [
     "CheckpointError",
     "ConfigError",
@@ -67,7 +69,7 @@ class MegaresumeError(Exception):
             ("next action", self.action),
         ]
         lines = [f"  {name + ':':<14}{value}" for name, value in parts if value is not None]
-        return "\n".join([self.headline, *lines])
+        return visible("\n".join([self.headline, *lines]))
 
     def __reduce__(self) -> tuple[object, ...]:
         """Keep the fields when a worker process sends the error to its parent."""

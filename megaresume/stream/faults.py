@@ -12,8 +12,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["MAX_FAULTS", "NO_FAULTS", "FaultRecord", "Faults"]
-
 #: Records that a state keeps, the newest: it has to stay small.
 MAX_FAULTS = 1000
 

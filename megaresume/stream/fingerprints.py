@@ -13,8 +13,6 @@ from megaresume.stream.errors import CorpusError, StateError
 from megaresume.stream.source import LengthSource
 from megaresume.stream.state import Fingerprint
 
-__all__ = ["check_fingerprint", "differences", "fingerprint_of", "hash_lengths", "listing", "same_corpora"]
-
 #: Documents hashed at a time.
 CHUNK = 1 << 20
 

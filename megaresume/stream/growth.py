@@ -1,22 +1,25 @@
-"""Corpora that have grown since a state was made: declared, and the corpus of before still at their beginning.
+"""Corpora that are not what they were: grown since a state was made, or gone.
 
     sources:
       web: {path: corpora/web, append: next_epoch}    # or now
 
-What comes of it is for ``order.py`` to say.
+A corpus that has grown is declared, and must still have the corpus of before at its beginning; what comes of it is for
+``order.py`` to say. A source that the data config of today has no more keeps its place as an `AbsentSource`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from typing import NoReturn
+
+import numpy as np
+import numpy.typing as npt
 
 from megaresume.stream.config import Append, StreamConfig
-from megaresume.stream.errors import StateError
+from megaresume.stream.errors import CorpusError, StateError
 from megaresume.stream.fingerprints import check_fingerprint, differences, listing
 from megaresume.stream.state import Fingerprint, StreamState
-
-__all__ = ["Growth", "check_corpora"]
 
 #: (source, documents) -> the fingerprint of its first documents, as if there were no more.
 FirstOf = Callable[[str, int], Fingerprint]
@@ -87,3 +90,43 @@ def _check_beginning(name: str, before: Fingerprint, now: Fingerprint, documents
         action=f"append new documents after the old ones; or keep '{name}' as it was and add the new data as another "
         "source",
     )
+
+
+class AbsentSource:
+    """Knows how many documents there were, and no more: nothing is drawn from it, nothing of it waits to be read.
+
+    Args:
+        name: of the source.
+        state: that the run goes on from; None: there was none with the source.
+    """
+
+    def __init__(self, name: str, state: StreamState | None) -> None:
+        self._name = name
+        if state is None or name not in state.fingerprints:
+            self._missing()
+        self._fingerprint = state.fingerprints[name]
+
+    def __len__(self) -> int:
+        return self._fingerprint.documents
+
+    def fingerprint(self, *, first: int | None = None) -> Fingerprint:
+        """As it was."""
+        if first is not None:
+            self._missing()
+        return self._fingerprint
+
+    def lengths(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Never known.
+
+        Raises:
+            CorpusError: always.
+        """
+        self._missing()
+
+    def _missing(self) -> NoReturn:
+        raise CorpusError(
+            f"source '{self._name}' is not in the data config any more",
+            found="samples of a time when it was",
+            expected=f"'{self._name}' with its path; weight 0 is enough",
+            action=f"add '{self._name}' to the data config",
+        )

@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-__all__ = ["pack", "unpack"]
-
 #: What stays readable.
 READABLE = ("format", "version", "samples", "documents", "tokens", "digest")
 #: Fields of a source that are mostly equal to another one: held as the difference.

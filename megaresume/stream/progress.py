@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-__all__ = ["Progress", "progress"]
-
 #: seconds between two lines in a log.
 LOG_INTERVAL = 10.0
 #: seconds of work after which it is worth showing at all.

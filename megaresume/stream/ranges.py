@@ -16,8 +16,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 
-__all__ = ["Range", "Ranges", "absolute", "common", "left_out", "length", "minus", "reached", "trained", "union"]
-
 Range = tuple[int, int]
 Ranges = tuple[Range, ...]
 

@@ -24,22 +24,6 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from megaresume.stream.errors import ConfigError
 
-__all__ = [
-    "Expected",
-    "Items",
-    "ListOf",
-    "Options",
-    "Texts",
-    "Truth",
-    "Within",
-    "check_keys",
-    "near",
-    "plain",
-    "read",
-    "read_kind",
-    "refused",
-]
-
 T = TypeVar("T")
 
 

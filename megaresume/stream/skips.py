@@ -28,22 +28,6 @@ import xxhash
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.ranges import Range, Ranges, absolute, common, length, minus, reached, union
 
-__all__ = [
-    "NO_SKIP",
-    "NO_SKIPS",
-    "DocumentList",
-    "DocumentSkip",
-    "SkipConfig",
-    "SkipRecord",
-    "Skips",
-    "check_documents",
-    "decide",
-    "no_schedule",
-    "parse_range",
-    "parse_steps",
-    "with_skip_files",
-]
-
 #: Documents of a list that a state writes out; a longer one it packs.
 MOST_WRITTEN = 256
 #: Documents of a list: packed they take 2 to 3 bytes each, in every checkpoint.

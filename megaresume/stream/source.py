@@ -9,8 +9,6 @@ import numpy.typing as npt
 
 from megaresume.stream.state import Fingerprint
 
-__all__ = ["LengthSource"]
-
 
 @runtime_checkable
 class LengthSource(Protocol):

@@ -23,22 +23,10 @@ import xxhash
 from megaresume.stream.eras import Era, Eras
 from megaresume.stream.errors import ConfigError, StateError
 from megaresume.stream.faults import NO_FAULTS, Faults
-from megaresume.stream.json_text import parse_json
 from megaresume.stream.packed import pack, unpack
 from megaresume.stream.ranges import reached
 from megaresume.stream.skips import NO_SKIPS, Skips
-
-__all__ = [
-    "FORMAT",
-    "VERSION",
-    "Bin",
-    "Fingerprint",
-    "Segment",
-    "SourceCursor",
-    "StageRecord",
-    "StreamState",
-    "checksum",
-]
+from megaresume.stream.text import parse_json
 
 FORMAT = "megaresume.stream-state"
 #: Characters from which a state is packed.
@@ -82,7 +70,7 @@ class SourceCursor:
     #: of the documents and tokens drawn, those in samples that were left out, or taken out of open bins.
     left_out_documents: int = 0
     left_out_tokens: int = 0
-    #: of which pieces its epochs are made; none if it was never to be drawn. See `megaresume.stream.order`.
+    #: of which pieces its epochs are made; none if it was never to be drawn. See `megaresume.stream.documents.order`.
     eras: tuple[Era, ...] = ()
 
     @property
@@ -348,7 +336,9 @@ def _count(value: object) -> int:
     raise ValueError(f"{value!r} is not a count")
 
 
-def _cursor(fields: Mapping[str, Any]) -> SourceCursor:
+def _cursor(fields: object) -> SourceCursor:
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"{fields!r} is not the state of a source")
     exhausted = fields["exhausted"]
     if not isinstance(exhausted, bool):
         raise ValueError(f"exhausted: {exhausted!r} is not true or false")
@@ -366,7 +356,9 @@ def _era(short: object) -> Era:
     return Era(**dict(zip(Era.__slots__, fields, strict=True)))
 
 
-def _fingerprint(fields: Mapping[str, Any]) -> Fingerprint:
+def _fingerprint(fields: object) -> Fingerprint:
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"{fields!r} is not the fingerprint of a source")
     if set(fields) != set(Fingerprint.__slots__):
         raise KeyError(f"the fields of a fingerprint are {', '.join(fields)}")
     return Fingerprint(

@@ -20,34 +20,32 @@ from functools import partial
 from typing import Any
 
 from megaresume.stream import cursor
-from megaresume.stream.absent import AbsentSource
 from megaresume.stream.aliases import resolved
-from megaresume.stream.anchors import Anchors
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.changes import Reconciled, extended, reconcile
 from megaresume.stream.config import OnChange, StreamConfig
+from megaresume.stream.cursor import Anchors
 from megaresume.stream.errors import ConfigError, MegaresumeError, StateError, StreamExhausted
 from megaresume.stream.faults import NO_FAULTS, FaultRecord
 from megaresume.stream.fingerprints import fingerprint_of, first_documents
-from megaresume.stream.kernel import Arrays
-from megaresume.stream.plan import Plan, concatenate
-from megaresume.stream.planner import Planner
+from megaresume.stream.growth import AbsentSource
+from megaresume.stream.planning.kernel import Arrays
+from megaresume.stream.planning.plan import Plan, concatenate
+from megaresume.stream.planning.planner import Planner
+from megaresume.stream.planning.remaining import check_remaining
+from megaresume.stream.planning.stages import Course
+from megaresume.stream.planning.whole import check_whole
 from megaresume.stream.progress import Progress, progress
 from megaresume.stream.ranges import Range
-from megaresume.stream.remaining import check_remaining
 from megaresume.stream.skips import NO_SKIP, NO_SKIPS, SkipConfig, Skips, check_documents, decide, no_schedule
 from megaresume.stream.source import LengthSource
-from megaresume.stream.stages import Course
 from megaresume.stream.state import Fingerprint, StreamState
-from megaresume.stream.whole import check_whole
-
-__all__ = ["Stream"]
 
 #: Tokens and samples planned at a time, whichever is less: little, because `state_at` plans up to this much again.
 BLOCK_TOKENS, BLOCK = 1 << 20, 256
 #: Samples planned at first, doubled until they are `BLOCK`: a resume must not wait for an index that lies on disk.
 FIRST_BLOCK = 8
-#: Blocks kept behind the front, and bytes; what lies before them is planned again from an anchor.
+#: Blocks kept before the front, and bytes; what lies before them is planned again from an anchor.
 KEPT_BLOCKS, KEPT_BYTES = 128, 24 << 20
 #: A seek over more samples than this shows a progress bar.
 LONG_SEEK = 200_000
@@ -75,7 +73,7 @@ class Stream:
         config: what defines the order.
         sources: one for each of ``config.sources``, in that order.
         state: where to go on; None: at sample 0.
-        origin: a data config that opens the same sources again (`megaresume.loading.open`), if there is one. Kept for
+        origin: a data config that opens the same sources again (`megaresume.batches.open`), if there is one. Kept for
             `megaresume verify`; never part of a state.
         fingerprints: what `fingerprints` gives, where it is known already.
         on_change: what a restore does where the config is not the one that the state was made with; see `OnChange`.

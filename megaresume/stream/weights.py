@@ -9,8 +9,6 @@ from math import gcd, isfinite, lcm
 
 from megaresume.stream.errors import ConfigError
 
-__all__ = ["MAX_PARTS", "integer_weights", "parse_weight"]
-
 #: A blend has at most this many parts, so that `kernel.set_deadline` stays exact in 64 bits. Sixteen digits are exact;
 #: what has to be rounded is off by less than a token of 10**15, with up to a thousand sources.
 MAX_PARTS = 1 << 61

@@ -15,16 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from megaresume.batches.assemble import Arrays, Assembler
+from megaresume.batches.documents import Images
 from megaresume.corpora.base import Source
-from megaresume.loading.assemble import Arrays, Assembler
-from megaresume.loading.documents import Images
 from megaresume.runs.rank_log import hash_rows
 from megaresume.stream.errors import CorpusError
-from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
+from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.trace.documents import of_stage
 from megaresume.trace.replan import Planned
-
-__all__ = ["Contents", "DocumentDigest"]
 
 #: Samples read at a time: a step of a large run does not have to fit into memory.
 CHUNK = 256

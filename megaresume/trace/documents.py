@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from megaresume.images.encoder import ImageTextEncoder
     from megaresume.trace.trace import Piece
 
-__all__ = ["Decoder", "Picture", "Shown", "of_stage", "show"]
-
 T = TypeVar("T")
 
 

@@ -15,15 +15,13 @@ from typing import Any, Literal
 import numpy as np
 
 from megaresume.runs.history import Point
+from megaresume.stream.changes import outlook
+from megaresume.stream.documents.order import SourceOrder
 from megaresume.stream.errors import StreamExhausted, UsageError
-from megaresume.stream.kernel import DOCUMENT, LENGTH
-from megaresume.stream.order import SourceOrder
-from megaresume.stream.outlook import outlook
+from megaresume.stream.planning.kernel import DOCUMENT, LENGTH
 from megaresume.stream.skips import DocumentSkip
 from megaresume.stream.state import StreamState
 from megaresume.trace.trace import Trace, places
-
-__all__ = ["Occurrence", "Seen", "Sought", "as_json", "find", "parse_documents"]
 
 Status = Literal["trained", "partly trained", "waiting", "left out", "to come", "not planned", "never"]
 

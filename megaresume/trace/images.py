@@ -27,8 +27,6 @@ from megaresume.stream.errors import CheckpointError, UsageError
 from megaresume.trace.documents import Shown, of_stage, show
 from megaresume.trace.trace import Piece, Trace
 
-__all__ = ["ImagesWritten", "check_directory", "write_images"]
-
 FORMAT, VERSION = "megaresume.images", 1
 LIST, PAGE = "images.jsonl", "index.html"
 
@@ -46,7 +44,7 @@ class ImagesWritten:
 
     documents: int = 0
     images: int = 0
-    #: of them, images that the model is not shown: of a document that was masked, or behind its cut.
+    #: of them, images that the model is not shown: of a document that was masked, or after its cut.
     not_shown: int = 0
     #: documents that a fault policy was applied to.
     faults: int = 0

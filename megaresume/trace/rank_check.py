@@ -23,8 +23,6 @@ from megaresume.trace.content import Contents
 from megaresume.trace.replan import Past, Planned
 from megaresume.trace.trace import Trace
 
-__all__ = ["RankCheck", "RankDifference", "check_ranks"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankDifference:

@@ -18,13 +18,11 @@ from megaresume.stream.errors import CorpusError
 if TYPE_CHECKING:
     from megaresume.shards.source import ShardSource
 
-__all__ = ["ShardRecords", "image_words", "record_words", "shard_source"]
-
 Int64Array = npt.NDArray[np.int64]
 
 
 def shard_source(source: object) -> tuple[ShardSource, int] | None:
-    """The tar shards behind a source, and the number there of its first document; None: it has none."""
+    """The tar shards of a source, and the number there of its first document; None: it has none."""
     if not is_document_source(source):  # text has no need for what reads shards
         return None
     from megaresume.shards.source import ShardSource
@@ -34,7 +32,7 @@ def shard_source(source: object) -> tuple[ShardSource, int] | None:
 
 
 class ShardRecords:
-    """The records behind the documents of a run.
+    """The records of the documents of a run.
 
     Args:
         sources: of the run, in its order.

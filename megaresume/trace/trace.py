@@ -12,14 +12,12 @@ import numpy.typing as npt
 from megaresume.runs.run import Run
 from megaresume.runs.steps import UNKNOWN, Span, Steps
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
-from megaresume.stream.plan import Plan
+from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
+from megaresume.stream.planning.plan import Plan
 from megaresume.stream.ranges import trained
 from megaresume.stream.source import LengthSource
 from megaresume.trace.replan import Planned, Replan
 from megaresume.trace.shard_records import ShardRecords
-
-__all__ = ["ABSOLUTE", "RECORD_COLUMNS", "SAMPLE_COLUMNS", "SEGMENT_COLUMNS", "Piece", "Trace", "places"]
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -48,7 +46,7 @@ class Piece:
     samples: Int64Array
     #: uint64[n]: identities of the samples.
     hashes: npt.NDArray[np.uint64]
-    #: int64[s, 7]: `SEGMENT_COLUMNS`: place is that in the sample, end the offset behind the segment; all in tokens.
+    #: int64[s, 7]: `SEGMENT_COLUMNS`: place is that in the sample, end the offset after the segment; all in tokens.
     #: int64[s, 11] where there are ``shards``: `RECORD_COLUMNS` too.
     segments: Int64Array
     #: int64[n + 1]: the segments of sample k are ``starts[k] .. starts[k + 1]``.

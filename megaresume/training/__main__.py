@@ -11,13 +11,11 @@ from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any
 
-from megaresume.integrations.settings import DataOptions
-from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
-from megaresume.training.arguments import Arguments, check_layout, parse_arguments, retention
+from megaresume.session.ranks import on_rank_0
+from megaresume.session.settings import DataOptions
+from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError, missing_package
+from megaresume.training.arguments import Arguments, check_layout, end_of_run, is_over, parse_arguments, retention
 from megaresume.training.launch import announce, launch, rank_and_size, shut_down, stop_at_once
-from megaresume.training.length import end_of_run, is_over
-
-__all__ = ["main"]
 
 #: Megatron's default for --data-path.
 DEFAULT_SPLIT = "969, 30, 1"
@@ -42,8 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             time.sleep(2)
         return 2
-    from megaresume.integrations.ranks import on_rank_0  # deferred: torch
-
     try:
         return _run(args)
     except MegaresumeError as error:
@@ -54,6 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             # All ranks are here. None may end before rank 0 has said why: its launcher would end rank 0.
             on_rank_0(lambda: None)
         stop_at_once(2 if isinstance(error, UsageError) else 1)
+    except ModuleNotFoundError as error:
+        explained = missing_package(error, "megaresume.training", "deepspeed,megatron")
+        if explained is None:
+            raise
+        if rank == 0:
+            print(f"megaresume: {explained}", file=sys.stderr, flush=True)
+        return 1
 
 
 def _die(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -69,23 +72,18 @@ def _run(args: Arguments) -> int:
     import deepspeed
     import torch.distributed as dist
 
-    import megaresume.integrations.deepspeed as integration
-    from megaresume.integrations.elastic.load import prepare_load
-    from megaresume.integrations.ranks import on_all_ranks
-    from megaresume.integrations.stop_conditions import Stopped
-    from megaresume.loading.open import open_stream
-    from megaresume.loading.validation import open_validation
-    from megaresume.training.accuracy import HeldOut
-    from megaresume.training.ds_config import deepspeed_config
-    from megaresume.training.logging import SampleLog
+    import megaresume.hosts.deepspeed.attach as integration
+    from megaresume.batches.open import open_stream
+    from megaresume.batches.validation import open_validation
+    from megaresume.hosts.deepspeed.elastic.load import prepare_load
+    from megaresume.session.ranks import on_all_ranks
+    from megaresume.session.stopping import Stopped
+    from megaresume.training.logging import SampleLog, Stopwatch
     from megaresume.training.loop import Trainer
-    from megaresume.training.model import build_model
-    from megaresume.training.mpu import ModelParallelUnit
+    from megaresume.training.model import ModelParallelUnit, build_model
     from megaresume.training.multimodal import image_encoder, with_vision
-    from megaresume.training.optimizer import build_optimizer
-    from megaresume.training.schedule import LearningRate
-    from megaresume.training.stopwatch import Stopwatch
-    from megaresume.training.validation import Validation
+    from megaresume.training.optimizer import LearningRate, build_optimizer, deepspeed_config
+    from megaresume.training.validation import HeldOut, Validation
 
     dp, schedule = check_layout(args, dist.get_world_size())
     if args.load is not None and not (args.finetune or args.universal_checkpoint):
@@ -107,7 +105,7 @@ def _run(args: Arguments) -> int:
     model, layers = build_model(args, vocab_size=vocab_size, seq_length=seq_length, device=device)
     if encoder is not None:
         model = with_vision(args, model, encoder, device)
-        layers += f", behind {args.vision_num_layers} layers of vision"
+        layers += f", after {args.vision_num_layers} layers of vision"
     optimizer, why = build_optimizer(args, model, device)
     announce(f"megaresume: optimizer is {why}; {layers} layers; device {device}; {dist.get_backend()}")
     size = sum(parameter.numel() for parameter in model.parameters())
@@ -186,6 +184,8 @@ def _run(args: Arguments) -> int:
             trainer.train()
         except Stopped as stopped:
             status = int(stopped.code or 0)
+    if trainer.is_over and not args.skip_train:
+        data.session.finish()
     data.close()
     shut_down()
     return status
@@ -225,7 +225,7 @@ def _open_held_out(args: Arguments, seq_length: int, encoder: Any) -> Any:
     Raises:
         UsageError: its images are not encoded as those that the model is trained on.
     """
-    from megaresume.loading.open import open_stream
+    from megaresume.batches.open import open_stream
     from megaresume.training.multimodal import encoders_of
 
     assert args.megaresume_held_out is not None
@@ -265,7 +265,7 @@ def _vocab_size(args: Arguments, sources: Sequence[Any]) -> int:
 def _load(args: Arguments, engine: Any) -> None:
     """Go on from --load, or make sure that a fresh start overwrites nothing."""
     from megaresume.checkpoint.start import check_fresh_start
-    from megaresume.integrations.ranks import on_rank_0
+    from megaresume.session.ranks import on_rank_0
 
     path = None
     if args.load is not None:
@@ -274,15 +274,13 @@ def _load(args: Arguments, engine: Any) -> None:
             tag = f"global_step{args.ckpt_step}" + "_universal" * args.universal_checkpoint
         options = {"load_optimizer_states": False, "load_lr_scheduler_states": False} if args.finetune else {}
         path, _ = engine.load_checkpoint(args.load, tag=tag, load_module_only=args.finetune, **options)
-        if path is None:
-            if args.exit_on_missing_checkpoint:
-                raise CheckpointError(
-                    "there is no checkpoint, and --exit-on-missing-checkpoint was given",
-                    found=f"nothing in {os.path.abspath(args.load)}",
-                    expected="a checkpoint",
-                    action="check --load, or remove --exit-on-missing-checkpoint to start over",
-                )
-            announce(f"megaresume: no checkpoint in {args.load}: beginning at sample 0")
+        if path is None and args.exit_on_missing_checkpoint:
+            raise CheckpointError(
+                "there is no checkpoint, and --exit-on-missing-checkpoint was given",
+                found=f"nothing in {os.path.abspath(args.load)}",
+                expected="a checkpoint",
+                action="check --load, or remove --exit-on-missing-checkpoint to start over",
+            )
     save = args.save
     if (path is None or args.finetune) and save is not None:
         cause = "--finetune was not removed for the restart" if args.finetune else "--load was forgotten"

@@ -1,4 +1,7 @@
-"""The flags of the reference pretraining program: Megatron-LM's own names where it has them, ours with a prefix."""
+"""The flags of the reference pretraining program: Megatron-LM's own names if it has them, ours with a prefix.
+
+Where a run ends, by steps or by samples, is a pure function: `megaresume plan` and the loop say the same.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,39 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from megaresume.checkpoint.retention import Retention
-from megaresume.integrations.flags import flag, group, parse_flags
-from megaresume.integrations.settings import Checkpoints, DataOptions, LaunchOptions, Loader
-from megaresume.integrations.stop_conditions import SIGNALS, StopConditions
+from megaresume.checkpoint.saving.retention import Retention
+from megaresume.session.flags import flag, group, parse_flags
+from megaresume.session.settings import Checkpoints, DataOptions, LaunchOptions, Loader
+from megaresume.session.stopping import SIGNALS, StopConditions
 from megaresume.stream.batches import BatchSchedule, micro_batches
 from megaresume.stream.errors import UsageError
 
-__all__ = ["Arguments", "check_layout", "parse_arguments", "retention", "stop_conditions"]
+
+def is_over(step: int, samples: int, *, train_iters: int | None, train_samples: int | None) -> bool:
+    """Whether a run that has made ``step`` steps over ``samples`` samples is finished."""
+    if train_samples is not None:
+        return samples >= train_samples
+    return step >= (train_iters or 0)
+
+
+def end_of_run(
+    schedule: BatchSchedule, step: int, sample: int, *, train_iters: int | None, train_samples: int | None
+) -> tuple[int, int]:
+    """The (steps, samples) at which a run stops that has made ``step`` steps over ``sample`` samples."""
+
+    def over(more: int) -> bool:
+        samples = schedule.after(sample, more)
+        return is_over(step + more, samples, train_iters=train_iters, train_samples=train_samples)
+
+    high = 1
+    while not over(high):
+        high *= 2
+    low = 0
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if over(middle) else (middle + 1, high)
+    return step + low, schedule.after(sample, low)
+
 
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root"]
 _DECAY_STYLES = get_args(DecayStyle)

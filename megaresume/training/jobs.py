@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,13 +20,84 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Literal, Self
 
-from megaresume.stream.errors import SetupError
-from megaresume.training.ports import free_port
+from megaresume.stream.errors import SetupError, UsageError
+from megaresume.training.records import RunRecords, read_records
 
 if TYPE_CHECKING:
     import psutil
 
-__all__ = ["Launcher", "LocalJob"]
+_FIRST = 10_000
+_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on.
+
+    Not one of those that the system gives to outgoing connections: a job's own ranks, or another job, may be given it
+    between this call and the moment at which rank 0 listens.
+
+    Raises:
+        SetupError: there is none.
+    """
+    last = 32_768
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        last = max(int(_RANGE.read_text().split()[0]), _FIRST + 1)
+    draw = random.SystemRandom()  # jobs that start at the same moment must not try the same ones
+    for _ in range(200):
+        port = draw.randrange(_FIRST, last)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise SetupError(
+        "no free port was found for the ranks to meet at",
+        found=f"200 ports between {_FIRST} and {last} are in use",
+        action="end other jobs on this machine, or set MASTER_ADDR and MASTER_PORT yourself",
+    )
+
+
+def own_directory(out: Path, *, mark: str, what: str, overwrite: bool) -> None:
+    """Make it, empty but for the mark.
+
+    Args:
+        out: the directory.
+        mark: name of the file that says whose it is.
+        what: what fills it, in a word.
+        overwrite: remove what an earlier one has left.
+
+    Raises:
+        UsageError: it is not empty, and not to be removed; it is no directory, or cannot be made.
+    """
+    try:
+        _make(out, mark, what, overwrite)
+    except OSError as error:
+        raise UsageError(
+            f"cannot make --out {out}",
+            found=f"{error.filename or out}: {error.strerror or error}",
+            expected="a directory, or a place to make one",
+            action="--out ANOTHER",
+        ) from error
+
+
+def _make(out: Path, mark: str, what: str, overwrite: bool) -> None:
+    if out.exists() and any(out.iterdir()):
+        if not (out / mark).exists():
+            raise UsageError(
+                "the directory holds something else",
+                found=f"{out}, not empty",
+                expected=f"an empty directory, or one of an earlier {what}",
+                action="--out ANOTHER",
+            )
+        if not overwrite:
+            raise UsageError(
+                f"an earlier {what} is there",
+                found=f"{out}",
+                expected="an empty directory",
+                action=f"--overwrite, or --out ANOTHER; its report: {out / 'report.html'}",
+            )
+        shutil.rmtree(out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / mark).touch()
+
 
 #: ``torchrun`` and ``deepspeed``: under that launcher. ``env``: the processes themselves, told by environment
 #: variables who they are, as Slurm does; starts in half the time.
@@ -173,3 +247,75 @@ class LocalJob:
 def _identity(rank: int, size: int, port: str) -> dict[str, str]:
     who = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     return {name: str(value) for name, value in who.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+class Watch:
+    """Looks at the records again and again.
+
+    Args:
+        records: file or directory.
+        steps: of the whole run.
+        what: in front of the bar.
+        read: what is there -> its records.
+    """
+
+    def __init__(
+        self, records: Path, steps: int, what: str, *, read: Callable[[Path], RunRecords | None] = read_records
+    ) -> None:
+        from tqdm import tqdm
+
+        self._path, self._read = records, read
+        self._size = -1
+        self._times: list[float] = []
+        #: the last step done, and where the last start began.
+        self.step = 0
+        #: as read last; None: nothing yet.
+        self.records: RunRecords | None = None
+        #: seconds of `time.monotonic` when there was something new.
+        self.changed = time.monotonic()
+        self._bar = tqdm(total=steps, desc=what, unit="step", disable=None, leave=False, file=sys.stderr)
+        self.reached(None)
+
+    @property
+    def starts(self) -> int:
+        """How many there have been."""
+        return 0 if self.records is None else len(self.records.starts)
+
+    @property
+    def step_seconds(self) -> float:
+        """Of the last steps, on average."""
+        last = self._times[-4:]
+        return (last[-1] - last[0]) / max(len(last) - 1, 1) if last else 0.0
+
+    def reached(self, step: int | None) -> bool:
+        """Look again; say whether this step is done (None: no)."""
+        size = _size(self._path)
+        if size != self._size:
+            self._size = size
+            self.changed = time.monotonic()
+            self.records = self._read(self._path) if size else None
+            done = _last_step(self.records)
+            if done > self.step:
+                self._times.append(time.monotonic())
+            self.step = done
+            self._bar.update(done - self._bar.n)
+        return step is not None and self.step >= step
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self.reached(None)
+        self._bar.close()
+
+
+def _size(path: Path) -> int:
+    """Bytes, in all files."""
+    if path.is_dir():
+        return sum(file.stat().st_size for file in path.iterdir())
+    return path.stat().st_size if path.exists() else 0
+
+
+def _last_step(records: RunRecords | None) -> int:
+    if records is None:
+        return 0
+    starts: list[int] = [start["step"] for start in records.starts[-1:]]
+    return max([0, *records.steps, *starts])

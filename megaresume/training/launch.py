@@ -8,15 +8,14 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping
-from typing import NoReturn
-
-import torch
+from typing import TYPE_CHECKING, NoReturn
 
 from megaresume.stream.errors import SetupError
 from megaresume.training.arguments import Arguments
-from megaresume.training.ports import free_port
+from megaresume.training.jobs import free_port
 
-__all__ = ["announce", "launch", "rank_and_size", "restart_warning", "seed_everything", "shut_down", "stop_at_once"]
+if TYPE_CHECKING:
+    import torch
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -39,9 +38,14 @@ def launch(args: Arguments) -> torch.device:
     Raises:
         SetupError: there are fewer GPUs than ranks on this machine.
     """
+    import torch  # deferred, so that what is missing is said in a sentence
+
     device = _device(args)
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        # megatron-core compiles its fused functions as soon as they are called, on a CPU with a compiler for C++; a
+        # third of its import is the way to that.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         # One thread a rank: sums are then always taken in the same order.
         torch.set_num_threads(1)
     warning = restart_warning(os.environ)
@@ -92,6 +96,7 @@ def restart_warning(env: Mapping[str, str]) -> str | None:
 
 def seed_everything(seed: int, device: torch.device) -> None:
     """Seed torch and megatron-core's generators."""
+    import torch
     from megatron.core import tensor_parallel
 
     torch.manual_seed(seed)
@@ -117,6 +122,8 @@ def stop_at_once(status: int) -> NoReturn:
 
 
 def _device(args: Arguments) -> torch.device:
+    import torch
+
     if not torch.cuda.is_available() or os.environ.get("DS_ACCELERATOR") == "cpu":
         return torch.device("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", max(args.local_rank, 0)))

@@ -1,7 +1,9 @@
 """What a run says: lines for people on standard output, JSON lines for programs in a file.
 
-A JSON line is one write to a file opened for appending: a kill loses at most the line of the step that it cut short,
-and what an earlier attempt wrote is never touched. The last line of a step is the one that counts.
+The lines hold the seconds that a rank spends on its data, and hashes of what the model gets of a sample: tokens,
+labels, masks, positions, and its images down to the last bit. A JSON line is one write to a file opened for appending:
+a kill loses at most the line of the step that it cut short, and what an earlier attempt wrote is never touched. The
+last line of a step is the one that counts.
 
     {"event": "start", "attempt": 2, "step": 10, "samples": 80, "digest": "...", "data_seconds": 0.2, "topology": {...},
      "time": ...}
@@ -15,10 +17,12 @@ and what an earlier attempt wrote is never touched. The last line of a step is t
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
 from dataclasses import asdict, dataclass
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -26,15 +30,60 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from megaresume.batches.batch import Batch
 from megaresume.checkpoint.system import utc
 from megaresume.checkpoint.topology import Topology
-from megaresume.loading.batch import Batch
 from megaresume.runs.rank_log import hash_rows, hash_samples, images_of
 from megaresume.stream.errors import UsageError
-from megaresume.training.content import content_hashes
 from megaresume.training.launch import announce
 
-__all__ = ["Measured", "SampleLog", "StepRecord", "Trained"]
+
+class Stopwatch:
+    """Runs within its ``with`` statements, and within the methods that it watches."""
+
+    def __init__(self) -> None:
+        #: so far.
+        self.seconds = 0.0
+        self._began = 0.0
+
+    def watch(self, thing: Any, method: str) -> None:
+        """Count every call of a method of this one object."""
+        call = getattr(thing, method)
+
+        @functools.wraps(call)
+        def timed(*args: Any, **more: Any) -> Any:
+            with self:
+                return call(*args, **more)
+
+        setattr(thing, method, timed)
+
+    def __enter__(self) -> Stopwatch:
+        self._began = time.perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.seconds += time.perf_counter() - self._began
+
+
+def content_hashes(batch: Batch) -> list[int]:
+    """An unsigned 64-bit hash of each sample of a micro-batch; the same in any layout of micro-batches and ranks.
+
+    Images enter with their pixels, grid, column and number of tokens. The row does not: it belongs to the layout.
+    """
+    arrays = [batch[name].numpy() for name in ("tokens", "labels", "loss_mask", "position_ids")]
+    hashers = [xxhash.xxh3_64() for _ in range(len(arrays[0]))]
+    for row, hasher in enumerate(hashers):
+        for array in arrays:
+            hasher.update(array[row].data)
+    if "pixel_values" in batch:
+        pixels = torch.split(batch["pixel_values"], batch["num_tiles"].tolist())
+        for place, grid, image in zip(batch["image_positions"], batch["image_grid_thw"], pixels, strict=True):
+            hasher = hashers[int(place[0])]
+            hasher.update(repr((place[1:].tolist(), grid.tolist(), tuple(image.shape))).encode())
+            hasher.update(image.contiguous().numpy().data)
+    return [hasher.intdigest() for hasher in hashers]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +102,7 @@ class StepRecord:
     #: by data-parallel rank: hash over the identities of its samples, and over their tokens and pixels, as
     #: `megaresume.runs.rank_log` takes them.
     ranks: tuple[tuple[str, str], ...] | None
-    #: rolling digest of the stream behind the step, 16 hex digits.
+    #: rolling digest of the stream after the step, 16 hex digits.
     digest: str
     #: mean over the trained tokens of the global batch.
     loss: float
@@ -181,7 +230,7 @@ class SampleLog:
         self._write({"event": "validation", "step": step, "set": name, **found})
 
     def held_out(self, *, step: int, **fields: Any) -> None:
-        """Note a measurement of `megaresume.training.accuracy`, and say it."""
+        """Note a measurement of `megaresume.training.validation`, and say it."""
         share = fields["right"] / max(fields["tokens"], 1)
         announce(f" held-out accuracy at iteration {step} | {100 * share:.2f} % of {fields['tokens']} tokens |")
         self._write({"event": "held_out", "step": step, **fields})

@@ -10,22 +10,16 @@ import torch.distributed as dist
 import xxhash
 from megatron.core import parallel_state
 
-from megaresume.integrations.deepspeed_data import TrainingData
-from megaresume.loading.batch import Batch
+from megaresume.batches.batch import Batch
+from megaresume.hosts.deepspeed.training_data import TrainingData
 from megaresume.stream.errors import CorpusError, StreamExhausted
-from megaresume.training.accuracy import HeldOut
-from megaresume.training.arguments import Arguments, stop_conditions
+from megaresume.training.arguments import Arguments, is_over, stop_conditions
 from megaresume.training.launch import announce, seed_everything
-from megaresume.training.length import is_over
-from megaresume.training.logging import SampleLog, StepRecord, Trained
-from megaresume.training.loss import LossMeter, loss_to_minimise
-from megaresume.training.model import document_mask
+from megaresume.training.logging import SampleLog, StepRecord, Stopwatch, Trained
+from megaresume.training.model import LossMeter, document_mask, loss_to_minimise
 from megaresume.training.multimodal import Images
-from megaresume.training.schedule import LearningRate
-from megaresume.training.stopwatch import Stopwatch
-from megaresume.training.validation import Validation
-
-__all__ = ["Trainer"]
+from megaresume.training.optimizer import LearningRate
+from megaresume.training.validation import HeldOut, Validation
 
 
 class Trainer:
@@ -60,6 +54,7 @@ class Trainer:
         self.rate, self.validation, self.held_out, self.log = rate, validation, held_out, log
         self.vocab_size = vocab_size
         self._saved_at = int(engine.global_steps)
+        self._stream_ended = False
 
     def train(self) -> None:
         """Train, save, validate; returns when the run is over or --exit-interval says to stop.
@@ -79,6 +74,7 @@ class Trainer:
                 record = self._step()
             except StreamExhausted as end:
                 announce(f"megaresume: the stream has ended, and with it the run: {end.found}")
+                self._stream_ended = True
                 break
             self.log.step(record)
             if record.step % self.args.log_interval == 0:
@@ -103,6 +99,11 @@ class Trainer:
             train_iters=self.args.train_iters,
             train_samples=self.args.train_samples,
         )
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to train: `finished`, or the stream has ended."""
+        return self._stream_ended or self.finished()
 
     def validate(self) -> None:
         """Measure and log the validation loss and the held-out accuracy."""

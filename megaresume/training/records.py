@@ -1,6 +1,7 @@
 """Reads the JSON lines that ``--megaresume-log-samples`` wrote, and compares two runs step by step.
 
 A step that was trained, lost to a kill and trained again has a line of each attempt; the last one counts.
+What `megaresume.training.validation` measured is read as well. All of it without torch.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.stream.errors import UsageError
-
-__all__ = ["Difference", "RunRecords", "assemble", "compare", "read_records"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +70,7 @@ def read_records(path: str | Path) -> RunRecords:
 
 
 def assemble(records: Iterable[dict[str, Any]]) -> RunRecords:
-    """A run from its lines, in order of time: what a start went back behind is lost."""
+    """A run from its lines, in order of time: what lies after the place that a start went back to is lost."""
     starts: list[dict[str, Any]] = []
     steps: dict[int, dict[str, Any]] = {}
     lost: list[dict[str, Any]] = []
@@ -105,3 +104,65 @@ def compare(
             if one[field] != other[field]:
                 return Difference(step=step, field=field, first=one[field], second=other[field])
     return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """Whether the run trained on what the twin trained on."""
+
+    steps: int
+    #: steps that were done twice, since a kill came between them and the next checkpoint.
+    redone: int
+    #: numbers of the steps, in order, whose samples, or their content, are not the twin's; that the run lacks.
+    different_samples: tuple[int, ...]
+    different_content: tuple[int, ...]
+    missing: tuple[int, ...]
+    #: steps whose loss is bit for bit the twin's, and the largest difference of the others.
+    equal_losses: int
+    largest_difference: float
+
+    @property
+    def holds(self) -> bool:
+        """The same samples with the same content in the same steps, none missing."""
+        return not (self.different_samples or self.different_content or self.missing) and self.steps > 0
+
+
+def compare_all(twin: RunRecords, run: RunRecords) -> Comparison:
+    """Compare every step that the run did, also those that a kill made it do again."""
+    done: dict[int, list[dict[str, Any]]] = {step: [record] for step, record in run.steps.items()}
+    for record in run.lost:
+        done.setdefault(record["step"], []).append(record)
+
+    def differing(*fields: str) -> tuple[int, ...]:
+        return tuple(
+            step
+            for step, expected in sorted(twin.steps.items())
+            if any(record[field] != expected[field] for record in done.get(step, ()) for field in fields)
+        )
+
+    # Records that ranks wrote have no losses.
+    both = [
+        (run.steps[step], expected)
+        for step, expected in twin.steps.items()
+        if step in run.steps and "loss_hex" in run.steps[step] and "loss_hex" in expected
+    ]
+    return Comparison(
+        steps=len(twin.steps),
+        redone=len(run.lost),
+        different_samples=differing("samples", "order", "digest"),
+        different_content=differing("content"),
+        missing=tuple(step for step in sorted(twin.steps) if step not in run.steps),
+        equal_losses=sum(a["loss_hex"] == b["loss_hex"] for a, b in both),
+        largest_difference=max((abs(a["loss"] - b["loss"]) for a, b in both), default=0.0),
+    )
+
+
+def read_held_out(path: str | Path) -> dict[int, dict[str, Any]]:
+    """By step: the last measurement in a file of ``--megaresume-log-samples``."""
+    found: dict[int, dict[str, Any]] = {}
+    for line in Path(path).read_bytes().split(b"\n")[:-1]:
+        if b'"held_out"' in line:
+            record = json.loads(line)
+            if record["event"] == "held_out":
+                found[record["step"]] = record
+    return found

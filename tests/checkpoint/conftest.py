@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint import Commit, Topology, begin_save, commit_save
+from megaresume.checkpoint import KEEP_ALL, Commit, Retention, Topology, begin_save, commit_save
+from megaresume.checkpoint.saving.durable import make_durable
+from megaresume.checkpoint.saving.older import make_room
 from megaresume.stream.eras import Era
 from megaresume.stream.state import Bin, Fingerprint, Segment, SourceCursor, StageRecord, StreamState
 
@@ -58,6 +60,9 @@ def save_checkpoint(root: Path, iteration: int, *, tag: str | None = None, salt:
     """Save as a training program would: marker, model files, commit."""
     state = make_state(iteration * 8, salt=salt)
     checksums = bool(kwargs.pop("checksums", False))
+    retention = kwargs.pop("retention", KEEP_ALL)
+    assert isinstance(retention, Retention)
+    make_room(root, iteration, tag or f"global_step{iteration}")
     pending = begin_save(
         root,
         tag=tag or f"global_step{iteration}",
@@ -67,7 +72,9 @@ def save_checkpoint(root: Path, iteration: int, *, tag: str | None = None, salt:
         **kwargs,  # type: ignore[arg-type]
     )
     write_model(pending.tag_dir, state)
-    return commit_save(pending, expected_files=[MODEL, OPTIM], checksums=checksums)
+    commit = commit_save(pending, expected_files=[MODEL, OPTIM])
+    make_durable(root, commit.manifest, checksums=checksums, retention=retention)
+    return commit
 
 
 @pytest.fixture

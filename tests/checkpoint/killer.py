@@ -22,9 +22,11 @@ sys.path.insert(0, os.path.dirname(__file__))
 from conftest import MODEL, OPTIM, make_state
 
 from megaresume.checkpoint import begin_save, choose, commit_save, record_start
+from megaresume.checkpoint.saving.durable import make_durable, not_durable
+from megaresume.checkpoint.saving.older import make_room, put_back
 
 #: what the code under test, and the model files below, do to the disk.
-OPERATIONS = ("open", "write", "fsync", "close", "replace", "unlink", "mkdir")
+OPERATIONS = ("open", "write", "fsync", "close", "replace", "rename", "unlink", "mkdir")
 
 
 def count_operations(kill_at: int, half: bool) -> None:
@@ -58,9 +60,11 @@ def write_model(tag_dir: Path, content: bytes) -> None:
 
 def save(root: Path, iteration: int, salt: int) -> None:
     state = make_state(iteration * 8, salt=salt)
+    make_room(root, iteration, f"global_step{iteration}")
     pending = begin_save(root, tag=f"global_step{iteration}", iteration=iteration, state=state)
     write_model(pending.tag_dir, state.digest.encode())
-    commit_save(pending, expected_files=[MODEL, OPTIM], checksums=False)
+    commit = commit_save(pending, expected_files=[MODEL, OPTIM])
+    make_durable(root, commit.manifest)
 
 
 def next_step(root: Path) -> None:
@@ -69,17 +73,20 @@ def next_step(root: Path) -> None:
 
 
 def same_step_other_data(root: Path) -> None:
-    """A step that is there already is saved again: all its files are overwritten."""
+    """A step that is there already is saved again, by fewer ranks."""
     save(root, 30, 1)
 
 
 def start(root: Path) -> None:
     """A start: it settles what the killed run before it left."""
+    put_back(root)
     choice = choose(root)
     assert choice is not None
     assert choice.iteration is not None
     assert choice.state is not None
     record_start(root, iteration=choice.iteration, state=choice.state, choice=choice)
+    for manifest in not_durable(root):
+        make_durable(root, manifest)
 
 
 SCENARIOS = {function.__name__: function for function in (next_step, same_step_other_data, start)}

@@ -18,8 +18,9 @@ from megaresume.checkpoint import (
     confirm_choice,
     record_start,
 )
-from megaresume.checkpoint.layout import step_path
-from megaresume.checkpoint.sealed import seal
+from megaresume.checkpoint.files import seal
+from megaresume.checkpoint.paths import step_path
+from megaresume.checkpoint.start import check_fresh_start
 from megaresume.checkpoint.step_file import write_step_file
 from megaresume.stream.errors import CheckpointError, StateError, UsageError
 from megaresume.stream.state import StreamState
@@ -168,6 +169,51 @@ def test_all_checkpoints_deleted_is_no_fresh_start(root: Path) -> None:
         choose(root)
 
 
+def test_a_ledger_or_model_files_alone_are_no_fresh_start(root: Path) -> None:
+    for iteration in (10, 20):
+        shutil.rmtree(root / f"global_step{iteration}")
+    (root / "global_step30").rename(root / "best")
+    for path in (root / "latest", root / "latest_checkpointed_iteration.txt", *(root / "megaresume").glob("step_*")):
+        path.unlink()
+    with pytest.raises(CheckpointError, match="there are records of checkpoints but no checkpoint") as caught:
+        choose(root)
+    assert "global_step30, global_step20, global_step10" in str(caught.value)
+    (root / "megaresume/ledger.jsonl").unlink()
+    with pytest.raises(CheckpointError, match="there are model files of which nothing says") as caught:
+        choose(root)
+    assert "best" in str(caught.value)
+    shutil.rmtree(root / "best")
+    assert choose(root) is None
+
+
+def test_a_checkpoint_of_another_run_without_a_ledger_is_refused(root: Path, tmp_path: Path, save: Save) -> None:
+    """It would be the newest one, whole, with records of its own."""
+    other = tmp_path / "other"
+    save(other, 40, salt=1)
+    shutil.copytree(other / "global_step40", root / "global_step40")
+    for path in (other / "megaresume").glob("step_0000040*.json"):
+        shutil.copy(path, root / "megaresume")
+    choice = chosen(root)
+    assert choice.iteration == 30 and choice.rejected == ()
+    point(root, 40)
+    choice = chosen(root)
+    assert choice.iteration == 30 and "another run" in choice.rejected[0].reason
+    (root / "megaresume/ledger.jsonl").unlink()
+    with pytest.raises(CheckpointError, match="checkpoints of several runs, and no ledger") as caught:
+        choose(root)
+    assert "global_step40 of run" in str(caught.value) and "global_step30 of run" in str(caught.value)
+
+
+def test_a_start_that_loads_nothing_saves_over_no_damaged_checkpoints(root: Path) -> None:
+    with pytest.raises(UsageError, match="did not load a checkpoint of this directory"):
+        check_fresh_start(root, cause="it was forgotten", load="load it")
+    for iteration in (10, 20, 30):
+        (root / f"global_step{iteration}" / MODEL).unlink()
+    with pytest.raises(CheckpointError, match="is complete") as caught:
+        check_fresh_start(root, cause="it was forgotten", load="load it")
+    assert "restore a checkpoint from a copy" in str(caught.value)
+
+
 def test_a_pointer_without_any_checkpoint_is_no_fresh_start(tmp_path: Path) -> None:
     (tmp_path / "latest").write_bytes(b"")
     with pytest.raises(CheckpointError, match="latest is empty"):
@@ -224,7 +270,7 @@ def test_killed_between_manifest_and_pointers_counts(root: Path, state: MakeStat
     choice = chosen(root)
     assert (choice.iteration, choice.notes) == (40, ())
     kinds = [json.loads(line)["kind"] for line in (root / "megaresume/ledger.jsonl").read_bytes().splitlines()]
-    assert kinds == ["checkpoint"] * 4 + ["start"]
+    assert kinds == ["checkpoint", "durable"] * 3 + ["checkpoint", "start"]
 
 
 def test_a_killed_commit_that_was_not_loaded_stays_behind(

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint import Choice, Commit, choose, read_ledger, read_pointers, record_start
-from megaresume.checkpoint.sealed import unseal
+from megaresume.checkpoint import (
+    Choice,
+    Commit,
+    begin_save,
+    choose,
+    commit_save,
+    read_ledger,
+    read_pointers,
+    record_start,
+)
+from megaresume.checkpoint.files import unseal
+from megaresume.checkpoint.paths import rank_file
+from megaresume.checkpoint.saving import rank_files
+from megaresume.checkpoint.saving.durable import make_durable, not_durable
+from megaresume.checkpoint.saving.older import put_back
 from megaresume.stream.state import StreamState
 
 pytestmark = pytest.mark.process
@@ -57,13 +72,19 @@ def go_on(root: Path, choice: Choice, save: Save, iteration: int) -> None:
     assert choice.iteration is not None
     assert choice.state is not None
     record_start(root, iteration=choice.iteration, state=choice.state, choice=choice)
+    for manifest in not_durable(root):
+        make_durable(root, manifest)
     again = chosen(root)
     assert (again.tag, again.digest) == (choice.tag, choice.digest)
     save(root, iteration)
+    for thread in threading.enumerate():
+        if thread.name == "megaresume-delete":
+            thread.join()
     last = chosen(root)
     assert (last.iteration, last.notes) == (iteration, ())
     assert_whole(last)
-    assert not list(root.rglob("*.tmp"))
+    assert last.manifest is not None and last.manifest.durable
+    assert not list(root.rglob("*.tmp")) and not list(root.rglob("*.synced"))
     entries = read_ledger(root / "megaresume" / "ledger.jsonl").entries
     ids = [e.details["save_id"] for e in entries if e.kind == "checkpoint"]
     assert len(ids) == len(set(ids))
@@ -87,18 +108,54 @@ def test_a_new_checkpoint(root: Path, tmp_path: Path, save: Save, state: MakeSta
         assert {30, 40} == set(order)
 
 
+def save_by_two_ranks(root: Path, state: StreamState) -> None:
+    """Step 30, with one more optimizer file than others have here, and a file of each rank."""
+    pending = begin_save(root, tag="global_step30", iteration=30, state=state)
+    names = [MODEL, OPTIM, OPTIM.replace("rank_0", "rank_1", 1)]
+    for name in names:
+        (pending.tag_dir / name).write_bytes(state.digest.encode() * 64)
+    paths = [rank_file(30, pending.step.tag, "random", rank) for rank in range(2)]
+    beside = [rank_files.write(root, path, b"random") for path in paths]
+    make_durable(root, commit_save(pending, expected_files=names, beside=beside).manifest)
+
+
+def assert_all_of(choice: Choice, digest: str, names: set[str]) -> None:
+    assert choice.digest == digest
+    assert_whole(choice)
+    assert {path.name for path in choice.tag_dir.iterdir()} == names
+    assert choice.manifest is not None
+    assert {entry.path for entry in choice.manifest.files} == names
+    assert choice.manifest.verify(choice.tag_dir) == []
+
+
 def test_the_same_step_again(root: Path, tmp_path: Path, save: Save, state: MakeState) -> None:
-    """The new data of step 30, or the untouched old one, or else step 20: never new weights with the old state."""
-    allowed = {(30, state(240).digest), (20, state(160).digest), (30, state(240, salt=1).digest)}
-    seen = set()
-    for attempt in kill_everywhere("same_step_other_data", root, tmp_path / "work"):
+    """A start finds the new save of step 30 or the old one, each with its own files alone: nothing is lost between."""
+    save_by_two_ranks(root, state(240))
+    old, new = state(240).digest, state(240, salt=1).digest
+    files = {old: {MODEL, OPTIM, OPTIM.replace("rank_0", "rank_1", 1)}, new: {MODEL, OPTIM}}
+    seen = []
+    attempts = kill_everywhere("same_step_other_data", root, tmp_path / "work")
+    base = None
+    for attempt in attempts:
+        before = choose(attempt)  # reads only: it may not be able to take either
+        assert before is not None and before.digest in (old, new, state(160).digest)
+        if base is None and (attempt / ".step_0000030@global_step30.older" / "global_step30").exists():
+            base = shutil.copytree(attempt, tmp_path / "base")
+        put_back(attempt)
         assert_every_file_whole(attempt)
         choice = chosen(attempt)
-        assert (choice.iteration, choice.digest) in allowed, attempt.name
-        assert_whole(choice)
-        seen.add((choice.iteration, choice.digest))
+        assert choice.digest is not None
+        assert_all_of(choice, choice.digest, files[choice.digest])
+        seen.append(choice.digest)
         go_on(attempt, choice, save, 50)
-    assert seen == allowed
+        assert not list(attempt.glob(".*"))
+    half = attempts.index(tmp_path / "work" / "1-half")
+    for order in (seen[:half], seen[half:]):
+        assert order == sorted(order, key=[old, new].index) and set(order) == {old, new}
+    assert base is not None
+    for attempt in kill_everywhere("start", base, tmp_path / "starts"):
+        put_back(attempt)
+        assert_all_of(chosen(attempt), old, files[old])
 
 
 @pytest.mark.parametrize("killed_at", ["manifest", "latest", "tracker", "ledger"])
@@ -113,7 +170,7 @@ def test_a_start_that_finishes_a_killed_commit(
             "manifest": (records / "step_0000040.manifest.json").exists(),
             "latest": (attempt / "latest").read_bytes() == b"global_step40",
             "tracker": (attempt / "latest_checkpointed_iteration.txt").read_bytes() == b"40",
-            "ledger": len(read_ledger(records / "ledger.jsonl").entries) == 4,
+            "ledger": read_ledger(records / "ledger.jsonl").entries[-1].iteration == 40,
         }
         if reached[killed_at] and (records / "step_0000040.saving.json").exists():
             attempt.rename(base)

@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.layout import (
+from megaresume.checkpoint.paths import (
     check_tag,
     deepspeed_tag,
     manifest_path,
     marker_path,
     megatron_tag,
     parse_record_name,
+    recorded_tag,
     split_root,
     step_path,
     tag_iteration,
@@ -51,7 +52,16 @@ def test_record_names_can_be_read_back(tag: str) -> None:
         assert (usual.kind, usual.iteration, usual.tag) == (kind, 10, None)
 
 
-@pytest.mark.parametrize("name", ["ledger.jsonl", ".step_0000010.json.megaresume-1-00000000.tmp", "step_10.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ledger.jsonl",
+        ".step_0000010.json.megaresume-1-00000000.tmp",
+        "step_10.json",
+        "step_0000010@...json",
+        "step_0000010.manifest@.hidden.json",
+    ],
+)
 def test_other_files_are_no_records(name: str) -> None:
     assert parse_record_name(name) is None
 
@@ -62,6 +72,8 @@ def test_other_files_are_no_records(name: str) -> None:
 def test_impossible_tags_are_refused(tag: str) -> None:
     with pytest.raises(UsageError, match="plain name of a directory"):
         check_tag(tag)
+    with pytest.raises(ValueError, match="is no plain name of a directory"):
+        recorded_tag(tag)
 
 
 def test_split_root_tells_roots_from_tag_directories(root: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megaresume.checkpoint import ledger
+from megaresume.checkpoint.files import NewerFormatError, seal, unseal
 from megaresume.checkpoint.ledger import (
     LedgerEntry,
     abandoned_checkpoints,
@@ -14,7 +15,6 @@ from megaresume.checkpoint.ledger import (
     read_ledger,
     read_run,
 )
-from megaresume.checkpoint.sealed import NewerFormatError, seal, unseal
 from megaresume.checkpoint.topology import Topology
 from megaresume.stream.errors import StateError
 
@@ -43,11 +43,13 @@ def path(tmp_path: Path) -> Path:
 
 def test_round_trip(path: Path) -> None:
     append_ledger(path, entry(30, "start", tag=None))
+    append_ledger(path, entry(30, "finished", tag=None))
     reading = read_ledger(path)
-    assert reading.entries == (entry(10), entry(20), entry(30), entry(30, "start", tag=None))
+    last = (entry(30, "start", tag=None), entry(30, "finished", tag=None))
+    assert reading.entries == (entry(10), entry(20), entry(30), *last)
     assert reading.problems == ()
     assert reading.run == read_run(path) == "a" * 16
-    assert len(path.read_bytes().splitlines()) == 4
+    assert len(path.read_bytes().splitlines()) == 5
 
 
 def test_missing_is_empty(tmp_path: Path) -> None:
@@ -103,6 +105,8 @@ def test_the_run_is_found_behind_a_damaged_first_line(path: Path) -> None:
         {"iteration": "x"},
         {"tag": 5},
         {"run": None},
+        {"tag": ".."},
+        {"tag": ""},
         {"topology": {"dp": "2"}},
         {"topology": 5},
         {"format": "other"},
@@ -137,9 +141,10 @@ def test_a_directory_in_its_place(tmp_path: Path) -> None:
 
 
 def history(*events: int | str) -> frozenset[tuple[int, str]]:
-    """Numbers are checkpoints, ``"@10"`` a start from 10."""
+    """Numbers are checkpoints, ``"@10"`` a start from 10, ``"!10"`` an end at 10."""
+    kinds = {"@": "start", "!": "finished"}
     entries = [
-        entry(int(e[1:]), "start") if isinstance(e, str) else entry(e, tag="t")  # tags do not matter here
+        entry(int(e[1:]), kinds[e[0]], None) if isinstance(e, str) else entry(e, tag="t")  # tags do not matter here
         for e in events
     ]
     return abandoned_checkpoints(tuple(entries))
@@ -152,6 +157,15 @@ def test_given_up_branches() -> None:
     assert history(10, 12, 14, "@10", 15) == {(12, "t"), (14, "t")}
     assert history(10, 12, 14, "@10", 12) == {(14, "t")}  # 12 was saved again
     assert history(10, 20, "@10", 15, "@20", 30) == {(20, "t")}
+    assert history(10, 12, "@10", "!10") == frozenset()  # an end saves nothing
+    assert history(10, 20, "!20", "@20", 30, "!30") == frozenset()
+
+
+def test_lines_name_the_attempt_that_a_launch_script_has_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ledger.ATTEMPT, raising=False)
+    assert ledger.with_attempt({"bytes": 1}) == {"bytes": 1}
+    monkeypatch.setenv(ledger.ATTEMPT, "4711.2")
+    assert ledger.with_attempt({"bytes": 1}) == {"bytes": 1, "attempt": "4711.2"}
 
 
 def test_each_line_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -14,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from megaresume.checkpoint import lock
-from megaresume.checkpoint.claim import claim, newest, place, read_alive
+from megaresume.checkpoint.claim import claim, gone, newest, place, read_alive, read_owner, this_process
+from megaresume.checkpoint.files import seal
 from megaresume.checkpoint.lock import holder_of, release, take
-from megaresume.checkpoint.owner import gone, this_process
 from megaresume.checkpoint.pointers import read_pointers, write_latest
 from megaresume.stream.errors import CheckpointError
 from tests.checkpoint.conftest import save_checkpoint
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.process
 PROGRAM = """
 import dataclasses, os, sys, time
 from pathlib import Path
-from megaresume.checkpoint import lock, owner
+from megaresume.checkpoint import claim, lock
 from megaresume.checkpoint.pointers import write_latest
 from megaresume.stream.errors import CheckpointError
 root = Path(sys.argv[1])
@@ -107,6 +108,16 @@ def _nothing_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
         monkeypatch.delenv(name)
     yield
     release(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "value"), [("pid", "12"), ("started", 1.5), ("job", 7), ("uid", None), ("run", [])])
+def test_an_owner_with_fields_of_the_wrong_kind(tmp_path: Path, name: str, value: object) -> None:
+    path = tmp_path / "owner.json"
+    fields = {"format": "megaresume.owner", "version": 1, **dataclasses.asdict(this_process(token="0" * 16))}
+    path.write_bytes(seal(fields | {name: value}))
+    with pytest.raises(CheckpointError, match="of the wrong kind") as caught:
+        read_owner(path)
+    assert f"{name} {value!r}" in str(caught.value)
 
 
 def test_a_live_owner_refuses_the_next_one_by_name(tmp_path: Path) -> None:
@@ -276,7 +287,7 @@ def test_torchruns_restart_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in variables.items():
                 patch.setenv(name, value)
-            patch.setattr("megaresume.checkpoint.owner._namespace", lambda: None)
+            patch.setattr("megaresume.checkpoint.claim._namespace", lambda: None)
             return this_process(token="")
 
     before = owner(SLURM_JOB_ID="7", TORCHELASTIC_RUN_ID="7.0", TORCHELASTIC_RESTART_COUNT="0")

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from megaresume.checkpoint.files import NewerFormatError, seal
 from megaresume.checkpoint.manifest import FileEntry, Manifest, checksum_files, list_files, read_manifest
-from megaresume.checkpoint.sealed import NewerFormatError, seal
 from megaresume.stream.errors import CheckpointError
 
 
@@ -119,6 +119,7 @@ def test_damaged_manifests_are_refused(tag_dir: Path, tmp_path: Path) -> None:
         ("files", [["a", 1, 5]]),
         ("files", None),
         ("iteration", "10"),
+        ("tag", ".."),
     ],
 )
 def test_wrong_fields_are_refused(tag_dir: Path, tmp_path: Path, field: str, value: object) -> None:

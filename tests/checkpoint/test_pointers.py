@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.layout import LATEST, TRACKER
+from megaresume.checkpoint.paths import LATEST, TRACKER
 from megaresume.checkpoint.pointers import read_pointer, read_pointers, write_latest, write_tracker
 from megaresume.stream.errors import UsageError
 
@@ -79,7 +79,7 @@ def test_absent_and_unreadable(save_dir: Path) -> None:
     pointer = read_pointer(save_dir, LATEST)
     assert pointer.status == "unreadable"
     assert pointer.problem is not None
-    assert "Is a directory" in pointer.problem
+    assert "a directory, not a file" in pointer.problem
 
 
 def test_an_impossible_tag_is_not_written(save_dir: Path) -> None:

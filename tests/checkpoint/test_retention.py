@@ -15,12 +15,14 @@ from megaresume.checkpoint import (
     Retention,
     begin_save,
     choose,
+    commit_save,
     examine,
     list_candidates,
     read_ledger,
     record_start,
 )
-from megaresume.checkpoint import retention as module
+from megaresume.checkpoint.saving import retention as module
+from megaresume.checkpoint.saving.durable import make_durable
 from megaresume.stream.errors import UsageError
 from megaresume.stream.state import StreamState
 
@@ -59,7 +61,10 @@ def test_rules(tmp_path: Path, save: Save, policy: Retention, left: tuple[int, .
     # what is left loads, and what is gone is remembered
     choice = choose(tmp_path)
     assert choice is not None and choice.tag == "global_step50"
-    assert [e.iteration for e in read_ledger(tmp_path / "megaresume" / "ledger.jsonl").entries] == [10, 20, 30, 40, 50]
+    entries = read_ledger(tmp_path / "megaresume" / "ledger.jsonl").entries
+    assert [(e.kind, e.iteration) for e in entries] == [
+        (kind, iteration) for iteration in (10, 20, 30, 40, 50) for kind in ("checkpoint", "durable")
+    ]
     assert [c.iteration for c in list_candidates(tmp_path) if "state" in c.records] == [50, 40, 30, 20, 10]
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
 
@@ -67,7 +72,20 @@ def test_rules(tmp_path: Path, save: Save, policy: Retention, left: tuple[int, .
 def test_a_commit_says_what_is_gone(tmp_path: Path, save: Save) -> None:
     for iteration in (10, 20, 30):
         save(tmp_path, iteration)
-    assert save(tmp_path, 40, retention=Retention(keep_last=2)).pruned == ("global_step20", "global_step10")
+    step = save(tmp_path, 40).step
+    assert module.prune(tmp_path, Retention(keep_last=2), step) == ("global_step20", "global_step10")
+
+
+def test_nothing_goes_for_one_that_is_not_durable(tmp_path: Path, save: Save, state: MakeState) -> None:
+    for iteration in (10, 20):
+        save(tmp_path, iteration)
+    pending = begin_save(tmp_path, tag="global_step30", iteration=30, state=state(240))
+    pending.tag_dir.mkdir()
+    (pending.tag_dir / "model.pt").write_bytes(b"weights")
+    commit = commit_save(pending)
+    assert module.prune(tmp_path, Retention(keep_last=1), commit.step) == ("global_step10",)
+    assert make_durable(tmp_path, commit.manifest, retention=Retention(keep_last=1)) == ("global_step20",)
+    assert weights(tmp_path) == tags(30)
 
 
 def test_what_is_never_deleted(tmp_path: Path, save: Save, state: MakeState) -> None:
@@ -152,7 +170,7 @@ def test_what_cannot_be_deleted_fails_nothing(
         raise OSError(13, "Permission denied")
 
     monkeypatch.setattr(module.os, "rename", refuse)
-    assert save(tmp_path, 20, retention=Retention(keep_last=1)).pruned == ()
+    save(tmp_path, 20, retention=Retention(keep_last=1))
     assert "global_step10" in caplog.text and "Permission denied" in caplog.text
     monkeypatch.undo()
     assert weights(tmp_path) == tags(10, 20)

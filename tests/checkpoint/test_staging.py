@@ -8,16 +8,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megaresume.checkpoint import KEEP_ALL, Retention, StepFile, choose, read_ledger, record_start
-from megaresume.checkpoint.choose import choose_of_two
-from megaresume.checkpoint.copying import adopt, is_copied, stage
-from megaresume.checkpoint.retention import prune
-from megaresume.checkpoint.staging import Stager, read_staging
+from megaresume.checkpoint.choosing.choose import choose_of_two
+from megaresume.checkpoint.saving.copying import adopt, is_copied, stage
+from megaresume.checkpoint.saving.retention import prune
+from megaresume.checkpoint.saving.staging import Stager, read_staging
 from megaresume.stream.errors import CheckpointError
+from megaresume.stream.state import StreamState
 from tests.checkpoint.conftest import MODEL, save_checkpoint
 
 REPOSITORY = Path(__file__).parents[2]
@@ -32,11 +34,15 @@ def roots(tmp_path: Path) -> tuple[Path, Path]:
     return local, shared
 
 
-def _wait_for(stager: Stager) -> None:
+def _wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 200
-    while stager.waiting():
-        assert time.monotonic() < deadline, stager.waiting()
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def _wait_for(stager: Stager) -> None:
+    _wait_until(lambda: not stager.waiting())
 
 
 def test_a_copy_is_a_checkpoint(roots: tuple[Path, Path]) -> None:
@@ -66,7 +72,8 @@ def test_saves_are_copied_as_they_come(roots: tuple[Path, Path]) -> None:
     assert stager.close(5) == ()
     for root in (local, shared):
         assert sorted(p.name for p in root.glob("global_step*")) == ["global_step30", "global_step40"]
-    assert len(read_ledger(shared / "megaresume/ledger.jsonl").entries) == 4
+    entries = read_ledger(shared / "megaresume/ledger.jsonl").entries
+    assert [e.iteration for e in entries if e.kind == "checkpoint"] == [10, 20, 30, 40]
 
 
 def test_what_is_not_copied_stays(roots: tuple[Path, Path]) -> None:
@@ -105,7 +112,9 @@ def test_a_damaged_source_is_not_copied(tmp_path: Path) -> None:
     model.write_bytes(b"x" + model.read_bytes()[1:])
     with pytest.raises(CheckpointError, match="is not what was saved"):
         stage(local, shared, 10, "global_step10")
-    assert not is_copied(local, shared, 10, "global_step10") and choose(shared) is None
+    assert not is_copied(local, shared, 10, "global_step10")
+    with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
+        choose(shared)
 
 
 def test_the_newest_of_two(roots: tuple[Path, Path]) -> None:
@@ -142,7 +151,7 @@ def test_a_lost_local_disk(roots: tuple[Path, Path]) -> None:
     assert again is not None and again.load_dir == shared  # killed before its first save: the same once more
     save_checkpoint(local, 40)
     stage(local, shared, 40, "global_step40")
-    kinds = [e.kind for e in read_ledger(shared / "megaresume/ledger.jsonl").entries]
+    kinds = [e.kind for e in read_ledger(shared / "megaresume/ledger.jsonl").entries if e.kind != "durable"]
     assert kinds == ["checkpoint"] * 3 + ["start", "checkpoint"]
 
 
@@ -157,6 +166,47 @@ def test_a_branch_that_was_given_up(roots: tuple[Path, Path]) -> None:
     choice = choose_of_two(local, shared)
     assert choice is not None and (choice.load_dir, choice.tag) == (local, "global_step15")
     assert any("given up" in str(r) for r in choice.rejected)
+
+
+def test_a_local_disk_lost_in_the_first_copy(tmp_path: Path) -> None:
+    """Three checkpoints were saved and none was copied whole: no start from step 0, whether it looked or not."""
+    local, shared = tmp_path / "local", tmp_path / "shared"
+    for iteration in (10, 20, 30):
+        save_checkpoint(local, iteration, checksums=True)
+    model = local / "global_step10" / MODEL
+    model.write_bytes(b"x" + model.read_bytes()[1:])
+    with pytest.raises(CheckpointError, match="is not what was saved"):
+        stage(local, shared, 10, "global_step10")
+    shutil.rmtree(local)
+    with pytest.raises(CheckpointError, match="the run has saved checkpoints") as caught:
+        choose_of_two(local, shared)
+    assert "global_step30" in str(caught.value.found) and str(local) in str(caught.value.action)
+    shared.rename(tmp_path / "aside")
+    assert choose_of_two(local, shared) is None
+
+
+def test_copies_know_of_a_run_that_has_not_saved(tmp_path: Path, state: Callable[..., StreamState]) -> None:
+    """The node is lost before the first save: the next one is the same run, and says that it begins at step 0."""
+    local, shared, other = tmp_path / "local", tmp_path / "shared", tmp_path / "other"
+    first = record_start(local, iteration=0, state=state(0))
+    stager = Stager(local, shared)
+    stager.start()
+    _wait_until((shared / "megaresume/ledger.jsonl").exists)
+    assert stager.close(5) == ()
+    assert choose_of_two(other, shared) is None
+    words = adopt(other, shared)
+    assert words is not None and "1 starts" in words and words.endswith("it begins at step 0")
+    assert record_start(other, iteration=0, state=state(0)).run == first.run and adopt(other, shared) is None
+
+
+def test_files_of_another_layout_leave_the_copy(roots: tuple[Path, Path]) -> None:
+    """A step was copied in part, and is saved again by fewer ranks: the copy holds the files of its manifest alone."""
+    local, shared = roots
+    (shared / "global_step30").mkdir(parents=True)
+    (shared / "global_step30" / "zero_pp_rank_3_mp_rank_00_optim_states.pt").write_bytes(b"of four ranks")
+    stage(local, shared, 30, "global_step30")
+    names = [sorted(path.name for path in (root / "global_step30").iterdir()) for root in roots]
+    assert names[0] == names[1]
 
 
 def test_two_runs(roots: tuple[Path, Path], tmp_path: Path) -> None:
@@ -183,8 +233,8 @@ def counted(function):
         return function(*args, **kwargs)
     return call
 
-from megaresume.checkpoint.retention import prune
-from megaresume.checkpoint.copying import stage
+from megaresume.checkpoint.saving.retention import prune
+from megaresume.checkpoint.saving.copying import stage
 for name in names:
     setattr(os, name, counted(getattr(os, name)))
 local, shared = Path(sys.argv[1]), Path(sys.argv[2])
@@ -196,8 +246,8 @@ print("done", left)
 
 @pytest.mark.process
 def test_killed_at_every_file_operation(tmp_path: Path) -> None:
-    """Wherever a copy is killed: what the shared root gives is a checkpoint as it was saved, or none at all; and going
-    on ends as if nothing had happened.
+    """Wherever a copy is killed: what the shared root gives is a checkpoint as it was saved, or a refusal if anything
+    is there at all; and going on ends as if nothing had happened.
     """
     local = tmp_path / "local"
     for iteration in (10, 20, 30):
@@ -209,8 +259,7 @@ def test_killed_at_every_file_operation(tmp_path: Path) -> None:
     for k in range(operations):
         shared = tmp_path / f"cut-{k}"
         assert _killed([*command, str(shared), str(k)]) == -signal.SIGKILL
-        choice = choose_of_two(tmp_path / "none", shared)
-        step = None if choice is None else choice.step
+        step = _with_local_storage_lost(tmp_path / f"new-{k}", shared)
         assert step is None or step == _step_of(local, step.iteration)
         for iteration in (10, 20, 30):
             stage(local, shared, iteration, f"global_step{iteration}")
@@ -218,6 +267,24 @@ def test_killed_at_every_file_operation(tmp_path: Path) -> None:
         assert found is not None and found.step == _step_of(local, 30) and not found.notes
         assert (shared / "megaresume/ledger.jsonl").read_bytes() == (local / "megaresume/ledger.jsonl").read_bytes()
         assert not list(shared.glob("megaresume/step*saving*"))
+
+
+def _with_local_storage_lost(local: Path, shared: Path) -> StepFile | None:
+    """What a start on another node takes; None: it is refused, or the copies know nothing and another run begins."""
+    try:
+        choice = choose_of_two(local, shared)
+    except CheckpointError as error:
+        assert "the run has saved checkpoints" in error.headline and str(shared) in str(error.action)
+        return None
+    if choice is None:
+        assert not list(shared.glob("megaresume/[!.]*")) and not list(shared.glob("global_step*"))
+        another = local.with_name(f"{local.name}-copies")
+        shutil.copytree(shared, another) if shared.exists() else None
+        save_checkpoint(local, 10)
+        assert stage(local, another, 10, "global_step10") is not None
+        return None
+    assert choice.load_dir == shared
+    return choice.step
 
 
 def _killed(command: list[str]) -> int:
@@ -247,9 +314,9 @@ def test_a_shared_storage_that_damages(tmp_path: Path, monkeypatch: pytest.Monke
         os.write(descriptor, bytes([data[0] ^ 1]) + bytes(data[1:]))
 
     with monkeypatch.context() as context, pytest.raises(CheckpointError, match="reads back other bytes"):
-        context.setattr("megaresume.checkpoint.copying.write_all", write_all)
+        context.setattr("megaresume.checkpoint.saving.copying.write_all", write_all)
         stage(local, shared, 10, "global_step10")
-    assert choose(shared) is None
+    assert not is_copied(local, shared, 10, "global_step10")
     assert stage(local, shared, 10, "global_step10") is not None and choose(shared, checksums=True) is not None
 
 

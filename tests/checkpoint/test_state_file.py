@@ -2,15 +2,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.sealed import NewerFormatError, seal
-from megaresume.checkpoint.step_file import StepFile, read_step_file, write_step_file
+from megaresume.checkpoint.files import NewerFormatError, seal
+from megaresume.checkpoint.step_file import (
+    Marker,
+    StepFile,
+    read_marker,
+    read_step_file,
+    write_marker,
+    write_step_file,
+)
 from megaresume.checkpoint.topology import Topology
-from megaresume.stream.errors import StateError
+from megaresume.stream.errors import CheckpointError, StateError
 from megaresume.stream.state import StreamState
 
 
@@ -141,3 +149,18 @@ def test_a_directory_in_its_place(tmp_path: Path) -> None:
     (tmp_path / "step_0000010.json").mkdir()
     with pytest.raises(StateError, match="cannot be read"):
         read_step_file(tmp_path / "step_0000010.json")
+
+
+@pytest.mark.parametrize("tag", ["..", ".", "", "a/b", "/etc"])
+def test_a_tag_that_leads_elsewhere(path: Path, tag: str) -> None:
+    reseal(path, lambda fields: fields.update(tag=tag))
+    with pytest.raises(StateError, match="lacks a field or has one of the wrong kind") as found:
+        read_step_file(path)
+    assert repr(tag) in str(found.value)
+
+
+def test_a_marker_that_leads_elsewhere(path: Path) -> None:
+    marker = Marker.of(read_step_file(path), latest=True, tracker=False)
+    write_marker(path, replace(marker, tag=".."))
+    with pytest.raises(CheckpointError, match="lacks a field or has one of the wrong kind"):
+        read_marker(path)

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megaresume.batches.open import open_stream
 from megaresume.checkpoint import Topology, begin_save, commit_save, record_start
-from megaresume.checkpoint.commit import write_data_config
+from megaresume.checkpoint.saving.commit import write_data_config
 from megaresume.cli.main import main
 from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
-from megaresume.loading.open import open_stream
 
 
 @dataclass(frozen=True)

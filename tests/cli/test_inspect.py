@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megaresume.checkpoint import Topology, begin_save, choose, record_start
-from megaresume.checkpoint.sealed import seal
+from megaresume.checkpoint.files import seal
 from megaresume.cli.main import main
 
 
@@ -70,7 +70,7 @@ def test_everything_well(root: Path, inspect: Inspect) -> None:
     assert helpers.make_state(240).digest in out
     assert "dp 2 workers 2 gbs 8" in out
     assert "latest_checkpointed_iteration.txt             30  global_step30, complete" in out
-    assert "ledger, the last 3 of 3 lines" in out
+    assert "ledger, the last 6 of 6 lines" in out
     for line in ("web          3      0       720  10,000   3,840  50.0%", ">  global_step30  complete"):
         assert line in out
     assert "notes" not in out
@@ -86,7 +86,7 @@ def test_json(root: Path, report: Report) -> None:
     assert data["state"]["state"]["content"] == helpers.make_state(240).to_dict()
     assert [c["status"] for c in data["checkpoints"]] == ["complete"] * 3
     assert [c["bytes"] for c in data["checkpoints"]] == [2048] * 3
-    assert [e["kind"] for e in data["ledger"]["entries"]] == ["checkpoint"] * 3
+    assert [e["kind"] for e in data["ledger"]["entries"]] == ["checkpoint", "durable"] * 3
     assert [p["tag"] for p in data["pointers"]] == ["global_step30"] * 2
     assert (data["error"], data["notes"], data["leftovers"]) == (None, [], [])
 
@@ -106,7 +106,7 @@ def test_damage_is_named_and_the_rest_is_printed(root: Path, inspect: Inspect) -
     assert f"      {MODEL}: has 5 bytes, had 1024 when it was saved" in out
     assert "global_step40, incomplete" in out
     assert "did not end" in out
-    assert "ledger line 5 is torn after 26 bytes" in out
+    assert "ledger line 8 is torn after 26 bytes" in out
     assert "temporary files of killed writers, harmless: megaresume/.step_0000040.json" in out
 
 
@@ -198,7 +198,7 @@ def test_pruned_checkpoints_are_counted(root: Path, inspect: Inspect) -> None:
 def test_last(root: Path, inspect: Inspect) -> None:
     status, out = inspect(root, "--last", 1)
     assert status == 0
-    assert "ledger, the last 1 of 3 lines" in out
+    assert "ledger, the last 1 of 6 lines" in out
     assert "... and 2 older (--last 3 shows all)" in out
     (root / "global_step30" / MODEL).unlink()
     (root / "global_step20" / MODEL).unlink()

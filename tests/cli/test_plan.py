@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
+from megaresume.batches.open import open_stream
 from megaresume.checkpoint import Topology, begin_save, commit_save
 from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
 from megaresume.dryrun.ending import steps_until
-from megaresume.loading.open import open_stream
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import MegaresumeError, StateError
-from megaresume.training.length import end_of_run
+from megaresume.training.arguments import end_of_run
 from tests.cli.conftest import SavedRun, megaresume
 
 

@@ -44,7 +44,7 @@ class Ledger:
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Ledger:
-    """Six saves of 63 to 68 seconds, every 1,000 steps of 2.9 seconds; a restart after the third."""
+    """Six saves of 63 to 68 seconds, every 1,000 steps of 2.9 seconds, durable later; a restart after the third."""
     made = Ledger(tmp_path)
     made.line("start", 0, startup_seconds=140)
     for k in range(1, 7):
@@ -54,11 +54,13 @@ def ledger(tmp_path: Path) -> Ledger:
         if k == 3:
             made.now += 900
             made.line("start", 3000, startup_seconds=150)
+        made.line("durable", 1000 * k)
     return made
 
 
 def test_the_ledger_of_a_run(ledger: Ledger) -> None:
-    found = measure(read_ledger(ledger.path).entries)
+    ledger.line("finished", 6000)
+    found = measure(read_ledger(ledger.path).events)
     assert (found.save, found.num_saves) == (65.5, 6)
     assert found.step == pytest.approx(2.9) and found.num_stretches == 4  # not across the restart
     assert (found.startup, found.num_startups, found.interval, found.restarts) == (145, 2, 1000, 1)
@@ -67,7 +69,7 @@ def test_the_ledger_of_a_run(ledger: Ledger) -> None:
     for k in (1, 2):
         ledger.now += 100
         ledger.line("checkpoint", 6000 + 10 * k, Topology(dp=4), save_seconds=10)
-    found = measure(read_ledger(ledger.path).entries)
+    found = measure(read_ledger(ledger.path).events)
     assert (found.save, found.startup, found.interval) == (10, 20, 10)
     assert found.step == pytest.approx(9)
 
@@ -79,7 +81,7 @@ def test_lines_as_they_were_before(tmp_path: Path) -> None:
     for k, took in ((1, 5.0), (2, None), (3, 5.0), (4, 5.0)):
         ledger.now += 25
         ledger.line("checkpoint", 10 * k, **({} if took is None else {"save_seconds": took}))
-    found = measure(read_ledger(ledger.path).entries)
+    found = measure(read_ledger(ledger.path).events)
     assert (found.save, found.num_saves, found.step, found.num_stretches, found.startup) == (5, 3, 2, 2, None)
     advice = advise(Run(tmp_path), mtbf=3600)
     assert advice.restart == 0 and advice.steps == round(daly(5, 3600) / 2)

@@ -11,12 +11,12 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from megaresume.checkpoint.commit import begin_save, commit_save
+from megaresume.checkpoint.saving.commit import begin_save, commit_save
 from megaresume.cli.main import main
-from tests.integrations.conftest import data_yaml  # noqa: F401  a fixture
-from tests.integrations.megatron.conftest import mini  # noqa: F401  a fixture
-from tests.integrations.megatron.guard.conftest import Corpora, build, common_prefix, corpora  # noqa: F401  fixtures
-from tests.integrations.megatron.guard.loads import order_state
+from tests.hosts.conftest import data_yaml  # noqa: F401  a fixture
+from tests.hosts.megatron.conftest import mini  # noqa: F401  a fixture
+from tests.hosts.megatron.guard.conftest import Corpora, build, common_prefix, corpora  # noqa: F401  fixtures
+from tests.hosts.megatron.guard.loads import order_state
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_the_flip_is_named(build: Any, corpora: Corpora, plan: Any, tmp_path: Pa
     epochs = [(c["before"]["epochs"], c["now"]["epochs"]) for c in report["guard"]["components"]]
     assert any(before < now for before, now in epochs)
     assert report["end"] == {"step": 75, "samples": None}
-    assert any("goes on behind its 300 recorded samples, up to 600" in f["headline"] for f in report["findings"])
+    assert any("goes on after its 300 recorded samples, up to 600" in f["headline"] for f in report["findings"])
     assert plan("--train-iters", 25, "--global-batch-size", 8)["verdict"] == "finished"
 
 

@@ -45,6 +45,15 @@ def test_names_in_any_script(recwarn):
     assert not list(recwarn)
 
 
+def test_dollars_in_names_are_no_formula():
+    def draw(axes):
+        axes.plot([0, 1], [0, 1], label="$price_^$")
+        axes.figure.legend()
+        axes.legend()
+
+    assert svg(draw, height=1).count("$price_^$") == 2
+
+
 def test_what_a_restart_lost(run, capsys):
     """Back to step 4 when 12 was saved: at least eight steps."""
     state = read_step_file(run.save / "megaresume" / "step_0000004.json").state

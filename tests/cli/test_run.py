@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.megatron.layouts import run_python, write_lm
+from tests.hosts.megatron.layouts import run_python, write_lm
 
 pytestmark = pytest.mark.process
 

@@ -96,7 +96,7 @@ def test_other_ranks_than_saved_are_converted_for() -> None:
     assert "--megaresume-elastic" not in flags(nodes=(2, 1), script=script)
 
 
-@pytest.mark.parametrize("name", ["torchrun.sh", "deepspeed.sh", "slurm/train.sbatch", "slurm/train-deepspeed.sbatch"])
+@pytest.mark.parametrize("name", ["torchrun.sh", "deepspeed.sh", "slurm/train.sbatch"])
 def test_our_scripts_pass_their_arguments_on(name: str) -> None:
     from megaresume.smoke.plan import Options, make_plan
     from megaresume.smoke.scripts import launch_script

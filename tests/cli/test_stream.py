@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 
-from megaresume.loading.open import open_stream
+from megaresume.batches.open import open_stream
 from tests.cli.conftest import megaresume
 
 

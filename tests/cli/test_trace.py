@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megaresume.batches.open import open_stream
 from megaresume.checkpoint.ledger import append_ledger, read_ledger
 from megaresume.checkpoint.topology import Topology
 from megaresume.cli.main import main
-from megaresume.loading.open import open_stream
 from megaresume.runs.run import Run
 from megaresume.sources import open_sources
 from megaresume.trace.documents import Decoder

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import yaml
 
+from megaresume.batches.open import open_stream
 from megaresume.checkpoint import begin_save, commit_save, record_start
-from megaresume.checkpoint.commit import write_data_config
+from megaresume.checkpoint.saving.commit import write_data_config
 from megaresume.checkpoint.step_file import read_step_file
 from megaresume.corpora.layout import HEADER_BYTES
-from megaresume.loading.open import open_stream
 from megaresume.stream.errors import StateError
 from megaresume.stream.fingerprints import same_corpora
 from tests.cli.conftest import megaresume

@@ -12,7 +12,7 @@ from benchmarks.corpora import write_corpus
 from megaresume.corpora import long_documents
 from megaresume.corpora.indexed import IndexedSource
 from megaresume.corpora.split import range_of
-from megaresume.stream.pieces import find_long
+from megaresume.stream.documents.pieces import find_long
 from megaresume.testing import LengthList
 
 LENGTHS = np.random.default_rng(4).integers(0, 40, 2000).astype(np.int32)

@@ -6,19 +6,19 @@ import dataclasses
 import re
 from pathlib import Path
 
-from megaresume.integrations.flags import flag_of
-from megaresume.integrations.settings import GROUPS
+from megaresume.session.flags import flag_of
+from megaresume.session.settings import GROUPS
 
 DOCUMENT = Path(__file__).parents[2] / "docs/settings.md"
 BEGIN, END = "<!-- settings: begin -->\n", "<!-- settings: end -->\n"
 _TITLES = {
-    "launch": "What to train on, and what to record",
+    "launch": "What to train on, and what to log",
     "data_options": "Order of the data",
     "loader": "Reading ahead",
     "checkpoints": "Checkpoints",
     "stop": "When to save and exit",
 }
-_HEAD = ["| name | flag | of | default | what |", "| --- | --- | --- | --- | --- |"]
+_HEAD = ["| name | flag | taken by | default | what |", "| --- | --- | --- | --- | --- |"]
 
 
 def tables() -> str:

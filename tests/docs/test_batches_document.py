@@ -13,7 +13,7 @@ import yaml
 
 from megaresume.images.encoder import ImageTextEncoder
 from megaresume.shards.prepare import prepare_shards
-from tests.loading.pages import page
+from tests.batches.pages import page
 from tests.shards.kit import write_shard
 
 TEXT = (Path(__file__).parents[2] / "docs" / "batches.md").read_text()

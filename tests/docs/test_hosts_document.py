@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint import choose
-from tests.integrations.conftest import write_corpus
+from megaresume.checkpoint import choose, read_ledger
+from megaresume.checkpoint.paths import ledger_path
+from tests.hosts.conftest import write_corpus
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.process
@@ -45,15 +46,19 @@ def run(train: Path, save: str, steps: int, *, kill_at: int | None = None) -> li
 
 
 def test_the_host_of_the_document_resumes_bit_for_bit(train: Path) -> None:
-    whole = run(train, "whole", 9)
+    nothing, *whole = run(train, "whole", 9)
+    assert nothing.startswith("megaresume: nothing is loaded: no checkpoint in ")
     assert [line.split()[1] for line in whole] == [str(step) for step in range(1, 10)]
-    killed = run(train, "cut", 9, kill_at=5)
+    _, *killed = run(train, "cut", 9, kill_at=5)
     assert killed[:5] == whole[:5]
     choice = choose(train.with_name("cut"))
-    assert choice is not None and choice.iteration is not None and choice.manifest is not None
-    assert choice.manifest.has_checksums
+    assert choice is not None and choice.iteration is not None
     resumed = run(train, "cut", 9)
     at = choice.iteration
     (said,) = [line for line in resumed if "resumed at" in line]
     assert f"resumed at sample {4 * at}" in said and "repeated 0 skipped 0" in said and "random state restored" in said
     assert [line for line in resumed if line.startswith("step")] == whole[at:]
+    last = choose(train.with_name("cut"))
+    assert last is not None and last.manifest is not None and last.manifest.durable and last.manifest.has_checksums
+    ledger = read_ledger(ledger_path(train.with_name("cut"))).entries
+    assert [(entry.iteration, entry.samples) for entry in ledger if entry.kind == "finished"] == [(9, 36)]

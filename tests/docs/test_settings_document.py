@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 
-from megaresume.integrations.flags import add_flags
-from megaresume.integrations.megatron.arguments import add_arguments
+from megaresume.hosts.megatron.arguments import add_arguments
+from megaresume.session.flags import add_flags
 from megaresume.training.arguments import Arguments
 from tests.docs.settings_table import DOCUMENT, renewed
 

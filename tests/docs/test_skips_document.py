@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from megaresume.integrations.megatron.arguments import parse_steps
+from megaresume.hosts.megatron.arguments import parse_steps
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.skips import MOST_WRITTEN, with_skip_files
 from megaresume.stream.stream import Stream

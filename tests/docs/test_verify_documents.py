@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from megaresume.batches.loader import StreamLoader
+from megaresume.batches.open import open_stream
 from megaresume.checkpoint import Topology
 from megaresume.cli.main import main
 from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
-from megaresume.loading.loader import StreamLoader
-from megaresume.loading.open import open_stream
 from megaresume.runs.rank_log import RankLog
 from megaresume.stream.batches import BatchSchedule
 from tests.cli import conftest
@@ -71,7 +71,7 @@ def test_the_commands(
         return
     # What it shows of a difference.
     path = tmp_path / "samples" / "rank_00001.jsonl"
-    from megaresume.checkpoint.sealed import seal, unseal
+    from megaresume.checkpoint.files import seal, unseal
 
     lines = [unseal(line) for line in path.read_bytes().splitlines()]
     changed = [line | ({"order": "0" * 16} if line["step"] == 7 else {}) for line in lines]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.doctor.log import Symptom, log_checks, scan, symptoms
+from megaresume.doctor.log import Symptom, first_failure, log_checks, scan, symptoms
 from megaresume.stream.errors import UsageError
 
 #: what users report, as they paste it; each must be known.
@@ -113,6 +113,21 @@ def test_first_line_and_count(tmp_path: Path) -> None:
     checks = log_checks(tmp_path / "log")
     assert [check.status for check in checks] == ["warning", "problem", "problem"]
     assert checks[1].found == f"log line 8, 3 times: {oom}"
+
+
+def test_the_rank_that_failed_first(tmp_path: Path) -> None:
+    cause = "Root Cause (first observed failure):\n[0]:\n  time : 2026-11-22_18:39:{}\n  rank : {}\n  exitcode : 1\n"
+    texts = {
+        "n1": "[rank0]: Traceback (most recent call last):\n[rank0]: RuntimeError: Connection reset by peer\n",
+        "n2": "[rank1]: Traceback (most recent call last):\n[rank1]: ValueError: no luck\n",
+    }
+    logs = [tmp_path / f"{node}.log" for node in texts]
+    for rank, log in enumerate(logs):
+        log.write_text(texts[log.stem] + cause.format(f"0{rank}", rank))
+    (check,) = first_failure(logs)
+    assert check.found == "rank 1 on n2 failed first: ValueError: no luck"
+    logs[1].write_text("all is well\n")
+    assert first_failure(logs[1:]) == []
 
 
 def test_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

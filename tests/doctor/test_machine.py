@@ -12,7 +12,14 @@ import pytest
 
 from megaresume.checkpoint.system import mount_of
 from megaresume.doctor import machine
-from megaresume.doctor.machine import TESTED, environment_checks, filesystem_checks, kind_check, version_check
+from megaresume.doctor.machine import (
+    TESTED,
+    environment_checks,
+    filesystem_checks,
+    kind_check,
+    sync_check,
+    version_check,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -126,3 +133,14 @@ def test_locks_and_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert status(1000)["locks"] == "problem" and os.listdir(tmp_path) == []
     (check,) = [c for c in filesystem_checks(Path("/proc"), None, None) if c.name == "writing"]
     assert check.status == "problem" and "cannot be written" in check.found
+
+
+def test_syncing(tmp_path: Path) -> None:
+    kinds = [("ext4", "rw"), ("ext4", "rw,nobarrier"), ("xfs", "barrier=0"), ("nfs4", "rw")]
+    assert [sync_check(kind, options, tmp_path).status for kind, options in kinds] == [
+        "ok",
+        "warning",
+        "warning",
+        "note",
+    ]
+    assert sync_check("fuse.x", "rw", tmp_path / "missing").status == "warning"

@@ -23,8 +23,6 @@ from tests.fuzz.target import SCRATCH, in_memory
 
 ROOT = Path(__file__).parents[2]
 
-__all__ = ["Outcome", "fuzz", "main"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:

@@ -18,19 +18,16 @@ import xxhash
 from megaresume.checkpoint.data_state import Envelope, OpaqueState
 from megaresume.corpora.indexed import IndexedSource
 from megaresume.corpora.sidecar import CorpusIdentity, read_fingerprint, read_tokenizer, sidecar_path
-from megaresume.integrations.megatron.guard.show import describe
+from megaresume.hosts.megatron.guard.compare import describe
 from megaresume.patching.recipe import read_recipe
-from megaresume.shards.index import ShardIndex
-from megaresume.shards.layout import COLUMNS, COLUMNS_AT, FORMAT, PREAMBLE_BYTES, Preamble, column_places
+from megaresume.shards.index import COLUMNS, COLUMNS_AT, FORMAT, PREAMBLE_BYTES, Preamble, ShardIndex, column_places
 from megaresume.sources.data_config import DataConfig
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import MegaresumeError, StateError
-from megaresume.stream.json_text import parse_json
 from megaresume.stream.state import checksum
+from megaresume.stream.text import parse_json
 from tests.fuzz.mutate import json_file, yaml_file
 from tests.fuzz.target import Target, scratch
-
-__all__ = ["TARGETS"]
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -276,13 +273,7 @@ def _sidecars() -> list[bytes]:
 
 @functools.cache
 def _orders() -> list[bytes]:
-    from megaresume.integrations.megatron.guard.record import (
-        BuilderRecord,
-        ComponentRecord,
-        OrderRecord,
-        Part,
-        SplitRecord,
-    )
+    from megaresume.hosts.megatron.guard.record import BuilderRecord, ComponentRecord, OrderRecord, Part, SplitRecord
 
     part = Part(samples=7, arrays={"shuffle_index": "0" * 16})
     component = ComponentRecord(

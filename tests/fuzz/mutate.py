@@ -11,8 +11,6 @@ from typing import Any
 import xxhash
 import yaml
 
-__all__ = ["damage", "json_file", "mutate_value", "reseal", "sealed_file", "sealed_lines", "yaml_file"]
-
 #: What parsers and arithmetic trip over.
 _SCALARS: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 7, 10, 255, 1 << 31, (1 << 53) + 1, (1 << 63) - 1, 1 << 63, 10**30, 0.0, 1.5, -0.0,
@@ -68,7 +66,7 @@ def _collect(value: Any, places: list[tuple[Any, Any]]) -> None:
 
 
 def reseal(fields: dict[str, Any]) -> bytes:
-    """As `megaresume.checkpoint.sealed` would, whatever the fields are, NaN included."""
+    """As `megaresume.checkpoint.files` would, whatever the fields are, NaN included."""
     body = json.dumps({k: v for k, v in fields.items() if k != "checksum"}, separators=(", ", ": "))[:-1].encode()
     return body + f', "checksum": "{xxhash.xxh3_128_hexdigest(body)}"}}\n'.encode()
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint import LedgerEntry, StepFile, choose, read_ledger, read_manifest, read_pointers
+from megaresume.checkpoint.files import unseal
 from megaresume.checkpoint.ledger import read_run
-from megaresume.checkpoint.sealed import unseal
-from megaresume.checkpoint.staging import read_staging
+from megaresume.checkpoint.saving.staging import read_staging
 from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.step_file import Marker, read_marker, read_step_file
 from megaresume.cli.main import main
@@ -23,8 +23,6 @@ from megaresume.stream.state import StreamState, checksum
 from tests.checkpoint.conftest import MODEL, make_state, save_checkpoint
 from tests.fuzz.mutate import damage, json_file, reseal, sealed_file, sealed_lines
 from tests.fuzz.target import Target, scratch
-
-__all__ = ["TARGETS"]
 
 Fields = Mapping[str, Any]
 #: Nested deeper than any parser goes.

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-__all__ = ["SCRATCH", "Target", "in_memory", "scratch"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.fuzz import corpora, records
 from tests.fuzz.target import Target
 
-__all__ = ["TARGETS"]
-
 
 def _fault(data: bytes) -> None:
     if data[:2] == b"me" and data[4:5] == b"!":

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megaresume.batches.open import open_stream
 from megaresume.checkpoint import begin_save, commit_save, record_start
-from megaresume.checkpoint.commit import write_data_config
-from megaresume.loading.open import open_stream
+from megaresume.checkpoint.saving.commit import write_data_config
+from megaresume.checkpoint.saving.durable import make_durable
 
 pytestmark = pytest.mark.process
 
@@ -92,7 +93,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
             (pending.tag_dir / name).write_bytes(trap)
         with zipfile.ZipFile(pending.tag_dir / "zero_pp_rank_0_mp_rank_00_optim_states.pt", "w") as archive:
             archive.writestr("archive/data.pkl", trap)
-        commit_save(pending, checksums=True)
+        make_durable(save, commit_save(pending).manifest)
         hugging_face = directory / f"hf/checkpoint-{iteration}"
         hugging_face.mkdir(parents=True)
         for name in ("pytorch_model.bin", "optimizer.pt", "training_args.bin", "scheduler.pt", "rng_state.pth"):

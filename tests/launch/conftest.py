@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import psutil
 import pytest
 
 from tests.training.conftest import MODEL, write_corpus
@@ -35,7 +37,7 @@ NODES = 4
 #: For machines that do other work at the same time: longer than on a laptop.
 SETTINGS = {
     "CLUSTER_NODES": str(NODES),
-    # A busy machine may take longer than 8 s to start a step on a node; a requeued job waits as long.
+    # A busy machine may take longer than 8 s to start a step on a node. Requeued jobs need not wait so long: `hurried`.
     "CLUSTER_CRED_EXPIRE": "20",
     "CLUSTER_NODE_TIMEOUT": "30",
     "CLUSTER_KILL_WAIT": "20",
@@ -85,6 +87,26 @@ class Cluster:
     def kill_slurmd(self, node: str) -> None:
         """Kill the daemon, not the jobs."""
         assert _script("cluster.sh", self.root, "kill-slurmd", node).returncode == 0
+
+    @contextmanager
+    def without_controller(self) -> Iterator[None]:
+        """Its process is killed, and started again at the end."""
+        (controller,) = [process for process in psutil.process_iter() if self._is_controller(process)]
+        env = controller.environ()
+        controller.kill()
+        controller.wait()
+        try:
+            yield
+        finally:
+            with open(self.root / "log" / "slurmctld.out", "a") as log:
+                words = ["setsid", "--fork", "slurmctld", "-D"]
+                subprocess.run(words, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True)
+
+    def _is_controller(self, process: psutil.Process) -> bool:
+        try:
+            return process.name() == "slurmctld" and process.environ().get("CLUSTER_DAEMON_OF") == str(self.root)
+        except (psutil.Error, OSError):
+            return False
 
     def start_node(self, node: str) -> None:
         """Switch it on, or start its daemon."""
@@ -143,6 +165,35 @@ def _sweep() -> None:
 
 
 @contextmanager
+def hurried(cluster: Cluster) -> Iterator[None]:
+    """Requeued jobs start some seconds after they were queued.
+
+    Slurm has them wait until their old credentials have expired. Nodes refuse credentials that are not a second younger
+    than the end of the attempt before; it has ended on all nodes when the job is pending.
+    """
+    over = threading.Event()
+
+    def hurry() -> None:
+        seen: dict[str, float] = {}
+        while not over.wait(0.5):
+            waiting = cluster.slurm("squeue", "-h", "-r", "-t", "PENDING", "-o", "%i %r", check=False).splitlines()
+            reasons = dict(line.split(maxsplit=1) for line in waiting)
+            now = time.monotonic()
+            seen = {job: seen.get(job, now) for job in reasons}
+            for job, reason in reasons.items():
+                if reason == "BeginTime" and now > seen[job] + 2.5:
+                    cluster.slurm("scontrol", "update", f"jobid={job}", "StartTime=now", check=False)
+
+    thread = threading.Thread(target=hurry, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
 def running_cluster(**settings: str) -> Iterator[Cluster]:
     """A cluster of one's own; ``settings`` are those of cluster.sh."""
     _install()
@@ -183,9 +234,10 @@ def cluster() -> Iterator[Cluster]:
 def slurm(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """The cluster, meant by Slurm's commands in this test; at rest before and after it."""
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
-    cluster.rest()
-    yield cluster
-    cluster.rest()
+    with hurried(cluster):
+        cluster.rest()
+        yield cluster
+        cluster.rest()
 
 
 @pytest.fixture(scope="session")

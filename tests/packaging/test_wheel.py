@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from megaresume.cli.main import COMMANDS
+
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
@@ -109,8 +111,8 @@ commit_save(pending, expected_files=["mp_rank_00_model_states.pt"])
 
 @pytest.mark.release
 def test_the_base_installation(installed: Callable[..., tuple[int, str]]) -> None:
-    for command in ("--help", "stream --help", "smoke --help", "run --help"):
-        assert installed(*command.split())[0] == 0, command
+    for command in ("", *COMMANDS):
+        assert installed(*command.split(), "--help")[0] == 0, command
     for words, found in (
         ("stream data.yaml --samples 0:1", "best_fit"),
         ("inspect save", "global_step1"),
@@ -142,3 +144,27 @@ def test_what_is_missing_is_named(installed: Callable[..., tuple[int, str]], wor
     assert installed("-c", code, program="python") == (0, "")
     status, text = installed(*words.split())
     assert status != 0 and "Traceback" not in text and f"pip install 'megaresume[{extra}]'" in text, text
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "status", "found"),
+    [
+        ("megaresume", "--help", 0, "import-energon"),
+        ("megaresume", "plan --help", 0, "--save-time"),
+        ("megaresume", "run --help", 0, "usage: megaresume run"),
+        ("megaresume.training", "--help", 0, "--num-layers"),
+        (
+            "megaresume.training",
+            "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 "
+            "--global-batch-size 1 --train-iters 1 --lr 0.1 --data-path web --max-position-embeddings 8",
+            1,
+            "pip install 'megaresume[deepspeed,megatron]'",
+        ),
+    ],
+)
+def test_without_torch(program: str, words: str, status: int, found: str) -> None:
+    code = "import runpy, sys; sys.modules['torch'] = None; runpy.run_module(sys.argv.pop(1), run_name='__main__')"
+    command = [sys.executable, "-c", code, program, *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True)
+    text = done.stdout + done.stderr
+    assert done.returncode == status and found in text and "Traceback" not in text, text

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import textwrap
 
-__all__ = ["BIGSCIENCE", "DEEPSPEED", "MINDSPEED", "PAI", "SHAPES", "UP_TO_0_17", "V0_18", "V0_19", "with_call"]
-
 HEAD = '''\
 # A comment that comes first.
 """Trains something."""

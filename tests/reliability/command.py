@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import logging
+import os
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.reliability import document, faults, kills
+from tests.reliability import cuts, damage, document, faults, kills, staging
 from tests.reliability.harness import Harness, Lost
+from tests.reliability.job import MEGATRON, Kind
 from tests.reliability.session import session
 
 #: rows of the table; each tells a ZeRO stage and how often, and yields outcomes.
@@ -22,12 +25,25 @@ SAVE = "SIGKILL before a file operation of a save: every operation, each rank"
 WRITE = "SIGKILL in the middle of a write of a save: every write, each rank"
 START = "SIGKILL before a file operation of the start after a killed save"
 MOMENT = "SIGKILL of all ranks at a random moment of a save"
+COPY = "SIGKILL before a file operation among the copies of `stage_to`: {}"
+COPIES: dict[staging.Kind, str] = {
+    "first copy, lost": COPY.format("the first copy, local storage lost"),
+    "kept": COPY.format("local storage kept"),
+    "lost": COPY.format("local storage lost"),
+}
+KILL_OF = "SIGKILL in a save, {}: before a file operation of either rank"
+WRITER = "SIGKILL of all ranks at a random moment of a save, decoupled writer"
+CUT_OF = "power cut in a save, {}: what the next start chooses"
+#: by kind of job: its name in rows.
+KINDS: dict[Kind, str] = {"loader": "attached loader", "pipeline": "pipeline engine"}
+#: by kind of job of Megatron: its row.
+MEGATRON_ROWS: dict[Kind, str] = {kind: KILL_OF.format(f"Megatron-LM, {kind}") for kind in MEGATRON}
 FLIP = "flip"
 
 
 def _of_kills(found: Iterator[kills.Kill]) -> Iterator[str]:
-    for _ in found:
-        yield "resumed exactly"
+    for kill in found:
+        yield "refused correctly" if kill.refused else "resumed exactly"
 
 
 def kill_parts(*, everything: bool, quick: bool = False) -> list[tuple[str, int, Part]]:
@@ -83,12 +99,76 @@ class Results:
         return sum(self.counts.get(name, Counter()).total() for name in (SAVE, WRITE, START, MOMENT))
 
 
+def cut_power(harness: Harness, results: Results, number: int) -> None:
+    """All power cuts; of each row the first five that lost something are printed."""
+    logging.getLogger("megaresume").setLevel(logging.ERROR)
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="megaresume-cuts-", dir=memory) as work:
+        for name, verdict, words in cuts.power_cuts(harness, Path(work), number):
+            results.add(name, verdict)
+            if verdict in ("lost", "other bytes"):
+                results.lost.append(f"{name}: {verdict}: {words}")
+                if results.counts[name]["lost"] + results.counts[name]["other bytes"] <= 5:
+                    print(f"{verdict} {name}: {words}", flush=True)
+    for name, counts in results.counts.items():
+        if name.startswith("power cut"):
+            print(f"{name}: {dict(counts)}", flush=True)
+
+
+def try_kinds(harness: Harness, results: Results, every: int) -> None:
+    """Kills and power cuts in jobs of other kinds."""
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    for kind, name in KINDS.items():
+        row = KILL_OF.format(name)
+        for rank, mode in ((0, "kill"), (1, "kill"), (1, "half")):
+            try:
+                step = every if rank == 0 else max(1, every // 4)
+                for _ in kills.in_saves(harness, 1, rank, mode, kind, every=step):  # type: ignore[arg-type]
+                    results.add(row, "resumed exactly")
+            except Lost as error:
+                results.add_lost(row, error)
+        row = CUT_OF.format(name)
+        with tempfile.TemporaryDirectory(prefix="megaresume-cuts-", dir=memory) as work:
+            for verdict, words in cuts.power_cuts_of(harness, Path(work), kind, 480 // every):
+                if verdict in ("lost", "other bytes"):
+                    results.add_lost(row, Lost(f"{verdict}: {words}"))
+                else:
+                    results.add(row, verdict)
+    try:
+        for _ in kills.random_moments(harness, 1, 40 // every, "writer", longest=1.0):
+            results.add(WRITER, "resumed exactly")
+    except Lost as error:
+        results.add_lost(WRITER, error)
+
+
+def try_megatron(harness: Harness, results: Results, every: int, *, quick: bool) -> None:
+    """Kills in the saves of Megatron: of the ranks, and of the processes that write for them. Quick: of rank 0, in one
+    format."""
+    for kind, row in MEGATRON_ROWS.items():
+        for rank, while_it in ((0, "saves"), (1, "saves"), (0, "writes"), (1, "writes")):
+            if (while_it == "writes" and kind == "torch") or (quick and (kind, rank) != ("torch", 0)):
+                continue
+            step = every if (rank, while_it) == (0, "saves") else max(1, every // 4)
+            try:
+                for outcome in _of_kills(kills.in_saves(harness, 0, rank, "kill", kind, every=step, while_it=while_it)):  # type: ignore[arg-type]
+                    results.add(row, outcome)
+            except Lost as error:
+                results.add_lost(row, error)
+            results.save()
+            print(f"{row}, rank {rank} {while_it}: {dict(results.counts.get(row, {}))}", flush=True)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Exit status 0: nothing was lost."""
     parser = argparse.ArgumentParser(prog="python -m tests.reliability", description=__doc__)
     parser.add_argument("--kills", type=int, default=330, help="at least so many; more than 330: at every ZeRO stage")
     parser.add_argument("--quick", action="store_true", help="each kind of kill at one ZeRO stage, as `make test` does")
     parser.add_argument("--trials", type=int, default=6, help="of every other fault")
+    parser.add_argument("--copies", type=int, default=0, help="kill at every n-th operation among copies; 0: none")
+    parser.add_argument("--kinds", type=int, default=0, help="as --copies, in saves of jobs of other kinds; 0: none")
+    parser.add_argument("--megatron", type=int, default=0, help="as --kinds, in saves of Megatron-LM; 0: none")
+    parser.add_argument("--damage", type=int, default=0, help="so many files, in default settings")
+    parser.add_argument("--cuts", type=int, default=0, help="of the power, on every file system")
     parser.add_argument("--seed", type=int, default=None, help="default: the time; always printed")
     parser.add_argument("--results", type=Path, help="file in which to go on counting")
     parser.add_argument("--write", action="store_true", help="write the tables of docs/reliability.md")
@@ -118,7 +198,15 @@ def main(argv: list[str] | None = None) -> int:
                 results.add_lost(name, error)
             results.save()
             print(f"{time.monotonic() - began:6.0f} s  {results.num_kills} kills  ZeRO {zero}: {name}", flush=True)
-        for name in faults.FAULTS:
+        for zero, (kind, name) in enumerate(COPIES.items() if arguments.copies else (), start=1):
+            try:
+                for outcome in staging.in_copies(harness, zero, kind, every=arguments.copies):
+                    results.add(name, outcome)
+            except Lost as error:
+                results.add_lost(name, error)
+            results.save()
+            print(f"{time.monotonic() - began:6.0f} s  {name}: {dict(results.counts[name])}", flush=True)
+        for name in faults.FAULTS if arguments.trials else ():
             for number in range(results.counts.get(name, Counter()).total(), arguments.trials):
                 try:
                     results.add(name, faults.trial(harness, number % 4, name))
@@ -129,7 +217,25 @@ def main(argv: list[str] | None = None) -> int:
         for number in range(results.counts.get(FLIP, Counter()).total(), arguments.trials):
             results.add(FLIP, faults.silent_flip(harness, number % 4))
         results.save()
-        print(f"{time.monotonic() - began:6.0f} s  flips without checksums: {dict(results.counts[FLIP])}", flush=True)
+        if arguments.trials:
+            print(
+                f"{time.monotonic() - began:6.0f} s  flips without checksums: {dict(results.counts[FLIP])}", flush=True
+            )
+        if arguments.kinds:
+            try_kinds(harness, results, arguments.kinds)
+            results.save()
+            print(f"{time.monotonic() - began:6.0f} s  other kinds", flush=True)
+        if arguments.megatron:
+            try_megatron(harness, results, arguments.megatron, quick=arguments.quick)
+        if arguments.damage:
+            for name, outcome, words in damage.trials(harness, arguments.damage):
+                results.add_lost(name, Lost(words)) if outcome == "lost" else results.add(name, outcome)
+            results.save()
+            print(f"{time.monotonic() - began:6.0f} s  {arguments.damage} files damaged", flush=True)
+        if arguments.cuts and cuts.START not in results.counts:
+            cut_power(harness, results, arguments.cuts)
+            results.save()
+            print(f"{time.monotonic() - began:6.0f} s  {arguments.cuts} power cuts on every file system", flush=True)
     if arguments.write:
         document.write(results.counts, flips=FLIP)
     print(f"{results.num_kills} kills, {len(results.lost)} lost, seed {seed}", flush=True)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 #: flags of the command: for `make test`, and for `make test-all`.
-QUICK = ("--quick", "--kills", "1", "--trials", "1")
-WHOLE = ("--trials", "4")
+_QUICK = "--quick --kills 1 --trials 1 --copies 16 --damage 40 --kinds 24 --megatron 24"
+_WHOLE = "--trials 4 --copies 1 --damage 400 --kinds 4 --megatron 4"
+QUICK, WHOLE = _QUICK.split(), _WHOLE.split()
 
 
 @pytest.fixture(scope="session", params=["quick", pytest.param("whole", marks=pytest.mark.release)])

@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["DOCUMENT", "table", "write", "write_session"]
-
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reliability.md"
 COLUMNS = ("resumed exactly", "refused correctly", "lost")
 _TABLE = re.compile(r"(<!-- counted -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -27,7 +25,8 @@ def table(counts: Mapping[str, Counter[str]]) -> str:
     """Fault, times tried, and what came of it."""
     rows = ["| fault | tried | resumed exactly | refused correctly | lost |", "| --- | ---: | ---: | ---: | ---: |"]
     for name, outcomes in counts.items():
-        numbers = [outcomes.total(), *(outcomes[column] for column in COLUMNS)]
+        good = [outcomes[column] for column in COLUMNS[:2]]
+        numbers = [outcomes.total(), *good, outcomes.total() - sum(good)]
         rows.append(f"| {name} | " + " | ".join(f"{number:,}" for number in numbers) + " |")
     return "\n".join(rows) + "\n"
 

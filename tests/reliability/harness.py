@@ -10,6 +10,7 @@ hundredth of a start.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import json
@@ -25,10 +26,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from tests.reliability import job
-from tests.reliability.job import WORLD_SIZE, Task
-
-__all__ = ["Harness", "Lost", "Outcome", "Run", "newest_complete", "refusal"]
+from tests.reliability import job, megatron_job
+from tests.reliability.job import MEGATRON, WORLD_SIZE, Kind, Task
 
 #: seconds after which a job that says nothing is taken to hang; generous, the machine may be busy with other things.
 PATIENCE = 120.0
@@ -68,13 +67,18 @@ class Run:
         return int(lines[0]["step"]) if lines else None
 
 
-def newest_complete(directory: Path) -> int:
+def newest_complete(directory: Path, kind: Kind = "stream") -> int:
     """The step of the newest checkpoint that has a manifest, by name alone; 0: there is none.
 
-    Judged without the code under test. Right as long as no step is saved again once it is complete.
+    Judged without the code under test. Right as long as no step is saved again once it is complete. Under
+    Megatron a checkpoint is complete as soon as the tracker names it: Megatron would go on from there.
     """
     names = (path.name for path in (directory / "megaresume").glob("step_*.manifest.json"))
-    return max((int(name[5:12]) for name in names), default=0)
+    steps = [int(name[5:12]) for name in names]
+    tracker = directory / "latest_checkpointed_iteration.txt"
+    if kind in MEGATRON and tracker.exists() and tracker.read_text():
+        steps.append(int(tracker.read_text()))
+    return max(steps, default=0)
 
 
 def refusal(run: Run) -> str | None:
@@ -101,7 +105,7 @@ class Harness:
     def data(self, seed: int = 0) -> Path:
         """A data.yaml, with corpora of its own; another seed is another run."""
         if seed not in self._data:
-            from tests.integrations.conftest import write_corpus
+            from tests.hosts.conftest import write_corpus
 
             directory = self.work / f"data{seed}"
             directory.mkdir(parents=True)
@@ -128,23 +132,30 @@ class Harness:
             kill_after: kill all ranks this many seconds after the first save began.
             output: file that gets what rank 0 prints.
         """
+        if task.kind in MEGATRON:
+            megatron_job.warm()
         base = self.work / f"job{next(self._numbers)}"
         base.mkdir()
         paths = [base / f"rank{rank}" for rank in range(WORLD_SIZE)]
         pids = [_fork(task, rank, base, output if rank == 0 else None) for rank in range(WORLD_SIZE)]
-        ends = _watch(pids, paths, self.random, kill_after)
+        ends = _watch(pids, paths, base / "operations", self.random, kill_after)
         reports = tuple(_lines(path) for path in paths)
+        for rank, end in enumerate(ends):  # refused by what ends the process itself, after it has printed why
+            if end > 0 and (base / f"output{rank}").exists():
+                text = (base / f"output{rank}").read_text()[-3000:]
+                reports[rank].append({"what": "refused", "headline": text.strip().partition("\n")[0], "text": text})
         operations = (base / "operations").read_text().splitlines() if (base / "operations").exists() else []
         _remove(base)
-        stopped = operations[-1:] == ["stopped"]
-        operations = operations[: len(operations) - stopped]
+        stopped = "stopped" in operations
+        if stopped:  # what another process of the rank still did is no matter
+            operations = operations[: operations.index("stopped")]
         return Run(ends=tuple(ends), reports=reports, operations=tuple(operations), stopped=stopped)
 
     @cache  # noqa: B019  one harness a process
-    def twin(self, zero: int, stop: int, data: int = 0) -> Run:
+    def twin(self, zero: int, stop: int, data: int = 0, kind: Kind = "stream") -> Run:
         """A job that is never interrupted, and saves nothing."""
         directory = self.new_directory()
-        run = self.run(Task(zero=zero, data=self.data(data), directory=directory, stop=stop))
+        run = self.run(Task(kind=kind, zero=zero, data=self.data(data), directory=directory, stop=stop))
         if any(run.ends):
             raise RuntimeError(f"the twin failed: {run}")
         return run
@@ -199,9 +210,9 @@ def warm(data: Path) -> None:
     import deepspeed.runtime.zero.stage3
     import deepspeed.runtime.zero.stage_1_and_2
 
-    import megaresume.integrations.deepspeed  # noqa: F401  as the others: a job shall find it
-    from megaresume.loading.loader import StreamLoader
-    from megaresume.loading.open import open_stream
+    import megaresume.hosts.deepspeed.attach  # noqa: F401  as the others: a job shall find it
+    from megaresume.batches.loader import StreamLoader
+    from megaresume.batches.open import open_stream
     from megaresume.stream.batches import BatchSchedule
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -223,33 +234,42 @@ def _fork(task: Task, rank: int, base: Path, output: Path | None) -> int:
     if pid:
         return pid
     try:
+        os.setsid()
         quiet = os.open(output or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
         log = -1
         if task.fault is not None and task.fault.rank == rank:
             log = os.open(base / "operations", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        job.main(task, rank, base / "meeting", base / f"rank{rank}", log)
+        if task.recording is not None:
+            log = os.open(task.recording, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        main = megatron_job.main if task.kind in MEGATRON else job.main
+        main(task, rank, base / "meeting", base / f"rank{rank}", log)
     finally:
         os._exit(3)
 
 
-def _watch(pids: list[int], paths: list[Path], rng: random.Random, kill_after: float | None) -> list[int]:
-    """Wait for the ranks; when one of them ends badly, or the time has come, kill the others. Their exit statuses."""
+def _watch(
+    pids: list[int], paths: list[Path], operations: Path, rng: random.Random, kill_after: float | None
+) -> list[int]:
+    """Wait for the ranks; when one of them or a process of theirs ends badly, or the time has come, kill the others.
+    Their exit statuses."""
     ends: dict[int, int] = {}
     watches = {os.pidfd_open(pid): rank for rank, pid in enumerate(pids)}
     silent_since, size = time.monotonic(), -1
     saving_since: float | None = None
     try:
         while len(ends) < len(pids):
-            wait = 0.002 if kill_after is not None else 1.0
+            wait = 0.002 if kill_after is not None else 0.1
             for descriptor in select.select(list(watches), [], [], wait)[0]:
                 rank = watches.pop(descriptor)
                 os.close(descriptor)
                 ends[rank] = os.waitstatus_to_exitcode(os.waitpid(pids[rank], 0)[1])
-            if any(end != 0 for end in ends.values()) and watches:
+            stopped = operations.exists() and b"stopped\n" in operations.read_bytes()
+            if (stopped or any(end != 0 for end in ends.values())) and watches:
                 time.sleep(rng.choice((0.0, 0.0, 0.005, 0.02)))  # how long a launcher takes to notice
                 _kill(pids, ends)
+                kill_after = None
             if kill_after is not None and watches:
                 if saving_since is None and any(b'"saves"' in path.read_bytes() for path in paths if path.exists()):
                     saving_since = time.monotonic()
@@ -273,6 +293,8 @@ def _kill(pids: list[int], ends: dict[int, int]) -> None:
     for rank, pid in enumerate(pids):
         if rank not in ends:
             os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # what it has forked
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,9 @@ import functools
 import hashlib
 import json
 import os
+import threading
 import traceback
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -23,8 +25,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import megaresume
-from megaresume.checkpoint import confirm_choice
-from megaresume.integrations import session, shared
+from megaresume.checkpoint import confirm_choice, system
+from megaresume.session import directory as shared_directory
+from megaresume.session import session
 from megaresume.stream.errors import MegaresumeError
 from tests.reliability.shim import Mode, Shim
 
@@ -35,22 +38,36 @@ BATCH = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """Where a rank is stopped: at an operation below the directory of checkpoints, while it starts or saves."""
+    """Where a rank is stopped: at an operation below the directory of checkpoints, while it starts or saves; or at one
+    below that of their copies, from its start to its end."""
 
     rank: int
     at: int
     mode: Mode = "kill"
     error: int = 0
-    while_it: Literal["starts", "saves"] = "saves"
+    #: writes: in a process that the rank has forked in its save.
+    while_it: Literal["starts", "saves", "copies", "writes"] = "saves"
 
     def __str__(self) -> str:
         return f"rank {self.rank}, {self.mode} at operation {self.at} while it {self.while_it}"
+
+
+#: stream: `megaresume.attach`. loader: `megaresume.attach_loader`. pipeline: the first with a pipeline engine of two
+#: stages. writer: the first with DeepSpeed's decoupled writer. The others: `megatron_job`.
+Kind = Literal["stream", "loader", "pipeline", "writer", "torch", "torch_dist", "asynchronous torch_dist"]
+#: of Megatron: kind of job -> format of checkpoints, and further flags.
+MEGATRON: dict[Kind, tuple[str, ...]] = {
+    "torch": ("torch",),
+    "torch_dist": ("torch_dist",),
+    "asynchronous torch_dist": ("torch_dist", "--async-save"),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
     """What a job is to do."""
 
+    kind: Kind = "stream"
     zero: int
     data: Path
     directory: Path
@@ -59,14 +76,20 @@ class Task:
     #: the last step.
     stop: int
     fault: Fault | None = None
-    #: of `megaresume.attach`.
-    verify: bool = False
+    #: of `megaresume.attach`: the default is to take checksums, and to compare them.
+    verify: bool = True
     #: what rank 1 takes for the directory; None: the same.
     other_directory: Path | None = None
     #: whether `megaresume.attach` is told the directory; otherwise the load is the first to look at it.
     is_named: bool = True
     #: checkpoints to keep; None: all.
     keep: int | None = 3
+    #: where the checkpoints are copied to; the job waits for its copies at the end.
+    stage_to: Path | None = None
+    #: directories that are loaded from one after the other, with a step after each; no more is done then.
+    loads: tuple[Path, ...] = ()
+    #: file that gets all that the ranks do in the directory above `directory`, for `recording`; None: nothing does.
+    recording: Path | None = None
 
 
 class Report:
@@ -90,15 +113,68 @@ def config(zero: int) -> dict[str, Any]:
     }
 
 
-def engine_of(zero: int) -> Any:
+def engine_of(zero: int, kind: Kind = "stream") -> Any:
     import deepspeed
+    from deepspeed.pipe import PipelineModule
 
     torch.manual_seed(3)
-    model = torch.nn.Sequential(
-        torch.nn.Embedding(VOCAB, WIDTH), torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU(), torch.nn.Linear(WIDTH, VOCAB)
-    )
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config(zero))
+    layers = [
+        torch.nn.Embedding(VOCAB, WIDTH),
+        torch.nn.Linear(WIDTH, WIDTH),
+        torch.nn.GELU(),
+        torch.nn.Linear(WIDTH, VOCAB),
+    ]
+    model: torch.nn.Module = torch.nn.Sequential(*layers)
+    if kind == "pipeline":
+        model = PipelineModule(layers=layers, num_stages=WORLD_SIZE, loss_fn=loss_of)
+    more: dict[str, Any] = {}
+    if kind == "writer":
+        os.environ |= {"CROSS_SIZE": "1", "CROSS_RANK": "0"}
+        more["checkpoint"] = {"writer": {"type": "python", "decoupled": True, "data_parallel": "replica"}}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config(zero) | more)
     return engine
+
+
+class Numbers:
+    """A loader with a state of its own: its batches are numbered, and drawn from their numbers."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        size = BATCH // WORLD_SIZE
+        while True:
+            first = size * (WORLD_SIZE * self.at + dist.get_rank())
+            self.at += 1
+            tokens = torch.randint(VOCAB, (size, 33), generator=torch.Generator().manual_seed(first))
+            yield {
+                "tokens": tokens[:, :-1],
+                "labels": tokens[:, 1:],
+                "loss_mask": torch.ones(size, 32),
+                "samples": torch.arange(first, first + size),
+            }
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def attach(task: Task, engine: Any, checkpoints: megaresume.Checkpoints) -> Any:
+    """The data of a job."""
+    if task.kind == "loader":
+        return megaresume.attach_loader(engine, Numbers(), checkpoints=checkpoints)
+    taken: list[int] = []
+
+    def pair(batch: Any) -> Any:
+        taken.extend(batch["samples"].tolist())
+        return batch["tokens"], (batch["labels"], batch["loss_mask"])
+
+    loader = megaresume.Loader(prefetch=0, transform=pair if task.kind == "pipeline" else None)
+    data = megaresume.attach(engine, task.data, checkpoints=checkpoints, loader=loader)
+    data.taken = taken
+    return data
 
 
 def content(engine: Any) -> str:
@@ -117,12 +193,21 @@ def content(engine: Any) -> str:
     return digest.hexdigest()
 
 
+def loss_of(logits: torch.Tensor, target: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    labels, mask = target
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return (losses * mask.flatten()).sum() / mask.numel()
+
+
 def train_step(engine: Any, data: Any) -> tuple[list[int], str]:
-    """One step; the numbers of its samples on this rank, in order, and the loss in hexadecimal."""
+    """One step; the numbers of its samples on this rank, in order, and the loss in hexadecimal. A loss tells one batch
+    from another to the last bit: the numbers alone are what the code under test says."""
+    if hasattr(engine, "train_batch"):
+        loss = engine.train_batch()
+        samples, data.taken[:] = list(data.taken), []
+        return samples, loss.item().hex()
     batch = next(data)
-    logits = engine(batch["tokens"])
-    losses = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
-    loss = (losses * batch["loss_mask"].flatten()).sum() / batch["loss_mask"].numel()
+    loss = loss_of(engine(batch["tokens"]), (batch["labels"], batch["loss_mask"]))
     engine.backward(loss)
     engine.step()
     return batch["samples"].tolist(), loss.item().hex()
@@ -144,9 +229,9 @@ def run(task: Task, rank: int, meeting: Path, report: Report, log: int) -> None:
     directory = task.directory if rank == 0 or task.other_directory is None else task.other_directory
     if task.other_directory is not None:
         # A rank waits half a minute for a filesystem whose cache lags behind.
-        shared.PATIENCE_SECONDS = 0.2
+        shared_directory.PATIENCE_SECONDS = 0.2
         session.confirm_choice = functools.partial(confirm_choice, timeout_seconds=0.2)  # type: ignore[assignment]
-    engine = engine_of(task.zero)
+    engine = engine_of(task.zero, task.kind)
     shim, mine = Shim(), task.fault if task.fault is not None and task.fault.rank == rank else None
 
     def armed(while_it: str) -> Any:
@@ -154,13 +239,27 @@ def run(task: Task, rank: int, meeting: Path, report: Report, log: int) -> None:
             return nullcontext()
         return shim.armed(directory, at=mine.at, mode=mine.mode, error=mine.error, log=log)
 
+    if task.recording is not None:
+        system.boot_id = lambda: f"node of rank {rank}"
+        shim.arm(directory.parent, mode="record", log=log)
+    if task.stage_to is not None and mine is not None:
+        shim.arm(task.stage_to, at=mine.at, mode=mine.mode, error=mine.error, log=log)
+    if task.loads:
+        system.boot_id = lambda: f"node of rank {rank}"  # which share the comparing of checksums
+        load_all(task, engine, report)
+        return
     # A job that is killed so often in its first save must be allowed to try again.
     checkpoints = megaresume.Checkpoints(
-        save_dir=directory if task.is_named else None, keep_last=task.keep, max_starts=0, verify=task.verify
+        save_dir=directory if task.is_named else None,
+        keep_last=task.keep,
+        max_starts=0,
+        verify=task.verify,
+        save_retry_wait=0.01,
+        stage_to=task.stage_to,
     )
     report("starts")
     with armed("starts"):
-        data = megaresume.attach(engine, task.data, checkpoints=checkpoints, loader=megaresume.Loader(prefetch=0))
+        data = attach(task, engine, checkpoints)
         engine.load_checkpoint(str(directory))
         report("restored", step=engine.global_steps, samples=data.samples_trained, content=content(engine))
         trained = train_step(engine, data) if engine.global_steps < task.stop else None
@@ -170,10 +269,52 @@ def run(task: Task, rank: int, meeting: Path, report: Report, log: int) -> None:
             first = engine.global_steps == task.saves[0]
             report("saves", step=engine.global_steps)
             with armed("saves") if first else nullcontext():
-                engine.save_checkpoint(str(directory))
+                engine.save_checkpoint(str(directory), client_state={"words": client_words(engine.global_steps)})
             report("saved", step=engine.global_steps)
         trained = train_step(engine, data) if engine.global_steps < task.stop else None
+    # The process ends without the interpreter's own end, which waits for what is not durable yet.
+    if task.kind == "writer":
+        engine.destroy()
+    data.close()
+    if task.recording is not None:
+        end_threads()
+        shim.disarm()
     report("end")
+
+
+def client_words(step: int) -> str:
+    """What the program itself puts into the checkpoint of a step."""
+    return f"client state of step {step}. " * 40
+
+
+def load_all(task: Task, engine: Any, report: Report) -> None:
+    """Load from every directory, in default settings, and make a step: what a start there would do."""
+    for number, directory in enumerate(task.loads):
+        data = megaresume.attach(engine, task.data, loader=megaresume.Loader(prefetch=0))
+        try:
+            _, client = engine.load_checkpoint(str(directory))
+        except MegaresumeError as error:
+            report("refused", number=number, headline=error.headline, text=str(error))
+        else:
+            step, words = engine.global_steps, (client or {}).get("words")
+            report(
+                "restored",
+                number=number,
+                step=step,
+                samples=data.samples_trained,
+                content=content(engine),
+                client=words == client_words(step),
+            )
+            trained = train_step(engine, data)
+            report("step", number=number, step=step + 1, samples=trained[0], loss=trained[1], content=content(engine))
+        data.close()
+
+
+def end_threads() -> None:
+    """Wait for what the interpreter would wait for at its end: old checkpoints are still being deleted."""
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join()
 
 
 def main(task: Task, rank: int, meeting: Path, reports: Path, log: int) -> None:

@@ -17,9 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tests.reliability.harness import Harness, Lost, Run, newest_complete
-from tests.reliability.job import Fault, Task
-
-__all__ = ["STOP", "Chain", "Kill", "in_saves", "in_starts", "random_moments"]
+from tests.reliability.job import MEGATRON, Fault, Kind, Task
 
 #: the last step; a directory is left for a new one before a chain of kills gets there.
 STOP = 40
@@ -38,15 +36,17 @@ class Kill:
     #: the newest complete checkpoint before and after.
     before: int
     after: int
+    #: the tracker was empty: the next start named the checkpoint to go on from, and the one after it went on.
+    refused: bool = False
 
 
 class Chain:
     """One run of a ZeRO stage that is stopped again and again."""
 
-    def __init__(self, harness: Harness, zero: int, *, verify: bool = False) -> None:
-        self.harness, self.zero, self.verify = harness, zero, verify
-        self.name = f"seed {harness.seed}, ZeRO {zero}"
-        self.twin = harness.twin(zero, STOP)
+    def __init__(self, harness: Harness, zero: int, kind: Kind = "stream") -> None:
+        self.harness, self.zero, self.kind = harness, zero, kind
+        self.name = f"seed {harness.seed}, ZeRO {zero}, {kind}"
+        self.twin = harness.twin(zero, STOP, kind=kind)
         self._begin()
 
     def _begin(self) -> None:
@@ -58,13 +58,13 @@ class Chain:
 
     def _task(self, save: int, stop: int, fault: Fault | None) -> Task:
         return Task(
+            kind=self.kind,
             zero=self.zero,
             data=self.harness.data(),
             directory=self.directory,
             saves=(save,),
             stop=stop,
             fault=fault,
-            verify=self.verify,
         )
 
     def link(self, fault: Fault | None, *, kill_after: float | None = None) -> Run:
@@ -81,14 +81,30 @@ class Chain:
                 self.harness.check_resumed(run, self.twin, self.at, killed_early=in_start)
         except Lost as error:
             raise Lost(f"{self.name} after {self.last}: {error}") from None
-        now = newest_complete(self.directory)
+        now = newest_complete(self.directory, self.kind)
         if now not in (self.at, save):
             raise Lost(f"{self.name}, {fault}: step {now} is complete, after {self.at} and {save}")
-        if run.said(0, "saved") and now != save:
+        if run.said(0, "saved") and now != save and self.kind != "writer":  # whose save returns before it is written
             raise Lost(f"{self.name}, {fault}: the save of step {save} returned and is not complete")
+        refused = self._point(now) if self.kind in MEGATRON else False
         self.last = f"{fault or 'a random moment'} ({(run.operations or ('?',))[-1]})"
         self.at = now
+        self.refused = refused
         return run
+
+    def _point(self, step: int) -> bool:
+        """After a kill while Megatron wrote its tracker in place: the next start says that it is empty and what to
+        write there, and nothing else changes. Do that; whether it was so."""
+        tracker = self.directory / "latest_checkpointed_iteration.txt"
+        if not tracker.exists() or tracker.read_text():
+            return False
+        run = self.harness.run(self._task(step + 1, step + 1, None))
+        text = " ".join(str(error["text"]) for error in run.errors)
+        remedy = f"echo {step} >" if step else "echo ITERATION >"
+        if "says nothing that can be loaded" not in text or remedy not in text or run.restored is not None:
+            raise Lost(f"{self.name}: an empty tracker, step {step} is complete: {run.ends} {text}")
+        tracker.write_text(str(step)) if step else tracker.unlink()
+        return True
 
     def finish(self) -> None:
         """The last start goes to the end of the run; then a new directory."""
@@ -106,15 +122,25 @@ def _kill(chain: Chain, fault: Fault) -> Kill | None:
     run = chain.link(fault)
     if not run.stopped:
         return None
-    return Kill(fault=fault, operation=run.operations[-1], before=before, after=chain.at)
+    return Kill(fault=fault, operation=run.operations[-1], before=before, after=chain.at, refused=chain.refused)
 
 
-def in_saves(harness: Harness, zero: int, rank: int, mode: Literal["kill", "half"]) -> Iterator[Kill]:
-    """Kill a rank at the first operation of its save, at the second, ... until it has no more."""
-    chain, at = Chain(harness, zero), 1
-    while (kill := _kill(chain, Fault(rank=rank, at=at, mode=mode))) is not None:
+def in_saves(
+    harness: Harness,
+    zero: int,
+    rank: int,
+    mode: Literal["kill", "half"],
+    kind: Kind = "stream",
+    *,
+    every: int = 1,
+    while_it: Literal["saves", "writes"] = "saves",
+) -> Iterator[Kill]:
+    """Kill a rank at the first operation of its save, at the second, ... until it has no more; or at each so-manieth,
+    from a random one on. "writes": the same in the processes that it forks for its save."""
+    chain, at = Chain(harness, zero, kind), harness.random.randint(1, every)
+    while (kill := _kill(chain, Fault(rank=rank, at=at, mode=mode, while_it=while_it))) is not None:
         yield kill
-        at += 1
+        at += every
     chain.finish()
 
 
@@ -132,12 +158,14 @@ def in_starts(harness: Harness, zero: int, mode: Literal["kill", "half"], rounds
     chain.finish()
 
 
-def random_moments(harness: Harness, zero: int, number: int) -> Iterator[Kill]:
-    """Kill all ranks together, some time after a save has begun."""
-    chain = Chain(harness, zero)
+def random_moments(
+    harness: Harness, zero: int, number: int, kind: Kind = "stream", *, longest: float = 0.08
+) -> Iterator[Kill]:
+    """Kill all ranks together, so many seconds after a save has begun at most."""
+    chain = Chain(harness, zero, kind)
     while number > 0:
         before = chain.at
-        run = chain.link(None, kill_after=harness.random.uniform(0.0, 0.08))
+        run = chain.link(None, kill_after=harness.random.uniform(0.0, longest))
         if -9 in run.ends:
             number -= 1
             yield Kill(fault=None, operation="", before=before, after=chain.at)

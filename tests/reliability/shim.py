@@ -18,14 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Literal
 
-__all__ = ["MODES", "Mode", "Shim", "build", "environment"]
-
 SOURCE = Path(__file__).with_name("shim.c")
 
 #: kill: SIGKILL in place of the operation. half: only writes are counted; half of it, then SIGKILL.
 #: full: from there on everything that takes space fails. read_only: everything that changes a name does.
-Mode = Literal["count", "kill", "half", "full", "read_only"]
-MODES: Final[tuple[Mode, ...]] = ("count", "kill", "half", "full", "read_only")
+#: record: nothing stops; every operation is written down (`recording`).
+Mode = Literal["count", "kill", "half", "full", "read_only", "record"]
+MODES: Final[tuple[Mode, ...]] = ("count", "kill", "half", "full", "read_only", "record")
 
 
 @functools.cache
@@ -68,7 +67,8 @@ class Shim:
             at: number of the operation, from 1.
             mode: what happens there.
             error: ``errno`` of the modes in which operations fail.
-            log: descriptor that gets a line for each operation, before it is done; -1: none.
+            log: descriptor that gets a line for each operation, before it is done; -1: none. In mode "record" what
+                `recording` reads; processes that record together share it, each opened for appending.
         """
         self._library.shim_arm(os.fsencode(directory), at, MODES.index(mode), error, log)
 
@@ -77,7 +77,9 @@ class Shim:
         return int(self._library.shim_disarm())
 
     @contextmanager
-    def armed(self, directory: Path, *, at: int, mode: Mode, error: int, log: int) -> Iterator[None]:
+    def armed(
+        self, directory: Path, *, at: int = 0, mode: Mode = "count", error: int = 0, log: int = -1
+    ) -> Iterator[None]:
         """`arm` for a while."""
         self.arm(directory, at=at, mode=mode, error=error, log=log)
         try:

@@ -10,8 +10,22 @@ from typing import Any
 
 import pytest
 
-from tests.reliability.command import FLIP, MOMENT, SAVE, START, WRITE
+from tests.reliability.command import (
+    COPIES,
+    CUT_OF,
+    FLIP,
+    KILL_OF,
+    KINDS,
+    MEGATRON_ROWS,
+    MOMENT,
+    SAVE,
+    START,
+    WRITE,
+    WRITER,
+)
+from tests.reliability.damage import EXCHANGED, ROWS
 from tests.reliability.faults import FAULTS
+from tests.reliability.staging import Kind
 
 # All of them wait for one command. The whole one takes three minutes on two idle cores; nobody says that they are idle.
 pytestmark = pytest.mark.timeout(2400)
@@ -27,6 +41,16 @@ def test_killed_jobs_go_on_exactly(results: dict[str, Any], kind: str) -> None:
     assert results["counts"][kind]["resumed exactly"] >= (AT_LEAST_QUICK if results["quick"] else AT_LEAST)[kind]
 
 
+@pytest.mark.parametrize("kind", COPIES)
+def test_killed_copies(results: dict[str, Any], kind: Kind) -> None:
+    """Nothing that was copied is lost, and what was saved and not copied is not begun anew in silence."""
+    name = COPIES[kind]
+    assert [line for line in results["lost"] if line.startswith(name)] == [], results["output"][-3000:]
+    assert results["counts"][name]["resumed exactly"] >= (3 if results["quick"] else 25)
+    if kind == "first copy, lost":
+        assert results["counts"][name]["refused correctly"] >= (1 if results["quick"] else 20)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_damage_is_passed_over_or_refused(results: dict[str, Any], fault: str) -> None:
     assert [line for line in results["lost"] if line.startswith(fault)] == [], results["output"][-3000:]
@@ -35,6 +59,35 @@ def test_damage_is_passed_over_or_refused(results: dict[str, Any], fault: str) -
     assert sum(counts.values()) == trials
     if fault == "all records removed":
         assert counts == {"refused correctly": trials}
+
+
+@pytest.mark.parametrize("name", KINDS.values())
+def test_other_kinds_of_jobs(results: dict[str, Any], name: str) -> None:
+    """Loaders that are attached, and the pipeline engine: kills, and power cuts on every file system."""
+    for row, least in ((KILL_OF.format(name), 5), (CUT_OF.format(name), 100)):
+        assert [line for line in results["lost"] if line.startswith(row)] == [], results["output"][-3000:]
+        assert sum(results["counts"][row].values()) >= least * (1 if results["quick"] else 5)
+
+
+def test_saves_of_megatron(results: dict[str, Any]) -> None:
+    """The quick command knows one format."""
+    rows = MEGATRON_ROWS if not results["quick"] else {"torch": MEGATRON_ROWS["torch"]}
+    for row in rows.values():
+        assert [line for line in results["lost"] if line.startswith(row)] == [], results["output"][-3000:]
+        assert sum(results["counts"][row].values()) >= (2 if results["quick"] else 10)
+
+
+def test_saves_in_the_background(results: dict[str, Any]) -> None:
+    assert [line for line in results["lost"] if line.startswith(WRITER)] == [], results["output"][-3000:]
+    assert results["counts"][WRITER] == {"resumed exactly": 1 if results["quick"] else 10}
+
+
+@pytest.mark.parametrize("row", [*ROWS, EXCHANGED])
+def test_damage_in_default_settings(results: dict[str, Any], row: str) -> None:
+    """In every kind of file; nothing is loaded that was not saved, and no more than one checkpoint is lost."""
+    assert [line for line in results["lost"] if line.startswith(row)] == [], results["output"][-3000:]
+    parts = 8 if row == EXCHANGED else len(ROWS)
+    assert results["counts"][row] == {"resumed exactly": (40 if results["quick"] else 400) // parts}
 
 
 def test_nothing_is_lost(results: dict[str, Any]) -> None:

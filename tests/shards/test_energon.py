@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megaresume.batches.open import open_stream
 from megaresume.corpora.image_text import Record
-from megaresume.loading.open import open_stream
-from megaresume.shards.fields import Fields
+from megaresume.shards.energon import Fields
 from megaresume.shards.prepare import prepare_shards
 from megaresume.shards.tar import RecordError
 from megaresume.sources import open_sources

@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 from megaresume.shards import ShardIndex, ShardSource
-from megaresume.shards.layout import COLUMNS, COLUMNS_AT, Preamble, column_places
+from megaresume.shards.index import COLUMNS, COLUMNS_AT, Preamble, column_places
 from megaresume.stream.errors import CorpusError, SetupError
 
 

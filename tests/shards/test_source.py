@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import xxhash
 
+from megaresume.batches.open import open_stream
 from megaresume.corpora import as_source, range_of
 from megaresume.corpora.base import DocumentSource, Source
-from megaresume.loading.open import open_stream
 from megaresume.shards import ShardIndex, ShardSource
-from megaresume.shards.layout import column_places
+from megaresume.shards.index import column_places
 from megaresume.shards.prepare import prepare_shards
 from megaresume.stream.errors import CorpusError, StateError, StreamExhausted
 from megaresume.stream.fingerprints import check_fingerprint, hash_lengths

@@ -83,7 +83,7 @@ FAULTS: dict[str, tuple[Callable[[Events], None], str]] = {
         "the start from step 4 went on with digest x, and not",
     ),
     "samples": (changed(11, samples=[28, 31]), "step 8: samples: reference 28 to 31, run 28 to 30"),
-    "skipped": (changed(10, samples=[25, 28]), "step 7 of the run trained samples 25 to 27 behind 20 to 23"),
+    "skipped": (changed(10, samples=[25, 28]), "step 7 of the run trained samples 25 to 27 after 20 to 23"),
     "order": (changed(9, order="x"), "step 6: identities of the samples: reference order 6, run x"),
     "content": (changed(9, content="x"), "step 6: what the model got of the samples"),
     "digest": (changed(9, digest="x"), "step 6: digest of all samples so far"),

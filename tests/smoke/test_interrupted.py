@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from megaresume.smoke.job import cleaned_up
 from megaresume.smoke.local import MARK
-from megaresume.smoke.signals import cleaned_up
 from tests.smoke.conftest import ROOT
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]

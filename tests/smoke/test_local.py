@@ -13,35 +13,34 @@ pytestmark = pytest.mark.process
 
 pytest.importorskip("megatron.core")
 
-MINI = ROOT / "tests" / "integrations" / "megatron" / "mini"
+MINI = ROOT / "tests" / "hosts" / "megatron" / "mini"
 
 
 def test_torchrun_on_two_nodes_and_one(tmp_path: Path) -> None:
-    kinds = ["sigkill", "sigterm", "node-down"]
+    kinds = ["sigkill", "node-down"]  # sigterm: tests/launch/test_scripts.py
     layouts = ["--nodes", "2,1", "--workers", "0,1", "--micro-batch-size", "2,4"]
     status, result, text = smoke(tmp_path, "--kill", ",".join(kinds), *layouts)
     assert status == 0 and result["holds"] and result["verified"], text
     assert result["where"] == "processes of one machine"
     stops = result["stops"]
     assert [stop["kind"] for stop in stops] == kinds
-    assert [stop["before"]["nodes"] for stop in stops] == [2, 1, 2]
+    assert [stop["before"]["nodes"] for stop in stops] == [2, 1]
     assert [(s["after"]["nodes"], s["after"]["workers"], s["after"]["micro_batch_size"]) for s in stops] == [
         (1, 1, 4),
         (2, 0, 2),
-        (1, 1, 4),
     ]
     for stop in stops:
         assert stop["lost"] == stop["step"] - stop["resumed_from"]
         assert 0 < stop["data_seconds"] < stop["seconds"]
-    assert costs_steps(result, "sigkill") and stops[1]["lost"] == 0 and costs_steps(result, "node-down")
+    assert costs_steps(result, "sigkill") and costs_steps(result, "node-down")
     compared = result["comparison"]
-    assert compared["steps"] == compared["compared"] == compared["hashed"] == 32
+    assert compared["steps"] == compared["compared"] == compared["hashed"] == 24
     assert compared["trained_again"] == sum(stop["lost"] for stop in stops)
     # Up to the first resume the layout is that of the reference.
     losses = compared["losses"]
     assert losses["exact"] == losses["exact_equal"] == stops[0]["resumed_from"] and losses["largest"] < 1e-4
     records = [json.loads(line) for line in (tmp_path / "out" / "run" / "records").read_text().splitlines()]
-    assert [r["topology"]["world_size"] for r in records if r["event"] == "start"] == [2, 1, 2, 1]
+    assert [r["topology"]["world_size"] for r in records if r["event"] == "start"] == [2, 1, 2]
     # A step lasts as long as the flag says, and knows how long it waited for its data.
     steps = [record for record in records if record["event"] == "step"]
     assert all(record["seconds"] >= 0.3 > 0 < record["data_seconds"] < record["seconds"] for record in steps)

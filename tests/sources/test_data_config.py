@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from megaresume.batches.open import open_stream
+from megaresume.batches.validation import open_validation
 from megaresume.corpora import yaml_text
-from megaresume.loading.open import open_stream
-from megaresume.loading.validation import open_validation
 from megaresume.sources.data_config import DataConfig
 from megaresume.stream.errors import ConfigError
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import yaml
 
+from megaresume.batches.open import open_stream
 from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
-from megaresume.loading.open import open_stream
 from megaresume.shards import ShardSource
 from megaresume.shards.prepare import prepare_shards
 from megaresume.sources import open_sources

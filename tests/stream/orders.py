@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from megaresume.stream.config import ShuffleConfig
-from megaresume.stream.order import SourceOrder
-from megaresume.stream.pieces import PieceLists
+from megaresume.stream.documents.order import SourceOrder
+from megaresume.stream.documents.pieces import PieceLists
 from megaresume.testing import LengthList
-
-__all__ = ["document_at", "order_of", "position_of"]
 
 
 def order_of(num: int, seed: int, name: str, shuffle: ShuffleConfig | None = None) -> SourceOrder:

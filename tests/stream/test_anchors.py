@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from megaresume.stream.anchors import DENSITY, Anchors
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.planner import Planner
-from megaresume.stream.stages import Course
+from megaresume.stream.cursor import DENSITY, Anchors
+from megaresume.stream.planning.planner import Planner
+from megaresume.stream.planning.stages import Course
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList
 

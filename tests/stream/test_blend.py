@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaresume.stream import kernel
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.planner import Planner
-from megaresume.stream.stages import Course
+from megaresume.stream.planning import kernel
+from megaresume.stream.planning.planner import Planner
+from megaresume.stream.planning.stages import Course
 from megaresume.stream.weights import MAX_PARTS
 from megaresume.testing import LengthList
 
@@ -182,17 +182,17 @@ def test_ties_go_by_name(names: list[str]) -> None:
 def test_deadlines_are_exact(weights: list[int], units: list[int]) -> None:
     """The loop's 64-bit arithmetic against Python's integers, document by document."""
     total, weight = sum(weights), weights[0]
-    sources = np.zeros((kernel.NUM_SOURCE_ROWS, len(weights)), np.int64)
-    sources[kernel.WEIGHT], sources[kernel.ACTIVE] = weights, 1
+    sources = np.zeros((len(weights), kernel.SOURCE_WIDTH), np.int64)
+    sources[:, kernel.WEIGHT], sources[:, kernel.ACTIVE] = weights, 1
     kernel.set_shares(sources)
     drawn = 0
     for length in units:
-        kernel.set_deadline(sources, 0, np.array([[[0, 0, 0, length]]]), True)
+        kernel.set_deadline(sources, 0, length)
         drawn += length
         quotient, rest = min(divmod(drawn * total, weight), (kernel.LATE, 0))
-        assert sources[kernel.NEXT_RELEASE, 0] == quotient and sources[kernel.NEXT_RELEASE_REST, 0] == rest
-        assert sources[kernel.DEADLINE, 0] == quotient + (rest > 0)
-        sources[kernel.RELEASE, 0], sources[kernel.RELEASE_REST, 0] = quotient, rest
+        assert sources[0, kernel.NEXT_RELEASE] == quotient and sources[0, kernel.NEXT_RELEASE_REST] == rest
+        assert sources[0, kernel.DEADLINE] == quotient + (rest > 0)
+        sources[0, kernel.RELEASE], sources[0, kernel.RELEASE_REST] = quotient, rest
 
 
 def test_a_weight_of_zero_is_never_drawn_even_without_documents() -> None:

@@ -7,10 +7,10 @@ from itertools import product
 import numpy as np
 import pytest
 
-from megaresume.stream.block_shuffle import items_at
 from megaresume.stream.config import OnChange, ShuffleConfig, StreamConfig
+from megaresume.stream.documents.block_shuffle import items_at
 from megaresume.stream.errors import ConfigError, StateError
-from megaresume.stream.reference import epoch_order
+from megaresume.stream.planning.reference import epoch_order
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList, assert_exact_resume

@@ -15,7 +15,7 @@ import pytest
 import megaresume
 
 PROGRAM = """
-from megaresume.stream.permutation import permute_range, round_keys
+from megaresume.stream.documents.permutation import permute_range, round_keys
 print(permute_range(0, 12, 1000, round_keys(1, "web", 0)).tolist())
 """
 
@@ -28,7 +28,7 @@ class Installed:
         ours = Path(megaresume.__file__).parent
         shutil.copytree(ours / "stream", self.package / "stream", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ours / "__init__.py", self.package)
-        self.caches = self.package / "stream" / "__pycache__"
+        self.caches = self.package / "stream" / "documents" / "__pycache__"
         self.temporary = directory / "tmp"
         self.temporary.mkdir()
         self.directory = directory
@@ -89,7 +89,7 @@ def test_damaged_files_are_written_anew(installed: Installed) -> None:
 def test_what_a_function_calls_in_another_file_is_part_of_it(installed: Installed) -> None:
     """An upgrade that changes the mixing function changes the order, on every machine and at once."""
     before = installed.run().stdout
-    path = installed.package / "stream" / "mixing.py"
+    path = installed.package / "stream" / "documents" / "mixing.py"
     text = path.read_text()
     path.write_text(re.sub("0xBF58476D1CE4E5B9", "0xBF58476D1CE4E5BB", text))
     after = installed.run().stdout

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from megaresume.stream.config import SourceConfig, StreamConfig
+from megaresume.stream.documents.order import SourceOrder
 from megaresume.stream.errors import ConfigError, CorpusError
-from megaresume.stream.feed import MAX_DOCUMENT_TOKENS, Feed
-from megaresume.stream.order import SourceOrder
+from megaresume.stream.planning.feed import MAX_DOCUMENT_TOKENS, Feed
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList
 from tests.stream.orders import order_of

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.reference import reference_digests, reference_samples
+from megaresume.stream.planning.reference import reference_digests, reference_samples
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 

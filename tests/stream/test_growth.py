@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from benchmarks.corpora import write_corpus
+from megaresume.batches.loader import StreamLoader
 from megaresume.corpora.indexed import IndexedSource
 from megaresume.corpora.layout import bin_path
-from megaresume.loading.loader import StreamLoader
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.cursor import comparable
@@ -25,7 +25,7 @@ from megaresume.stream.errors import ConfigError, StateError, StreamExhausted
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList, assert_exact_resume
-from megaresume.trace.replay import Recorded, replay
+from megaresume.trace.verify import Recorded, replay
 
 SEQ, BATCH = 32, 6
 SIZES = random.Random(3)

@@ -6,8 +6,8 @@ import random
 
 import numpy as np
 
-from megaresume.stream.mixing import GOLDEN, mix
-from megaresume.stream.reference import splitmix64
+from megaresume.stream.documents.mixing import GOLDEN, mix
+from megaresume.stream.planning.reference import splitmix64
 
 
 def test_published_outputs() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.stream.outlook import outlook, outlook_lines
+from megaresume.stream.changes import outlook, outlook_lines
 from megaresume.stream.stream import Stream
 
 LENGTHS = {"web": [40 + i % 50 for i in range(900)], "code": [100 + i % 9 for i in range(150)], "rest": [7] * 30}

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from megaresume.stream.permutation import permute_range, round_keys
-from megaresume.stream.reference import permute
+from megaresume.stream.documents.permutation import permute_range, round_keys
+from megaresume.stream.planning.reference import permute
 from tests.stream.orders import document_at, order_of, position_of
 
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.planner import Planner
-from megaresume.stream.reference import reference_digests, reference_samples
-from megaresume.stream.stages import Course
+from megaresume.stream.planning.planner import Planner
+from megaresume.stream.planning.reference import reference_digests, reference_samples
+from megaresume.stream.planning.stages import Course
 from megaresume.testing import LengthList
 
 Configs = Callable[..., st.SearchStrategy[tuple[dict[str, Any], dict[str, list[int]]]]]
@@ -79,6 +79,14 @@ def test_three_hundred_sources(mode: str, unit: str) -> None:
     assert _assert_equal(data, lengths, 40, 40) == 40
 
 
+def test_sources_that_are_nearly_used_up_together() -> None:
+    """Equal sources come to the end of what was looked ahead at the same time, over and over."""
+    rng = random.Random(20)
+    lengths = {f"source {i}": [rng.randint(0, 200) for _ in range(rng.randint(150, 400))] for i in range(20)}
+    data = {"seq_length": 512, "packing": "best_fit", "sources": {name: {} for name in lengths}}
+    assert _assert_equal(data, lengths, 1000, 100) == 1000
+
+
 def test_realistic_corpora() -> None:
     """Log-normal documents, many open bins, more documents than are looked ahead, several epochs of the smallest."""
     rng = random.Random(4)
@@ -115,7 +123,7 @@ def test_many_tiny_documents_need_few_bins() -> None:
 
 def test_nothing_but_empty_documents_but_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one document may come at the start of an epoch and at the end of the next: two epochs' length apart."""
-    monkeypatch.setattr("megaresume.stream.planner.LOOK_AHEAD_HIGH", 16)  # far less than an epoch
+    monkeypatch.setattr("megaresume.stream.planning.planner.LOOK_AHEAD_HIGH", 16)  # far less than an epoch
     lengths = {"a": [0] * 700}
     lengths["a"][123] = 7
     for seed in range(8):
@@ -125,5 +133,6 @@ def test_nothing_but_empty_documents_but_one(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.process
 def test_the_reference_needs_no_numpy() -> None:
-    code = "import sys, megaresume.stream.reference; sys.exit(bool({'numpy', 'numba', 'torch'} & set(sys.modules)))"
+    heavy = "{'numpy', 'numba', 'torch'}"
+    code = f"import sys, megaresume.stream.planning.reference; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

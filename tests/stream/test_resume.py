@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.planner import Planner
-from megaresume.stream.stages import Course
+from megaresume.stream.planning.planner import Planner
+from megaresume.stream.planning.stages import Course
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import BLOCK, Stream
 from megaresume.testing import LengthList, assert_exact_resume, assert_same_samples

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import ConfigError, StateError, StreamExhausted
-from megaresume.stream.reference import reference_digests, reference_samples
+from megaresume.stream.planning.reference import reference_digests, reference_samples
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList, assert_exact_resume, assert_same_samples

@@ -151,6 +151,15 @@ def test_every_field_is_needed(state: StreamState) -> None:
             StreamState.from_json(_resealed({k: v for k, v in data.items() if k != key}))
 
 
+@pytest.mark.parametrize("value", [None, 7, [1], "web"])
+def test_a_source_that_is_no_mapping(state: StreamState, value: Any) -> None:
+    data = state.to_dict()
+    for key, words in (("sources", "the state of a source"), ("fingerprints", "the fingerprint of a source")):
+        with pytest.raises(StateError, match="lacks a field") as caught:
+            StreamState.from_json(_resealed(data | {key: data[key] | {"web": value}}))
+        assert f"{value!r} is not {words}" in str(caught.value)
+
+
 @pytest.mark.parametrize("value", [-1, 1.5, True, "3", None, 1 << 63])
 def test_numbers_that_are_no_counts(state: StreamState, value: Any) -> None:
     """They would become other numbers in the arrays of the planner."""

@@ -11,9 +11,9 @@ import pytest
 
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import MegaresumeError, StateError, StreamExhausted
-from megaresume.stream.plan import Plan
-from megaresume.stream.planner import Planner
-from megaresume.stream.stages import Course
+from megaresume.stream.planning.plan import Plan
+from megaresume.stream.planning.planner import Planner
+from megaresume.stream.planning.stages import Course
 from megaresume.stream.stream import BLOCK, KEPT_BLOCKS, Stream
 from megaresume.testing import LengthList, assert_same_samples
 

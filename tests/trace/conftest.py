@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megaresume.checkpoint import Topology, begin_save, commit_save, record_start
-from megaresume.checkpoint.layout import deepspeed_tag
+from megaresume.checkpoint.paths import deepspeed_tag
 from megaresume.stream.batches import BatchSchedule, micro_batches
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.state import StreamState

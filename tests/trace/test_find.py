@@ -13,8 +13,8 @@ import pytest
 from megaresume.checkpoint import Topology, begin_save, commit_save
 from megaresume.runs.run import Run
 from megaresume.stream.config import StreamConfig
+from megaresume.stream.documents.pieces import LongDocuments
 from megaresume.stream.errors import UsageError
-from megaresume.stream.pieces import LongDocuments
 from megaresume.stream.state import Fingerprint, SourceCursor
 from megaresume.stream.stream import Stream
 from megaresume.trace.find import Sought, as_json, find, parse_documents

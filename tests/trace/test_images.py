@@ -14,9 +14,9 @@ import numpy as np
 import PIL.Image
 import pytest
 
+from megaresume.batches.batch import make_batch
+from megaresume.batches.dataset import StreamDataset
 from megaresume.cli.main import main
-from megaresume.loading.batch import make_batch
-from megaresume.loading.dataset import StreamDataset
 from megaresume.stream.errors import CorpusError
 from megaresume.trace import images as images_module
 from tests.trace.vlm import BATCH, BROKEN, PROCESSOR, VlmRun, vlm_run

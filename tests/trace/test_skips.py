@@ -97,7 +97,7 @@ def test_verify(skipping: ToyRun) -> None:
     from megaresume.stream.cursor import comparable
     from megaresume.stream.skips import NO_SKIPS
     from megaresume.stream.stream import Stream
-    from megaresume.trace.replay import Recorded, replay
+    from megaresume.trace.verify import Recorded, replay
 
     last = skipping.states[22]
     stream = Stream(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.layout import deepspeed_tag, megatron_tag
+from megaresume.checkpoint.paths import deepspeed_tag, megatron_tag
 from megaresume.checkpoint.topology import Topology
 from megaresume.runs.run import Run
 from megaresume.runs.steps import _runs

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.sealed import seal, unseal
+from megaresume.checkpoint.files import seal, unseal
 from megaresume.cli.main import main
-from tests.integrations.conftest import HERE
-from tests.integrations.conftest import data_yaml as data_yaml
-from tests.integrations.conftest import launch as launch
+from tests.hosts.conftest import HERE
+from tests.hosts.conftest import data_yaml as data_yaml
+from tests.hosts.conftest import launch as launch
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
+from megaresume.batches.loader import StreamLoader
+from megaresume.batches.open import open_stream
+from megaresume.batches.validation import open_validation
 from megaresume.checkpoint import Topology, begin_save, commit_save, record_start
-from megaresume.checkpoint.commit import write_data_config
+from megaresume.checkpoint.saving.commit import write_data_config
 from megaresume.cli.main import main
-from megaresume.loading.loader import StreamLoader
-from megaresume.loading.open import open_stream
-from megaresume.loading.validation import open_validation
 from megaresume.runs.rank_log import RankLog
 from megaresume.shards.prepare import prepare_shards
 from megaresume.stream.batches import BatchSchedule

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.conftest import data_yaml as data_yaml
-from tests.integrations.megatron.conftest import mini as mini
+from tests.hosts.conftest import data_yaml as data_yaml
+from tests.hosts.megatron.conftest import mini as mini
 
 pytest.importorskip("megatron.core")
 

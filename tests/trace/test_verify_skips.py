@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megaresume.batches.loader import StreamLoader
+from megaresume.batches.open import open_stream
 from megaresume.checkpoint import Topology, begin_save, commit_save, record_start
-from megaresume.checkpoint.commit import write_data_config
+from megaresume.checkpoint.saving.commit import write_data_config
 from megaresume.cli.main import main
-from megaresume.loading.loader import StreamLoader
-from megaresume.loading.open import open_stream
 from megaresume.runs.rank_log import RankLog
 from megaresume.stream.batches import BatchSchedule
 from tests.training.conftest import write_corpus

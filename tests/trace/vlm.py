@@ -8,16 +8,16 @@ from typing import Any
 
 import yaml
 
+from megaresume.batches.open import open_stream
 from megaresume.checkpoint import Topology, begin_save, commit_save, record_start
-from megaresume.checkpoint.commit import write_data_config
+from megaresume.checkpoint.saving.commit import write_data_config
 from megaresume.corpora.image_text import Record
 from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
 from megaresume.images.encoder import ImageTextEncoder
-from megaresume.loading.open import open_stream
 from megaresume.shards.prepare import prepare_shards
 from megaresume.stream.faults import FaultRecord
 from megaresume.stream.stream import Stream
-from tests.loading.pages import page
+from tests.batches.pages import page
 from tests.shards.kit import write_shard
 
 #: samples a step, and the first one after the second stage began: with other augmentation.

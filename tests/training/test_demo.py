@@ -7,8 +7,7 @@ import json
 
 import pytest
 
-from megaresume.training.compare import compare_all
-from megaresume.training.records import read_records
+from megaresume.training.records import compare_all, read_records
 from tests.cli.conftest import megaresume_process
 
 pytestmark = pytest.mark.process

@@ -10,8 +10,7 @@ import yaml
 
 from megaresume.images.encoder import ImageTextEncoder
 from megaresume.shards.prepare import prepare_shards
-from megaresume.training.demo.digits import ENCODER, Pictures, write_pictures
-from megaresume.training.demo.vlm import VLM
+from megaresume.training.demo.vlm import ENCODER, VLM, Pictures, write_pictures
 from megaresume.training.records import read_records
 from tests.cli.conftest import megaresume_process
 

@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megaresume.loading.batch import document_mask as reference_mask
+from megaresume.batches.batch import document_mask as reference_mask
 from megaresume.stream.errors import SetupError
 from megaresume.training.arguments import Arguments, parse_arguments
 from megaresume.training.launch import seed_everything
-from megaresume.training.loss import LossMeter, loss_to_minimise
-from megaresume.training.model import build_model, document_mask, padded_vocabulary
+from megaresume.training.model import LossMeter, build_model, document_mask, loss_to_minimise, padded_vocabulary
 from megaresume.training.optimizer import build_optimizer
 
 CPU = torch.device("cpu")

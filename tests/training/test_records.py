@@ -12,8 +12,8 @@ import pytest
 
 from megaresume.stream.errors import SetupError, UsageError
 from megaresume.training.arguments import Arguments, parse_arguments
-from megaresume.training.ds_config import deepspeed_config
 from megaresume.training.jobs import LocalJob
+from megaresume.training.optimizer import deepspeed_config
 from megaresume.training.records import compare, read_records
 
 BASE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --micro-batch-size 2 --megaresume-data d.yaml --lr 0.01"

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megaresume.training.ports import free_port
+from megaresume.training.jobs import free_port
 from megaresume.training.records import RunRecords, compare, read_records
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "elastic-restarts.md").read_text()

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.layout import ledger_path
 from megaresume.checkpoint.ledger import read_ledger
+from megaresume.checkpoint.paths import ledger_path
 from megaresume.checkpoint.start import NOTHING_TO_TRAIN
 from megaresume.training.jobs import LocalJob
 from megaresume.training.records import compare
@@ -41,7 +41,7 @@ def twins(runs: Any) -> dict[int, Any]:
     return type("Twins", (dict,), {"__missing__": lambda self, stage: of(stage)})()
 
 
-# ZeRO 0 and 2 differ from 1 in no counter: tests/integrations resumes all four.
+# ZeRO 0 and 2 differ from 1 in no counter: tests/hosts resumes all four.
 @pytest.mark.parametrize(
     "stage", [pytest.param(0, marks=pytest.mark.release), 1, pytest.param(2, marks=pytest.mark.release), 3]
 )
@@ -93,6 +93,10 @@ def test_killed_and_resumed_on_other_topologies(runs: Any, twins: Any) -> None:
     ledger = read_ledger(ledger_path(runs.directory / "other")).entries
     # It is no start that led to no save: a longer --train-iters may follow however many of them.
     assert [NOTHING_TO_TRAIN in entry.details for entry in ledger if entry.kind == "start"] == [False] * 3 + [True]
+    # Said by the starts that reached the end, and by no other.
+    kinds = [entry.kind for entry in ledger if entry.kind not in ("checkpoint", "durable")]
+    assert kinds == ["start"] * 3 + ["finished", "start", "finished"]
+    assert [(entry.iteration, entry.samples) for entry in ledger if entry.kind == "finished"] == [(6, 48)] * 2
 
 
 def test_validation_is_the_same_samples_in_any_layout(runs: Any, twins: Any) -> None:

@@ -8,7 +8,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megaresume.stream.batches import BatchSchedule
 from megaresume.training.arguments import parse_arguments
-from megaresume.training.schedule import LearningRate
+from megaresume.training.optimizer import LearningRate
 
 BASE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --micro-batch-size 2 --megaresume-data d.yaml --lr 0.01"
 

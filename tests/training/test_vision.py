@@ -15,8 +15,8 @@ from PIL import Image
 from megaresume.images.processors import processor_from_options
 from megaresume.stream.errors import SetupError, UsageError
 from megaresume.training.arguments import Arguments, parse_arguments
-from megaresume.training.content import content_hashes
 from megaresume.training.launch import seed_everything
+from megaresume.training.logging import content_hashes
 from megaresume.training.model import build_model, document_mask
 from megaresume.training.multimodal import Images, VisionLanguageModel, image_encoder, vision_shape, with_vision
 

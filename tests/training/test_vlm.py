@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megaresume.batches.open import open_stream
 from megaresume.images.encoder import ImageTextEncoder
-from megaresume.loading.open import open_stream
 from megaresume.shards.prepare import prepare_shards
-from megaresume.stream.kernel import SOURCE
-from megaresume.training.demo.digits import ENCODER, HELD_OUT, TRAIN, Pictures, digits_of, write_pictures
-from megaresume.training.held_out import read_held_out
-from megaresume.training.records import compare
+from megaresume.stream.planning.kernel import SOURCE
+from megaresume.training.demo.vlm import ENCODER, HELD_OUT, TRAIN, Pictures, digits_of, write_pictures
+from megaresume.training.records import compare, read_held_out
 from tests.training.conftest import write_corpus
 
 VISION = "--vision-num-layers 1 --vision-hidden-size 16 --vision-num-attention-heads 2 --vocab-size 258"

@@ -94,7 +94,7 @@ def _has_cuda() -> bool:
 
 def corpora(scratch: Path) -> dict[str, tuple[Path, str]]:
     """Three small corpora of Python's own texts, with weights."""
-    from megaresume.training.demo.corpus import SOURCES, write_texts
+    from megaresume.training.demo.text import SOURCES, write_texts
 
     folder = scratch / "corpora"
     for name, path in write_texts(folder / "text").items():
@@ -146,7 +146,7 @@ class Record:
 
     def write(self, output: Path) -> None:
         """The document."""
-        document.write(output, self.results, self.commits, self.versions, self.made_with)
+        document.write(output, self.results, self.commits, self.versions, self.made_with, self.path.parent)
 
 
 if __name__ == "__main__":

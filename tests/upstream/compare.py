@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-__all__ = ["Steps", "difference", "read_steps"]
-
 #: trained samples before a step -> hashes of its global batch, in the order of the samples.
 Steps = dict[int, list[str]]
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from tests.upstream.results import Result
 from tests.upstream.trees import UPSTREAMS
 
-__all__ = ["fingerprints_of", "versions", "write"]
-
 _HEAD = """\
 # Compatibility
 
@@ -58,6 +56,9 @@ megaresume. `inspect` and `verify` read the directory that Megatron wrote. With 
 DeepSpeed loads its partitions on no other, and universal checkpoints are not tried here. Seconds are those of a busy
 machine.
 
+Forks written before torch 2.6 run with `TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1` (ROCm, swiss-ai): they keep their
+arguments in the checkpoint, which that torch does not load by default.
+
 Without a GPU, context parallelism comes without its attention (`tests/upstream/cpu_shim.py`): the data are compared,
 the losses mean nothing. The imports of both Megatron-DeepSpeeds need stand-ins on current releases, with a GPU as well:
 `tests/upstream/bigscience_shim.py`, `deepspeedai_shim.py`.
@@ -84,6 +85,7 @@ def write(
     commits: dict[str, str],
     machines: dict[str, str],
     made_with: dict[str, str],
+    scratch: Path,
 ) -> None:
     """Write the document.
 
@@ -93,6 +95,7 @@ def write(
         commits: of the upstreams.
         machines: Python and packages, by upstream.
         made_with: fingerprint of the integration, and our commit, by upstream and kind.
+        scratch: the folder that messages name; SCRATCH in the document.
     """
     upstreams = [name for name in _TITLES if name in results]
     lines = [_HEAD, *_made_with(made_with), "", _STATIC]
@@ -114,7 +117,7 @@ def write(
     for text in dict.fromkeys(machines[name] for name in upstreams if name in machines):
         of = ", ".join(_TITLES[name] for name in upstreams if machines.get(name) == text)
         lines.append(f"* {text}: {of}")
-    path.write_text("\n".join(lines).rstrip() + "\n")
+    path.write_text("\n".join(lines).rstrip().replace(str(scratch), "SCRATCH") + "\n")
 
 
 def _made_with(made_with: dict[str, str]) -> list[str]:

@@ -12,8 +12,6 @@ from tests.upstream.launch import REPOSITORY, SAMPLES, Layout, Outcome, Setup, t
 from tests.upstream.results import Result
 from tests.upstream.trees import environment
 
-__all__ = ["refused", "resume_series", "unpatched"]
-
 
 def resume_series(setup: Setup, what: str, stock: Steps | None, layouts: list[tuple[Layout, Layout]]) -> list[Result]:
     """An uninterrupted run, and for every (layout before, layout after) one that is killed and resumed.

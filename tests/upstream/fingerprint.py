@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import hashlib
 import io
+import re
 import subprocess
 import tokenize
 from pathlib import Path
 
-__all__ = ["ROOT", "commit", "files", "fingerprint"]
-
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+_OWN_NAME = re.compile(r"\bmegaresume(?:\.\w+)*\.(\w+)")
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,7 +21,7 @@ def files(root: Path = ROOT) -> list[Path]:
     """The integration with Megatron, the patcher with its recipes, and the launcher."""
     package = root / "megaresume"
     folders = (
-        (package / "integrations" / "megatron", "*.py"),
+        (package / "hosts" / "megatron", "*.py"),
         (package / "patching", "*.py"),
         (root / "patches", "*.yaml"),
     )
@@ -29,27 +30,38 @@ def files(root: Path = ROOT) -> list[Path]:
 
 
 def fingerprint(root: Path = ROOT) -> str:
-    """Sixteen hexadecimal digits of SHA-256 over names and contents; without the comments and docstrings of Python."""
-    digest = hashlib.sha256()
+    """Sixteen hexadecimal digits of SHA-256 over recipes and definitions.
+
+    Comments, docstrings and imports do not count, nor does the file in which a definition stands: moving code changes
+    nothing that an upstream could notice, and the tests would. For the same reason our own dotted names are cut to
+    their last word.
+    """
+    contents: list[str] = []
     for path in files(root):
         text = path.read_text(encoding="utf-8")
-        content = _code(text) if path.suffix == ".py" else text
-        digest.update(f"{path.relative_to(root)}\0{content}\0".encode())
-    return digest.hexdigest()[:16]
+        contents += _statements(text) if path.suffix == ".py" else [f"{path.name}\n{text}"]
+    return hashlib.sha256("\0".join(sorted(contents)).encode()).hexdigest()[:16]
 
 
-def _code(text: str) -> str:
-    """The lines that do something; the same under every version of Python."""
-    lines = text.splitlines()
-    for node in ast.walk(ast.parse(text)):
+def _statements(text: str) -> list[str]:
+    """The statements of a module as written, the same under every version of Python."""
+    lines, module = text.splitlines(), ast.parse(text)
+    for node in ast.walk(module):
+        removed = [node] if isinstance(node, ast.Import | ast.ImportFrom) else []
         if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
-            words = node.body[0]
-            lines[words.lineno - 1 : words.end_lineno] = [""] * len(lines[words.lineno - 1 : words.end_lineno])
+            removed = [node.body[0]]
+        for one in removed:
+            lines[one.lineno - 1 : one.end_lineno] = [""] * len(lines[one.lineno - 1 : one.end_lineno])
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
-    return "\n".join(line.rstrip() for line in lines if line.strip())
+    found = []
+    for node in module.body:
+        decorators = getattr(node, "decorator_list", [])
+        first = min([node.lineno, *(one.lineno for one in decorators)])
+        found.append("\n".join(line.rstrip() for line in lines[first - 1 : node.end_lineno] if line.strip()))
+    return [_OWN_NAME.sub(r"\1", one) for one in found if one and not one.startswith("__all__")]
 
 
 def commit() -> str:

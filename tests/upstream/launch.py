@@ -16,10 +16,8 @@ from pathlib import Path
 
 import psutil
 
-from megaresume.training.ports import free_port
+from megaresume.training.jobs import free_port
 from tests.upstream.trees import Tree, environment
-
-__all__ = ["SAMPLES", "Layout", "Outcome", "Setup", "train"]
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
@@ -145,6 +143,7 @@ def train(setup: Setup, name: str, *, layout: Layout, save: Path, kill: str | No
         "PYTHONPATH": os.pathsep.join([*setup.tree.path, str(REPOSITORY)]),
         "UPSTREAM_LOG": str(batches),
         "LOCAL_SIZE": str(layout.size),
+        **dict(setup.tree.upstream.variables),
     }
     if kill is not None:
         env["UPSTREAM_KILL"] = kill
@@ -159,6 +158,7 @@ def train(setup: Setup, name: str, *, layout: Layout, save: Path, kill: str | No
         *(str(HERE / "worker.py"), *launcher, str(script)),
         *_flags(setup, folder, save),
         *layout.flags(),
+        *(word.format(folder=folder) for word in setup.tree.upstream.flags),
     ]
     log = folder / "log.txt"
     began = time.monotonic()

@@ -9,8 +9,6 @@ from tests.upstream.launch import REPOSITORY
 from tests.upstream.results import Result
 from tests.upstream.trees import Tree, environment
 
-__all__ = ["patched_copy", "refuses_recipe", "try_recipe"]
-
 
 def _patch(python: Path, script: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     command = [str(python), "-m", "megaresume", "patch", str(script), *flags]

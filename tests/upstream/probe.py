@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-ORDERS = ROOT / "tests" / "integrations" / "megatron" / "guard" / "orders.py"
+ORDERS = ROOT / "tests" / "hosts" / "megatron" / "guard" / "orders.py"
 
 
 class NotRun(Exception):
@@ -31,7 +31,7 @@ class Refused(Exception):
 
 def detection(kind: str) -> str:
     """`find_project` says what it is."""
-    from megaresume.integrations.megatron.project import find_project
+    from megaresume.hosts.megatron.project import find_project
     from megaresume.stream.errors import SetupError
 
     try:
@@ -46,8 +46,8 @@ def detection(kind: str) -> str:
 
 def seams() -> str:
     """Every name that we wrap is defined in its module: from the source, nothing is imported."""
-    from megaresume.integrations.megatron.project import current_project, locate
-    from megaresume.integrations.megatron.seams import seams_of
+    from megaresume.hosts.megatron.hooks.seams import seams_of
+    from megaresume.hosts.megatron.project import current_project, locate
 
     project, missing, wanted = current_project(), [], [s for s in seams_of(current_project()) if s.role != "engine"]
     for seam in wanted:
@@ -71,8 +71,9 @@ def _binds(node: ast.AST, name: str) -> bool:
 
 def hooks() -> str:
     """The modules import with the hooks in, and every name is wrapped."""
-    from megaresume.integrations.megatron.hooks import check_installed, install
-    from megaresume.integrations.megatron.project import current_project
+    from megaresume.hosts.megatron.hooks.install import install
+    from megaresume.hosts.megatron.hooks.seams import check_installed
+    from megaresume.hosts.megatron.project import current_project
 
     install()
     project = current_project()
@@ -95,9 +96,9 @@ def hooks() -> str:
 
 def sampler(prefixes: list[str]) -> str:
     """The sampler of this version over our dataset: the same global batches on every number of ranks."""
-    from megaresume.integrations.megatron.project import current_project
-    from megaresume.loading.dataset import StreamDataset
-    from megaresume.loading.open import open_stream
+    from megaresume.batches.dataset import StreamDataset
+    from megaresume.batches.open import open_stream
+    from megaresume.hosts.megatron.project import current_project
 
     try:
         module = importlib.import_module(current_project().modules["samplers"])
@@ -120,19 +121,22 @@ def sampler(prefixes: list[str]) -> str:
 
 def guard(prefixes: list[str]) -> str:
     """The real builder: recording changes nothing, and a longer run keeps the order that was recorded."""
-    from megaresume.integrations.megatron.project import current_project
+    from megaresume.hosts.megatron.project import current_project
 
     if "builder" not in current_project().modules:
         raise NotRun("this project builds its datasets without BlendedMegatronDatasetBuilder: nothing is pinned")
     sys.path.insert(0, str(ORDERS.parent))
     try:
         orders = importlib.import_module("orders")
-        importlib.import_module("megatron.core.datasets.gpt_dataset")
+        datasets = importlib.import_module("megatron.core.datasets.gpt_dataset")
         importlib.import_module("megatron.core.datasets.helpers")
     except (ImportError, SyntaxError, AttributeError) as error:
         raise NotRun(f"the builder does not import here: {type(error).__name__}: {error}") from error
     with tempfile.TemporaryDirectory() as folder:
+        # swiss-ai has a field that must be set.
+        fields = {"goldfish_loss": False} if hasattr(datasets.GPTDatasetConfig, "goldfish_loss") else {}
         common = {"paths": prefixes, "weights": [0.5, 0.3, 0.2][: len(prefixes)], "seq_length": 256, "eod": 256}
+        common["config"] = fields
 
         def build(name: str, **more: Any) -> dict[str, Any]:
             result: dict[str, Any] = orders.run(orders.Spec(**common, cache=f"{folder}/{name}", **more))

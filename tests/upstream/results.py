@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Result"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:

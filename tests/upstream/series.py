@@ -17,8 +17,6 @@ from tests.upstream.patches import patched_copy, refuses_recipe, try_recipe
 from tests.upstream.results import Result
 from tests.upstream.trees import Tree, compile_helpers, environment
 
-__all__ = ["CHECKS", "Where", "runs", "static"]
-
 PROBE = Path(__file__).with_name("probe.py")
 CHECKS = ("detection", "seams", "hooks", "sampler", "guard")
 

@@ -41,6 +41,9 @@ def test_the_fingerprint_covers_what_decides(tmp_path):
         path.write_text(f'{text}"""A string.""".strip()\n')
         assert fingerprint(tmp_path) != fingerprint()
         path.write_text(text)
+        moved = path.rename(path.with_name("elsewhere.py")) if path.name == "__init__.py" else path
+        assert fingerprint(tmp_path) == fingerprint(), "the file in which a definition stands decides nothing"
+        moved.rename(path)
     (tmp_path / "patches" / "mindspeed-llm.yaml").write_text("changed")
     assert fingerprint(tmp_path) != fingerprint()
 

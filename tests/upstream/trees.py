@@ -13,19 +13,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-__all__ = [
-    "UPSTREAMS",
-    "Tree",
-    "Upstream",
-    "chosen",
-    "compile_helpers",
-    "environment",
-    "export",
-    "find_clone",
-    "missing",
-]
-
 LM, NVIDIA = "megatron-lm", "NVIDIA/Megatron-LM"
+#: Written before torch 2.6, which loads nothing but weights unless it is told otherwise.
+_LOADS_PICKLES = (("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1"),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +39,9 @@ class Upstream:
     script: str = "pretrain_gpt.py"
     #: other scripts, for the patcher.
     also: tuple[str, ...] = ("pretrain_vlm.py",)
+    #: what its runs need besides; {folder} is the run's own.
+    flags: tuple[str, ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
 
 
 def _release(version: str) -> Upstream:
@@ -78,12 +71,16 @@ UPSTREAMS = (
         title="swiss-ai Megatron-LM",
         repository="swiss-ai/Megatron-LM",
         ref="81d44dbe25c22190989fa8a12284bdb8d1303b40",
+        # Its default is a file in /dev/null, which it makes at the end of every run.
+        flags=("--trigger-path", "{folder}"),
+        variables=_LOADS_PICKLES,
     ),
     Upstream(
         name="rocm",
         title="ROCm Megatron-LM",
         repository="ROCm/Megatron-LM",
         ref="2b855bafe238ab0949d49609131d2da87fb09000",
+        variables=_LOADS_PICKLES,
     ),
     Upstream(
         name="mindspeed-llm",

@@ -19,19 +19,24 @@ from typing import Any
 import numpy as np
 
 from megaresume.corpora.layout import DTYPES, bin_path, idx_path, prefix_of
-from megaresume.corpora.prepare.blocks import Block, BlockReader, Position, TextUnit, block_bytes
-from megaresume.corpora.prepare.documents import TextOptions
-from megaresume.corpora.prepare.encode import Encoder, EncoderSpec, disk_error, encode_in_worker, start_worker
+from megaresume.corpora.prepare.documents import Block, BlockReader, Position, TextOptions, TextUnit, block_bytes
+from megaresume.corpora.prepare.encode import (
+    SHOWN,
+    Encoder,
+    EncoderSpec,
+    Part,
+    PartFiles,
+    disk_error,
+    encode_in_worker,
+    start_worker,
+)
 from megaresume.corpora.prepare.inputs import Format, InputFile, find_inputs
 from megaresume.corpora.prepare.merge import merge_parts
-from megaresume.corpora.prepare.parts import SHOWN, Part, PartFiles
 from megaresume.corpora.prepare.tokenizers import Tokenizer, read_tokenizer_file, tokenizer_from_content
 from megaresume.corpora.prepare.workers import check_workers, run_in_processes
 from megaresume.corpora.sidecar import sidecar_path
 from megaresume.stream.errors import CorpusError, UsageError
 from megaresume.stream.progress import Progress, progress
-
-__all__ = ["DTYPE_NAMES", "PrepareOptions", "PrepareSummary", "prepare"]
 
 #: of tokens, that Megatron knows.
 DTYPE_NAMES = tuple(dtype.name for dtype in DTYPES.values() if dtype.kind in "iu")

@@ -1,4 +1,7 @@
-"""The files that `megaresume prepare` reads: which, in which order, of which format; opened and decompressed."""
+"""The files that `megaresume prepare` reads: which, in which order, of which format; opened and decompressed.
+
+Below a directory: those that match a pattern, through links, each directory once.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,99 @@ import bz2
 import gzip
 import io
 import lzma
+import os
 import zlib
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal
 
-from megaresume.corpora.prepare.directories import files_below
+from megaresume.corpora.prepare.binary import HEAD_BYTES, check_text
 from megaresume.stream.errors import CorpusError, SetupError, UsageError
 
-__all__ = ["Format", "InputFile", "InputStream", "Inputs", "find_inputs"]
+
+def files_below(directory: Path, pattern: str) -> tuple[list[Path], list[Path]]:
+    """Files that match, sorted by their path; and links to directories that are read already, by another path.
+
+    Names that begin with a dot are left out. The directories proper are gone through first, so that a link to one of
+    them is what is left out, and so is a link to a directory that it lies in, which would lead round for ever.
+
+    Args:
+        directory: where to look.
+        pattern: of paths in it, with ``**`` for any depth.
+
+    Raises:
+        UsageError: the pattern is none.
+        CorpusError: a link that matches leads nowhere; a directory cannot be read.
+    """
+    wanted = _parts(pattern)
+    files: list[Path] = []
+    twice: list[Path] = []
+    seen: set[tuple[int, int]] = set()
+    waiting, links = deque([directory]), deque[Path]()
+    while waiting or links:
+        here = waiting.popleft() if waiting else links.popleft()
+        found = here.stat()
+        if (found.st_dev, found.st_ino) in seen:
+            twice.append(here)
+            continue
+        seen.add((found.st_dev, found.st_ino))
+        for entry in _entries(here):
+            path = here / entry.name
+            # Not by the entry: of a link to itself it raises.
+            if path.is_dir() if entry.is_symlink() else entry.is_dir():
+                (links if entry.is_symlink() else waiting).append(path)
+            elif _matches(path.relative_to(directory).parts, wanted):
+                if path.is_file() if entry.is_symlink() else entry.is_file():
+                    files.append(path)
+                elif entry.is_symlink():
+                    raise CorpusError(
+                        f"{path} is a link that leads nowhere",
+                        found=os.readlink(path),
+                        expected="a link to a file or a directory",
+                        cause="its target was moved, or is on a disk that is not mounted here",
+                        action="correct or remove the link, or leave it out by --glob",
+                    )
+    return sorted(files, key=lambda file: file.relative_to(directory).as_posix()), twice
+
+
+def _entries(directory: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(directory) as entries:
+            return sorted((e for e in entries if not e.name.startswith(".")), key=lambda e: e.name)
+    except OSError as error:
+        raise CorpusError(
+            f"{directory} cannot be read",
+            found=error.strerror or str(error),
+            expected="a directory that can be listed: its files would be missing from the corpus",
+            action=f"check: ls -ld {directory}",
+        ) from error
+
+
+def _parts(pattern: str) -> tuple[str, ...]:
+    parts = PurePosixPath(pattern).parts
+    if not parts or pattern.startswith("/") or any("**" in part and part != "**" for part in parts):
+        raise UsageError(
+            "bad --glob",
+            found=repr(pattern),
+            expected="a pattern of names below the directory, ** alone between two slashes",
+            action="correct --glob, for example --glob '**/*.py'",
+        )
+    return parts
+
+
+def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether a path matches, name by name; ``**`` stands for any number of directories."""
+    if not pattern or not names:
+        return not pattern and not names
+    if pattern[0] == "**":
+        rest = pattern[1:] or ("*",)
+        return any(_matches(names[k:], rest) for k in range(len(names)))
+    return fnmatchcase(names[0], pattern[0]) and _matches(names[1:], pattern[1:])
+
 
 Format = Literal["text", "jsonl"]
 
@@ -109,6 +194,9 @@ def find_inputs(paths: Sequence[str | Path], *, glob: str = "**/*", format: Form
     return Inputs(inputs, linked_twice)
 
 
+_Peekable = io.BufferedReader | bz2.BZ2File | lzma.LZMAFile
+
+
 class InputStream:
     """The decompressed bytes of a file from some offset on, read forwards.
 
@@ -118,13 +206,14 @@ class InputStream:
 
     Raises:
         CorpusError: the file is gone, changed since `find_inputs`, or its compression is damaged.
+        UsageError: it is no text: an archive, a table, an image.
         SetupError: the library for its compression is missing.
     """
 
     def __init__(self, file: InputFile, offset: int = 0) -> None:
         self.file = file
         try:
-            self._raw: IO[bytes] = open(file.path, "rb")  # noqa: SIM115 - closed by close()
+            self._raw: io.BufferedReader = open(file.path, "rb")  # noqa: SIM115 - closed by close()
             stat = file.path.stat()
         except OSError as error:
             raise _unreadable(file, error) from error
@@ -138,7 +227,9 @@ class InputStream:
             )
         with self._errors():
             self._stream = _decompressed(self._raw, file)
-            if not file.compressed:
+            if offset == 0:
+                check_text(file.path, self._stream.peek(HEAD_BYTES))
+            elif not file.compressed:
                 self._stream.seek(offset)
             else:
                 while offset > 0:
@@ -180,7 +271,7 @@ class InputStream:
             raise _unreadable(self.file, error) if error.errno else _damaged(self.file, error) from error
 
 
-def _decompressed(raw: IO[bytes], file: InputFile) -> IO[bytes]:
+def _decompressed(raw: io.BufferedReader, file: InputFile) -> _Peekable:
     suffix = file.path.suffix
     if suffix == ".gz":
         return io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20)

@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from megaresume.checkpoint.files import fsync_dir
 from megaresume.corpora.layout import IndexHeader, bin_path, idx_path
-from megaresume.corpora.prepare.parts import Part, PartFiles
+from megaresume.corpora.prepare.encode import Part, PartFiles
 from megaresume.corpora.sidecar import sidecar_path, write_tokenizer
-
-__all__ = ["merge_parts"]
 
 #: boundaries written at once.
 CHUNK = 1 << 20
@@ -72,17 +71,9 @@ def merge_parts(
     os.replace(bin_new, bin_path(prefix))
     write_tokenizer(prefix, tokenizer, idx_bytes=idx_new.stat().st_size, bin_bytes=pointer)
     os.replace(idx_new, idx_path(prefix))
-    _sync_directory(prefix.parent)
+    fsync_dir(prefix.parent)
 
 
 def _ranges(stop: int) -> Iterator[np.ndarray[Any, Any]]:
     for first in range(0, stop, CHUNK):
         yield np.arange(first, min(first + CHUNK, stop), dtype="<i8")
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -16,15 +16,6 @@ import xxhash
 
 from megaresume.stream.errors import CorpusError, SetupError, UsageError
 
-__all__ = [
-    "EOD_TOKENS",
-    "ByteTokenizer",
-    "HuggingFaceTokenizer",
-    "Tokenizer",
-    "load_tokenizer",
-    "tokenizer_from_content",
-]
-
 TokenArray = npt.NDArray[Any]
 
 #: what models call the token at the end of a document; the first one that the vocabulary has.

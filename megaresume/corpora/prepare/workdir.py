@@ -26,8 +26,6 @@ import xxhash
 from megaresume.corpora.sidecar import write_json_atomically
 from megaresume.stream.errors import CorpusError, SetupError, UsageError
 
-__all__ = ["WorkDirectory"]
-
 FORMAT = "megaresume.prepare"
 VERSION = 1
 #: settings of a plan that say what to do with bad input.

@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 
 from megaresume.stream.errors import SetupError, UsageError
 
-__all__ = ["check_workers", "run_in_processes"]
-
 T = TypeVar("T")
 
 

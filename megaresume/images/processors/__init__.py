@@ -5,7 +5,7 @@ tiles.py    tiles    squares, as many as its shape asks for     InternVL, NVLM
 native.py   native   patches of about its own size              Qwen2-VL and its successors
 python.py   python   one's own, from a factory
 
-base.py says what a processor promises; kernels.py is the compiled loop from 8-bit pixels to normalised patches.
+base.py says what a processor promises, and has the compiled loop from 8-bit pixels to normalised patches.
 """
 
 from __future__ import annotations

@@ -22,18 +22,16 @@ from megaresume.images.processors.base import (
     Normalize,
     Pixels,
     Resampling,
+    fill_patches,
     normalized,
     resized,
 )
-from megaresume.images.processors.kernels import fill_patches
 from megaresume.images.room import new_pixels
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.schema import Options, Within
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-__all__ = ["Native"]
 
 #: largest ratio of the longer edge to the shorter one, as in the original.
 _MAX_RATIO = 200

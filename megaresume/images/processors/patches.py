@@ -21,18 +21,16 @@ from megaresume.images.processors.base import (
     Normalize,
     Pixels,
     Resampling,
+    fill_patches,
     normalized,
     resized,
 )
-from megaresume.images.processors.kernels import fill_patches
 from megaresume.images.room import new_pixels
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.schema import Options, Within
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-__all__ = ["Patches"]
 
 #: of an image on its way to a square: 4 bytes each. Pillow itself opens no more.
 MOST_PIXELS = 178_956_970

@@ -24,8 +24,6 @@ from megaresume.stream.schema import Options, refused
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["PythonProcessor"]
-
 
 def _of_json(value: dict[str, Any]) -> dict[str, Any]:
     try:

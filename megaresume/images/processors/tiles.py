@@ -24,18 +24,16 @@ from megaresume.images.processors.base import (
     Normalize,
     Pixels,
     Resampling,
+    fill_patches,
     normalized,
     resized,
 )
-from megaresume.images.processors.kernels import fill_patches
 from megaresume.images.room import new_pixels
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.schema import Options, Truth, Within
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-__all__ = ["Tiles"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +55,7 @@ class Tiles(Options):
     #: without the thumbnail.
     min_tiles: Annotated[int, Within(1, 1000)] = 1
     max_tiles: Annotated[int, Within(1, 1000)] = 12
-    #: the whole image once more, as one tile, behind the others; not for an image of one tile.
+    #: the whole image once more, as one tile, after the others; not for an image of one tile.
     thumbnail: Truth = True
     #: which shape is closest: by ``ratio`` of the edges (InternVL), or with the ``area`` weighted in (Megatron-LM's
     #: ``--use-area-weighted-aspect-ratio``).

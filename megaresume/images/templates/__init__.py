@@ -1,7 +1,7 @@
 """Templates by kind: how the members of a record become one document.
 
 caption.py      caption      an image, a text                            trained on: the text
-chat.py         chat         images, a conversation in JSON (roles.py)   the assistant's turns
+chat.py         chat         images, a conversation in JSON              the assistant's turns
 interleaved.py  interleaved  images, lists of texts and images in JSON   every text
 
 base.py says what a template makes of a record.

@@ -13,8 +13,6 @@ from typing import Any, Protocol
 from megaresume.corpora.image_text import Record
 from megaresume.stream.errors import CorpusError
 
-__all__ = ["IMAGE_EXTENSIONS", "Image", "Piece", "Template", "Text", "image_members", "json_member", "named_image"]
-
 #: the last part of the names of members that are images.
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif", "bmp")
 
@@ -127,7 +125,7 @@ def named_image(record: Record, name: object) -> str:
     raise CorpusError(
         f"record '{record.key}' has no image '{text}'",
         found=f"members {', '.join(sorted(record.members)) or 'none'}",
-        expected=f"'{own}.{file}', or a name in the JSON that is the part behind '{own}.'",
+        expected=f"'{own}.{file}', or a name in the JSON that is the part after '{own}.'",
         cause="an image that was not downloaded, or a path of the data set before it was written to shards",
         action=f"correct the name, or write the record again; it is in {record.path}",
     )

@@ -23,8 +23,6 @@ from megaresume.images.templates.base import (
 )
 from megaresume.stream.schema import Options, Texts, Truth
 
-__all__ = ["Caption"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Caption(Options):

@@ -26,8 +26,6 @@ from megaresume.images.templates.base import (
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.schema import Options, Texts, Truth
 
-__all__ = ["Interleaved"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interleaved(Options):

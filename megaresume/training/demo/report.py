@@ -9,14 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaresume.render import COLOURS, html_table, page, svg
-from megaresume.training.compare import Comparison
 from megaresume.training.demo.scenario import Extra, Scenario
-from megaresume.training.records import RunRecords
+from megaresume.training.records import Comparison, RunRecords
 
 if TYPE_CHECKING:
     from megaresume.stream.stream import Stream
-
-__all__ = ["Facts", "Start", "write_report"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

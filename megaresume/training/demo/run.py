@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.layout import ledger_path
+from megaresume.batches.open import open_stream
 from megaresume.checkpoint.ledger import read_ledger
-from megaresume.loading.open import open_stream
+from megaresume.checkpoint.paths import ledger_path
 from megaresume.stream.errors import SetupError
-from megaresume.training.compare import compare_all
-from megaresume.training.demo.commands import ask
-from megaresume.training.demo.plan import Attempt
 from megaresume.training.demo.report import Facts, Start, write_report
-from megaresume.training.demo.scenario import Say, Scenario
-from megaresume.training.jobs import LocalJob
-from megaresume.training.own_directory import own_directory
-from megaresume.training.records import read_records
-from megaresume.training.watch import Watch
+from megaresume.training.demo.scenario import Attempt, Say, Scenario
+from megaresume.training.jobs import LocalJob, Watch, own_directory
+from megaresume.training.records import compare_all, read_records
 
-__all__ = ["run_demo"]
+
+def ask(*words: str) -> dict[str, Any]:
+    """What a command of the program prints with --json; its exit status is in there too.
+
+    Raises:
+        SetupError: it printed nothing.
+    """
+    done = subprocess.run([sys.executable, "-m", "megaresume", *words, "--json"], stdout=subprocess.PIPE, text=True)
+    if not done.stdout.strip():
+        raise SetupError(
+            f"megaresume {words[0]} failed",
+            found=f"exit status {done.returncode}",
+            expected="a result",
+            action=f"run it by hand: megaresume {' '.join(words)}",
+        )
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
 
 #: Written into the directory of a demo, so that --overwrite removes nothing else.
 MARK = ".megaresume-demo"

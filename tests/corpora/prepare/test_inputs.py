@@ -2,13 +2,18 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import lzma
 import os
 import sys
+import tarfile
+import zipfile
 
+import PIL.Image
 import pytest
 import zstandard
 
+from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
 from megaresume.corpora.prepare.inputs import InputStream, find_inputs
 from megaresume.stream.errors import CorpusError, SetupError, UsageError
 
@@ -45,7 +50,7 @@ def test_every_compression_reads_back_from_any_offset(tmp_path, suffix, members)
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
 @pytest.mark.parametrize("damage", ["cut", "flip", "other"])
 def test_damaged_compression(tmp_path, suffix, damage):
-    data = bytearray(COMPRESS[suffix](os.urandom(100_000)))
+    data = bytearray(COMPRESS[suffix](os.urandom(50_000).hex().encode()))
     if damage == "cut":
         data = data[:-20]
     elif damage == "flip":
@@ -82,6 +87,83 @@ def test_order_and_formats(tmp_path):
     ]
     assert [f.path.name for f in find_inputs([tmp_path], glob="**/*.py").files] == ["1.py", "2.py"]
     assert {f.format for f in find_inputs([tmp_path / "b"], format="jsonl").files} == {"jsonl"}
+
+
+def tar(**members):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def image(kind):
+    buffer = io.BytesIO()
+    PIL.Image.new("RGB", (8, 8)).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def zipped():
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("a.txt", "text")
+    return buffer.getvalue()
+
+
+BINARY = {
+    "a tar archive": tar(a=b"only text, as records of captions are"),
+    "a zip archive": zipped(),
+    "a Parquet table": b"PAR1\x15\x04\x15\x20\x15\x24L\x15\x04" + b"text" * 100,
+    **{f"a {kind} image": image(kind) for kind in ("PNG", "JPEG", "GIF", "WebP", "TIFF", "BMP")},
+    **{name: COMPRESS[suffix](CONTENT) for name, suffix in {"gzip": ".gz", "bzip2": ".bz2", "xz": ".xz"}.items()},
+    "zstd": COMPRESS[".zst"](CONTENT),
+    "a NUL byte at 4": b"text\0\0\0\0more",
+}
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("kind", BINARY)
+def test_what_is_no_text_is_refused(tmp_path, kind, suffix):
+    (tmp_path / f"a{suffix}").write_bytes(COMPRESS[suffix](BINARY[kind]))
+    with pytest.raises(UsageError, match="is no text") as error:
+        InputStream(find_inputs([tmp_path]).files[0])
+    assert error.value.found == kind and error.value.expected and error.value.action
+
+
+def test_a_directory_of_shards_makes_no_corpus(tmp_path):
+    (tmp_path / "shards").mkdir()
+    for shard in range(2):
+        (tmp_path / "shards" / f"pairs-{shard}.tar").write_bytes(BINARY["a tar archive"])
+    with pytest.raises(UsageError, match=r"pairs-0.tar is no text") as error:
+        prepare([tmp_path / "shards"], tmp_path / "corpus", PrepareOptions(workers=1))
+    assert "shards/*.tar --processor" in error.value.action
+    assert not {*tmp_path.glob("corpus.bin"), *tmp_path.glob("corpus.idx")}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "PAR1 is a gene",
+        "GIF89a is a format",
+        "BM",
+        "BZh",
+        "%PDF-1.4",
+        "",
+        "tabs\t\f\x1b[31mred",
+        "日本" * 5000,
+        "ustar" * 100,
+    ],
+)
+def test_text_is_text_whatever_it_begins_with(tmp_path, text):
+    (tmp_path / "a").write_text(text)
+    assert stream(tmp_path / "a").read(1 << 30) == text.encode()
+
+
+def test_text_in_another_encoding_is_left_to_its_flag(tmp_path):
+    (tmp_path / "a").write_bytes("caf\xe9 ".encode("latin-1") * 5000)
+    assert stream(tmp_path / "a").read(4) == b"caf\xe9"
 
 
 def test_links_are_followed_and_each_directory_is_read_once(tmp_path):

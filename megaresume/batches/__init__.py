@@ -1,0 +1,15 @@
+"""Samples to batches.
+
+    open.py       a data.yaml -> Stream
+    assemble.py   planned samples -> arrays of tokens, labels, loss mask, position ids
+    batch.py      arrays -> torch tensors, cu_seqlens, document-diagonal attention mask
+    dataset.py    the stream as a map-style torch dataset
+    loader.py     the micro-batches of one rank, read ahead by a thread or by worker processes
+    items.py      any map-style dataset as a source; data_loader.py: its batches, in the place of torch's DataLoader
+    documents.py  image-text documents into the arrays of a batch
+    validation.py validation sets that stay put
+    models/       batches as the arguments of other people's models
+
+A token's label is the next token of its document, also where the document goes on in another sample; the last token
+of a document has none. So labels never cross a document.
+"""

@@ -1,0 +1,331 @@
+"""`Assembler`: from what samples hold to arrays of tokens. Stateless: the same plan gives the same bytes anywhere.
+
+Compiled loops lay out and write whole batches, without holding the GIL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from megaresume.batches.documents import DocumentReader, Images
+from megaresume.corpora.base import Source, TokenSource, is_document_source
+from megaresume.stream.compiled import compiled
+from megaresume.stream.errors import UsageError
+from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
+from megaresume.stream.planning.plan import Plan
+
+
+@compiled
+def lay_out(table, starts, align, seq_length, rows, columns, bounds, num_bounds, order, num_of_source):  # type: ignore[no-untyped-def]
+    """Where each segment of a plan goes, and where attention must not look across.
+
+    Args:
+        table, starts: of the `Plan`: int64[n, SEGMENT_WIDTH], int64[m + 1].
+        align: tokens that a segment's place is a multiple of.
+        seq_length: S.
+        rows, columns: int64[n], written.
+        bounds: int32[n + 2 * m], written: for each sample the starts of its segments, that of the padding after
+            them if any, and S.
+        num_bounds: int64[m], written: how many of ``bounds`` are each sample's.
+        order: int64[n], written: the segments grouped by source.
+        num_of_source: int64[sources], zeros; written: segments of each source.
+
+    Returns:
+        How many of ``bounds`` were written.
+    """
+    written = 0
+    for row in range(starts.size - 1):
+        column = 0
+        before = written
+        for k in range(starts[row], starts[row + 1]):
+            rows[k], columns[k] = row, column
+            bounds[written] = column
+            written += 1
+            end = column + table[k, LENGTH]
+            column = -(-end // align) * align
+        if column < seq_length:  # also the padding begins at a multiple: kernels for packed attention count on it
+            bounds[written] = column
+            written += 1
+        bounds[written] = seq_length
+        written += 1
+        num_bounds[row] = written - before
+    for k in range(table.shape[0]):
+        num_of_source[table[k, SOURCE]] += 1
+    place = np.cumsum(num_of_source) - num_of_source
+    for k in range(table.shape[0]):
+        source = table[k, SOURCE]
+        order[place[source]] = k
+        place[source] += 1
+    return written
+
+
+@compiled
+def copy_segments(  # type: ignore[no-untyped-def]
+    stored, document_starts, document_lengths, which, table, rows, columns, tokens, labels, loss_mask
+):
+    """Copy the segments of one source into their places.
+
+    The label of a token is the next token of its document; the last token of a document has none.
+
+    Args:
+        stored: [tokens of the corpus], any integer dtype.
+        document_starts, document_lengths: int64[k], where each segment's document lies in ``stored``, in tokens.
+        which: int64[k], rows of ``table`` that are of this source.
+        table: int64[n, SEGMENT_WIDTH], all segments of the batch. rows, columns: int64[n], where they go.
+        tokens, labels: int64[m, S]. loss_mask: float32[m, S].
+    """
+    for j in range(which.size):
+        k = which[j]
+        offset, length = table[k, OFFSET], table[k, LENGTH]
+        first = document_starts[j] + offset
+        source = stored[first : first + length]
+        row, column = rows[k], columns[k]
+        to_tokens = tokens[row, column : column + length]
+        to_labels = labels[row, column : column + length]
+        to_mask = loss_mask[row, column : column + length]
+        for i in range(length):
+            to_tokens[i] = source[i]
+        for i in range(length - 1):
+            to_labels[i] = source[i + 1]
+        for i in range(length):
+            to_mask[i] = 1
+        if offset + length < document_lengths[j]:
+            to_labels[length - 1] = stored[first + length]
+        else:
+            to_labels[length - 1] = 0
+            to_mask[length - 1] = 0
+
+
+@compiled
+def finish_rows(starts, columns, table, align, pad_id, tokens, labels, loss_mask, position_ids):  # type: ignore[no-untyped-def]
+    """Write padding and position ids; positions start again at every segment, and at the padding at the end.
+
+    Args:
+        starts: int64[m + 1], the segments of each row. columns: int64[n], where each lies. table: of the `Plan`.
+        align: tokens that a segment's place is a multiple of.
+        pad_id: token written where there is no document.
+        tokens, labels, position_ids: int64[m, S]. loss_mask: float32[m, S].
+    """
+    seq_length = tokens.shape[1]
+    for row in range(tokens.shape[0]):
+        written = end = 0
+        for k in range(starts[row], starts[row + 1]):
+            # Padding up to an aligned column belongs to the segment before it.
+            _pad(row, written, columns[k], pad_id, tokens, labels, loss_mask)
+            written = columns[k] + table[k, LENGTH]
+            end = columns[k] + -(-table[k, LENGTH] // align) * align
+            _count(position_ids[row, columns[k] : end])
+        _pad(row, written, seq_length, pad_id, tokens, labels, loss_mask)
+        _count(position_ids[row, end:])
+
+
+@compiled
+def _count(out):  # type: ignore[no-untyped-def]
+    for i in range(out.size):
+        out[i] = i
+
+
+@compiled
+def _pad(row, start, stop, pad_id, tokens, labels, loss_mask):  # type: ignore[no-untyped-def]
+    for i in range(start, stop):
+        tokens[row, i] = pad_id
+        labels[row, i] = 0
+        loss_mask[row, i] = 0
+
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrays:
+    """A batch of m samples of S tokens, before torch."""
+
+    #: int64[m, S].
+    tokens: Int64Array
+    #: int64[m, S]: the next token of the same document; 0 where there is none.
+    labels: Int64Array
+    #: float32[m, S]: 1 where the label counts: never at the last token of a document, never at padding; in an
+    #: image-text document only where its template says so.
+    loss_mask: npt.NDArray[np.float32]
+    #: int64[m, S]: from 0 in every segment.
+    position_ids: Int64Array
+
+    @classmethod
+    def empty(cls, num_samples: int, seq_length: int) -> Arrays:
+        """Not initialised."""
+        shape = (num_samples, seq_length)
+        return cls(
+            tokens=np.empty(shape, np.int64),
+            labels=np.empty(shape, np.int64),
+            loss_mask=np.empty(shape, np.float32),
+            position_ids=np.empty(shape, np.int64),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where the n segments of m samples go."""
+
+    #: int64[n], in samples from the first of the batch.
+    rows: Int64Array
+    #: int64[n], in tokens.
+    columns: Int64Array
+    #: int32[sum of num_bounds]: of each sample the starts of its segments, of the padding after them if any, and S.
+    bounds: npt.NDArray[np.int32]
+    #: int64[m].
+    num_bounds: Int64Array
+    #: int64[n]: the segments grouped by source.
+    order: Int64Array
+    #: int64[sources]: segments of each source.
+    num_of_source: Int64Array
+
+
+class Assembler:
+    """Reads the tokens of planned samples.
+
+    Args:
+        sources: in the order of the stream's config.
+        seq_length: tokens a sample.
+        align: tokens that a segment's place is a multiple of (``packing.align``).
+        pad_id: token written where there is no document.
+        seed, names: of the stream and of its sources, which randomness in image-text documents is keyed by; needed
+            where there are such.
+
+    Raises:
+        ConfigError: image sources that do not go together.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        seq_length: int,
+        align: int = 1,
+        pad_id: int = 0,
+        seed: int | None = None,
+        names: Sequence[str] = (),
+    ) -> None:
+        self.sources = list(sources)
+        self.seq_length = seq_length
+        self.align = align
+        self.pad_id = pad_id
+        self._in_one_array: dict[int, bool] = {}
+        with_images = {i: s for i, s in enumerate(self.sources) if is_document_source(s)}
+        #: reads image-text documents; None where the blend has none.
+        self.documents: DocumentReader | None = None
+        if with_images:
+            assert seed is not None and len(names) == len(self.sources), "images need the seed and names of the stream"
+            self.documents = DocumentReader(with_images, names=names, seed=seed)
+
+    def lay_out(self, plan: Plan) -> Layout:
+        """Where the segments of a plan go."""
+        num_segments, num_samples = len(plan.table), len(plan)
+        rows, columns, order = np.empty((3, num_segments), np.int64)
+        bounds, num_bounds = np.empty(num_segments + 2 * num_samples, np.int32), np.empty(num_samples, np.int64)
+        num_of_source = np.zeros(len(self.sources), np.int64)
+        written = lay_out(
+            plan.table,
+            plan.starts,
+            self.align,
+            self.seq_length,
+            rows,
+            columns,
+            bounds,
+            num_bounds,
+            order,
+            num_of_source,
+        )
+        return Layout(
+            rows=rows,
+            columns=columns,
+            bounds=bounds[:written],
+            num_bounds=num_bounds,
+            order=order,
+            num_of_source=num_of_source,
+        )
+
+    def fill(self, plan: Plan, out: Arrays, images: Images | None = None) -> Layout:
+        """Write the samples of a plan into arrays of as many rows.
+
+        Args:
+            plan: the samples.
+            out: the arrays.
+            images: where to collect images.
+
+        Raises:
+            CorpusError: a document is damaged, or not as long as the index says.
+            UsageError: the blend has image sources, and whoever asks has no place for images.
+        """
+        if self.documents is not None and images is None:
+            raise UsageError(
+                "this loop takes tokens alone, and the blend has images",
+                found=f"image sources: {', '.join(self.documents.names[i] for i in self.documents.sources)}",
+                expected="sources of text",
+                action="load batches with images through megaresume.attach or StreamLoader, or leave these sources out",
+            )
+        layout = self.lay_out(plan)
+        first = 0
+        with_images = []
+        for i, num in enumerate(layout.num_of_source.tolist()):
+            mine = layout.order[first : first + num]
+            if self.documents is not None and i in self.documents.sources:
+                with_images.append(mine)
+            elif num:
+                self._fill_from(i, mine, plan, layout, out)
+            first += num
+        if self.documents is not None and images is not None:
+            self.documents.fill(plan, layout, np.concatenate(with_images), out, images)
+        finish_rows(
+            plan.starts,
+            layout.columns,
+            plan.table,
+            self.align,
+            self.pad_id,
+            out.tokens,
+            out.labels,
+            out.loss_mask,
+            out.position_ids,
+        )
+        return layout
+
+    def _fill_from(self, i: int, mine: Int64Array, plan: Plan, layout: Layout, out: Arrays) -> None:
+        source = self.sources[i]
+        if i not in self._in_one_array:  # the check is slow, and opens the file of tokens
+            self._in_one_array[i] = isinstance(source, TokenSource)
+        if not self._in_one_array[i]:
+            self._read(source, mine, plan, layout, out)
+            return
+        documents = plan.table[:, DOCUMENT][mine]  # three times as fast as [mine, DOCUMENT]
+        corpus = cast(TokenSource, source)
+        copy_segments(
+            corpus.token_view,
+            corpus.token_starts(documents),
+            corpus.lengths(documents),
+            mine,
+            plan.table,
+            layout.rows,
+            layout.columns,
+            out.tokens,
+            out.labels,
+            out.loss_mask,
+        )
+
+    def _read(self, source: Source, mine: Int64Array, plan: Plan, layout: Layout, out: Arrays) -> None:
+        """A source without one array of tokens: a call for each segment, with the token after it where there is one."""
+        totals = source.lengths(plan.table[mine, DOCUMENT]).tolist()
+        for k, total in zip(mine.tolist(), totals, strict=True):
+            document, offset, length = plan.table[k, [DOCUMENT, OFFSET, LENGTH]].tolist()
+            row, column = int(layout.rows[k]), int(layout.columns[k])
+            end = column + length
+            read: npt.NDArray[Any] = source.read(document, offset, min(length + 1, total - offset))
+            out.tokens[row, column:end] = read[:length]
+            out.labels[row, column : column + len(read) - 1] = read[1:]
+            out.loss_mask[row, column:end] = 1
+            if len(read) == length:
+                out.labels[row, end - 1] = 0
+                out.loss_mask[row, end - 1] = 0

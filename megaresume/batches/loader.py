@@ -1,0 +1,219 @@
+"""`StreamLoader`: the micro-batches of one rank, in order, for ever.
+
+Sample numbers are computed here, in the consumer's process; what reads the samples is one of
+
+    prefetch thread (the default)   compiled loops that do not hold the GIL: for corpora of tokens nothing is faster
+    worker processes                for sources whose ``get`` is slow Python; fork or spawn, any number
+    nobody (``prefetch=0``)         on demand, in the consumer's thread
+
+and none of them can change what comes next. Batches that were read ahead are no part of any state.
+
+Worker processes outlive the signals that ask the run to stop.
+
+Slurm sends a job's signals to all of its processes. torch's worker dies of a SIGTERM that is not its parent's, and
+the parent of it in the middle of the very save that the signal asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Literal
+
+import torch.utils.data
+
+from megaresume.batches.batch import Batch, make_batch
+from megaresume.batches.dataset import StreamDataset, whole
+from megaresume.stream.batches import BatchSchedule, micro_batches
+from megaresume.stream.errors import MegaresumeError
+from megaresume.stream.stream import Stream
+
+_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
+_listening = False
+
+
+def outlive_signals(_worker: int = 0) -> None:
+    """In a worker process: only the parent's own SIGTERM, by which torch clears workers away, ends it.
+
+    May be given to a ``DataLoader`` as ``worker_init_fn``. A second call in one process changes nothing.
+    """
+    global _listening
+    if _listening:
+        return
+    _listening = True
+    parent = os.getppid()
+    # Blocked in every thread that begins from here on; delivered to the one that waits for them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    threading.Thread(target=_wait, args=(parent,), name="megaresume-signals", daemon=True).start()
+
+
+def _wait(parent: int) -> None:
+    while True:
+        found = signal.sigwaitinfo(_SIGNALS)
+        if found.si_signo == signal.SIGTERM and found.si_pid == parent:
+            os._exit(0)  # as torch's own handler does
+
+
+StartMethod = Literal["fork", "spawn", "forkserver"]
+
+
+class StreamLoader:
+    """Iterates over the micro-batches of one data-parallel rank.
+
+    Args:
+        stream: the global stream.
+        schedule: global batch sizes by sample.
+        micro_batch_size: samples.
+        dp_rank, dp_size: this rank among the data-parallel ranks.
+        start: sample at which the first step begins; a step boundary. Default: where the stream was restored.
+        stop: sample at which to end; None: no end.
+        num_workers: worker processes; 0: a thread, or none with ``prefetch=0``.
+        prefetch: micro-batches read ahead (by each worker).
+        start_method: of worker processes; None: Python's default.
+        pin_memory: put tensors into page-locked memory, for asynchronous copies to a GPU.
+        attention_mask: add the document-diagonal mask.
+        pad_id: token written where there is no document.
+
+    Raises:
+        UsageError: the global batch does not divide over the ranks.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        schedule: BatchSchedule,
+        *,
+        micro_batch_size: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        start: int | None = None,
+        stop: int | None = None,
+        num_workers: int = 0,
+        prefetch: int = 2,
+        start_method: StartMethod | None = None,
+        pin_memory: bool = False,
+        attention_mask: bool = False,
+        pad_id: int = 0,
+    ) -> None:
+        self.stream = stream
+        self.schedule = schedule
+        self.micro_batch_size = micro_batch_size
+        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.start = stream.start if start is None else start
+        self.stop = stop
+        self.num_workers = num_workers
+        self.prefetch = prefetch
+        self.start_method = start_method
+        self.pin_memory = pin_memory
+        self.dataset = StreamDataset(stream, attention_mask=attention_mask, pad_id=pad_id)
+        self._attention_mask = attention_mask
+        # Wrong sizes must fail when the loader is built, on every rank, not in the middle of the ramp-up.
+        for _, size in schedule.segments:
+            micro_batches(0, size, micro_batch_size=micro_batch_size, dp_rank=dp_rank, dp_size=dp_size)
+
+    def indices(self) -> Iterator[range]:
+        """The sample numbers of every micro-batch of this rank, in order.
+
+        Raises:
+            StreamExhausted: the stream ends within a global batch. At its start, on every rank: one that was handed
+                batches while another one ran dry would wait for it for ever.
+        """
+        sample = self.start
+        while self.stop is None or sample < self.stop:
+            size = self.schedule.size_at(sample)
+            self.stream.plan(sample + size - 1, sample + size)
+            yield from micro_batches(
+                sample, size, micro_batch_size=self.micro_batch_size, dp_rank=self.dp_rank, dp_size=self.dp_size
+            )
+            sample += size
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Micro-batches from ``start`` on; every call begins there again.
+
+        Raises:
+            StreamExhausted: the stream ends within the next global batch; on every rank alike.
+            CorpusError: a document is damaged.
+        """
+        if self.num_workers:
+            return self._from_workers()
+        if self.prefetch:
+            return self._from_thread()
+        return self._on_demand()
+
+    def _on_demand(self) -> Iterator[Batch]:
+        for samples in self.indices():
+            plan = self.stream.plan(samples.start, samples.stop)
+            assembler = self.dataset.assembler_of(samples.start, samples.stop)
+            yield make_batch(plan, assembler, attention_mask=self._attention_mask, pin_memory=self.pin_memory)
+
+    def _from_workers(self) -> Iterator[Batch]:
+        indices = _Indices(self)
+        loader = torch.utils.data.DataLoader(
+            self.dataset,
+            batch_sampler=indices,
+            num_workers=self.num_workers,
+            collate_fn=whole,
+            worker_init_fn=outlive_signals,
+            pin_memory=self.pin_memory,
+            prefetch_factor=max(self.prefetch, 1),
+            multiprocessing_context=self.start_method,
+            # It draws the workers' seeds. From the global generator, they would change the dropout of the model.
+            generator=torch.Generator(),
+        )
+        yield from loader
+        if indices.ended is not None:
+            raise indices.ended
+
+    def _from_thread(self) -> Iterator[Batch]:
+        ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=self.prefetch)
+        stopped = threading.Event()
+
+        def put(item: Batch | BaseException | None) -> bool:
+            while not stopped.is_set():
+                try:
+                    ready.put(item, timeout=0.1)
+                except queue.Full:
+                    continue
+                return True
+            return False
+
+        def read_ahead() -> None:
+            try:
+                for batch in self._on_demand():
+                    if not put(batch):
+                        return
+                put(None)
+            except BaseException as error:  # noqa: BLE001  raised again in the consumer's thread
+                put(error)
+
+        thread = threading.Thread(target=read_ahead, name="megaresume-prefetch", daemon=True)
+        thread.start()
+        try:
+            while (item := ready.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            stopped.set()
+            thread.join()
+
+
+class _Indices:
+    """A batch sampler: lists of sample numbers.
+
+    It is asked far ahead of the batches: what ends it must not be raised before those that are on their way are out.
+    """
+
+    def __init__(self, loader: StreamLoader) -> None:
+        self._loader = loader
+        self.ended: MegaresumeError | None = None
+
+    def __iter__(self) -> Iterator[list[int]]:
+        try:
+            for samples in self._loader.indices():
+                yield list(samples)
+        except MegaresumeError as error:
+            self.ended = error

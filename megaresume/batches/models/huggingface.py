@@ -1,0 +1,136 @@
+"""Batches for Hugging Face transformers: causal language models, LLaVA, InternVL, Qwen2-VL and Qwen2.5-VL.
+
+    position_ids   0 1 2 3 | 0 1 2 | 0 0 0     begin again in every document: with no attention mask and no cache,
+                                               transformers keeps documents apart by that alone, in every attention
+
+`labels` there name the token itself, and the model shifts them; where a document goes on in the next sample, its last
+label would be lost in that shift. So `shift_labels` are passed too, which the losses of transformers prefer.
+Checked with transformers 5.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, get_args
+
+import torch
+
+from megaresume.batches.batch import Batch, document_mask
+from megaresume.stream.errors import UsageError
+
+Family = Literal["causal_lm", "llava", "internvl", "qwen2_vl"]
+#: What transformers leave out of a loss.
+IGNORED = -100
+
+
+def for_hf(batch: Batch, *, family: Family, mask_dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """Keyword arguments of ``model.forward``; its loss is the mean over all tokens with ``loss_mask``.
+
+    Args:
+        batch: m samples of S tokens. For ``llava`` and ``internvl`` with tiles (processors ``patches``, ``tiles``), for
+            ``qwen2_vl`` with patches (``native``); the image token must be that of the model.
+        family: the model.
+        mask_dtype: add a mask for versions of transformers that do not look at position ids: [m, 1, S, S] in this dtype
+            (that of the attention), added to the scores.
+
+    Returns:
+        input_ids, position_ids, labels, shift_labels, use_cache; pixel_values where there are images, for ``qwen2_vl``
+        with image_grid_thw; attention_mask with ``mask_dtype``. Without an image in the batch the vision model is left
+        out.
+
+    Raises:
+        UsageError: another family, or pixels that are not of this one.
+    """
+    if family not in get_args(Family):
+        raise UsageError(
+            "unknown family of models",
+            found=repr(family),
+            expected=f"one of {', '.join(get_args(Family))}",
+            action="pass the family whose arguments the model takes",
+        )
+    next_tokens = torch.where(batch["loss_mask"] > 0, batch["labels"], IGNORED)
+    labels = torch.full_like(next_tokens, IGNORED)
+    labels[:, 1:] = next_tokens[:, :-1]
+    arguments = {
+        "input_ids": batch["tokens"],
+        "position_ids": batch["position_ids"],
+        "labels": labels,
+        "shift_labels": next_tokens,
+        "use_cache": False,  # with one, transformers would not look at the position ids
+    }
+    if "pixel_values" in batch and family != "causal_lm":
+        _check_pixels(batch, family)
+        if family == "qwen2_vl":
+            arguments["position_ids"] = _positions_of_axes(batch)
+        if len(batch["num_tiles"]):
+            arguments["pixel_values"] = batch["pixel_values"]
+            if family == "qwen2_vl":
+                arguments["image_grid_thw"] = batch["image_grid_thw"]
+    elif "pixel_values" in batch and len(batch["num_tiles"]):
+        raise UsageError(
+            "a language model without eyes was given images",
+            found=f"{len(batch['num_tiles'])} images",
+            expected="text",
+            action="pass the family of a model that takes images, or leave the image sources out",
+        )
+    if mask_dtype is not None:
+        arguments["attention_mask"] = _added_mask(batch, mask_dtype)
+    return arguments
+
+
+def _check_pixels(batch: Batch, family: str) -> None:
+    axes = batch["pixel_values"].ndim
+    expected = 2 if family == "qwen2_vl" else 4
+    if axes != expected:
+        raise UsageError(
+            f"the images are not as {family} takes them",
+            found=f"pixel_values {list(batch['pixel_values'].shape)}",
+            expected="[patches, values of a patch]: processor native"
+            if expected == 2
+            else "[tiles, 3, H, W]: processors patches and tiles",
+            action="prepare the shards with the processor of this model",
+        )
+
+
+def _added_mask(batch: Batch, dtype: torch.dtype) -> torch.Tensor:
+    mask = document_mask(batch["cu_seqlens"], batch["tokens"].shape[1]).to(batch["tokens"].device)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, torch.finfo(dtype).min)
+
+
+def _positions_of_axes(batch: Batch) -> torch.Tensor:
+    """Rotary positions of Qwen2-VL, from 0 in every document, as its `get_rope_index` gives them for that one alone.
+
+    A token of text has the same position on all three axes. Those of an image are those of its place in the grid,
+    counted from the position after the text before it; the text after goes on from the largest of them.
+
+    Returns:
+        int64[4, m, S]: plain positions, by which documents are told apart, and those in time, height and width.
+    """
+    plain = batch["position_ids"].cpu()
+    # axes: [3, m, S]
+    axes = plain.expand(3, -1, -1).clone()
+    for (row, column, num), grid in zip(
+        batch["image_positions"].tolist(), batch["image_grid_thw"].tolist(), strict=True
+    ):
+        frames, rows, columns = _in_tokens(num, grid)
+        bounds = batch["cu_seqlens"][row]
+        end = int(bounds[torch.searchsorted(bounds, column, right=True)])
+        first = int(axes[0, row, column])
+        steps = torch.meshgrid(torch.arange(frames), torch.arange(rows), torch.arange(columns), indexing="ij")
+        axes[:, row, column : column + num] = first + torch.stack(steps).flatten(1)
+        axes[:, row, column + num : end] += max(rows, columns) - num
+    return torch.cat([plain[None], axes]).to(batch["position_ids"].device)
+
+
+def _in_tokens(num: int, grid: list[int]) -> tuple[int, int, int]:
+    """(frames, rows, columns) of tokens of an image with this grid of patches."""
+    frames, rows, columns = grid
+    merge = math.isqrt(frames * rows * columns // num)
+    if frames * rows * columns != num * merge * merge or rows % merge or columns % merge:
+        raise UsageError(
+            "an image has another number of tokens than its patches make",
+            found=f"{num} tokens, a grid of {frames} x {rows} x {columns} patches",
+            expected="as many patches a token along each axis: processor native",
+            action="prepare the shards with the processor of this model",
+        )
+    return frames, rows // merge, columns // merge

@@ -1,0 +1,273 @@
+"""Which checkpoints a root holds, and whether each of them is whole.
+
+Listing looks at names only; examining one checkpoint reads its records and looks up the size of every file. So a root
+with a thousand checkpoints costs one examination when the newest is whole.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megaresume.checkpoint.files import NewerFormatError, SealError, read_file, unseal
+from megaresume.checkpoint.manifest import Manifest, Progress, list_files, read_manifest
+from megaresume.checkpoint.paths import (
+    RECORDS_DIR,
+    RecordKind,
+    manifest_path,
+    marker_path,
+    older_dir,
+    parse_record_name,
+    records_dir,
+    step_path,
+    tag_iteration,
+    usual_tags,
+)
+from megaresume.checkpoint.pointers import Pointer
+from megaresume.checkpoint.step_file import Marker, StepFile, read_marker, read_step_file
+from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError
+
+#: complete: manifest and state fit, every file is there with its size.
+#: unmanaged: a tag directory of which megaresume knows nothing: written before it was adopted, or without it.
+#: incomplete: its save was killed, is going on, or is being done over.
+#: damaged: it was complete, and is no longer.
+#: pruned: the weights were deleted, records are left.
+#: unsynced: complete, but not durable when a machine that wrote it went down: anything may be in its files.
+#: newer: a record was written by a newer megaresume (only `survey` says so; `examine` raises).
+Status = Literal["complete", "unmanaged", "incomplete", "damaged", "unsynced", "pruned", "newer"]
+
+#: why nothing more can be said of an unmanaged one.
+UNMANAGED = "it was written without megaresume: no data state, and whether it is complete cannot be known"
+
+
+UNSYNCED = (
+    "it was complete, but not durable yet when a machine that wrote it went down, or could not write it to its disk: "
+    "files of the right size may hold anything"
+)
+OLDER = "an older save of the same step is kept, and put back by the next start that saves there"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """What may be a checkpoint."""
+
+    tag: str
+    #: None: a name of the user's own without a record.
+    iteration: int | None
+    has_dir: bool
+    #: which of our records are there.
+    records: frozenset[RecordKind]
+
+    @property
+    def unfinished(self) -> bool:
+        """A save of it has begun and was never committed; it may have got as far as its data state."""
+        return "saving" in self.records and "manifest" not in self.records
+
+    @property
+    def order(self) -> int:
+        """For sorting: the iteration, or -1."""
+        return -1 if self.iteration is None else self.iteration
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Examined:
+    """A candidate that was looked at closely."""
+
+    candidate: Candidate
+    status: Status
+    #: why it is not complete: sentences.
+    reasons: tuple[str, ...] = ()
+    step: StepFile | None = None
+    manifest: Manifest | None = None
+
+    @property
+    def reason(self) -> str:
+        """All reasons in one line, shortened."""
+        more = f"; and {len(self.reasons) - 5} more" if len(self.reasons) > 5 else ""
+        return "; ".join(self.reasons[:5]) + more
+
+
+def list_candidates(root: Path, *, tags: tuple[str, ...] = ()) -> tuple[Candidate, ...]:
+    """Everything in a root that may be a checkpoint, newest first. Reads names, no content.
+
+    Args:
+        root: the checkpoint root; may be missing.
+        tags: further directory names to consider (those that pointers or users name).
+
+    Raises:
+        CheckpointError: the root is there but cannot be listed.
+    """
+    directories = set(_directories(root, frozenset(tags)))
+    found: dict[tuple[str, int | None], set[RecordKind]] = {}
+    for name in _names(records_dir(root)):
+        record = parse_record_name(name)
+        if record is not None:
+            tag = record.tag or _usual_tag(root, record.iteration, directories)
+            found.setdefault((tag, record.iteration), set()).add(record.kind)
+    known = {tag for tag, _ in found}
+    for tag in directories - known:
+        found[tag, tag_iteration(tag)] = set()
+    candidates = [
+        Candidate(tag=tag, iteration=iteration, has_dir=tag in directories, records=frozenset(records))
+        for (tag, iteration), records in found.items()
+    ]
+    # Usual names before the user's own at the same iteration, and always the same order.
+    return tuple(sorted(candidates, key=lambda c: (-c.order, tag_iteration(c.tag) is None, c.tag)))
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot list {directory}", found=error.strerror or str(error), expected="a readable directory"
+        ) from error
+
+
+def _directories(root: Path, tags: frozenset[str]) -> list[str]:
+    names = [name for name in _names(root) if tag_iteration(name) is not None or name in tags | {"release"}]
+    own = {r.tag for name in _names(records_dir(root)) if (r := parse_record_name(name)) and r.tag}
+    names += [tag for tag in own if tag not in names]
+    return [name for name in names if name != RECORDS_DIR and (root / name).is_dir()]
+
+
+def _usual_tag(root: Path, iteration: int, directories: set[str]) -> str:
+    """Which of the usual names the records of an iteration are about."""
+    usual = usual_tags(iteration)
+    there = [tag for tag in usual if tag in directories]
+    if len(there) == 1:
+        return there[0]
+    for path in (step_path, manifest_path, marker_path):
+        try:
+            tag = unseal(read_file(path(root, iteration, usual[0]))).get("tag")
+        except (OSError, SealError):
+            continue
+        if tag in usual:
+            return str(tag)
+    return usual[0]
+
+
+def resolve_pointer(pointer: Pointer, candidates: tuple[Candidate, ...]) -> Candidate | None:
+    """The candidate that a pointer names, if its directory is there."""
+    there = [c for c in candidates if c.has_dir]
+    if pointer.tag is not None:
+        return next((c for c in there if c.tag == pointer.tag), None)
+    if pointer.iteration is not None:
+        return next((c for c in there if c.iteration == pointer.iteration), None)
+    return None
+
+
+def examine(
+    root: Path,
+    candidate: Candidate,
+    *,
+    run: str | None = None,
+    checksums: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Examined:
+    """Look closely at one checkpoint.
+
+    Args:
+        root: the checkpoint root.
+        candidate: one of `list_candidates`.
+        run: the run that the root belongs to; None: any.
+        checksums: read every file that has a checksum in the manifest.
+        threads: for checksums.
+        progress: for checksums: called with the bytes just read, from several threads.
+
+    Raises:
+        NewerFormatError: a record was written by a newer megaresume. Never a reason to take an older checkpoint.
+    """
+    iteration, tag = candidate.iteration, candidate.tag
+    if iteration is None or not candidate.records:
+        if iteration is not None and older_dir(root, iteration, tag).is_dir():
+            return Examined(candidate=candidate, status="incomplete", reasons=(f"it is being saved again; {OLDER}",))
+        return _examine_unmanaged(root, candidate)
+
+    step, step_error = _read_step(root, iteration, tag, run)
+    manifest, manifest_error = _read_manifest(root, iteration, tag)
+
+    def verdict(status: Status, *reasons: str) -> Examined:
+        return Examined(candidate=candidate, status=status, reasons=reasons, step=step, manifest=manifest)
+
+    if not candidate.has_dir and "manifest" in candidate.records:
+        return verdict("pruned", "the tag directory is not there (only its records are)")
+    try:
+        marker = read_marker(marker_path(root, iteration, tag))
+    except NewerFormatError:
+        raise
+    except MegaresumeError as error:
+        return verdict("damaged", f"{_sentence(error)}; it may be half overwritten")
+    if "manifest" not in candidate.records:
+        aside = older_dir(root, iteration, tag).is_dir()
+        return verdict("incomplete", _no_manifest(marker) + ("; " + OLDER if aside else ""))
+    if manifest is None:
+        return verdict("damaged", manifest_error)
+    if step is None:
+        return verdict("damaged", step_error)
+    if marker is not None and marker.save_id != manifest.save_id:
+        return verdict(
+            "incomplete", f"a second save of this step began {marker.began_at} and did not end: files may be mixed"
+        )
+    if step.save_id != manifest.save_id or step.state.digest != manifest.digest:
+        return verdict(
+            "damaged",
+            f"state and manifest are of different saves (digest {step.state.digest}, manifest {manifest.digest})",
+        )
+    mode: Literal["sizes", "checksums"] = "checksums" if checksums else "sizes"
+    problems = manifest.verify(root / tag, mode=mode, threads=threads, progress=progress)
+    if problems:
+        return verdict("damaged", *map(str, problems))
+    if not manifest.is_safe:
+        return verdict("unsynced", UNSYNCED)
+    return verdict("complete")
+
+
+def _read_step(root: Path, iteration: int, tag: str, run: str | None) -> tuple[StepFile | None, str]:
+    try:
+        return read_step_file(step_path(root, iteration, tag), iteration=iteration, tag=tag, run=run), ""
+    except NewerFormatError:
+        raise
+    except StateError as error:
+        return None, _sentence(error)
+
+
+def _read_manifest(root: Path, iteration: int, tag: str) -> tuple[Manifest | None, str]:
+    try:
+        return read_manifest(manifest_path(root, iteration, tag), iteration=iteration, tag=tag), ""
+    except CheckpointError as error:
+        return None, _sentence(error)
+
+
+def _sentence(error: MegaresumeError) -> str:
+    return error.headline if error.found is None else f"{error.headline} ({error.found})"
+
+
+def _no_manifest(marker: Marker | None) -> str:
+    if marker is not None:
+        return f"its save began {marker.began_at} and did not end"
+    return "it has records but no manifest: the manifest was deleted, or the files were copied in part"
+
+
+def _examine_unmanaged(root: Path, candidate: Candidate) -> Examined:
+    """Without records only the obvious can be seen: an empty directory, or weights of 0 bytes."""
+    try:
+        files = list_files(root / candidate.tag)
+    except OSError as error:
+        reason = f"the tag directory cannot be read: {error.strerror or error}"
+        return Examined(candidate=candidate, status="damaged", reasons=(reason,))
+    if not files:
+        return Examined(candidate=candidate, status="incomplete", reasons=("the tag directory is empty",))
+    # A .distcp of 0 bytes is that of a rank that had nothing to save; not all of them are.
+    weights = [e for e in files if e.path.endswith(".pt")]
+    shards = [e for e in files if e.path.endswith(".distcp")]
+    weights += [] if any(e.size for e in shards) else shards
+    empty = [f"{e.path} has 0 bytes" for e in weights if e.size == 0]
+    if empty:
+        return Examined(candidate=candidate, status="incomplete", reasons=tuple(empty))
+    return Examined(candidate=candidate, status="unmanaged", reasons=(UNMANAGED,))

@@ -1,0 +1,254 @@
+"""Choosing what to load: on rank 0, from one root or from it and its copies; and whether the others see the same.
+
+choose            the newest complete checkpoint of a root, by the rules in `search`
+choose_of_two     of a local root and its copies whichever is newest and complete
+confirm_choice    on every other rank. On shared filesystems ranks may disagree about what exists: attribute caches
+                  lag, a mount is missing on one node. A rank that quietly started from something else would be
+                  worse than a stop
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megaresume.checkpoint.choosing.candidates import list_candidates
+from megaresume.checkpoint.choosing.search import Choice, Rejected, Search
+from megaresume.checkpoint.files import NewerFormatError
+from megaresume.checkpoint.ledger import abandoned_checkpoints, read_ledger
+from megaresume.checkpoint.manifest import Progress
+from megaresume.checkpoint.paths import check_tag, ledger_path, split_root, step_path
+from megaresume.checkpoint.step_file import StepFile, read_step_file, run_of
+from megaresume.stream.errors import CheckpointError, StateError, UsageError
+
+
+def choose(
+    load_dir: str | os.PathLike[str],
+    *,
+    tag: str | None = None,
+    iteration: int | None = None,
+    checksums: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    damaged: Mapping[Path, str] | None = None,
+) -> Choice | None:
+    """Decide what to load. Reads only; on rank 0, which then broadcasts `Choice.to_broadcast`.
+
+    Args:
+        load_dir: the checkpoint root.
+        tag: exactly this tag directory, or an error. ``global_step10_universal`` takes the data state of
+            ``global_step10``, from which it was converted.
+        iteration: exactly this iteration (Megatron's ``--ckpt-step``), or an error.
+        checksums: read every file that has a checksum in its manifest.
+        threads: for checksums, at the same time; None: one a core.
+        progress: for checksums: called with the bytes just read, from several threads.
+        damaged: tag directories that could not be read, with the reason; they are passed over.
+
+    Returns:
+        None where there is no checkpoint at all (or no such directory), or only saves that a kill cut short and the
+        run never finished one; whether that is an error is for the caller.
+
+    Raises:
+        CheckpointError: what was asked for is missing or not whole; or there are checkpoints and none is complete.
+        StateError: a record was written by a newer megaresume (`NewerFormatError`), or the ledger cannot be read.
+    """
+    root = Path(os.path.abspath(load_dir))
+    _check_root(root)
+    if tag is not None:
+        check_tag(tag)
+    search = Search(root, run_of(root), tag, checksums, threads, progress, damaged)
+    if tag is not None:
+        return search.exactly_tag(tag, iteration)
+    if iteration is not None:
+        return search.exactly_iteration(iteration)
+    return search.newest()
+
+
+def _check_root(root: Path) -> None:
+    if root.exists() and not root.is_dir():
+        raise UsageError("the checkpoint directory is a file", found=str(root), expected="a directory")
+    real_root, tag = split_root(root)
+    if tag is not None and root.is_dir():
+        raise UsageError(
+            "this is a tag directory, not a checkpoint root",
+            found=str(root),
+            expected=f"the directory that holds it: {real_root}",
+            action=f"load from {real_root}, with the tag {tag} if it must be exactly that one",
+        )
+
+
+def choose_of_two(
+    local: str | os.PathLike[str],
+    shared: str | os.PathLike[str],
+    *,
+    tag: str | None = None,
+    iteration: int | None = None,
+    checksums: bool = False,
+    damaged: Mapping[Path, str] | None = None,
+) -> Choice | None:
+    """What to load: each root is asked as `choose` does, then the newer choice is taken; the local one where both are
+    of the same step. A shared one on a branch that the local ledger knows to be given up is passed over.
+
+    Returns:
+        `Choice.load_dir` says from which; what was passed over in the other is among ``rejected``. None: neither has a
+        checkpoint.
+
+    Raises:
+        CheckpointError: neither has a complete one although the run has saved, or what was asked for; or the two are of
+            different runs.
+    """
+    roots = [Path(os.path.abspath(root)) for root in (local, shared)]
+    _check_same_run(*roots)
+    found: list[Choice] = []
+    failed: list[tuple[Path, CheckpointError]] = []
+    for root in roots:
+        try:
+            choice = choose(root, tag=tag, iteration=iteration, checksums=checksums, damaged=damaged)
+        except CheckpointError as error:
+            failed.append((root, error))
+            continue
+        if choice is not None:
+            found.append(choice)
+    if not found:
+        _check_nothing_lost(*roots)
+        if failed:
+            raise failed[0][1]
+        return None
+    given_up = abandoned_checkpoints(read_ledger(ledger_path(roots[0])).entries)
+    best = max(found, key=lambda choice: _rank(choice, roots[0], given_up))
+    others = [choice for choice in found if choice is not best]
+    passed = [
+        Rejected(tag=other.tag, iteration=other.iteration, reason=f"in {other.load_dir}: {_why(other, best, given_up)}")
+        for other in others
+    ]
+    passed += [
+        dataclasses.replace(rejected, reason=f"in {other.load_dir}: {rejected.reason}")
+        for other in others
+        for rejected in other.rejected
+    ]
+    notes = tuple(f"nothing is taken from {root}: {error.headline}" for root, error in failed)
+    return dataclasses.replace(best, rejected=(*best.rejected, *passed), notes=(*best.notes, *notes))
+
+
+def _rank(choice: Choice, local: Path, given_up: frozenset[tuple[int, str]]) -> tuple[bool, bool, int, bool]:
+    """For comparing: with a data state, on the branch of the run, newer, local."""
+    step = -1 if choice.iteration is None else choice.iteration
+    return choice.step is not None, (step, choice.tag) not in given_up, step, choice.load_dir == local
+
+
+def _why(other: Choice, best: Choice, given_up: frozenset[tuple[int, str]]) -> str:
+    if other.iteration is not None and (other.iteration, other.tag) in given_up:
+        return "it is of a branch given up before"
+    if other.iteration == best.iteration:
+        return "the same step is taken from the local storage"
+    return f"{best.tag} in {best.load_dir} is newer"
+
+
+def _check_same_run(local: Path, shared: Path) -> None:
+    runs = run_of(local), run_of(shared)
+    if None not in runs and runs[0] != runs[1]:
+        raise CheckpointError(
+            "the local checkpoints and the copies are of two runs",
+            found=f"run {runs[0]} in {local}, run {runs[1]} in {shared}",
+            expected="one run",
+            cause="the local directory is left over from another job, or two jobs copy to one place",
+            action="give every run a --save and a --megaresume-stage-to of its own; or empty the one that is left over",
+        )
+
+
+def _check_nothing_lost(local: Path, shared: Path) -> None:
+    """Raise a CheckpointError if neither root has a whole checkpoint, and the copies tell of one.
+
+    Only what was committed is copied: if the local storage was lost in the middle of the first copy, a start from
+    step 0 would throw the run away in silence.
+    """
+    candidates = list_candidates(shared)
+    if any("manifest" in candidate.records for candidate in candidates):
+        return  # copies that were whole and no longer are: `choose` names them
+    ledger = read_ledger(ledger_path(shared))
+    said = [f"{entry.tag}, saved {entry.time}" for entry in ledger.entries if entry.kind == "checkpoint"]
+    begun = [candidate.tag for candidate in candidates]
+    if not (said or begun or ledger.problems):
+        return
+    found = [f"the ledger names {said[-1]}"] if said else [str(problem) for problem in ledger.problems]
+    found += [f"the copy of {tag} is not complete" for tag in begun[:10]]
+    raise CheckpointError(
+        "the run has saved checkpoints, and neither they nor complete copies of them are there",
+        found=f"in {shared}: {', '.join(found)}; none in {local}",
+        expected="the checkpoints on the local storage, or a complete copy",
+        cause="the local storage was lost before the first copy was complete, or is that of another node",
+        action=f"start on the node that has {local}, or restore that directory; to begin anew, empty {shared}",
+    )
+
+
+def confirm_choice(
+    load_dir: str | os.PathLike[str],
+    broadcast: Mapping[str, Any] | None,
+    *,
+    timeout_seconds: float = 30.0,
+    poll_seconds: float = 0.5,
+) -> StepFile | None:
+    """Check on this rank what rank 0 chose.
+
+    Args:
+        load_dir: the checkpoint root, as this rank sees it.
+        broadcast: `Choice.to_broadcast` of rank 0, or None where it found nothing.
+        timeout_seconds: how long to wait for a filesystem whose cache lags behind.
+        poll_seconds: how often to look meanwhile.
+
+    Returns:
+        the state that this rank read, the same as rank 0's; None where rank 0 has none.
+
+    Raises:
+        CheckpointError: "this rank sees ...", after the timeout.
+        NewerFormatError: this rank runs an older megaresume than the one that wrote the state.
+    """
+    root = Path(os.path.abspath(load_dir))
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        seen, step = _look(root, broadcast)
+        if seen is None:
+            return step
+        if time.monotonic() >= deadline:
+            chosen = "no checkpoint" if broadcast is None else _words(broadcast)
+            raise CheckpointError(
+                f"this rank sees {seen}",
+                found=f"on {os.uname().nodename}, in {root}",
+                expected=f"what rank 0 chose: {chosen}",
+                cause="the directory is not on a filesystem that all nodes share, or a cache lags behind",
+                action="mount the same directory on every node; then start again",
+            )
+        time.sleep(poll_seconds)
+
+
+def _words(broadcast: Mapping[str, Any]) -> str:
+    if broadcast["digest"] is None:
+        return f"{broadcast['tag']}, without a data state"
+    return f"{broadcast['tag']}, {broadcast['samples']} samples, digest {broadcast['digest']}"
+
+
+def _look(root: Path, broadcast: Mapping[str, Any] | None) -> tuple[str | None, StepFile | None]:
+    """What this rank sees that differs, or None; and the state."""
+    if broadcast is None:
+        there = [c.tag for c in list_candidates(root) if c.has_dir and not c.unfinished]
+        return (f"{there[0]}, where rank 0 sees no checkpoint" if there else None), None
+    tag = str(broadcast["tag"])
+    if not (root / tag).is_dir():
+        return f"no directory {tag}", None
+    if broadcast["digest"] is None:
+        return None, None
+    iteration = int(broadcast["iteration"])
+    own_tag = tag.removesuffix("_universal") if not step_path(root, iteration, tag).exists() else tag
+    try:
+        step = read_step_file(step_path(root, iteration, own_tag), iteration=iteration, tag=own_tag)
+    except NewerFormatError:
+        raise
+    except StateError as error:
+        return f"no usable data state of {tag}: {error.headline}", None
+    if (step.state.digest, step.save_id) != (broadcast["digest"], broadcast["save_id"]):
+        return f"digest {step.state.digest} at {step.state.samples} samples (save {step.save_id})", None
+    return None, step

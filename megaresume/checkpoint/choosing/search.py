@@ -1,0 +1,361 @@
+"""`Search`: the checkpoints of one root, each examined at most once, and the rules by which one of them is taken.
+
+In this order, unless a tag or an iteration was asked for (then exactly that one, or an error):
+
+1. A complete checkpoint newer than the pointers *whose marker is still there*: the save was killed between manifest
+   and pointers. Nothing of it is missing, and taking an older one would train the same samples twice.
+2. What the pointers name, where they agree. Also when newer complete checkpoints exist whose commits were finished:
+   then somebody moved the pointers back on purpose. Also when it was written without megaresume: then the choice has
+   no state, and the caller decides.
+3. Walking back: the newest complete one older than that, leaving out branches that were given up (a run that started
+   again from 10 and saved 15 does not fall back to the 12 of the attempt before).
+4. Whatever else is complete: given-up branches, and checkpoints beyond the pointers.
+5. The newest one that was written without megaresume.
+
+Pointers that disagree name nothing: the newest complete one is taken, with a note.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megaresume.checkpoint.choosing.candidates import Candidate, Examined, examine, list_candidates, resolve_pointer
+from megaresume.checkpoint.data_state import DataState
+from megaresume.checkpoint.ledger import LedgerReading, abandoned_checkpoints, read_ledger
+from megaresume.checkpoint.manifest import Manifest, Progress, directories_of_models
+from megaresume.checkpoint.paths import ledger_path, step_path
+from megaresume.checkpoint.pointers import Pointer, read_pointers
+from megaresume.checkpoint.step_file import StepFile, read_step_file
+from megaresume.stream.errors import CheckpointError, StateError
+
+_UNIVERSAL = "_universal"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rejected:
+    """A checkpoint that was passed over."""
+
+    tag: str
+    iteration: int | None
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.tag}: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """What to load."""
+
+    #: the checkpoint root.
+    load_dir: Path
+    tag: str
+    #: None: an unmanaged checkpoint whose name does not tell.
+    iteration: int | None
+    #: None: written without megaresume; there is no data state. The caller decides, and must not start afresh silently.
+    step: StepFile | None
+    #: None: no manifest, completeness is not known.
+    manifest: Manifest | None
+    #: newer ones that could not be taken.
+    rejected: tuple[Rejected, ...] = ()
+    #: what somebody should know: sentences, to be logged on rank 0.
+    notes: tuple[str, ...] = ()
+
+    @property
+    def tag_dir(self) -> Path:
+        """The tag directory."""
+        return self.load_dir / self.tag
+
+    @property
+    def state(self) -> DataState | None:
+        """The data state."""
+        return None if self.step is None else self.step.state
+
+    @property
+    def digest(self) -> str | None:
+        """Digest of the data state, 16 hex digits."""
+        return None if self.step is None else self.step.state.digest
+
+    def to_broadcast(self) -> dict[str, Any]:
+        """What rank 0 tells the others: plain JSON, a few hundred bytes. See `confirm_choice`."""
+        return {
+            "tag": self.tag,
+            "iteration": self.iteration,
+            "digest": self.digest,
+            "samples": None if self.step is None else self.step.state.samples,
+            "save_id": None if self.step is None else self.step.save_id,
+        }
+
+
+class Search:
+    """One decision: remembers what was examined and passed over. For `choose` and `survey`."""
+
+    def __init__(
+        self,
+        root: Path,
+        run: str | None,
+        tag: str | None,
+        checksums: bool,
+        threads: int | None,
+        progress: Progress | None,
+        damaged: Mapping[Path, str] | None = None,
+    ) -> None:
+        self.root = root
+        self.damaged = damaged or {}
+        self.checksums, self.threads, self.progress = checksums, threads, progress
+        self.pointers = read_pointers(root)
+        named = tuple(name for name in (tag, *(p.tag for p in self.pointers)) if name)
+        self.candidates = list_candidates(root, tags=named)
+        self.run = run
+        self.examined: dict[Candidate, Examined] = {}
+        self.notes: list[str] = []
+
+    @cached_property
+    def ledger(self) -> LedgerReading:
+        return read_ledger(ledger_path(self.root))
+
+    def examine(self, candidate: Candidate) -> Examined:
+        if candidate not in self.examined and (reason := self.damaged.get(self.root / candidate.tag)) is not None:
+            self.examined[candidate] = Examined(candidate=candidate, status="damaged", reasons=(reason,))
+        if candidate not in self.examined:
+            self.examined[candidate] = examine(
+                self.root,
+                candidate,
+                run=self.run,
+                checksums=self.checksums,
+                threads=self.threads,
+                progress=self.progress,
+            )
+        return self.examined[candidate]
+
+    def choice(self, found: Examined) -> Choice:
+        # Newest first; pruned ones are no news unless nothing else explains the choice.
+        passed = sorted(
+            (e for e in self.examined.values() if e is not found and e.status not in ("complete", "pruned")),
+            key=lambda e: -e.candidate.order,
+        )
+        # Unsynced: only if it was asked for.
+        managed = found.status in ("complete", "unsynced")
+        return Choice(
+            load_dir=self.root,
+            tag=found.candidate.tag,
+            iteration=found.candidate.iteration,
+            step=found.step if managed else None,
+            manifest=found.manifest if managed else None,
+            rejected=tuple(
+                Rejected(tag=e.candidate.tag, iteration=e.candidate.iteration, reason=e.reason) for e in passed
+            ),
+            notes=tuple(self.notes),
+        )
+
+    def exactly_tag(self, tag: str, iteration: int | None) -> Choice:
+        matching = [c for c in self.candidates if c.tag == tag and iteration in (None, c.iteration)]
+        if tag.endswith(_UNIVERSAL) and matching and not matching[0].records:
+            return self._universal(tag)
+        if not any(c.has_dir for c in matching):
+            self._not_there(f"there is no checkpoint {tag}" + ("" if iteration is None else f" of {iteration}"))
+        return self._exactly(matching, f"the checkpoint {tag}")
+
+    def exactly_iteration(self, iteration: int) -> Choice:
+        matching = [c for c in self.candidates if c.iteration == iteration]
+        if not any(c.has_dir for c in matching):
+            self._not_there(f"there is no checkpoint of iteration {iteration}")
+        return self._exactly(matching, f"the checkpoint of iteration {iteration}")
+
+    def _exactly(self, matching: list[Candidate], what: str) -> Choice:
+        found = [self.examine(c) for c in matching]
+        for status in ("complete", "unmanaged", "unsynced"):
+            for one in found:
+                if one.status == status:
+                    if status != "complete":
+                        self.notes.append(f"{one.candidate.tag}: {one.reason}")
+                    return self.choice(one)
+        raise CheckpointError(
+            f"{what} cannot be loaded",
+            found="; ".join(f"{one.candidate.tag} is {one.status}: {one.reason}" for one in found),
+            expected="a complete checkpoint",
+            action=f"megaresume inspect {self.root} shows which ones are complete",
+        )
+
+    def _universal(self, tag: str) -> Choice:
+        base = tag.removesuffix(_UNIVERSAL)
+        source = next((c for c in self.candidates if c.tag == base and "state" in c.records), None)
+        if source is None or source.iteration is None:
+            raise CheckpointError(
+                f"the universal checkpoint {tag} has no data state",
+                found=f"no data state of {base} in {self.root}",
+                expected=f"the records of the checkpoint {base}, from which it was converted",
+            )
+        path = step_path(self.root, source.iteration, base)
+        step = read_step_file(path, iteration=source.iteration, tag=base, run=self.run)
+        self.notes.append(f"{tag} takes the data state of {base}; its own files were not checked")
+        return Choice(
+            load_dir=self.root,
+            tag=tag,
+            iteration=source.iteration,
+            step=step,
+            manifest=None,
+            notes=tuple(self.notes),
+        )
+
+    def _not_there(self, headline: str) -> NoReturn:
+        tags = [c.tag for c in self.candidates if c.has_dir]
+        raise CheckpointError(
+            headline,
+            found=f"{self.root} holds " + (", ".join(tags[:10]) + (", ..." if len(tags) > 10 else "") or "none"),
+            expected="a tag directory of that name or iteration",
+            cause="it was pruned or never saved, or the directory is another one",
+        )
+
+    def newest(self) -> Choice | None:
+        if not any(c.has_dir for c in self.candidates):
+            self._check_empty()
+            return None
+        if self.ledger.run is None:
+            self._check_one_run()
+        self.notes += [str(problem) for problem in self.ledger.problems if problem.kind != "cut"]
+        named = self._named_by_pointers()
+        abandoned = abandoned_checkpoints(self.ledger.entries)
+
+        def given_up(c: Candidate) -> bool:
+            return c.iteration is not None and (c.iteration, c.tag) in abandoned and c is not named
+
+        newer = [c for c in self.candidates if named is not None and c.order > named.order]
+        at_or_below = [c for c in self.candidates if c not in newer and c is not named]
+
+        if (found := self._first_complete(c for c in newer if "saving" in c.records)) is not None:
+            self.notes.append(
+                f"{found.candidate.tag} is complete, but its save was killed before the pointers were moved to it"
+            )
+            return self.choice(found)
+        if named is not None:
+            found = self.examine(named)
+            if found.status in ("complete", "unmanaged"):
+                self._note_newer(named, newer)
+                if found.status == "unmanaged":
+                    self.notes.append(f"{named.tag}: {found.reason}")
+                return self.choice(found)
+        if (found := self._first_complete(c for c in at_or_below if not given_up(c))) is not None:
+            return self.choice(found)
+        if (found := self._first_complete(c for c in self.candidates if c is not named)) is not None:
+            why = "it is newer than the pointers" if found.candidate in newer else "it is of a branch given up before"
+            self.notes.append(f"{found.candidate.tag} is taken although {why}: nothing else is complete")
+            return self.choice(found)
+        for candidate in self.candidates:
+            found = self.examine(candidate)
+            if found.status == "unmanaged":
+                self.notes.append(f"{candidate.tag}: {found.reason}")
+                return self.choice(found)
+        if self._none_was_committed():
+            log.warning("%s: the first save of the run was killed; nothing was ever committed", self.root)
+            return None
+        return self._none_complete()
+
+    def _none_was_committed(self) -> bool:
+        """Whether all that is there are saves that did not end, of a run that never finished one."""
+        began = all(c.unfinished for c in self.candidates)
+        return (
+            began and not any(entry.kind == "checkpoint" for entry in self.ledger.entries) and not self.ledger.problems
+        )
+
+    def _check_empty(self) -> None:
+        for pointer in self.pointers:
+            if pointer.status != "absent":
+                raise CheckpointError(
+                    "there are pointers but no checkpoint",
+                    found=f"{self.root / pointer.name}: {pointer.problem or repr(pointer.text)}",
+                    expected="the tag directory that it names",
+                    cause="the checkpoints were deleted or moved, or lie on a filesystem that is not mounted here",
+                    action="restore the tag directories; to begin anew, save into an empty directory",
+                )
+        recorded = [c.tag for c in self.candidates if "manifest" in c.records]
+        recorded += [str(entry.tag) for entry in reversed(self.ledger.entries) if entry.kind == "checkpoint"]
+        if recorded:
+            raise CheckpointError(
+                "there are records of checkpoints but no checkpoint",
+                found=f"{self.root}: records of {', '.join(dict.fromkeys(recorded[:10]))}",
+                expected="their tag directories",
+                cause="the checkpoints were deleted or moved",
+                action="restore the tag directories; to begin anew, save into an empty directory",
+            )
+        if named := directories_of_models(self.root):
+            raise CheckpointError(
+                "there are model files of which nothing says whether they are a checkpoint",
+                found=f"{self.root}: {', '.join(named[:10])}",
+                expected="pointers, or records in its directory megaresume",
+                cause="the directory was copied without its megaresume and latest, or holds the checkpoints of another "
+                "program",
+                action="copy them as well, or load one by its tag; to begin anew, save into an empty directory",
+            )
+
+    def _check_one_run(self) -> None:
+        """Without a ledger nothing says which of two runs this directory is of."""
+        runs: dict[str, str] = {}
+        for candidate in self.candidates:
+            if candidate.has_dir and candidate.iteration is not None and {"state", "manifest"} <= candidate.records:
+                path = step_path(self.root, candidate.iteration, candidate.tag)
+                with contextlib.suppress(StateError):  # passed over, in words
+                    runs.setdefault(read_step_file(path).run, candidate.tag)
+        if len(runs) > 1:
+            raise CheckpointError(
+                "there are checkpoints of several runs, and no ledger says of which run this directory is",
+                found=f"{self.root}: " + ", ".join(f"{tag} of run {run}" for run, tag in runs.items()),
+                expected="those of one run, or its ledger megaresume/ledger.jsonl",
+                cause="checkpoints were copied here from another run, and the ledger was deleted",
+                action="restore the ledger; or move what does not belong here away, with its records",
+            )
+
+    def _named_by_pointers(self) -> Candidate | None:
+        named: list[tuple[Pointer, Candidate]] = []
+        for pointer in self.pointers:
+            candidate = resolve_pointer(pointer, self.candidates)
+            if candidate is not None and "saving" in candidate.records and "manifest" not in candidate.records:
+                # DeepSpeed moves its own before the save is done: that says nothing about what was meant.
+                self.notes.append(f"{pointer.name} names {candidate.tag}, whose save did not end")
+            elif candidate is not None:
+                named.append((pointer, candidate))
+            elif pointer.problem is not None:
+                self.notes.append(pointer.problem)
+        # Two directories of one step agree: the tracker knows only the step.
+        if len({candidate.order for _, candidate in named}) > 1:
+            says = " and ".join(f"{pointer.name} names {candidate.tag}" for pointer, candidate in named)
+            self.notes.append(
+                f"the pointers disagree: {says}. The newest complete checkpoint is taken; to go back to an older "
+                "one, ask for its tag or iteration, or set both pointers"
+            )
+            return None
+        return named[0][1] if named else None
+
+    def _first_complete(self, candidates: Iterable[Candidate]) -> Examined | None:
+        for candidate in candidates:
+            if candidate.has_dir:
+                found = self.examine(candidate)
+                if found.status == "complete":
+                    return found
+        return None
+
+    def _note_newer(self, named: Candidate, newer: list[Candidate]) -> None:
+        beyond = [c.tag for c in newer if c.has_dir and "manifest" in c.records and "saving" not in c.records]
+        if beyond:
+            self.notes.append(
+                f"the pointers name {named.tag}, although {', '.join(beyond[:5])} "
+                f"{'is' if len(beyond) == 1 else 'are'} newer: the pointers are followed"
+            )
+
+    def _none_complete(self) -> NoReturn:
+        listed = [f"{e.candidate.tag} is {e.status}: {e.reason}" for e in self.examined.values() if e.candidate.has_dir]
+        raise CheckpointError(
+            f"none of the {len(listed)} checkpoints in {self.root} is complete",
+            found="".join(f"\n    {line}" for line in [*self.notes, *listed]),
+            expected="at least one complete checkpoint",
+            cause="the first save was killed, or the files were damaged afterwards",
+            action="restore a checkpoint from a copy; to begin anew, save into an empty directory",
+        )

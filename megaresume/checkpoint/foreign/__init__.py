@@ -1,0 +1,22 @@
+"""Other people's checkpoint directories: which of their checkpoints is the newest complete one?
+
+    megatron       iter_0000010/         latest_checkpointed_iteration.txt
+    deepspeed      global_step10/        latest
+    verl           global_step_10/       latest_checkpointed_iteration.txt
+    hugging-face   checkpoint-10/        no pointer                            (LLaMA-Factory too)
+
+Where megaresume saved, its manifest says what is complete. Elsewhere the files are held against what their layout
+demands: base.py looks at single files and at what they say of the others, distributed.py at PyTorch's distributed
+checkpoints, and one file for each layout (deepspeed.py, hugging_face.py, megatron.py, verl.py) at the whole.
+`megaresume.runs.newest` chooses. Nothing is unpickled, and no tensor is read.
+"""
+
+from megaresume.checkpoint.foreign.base import Layout, Look
+from megaresume.checkpoint.foreign.deepspeed import DEEPSPEED
+from megaresume.checkpoint.foreign.hugging_face import HUGGING_FACE
+from megaresume.checkpoint.foreign.megatron import MEGATRON
+from megaresume.checkpoint.foreign.verl import VERL
+
+__all__ = ["LAYOUTS", "Layout", "Look"]
+
+LAYOUTS = {layout.name: layout for layout in (MEGATRON, DEEPSPEED, VERL, HUGGING_FACE)}

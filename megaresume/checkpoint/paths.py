@@ -1,0 +1,241 @@
+"""What lies where in a checkpoint root: names, paths, and how to read them back.
+
+    <save>/global_step10/  or  iter_0000010/     tag directory: DeepSpeed's, Megatron's; any other name is allowed too
+    <save>/checkpoint-10/                        Hugging Face's
+    <save>/latest                                DeepSpeed's pointer: a tag
+    <save>/latest_checkpointed_iteration.txt     Megatron's pointer, the tracker: an iteration
+    <save>/megaresume/step_0000010.json          data state
+    <save>/megaresume/step_0000010.manifest.json
+    <save>/megaresume/step_0000010.saving.json   marker: a save of this step has begun and has not ended
+    <save>/megaresume/ledger.jsonl
+    <save>/megaresume/owner_0000001/             lock: who writes here (`claim`)
+    <save>/megaresume/step_0000010.random/       one file of each rank: rank_00000.json (`rank_files`)
+    <save>/megaresume/step_0000010.loader/       likewise, where the run has a loader of its own: rank_00000.pkl
+    <save>/megaresume/step_0000010.synced/       until a checkpoint is durable: one file of each node (`durable`)
+    <save>/megaresume/superseded/                states of steps that were saved again with other data
+    <save>/.step_0000010@global_step10.older/    an older save of a step that is being saved again (`older`)
+
+A tag that is not the usual name of its iteration (``best`` at iteration 10) is part of the record's name:
+``step_0000010@best.json``, ``step_0000010.manifest@best.json``. Nothing of ours lies inside a tag directory, and
+nothing that is no checkpoint is called ``iter_*``: Megatron refuses the one and deletes the other.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from megaresume.stream.errors import UsageError
+
+RECORDS_DIR = "megaresume"
+LATEST: Final = "latest"
+TRACKER: Final = "latest_checkpointed_iteration.txt"
+LEDGER = "ledger.jsonl"
+
+RecordKind = Literal["state", "manifest", "saving"]
+RankFileKind = Literal["loader", "random"]
+
+_INFIX: dict[RecordKind, str] = {"state": "", "manifest": ".manifest", "saving": ".saving"}
+_RECORD = re.compile(r"step_([0-9]{7,18})(\.manifest|\.saving)?(?:@(.+))?\.json")
+_OLDER = re.compile(r"\.step_([0-9]{7,18})@(.+)\.older")
+_RANK_FILE = re.compile(r"step_[0-9]{7,18}(?:@.+)?\.(loader|random)/rank_([0-9]{5,})\.[a-z]+")
+_ENDING: dict[RankFileKind, str] = {"loader": "pkl", "random": "json"}
+_TAG = re.compile(r"(?:global_step|checkpoint-)([0-9]{1,18})|iter_([0-9]{7,18})")
+#: bytes; a record's temporary file must stay below the 255 bytes that filesystems allow.
+_MAX_TAG_BYTES = 160
+_RESERVED = frozenset({RECORDS_DIR, LATEST, TRACKER})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordName:
+    """What the name of a file in ``<save>/megaresume`` says."""
+
+    kind: RecordKind
+    iteration: int
+    #: None: a usual tag of the iteration: see `usual_tags`.
+    tag: str | None
+
+
+def deepspeed_tag(iteration: int) -> str:
+    """DeepSpeed's usual name of a tag directory: ``global_step10``."""
+    return f"global_step{iteration}"
+
+
+def megatron_tag(iteration: int) -> str:
+    """Megatron's name of a tag directory: ``iter_0000010``."""
+    return f"iter_{iteration:07d}"
+
+
+def hugging_face_tag(iteration: int) -> str:
+    """Name of a tag directory of Hugging Face's Trainer: ``checkpoint-10``."""
+    return f"checkpoint-{iteration}"
+
+
+def usual_tags(iteration: int) -> tuple[str, ...]:
+    """The names of a tag directory that frameworks give by themselves."""
+    return deepspeed_tag(iteration), megatron_tag(iteration), hugging_face_tag(iteration)
+
+
+def tag_iteration(tag: str) -> int | None:
+    """The iteration that a tag's name tells, or None for a name of the user's own."""
+    match = _TAG.fullmatch(tag)
+    return int(match[1] or match[2]) if match else None
+
+
+def is_usual_tag(tag: str, iteration: int) -> bool:
+    """Whether a framework names this iteration so by itself."""
+    return tag in usual_tags(iteration)
+
+
+def check_tag(tag: str) -> str:
+    """Return the tag, or raise UsageError where it cannot be the name of a directory below the checkpoint root."""
+    if not _is_tag(tag):
+        raise UsageError(
+            "a checkpoint tag must be the plain name of a directory",
+            found=repr(tag[:200]),
+            expected=f"a name such as global_step10, at most {_MAX_TAG_BYTES} bytes, without '/', control characters "
+            f"or a leading dot, and none of {', '.join(sorted(_RESERVED))}",
+        )
+    return tag
+
+
+def recorded_tag(value: object) -> str:
+    """A tag that a record holds. Raises ValueError where `check_tag` would refuse it: it may lead out of the root."""
+    if not isinstance(value, str) or not _is_tag(value):
+        raise ValueError(f"the tag {value!r:.80} is no plain name of a directory")
+    return value
+
+
+def _is_tag(tag: str) -> bool:
+    return not (
+        not tag
+        or tag != tag.strip()
+        or tag.startswith(".")
+        or "/" in tag
+        or os.sep in tag
+        or not tag.isprintable()
+        or tag in _RESERVED
+        or len(tag.encode("utf-8", "surrogatepass")) > _MAX_TAG_BYTES
+    )
+
+
+def records_dir(root: Path) -> Path:
+    """Where our own files lie, beside the tag directories."""
+    return root / RECORDS_DIR
+
+
+def data_path(root: Path) -> Path:
+    """The data config that a run was last saved with, its paths absolute: for people and for ``megaresume verify``. No
+    state depends on it, since corpora may move."""
+    return records_dir(root) / "data.yaml"
+
+
+def ledger_path(root: Path) -> Path:
+    """The ledger of a checkpoint root."""
+    return records_dir(root) / LEDGER
+
+
+def _record_path(root: Path, kind: RecordKind, iteration: int, tag: str) -> Path:
+    suffix = "" if is_usual_tag(tag, iteration) else f"@{tag}"
+    return records_dir(root) / f"step_{iteration:07d}{_INFIX[kind]}{suffix}.json"
+
+
+def step_path(root: Path, iteration: int, tag: str) -> Path:
+    """The file that holds the data state of a checkpoint."""
+    return _record_path(root, "state", iteration, tag)
+
+
+def manifest_path(root: Path, iteration: int, tag: str) -> Path:
+    """The file that lists the files of a checkpoint."""
+    return _record_path(root, "manifest", iteration, tag)
+
+
+def marker_path(root: Path, iteration: int, tag: str) -> Path:
+    """The file that is there from the beginning of a save to the end of its commit."""
+    return _record_path(root, "saving", iteration, tag)
+
+
+def superseded_path(root: Path, iteration: int, tag: str, digest: str) -> Path:
+    """Where the state of a step goes that is saved again with another digest."""
+    return records_dir(root) / "superseded" / f"{step_path(root, iteration, tag).stem}.{digest}.json"
+
+
+def rank_file(iteration: int, tag: str, kind: RankFileKind, rank: int) -> str:
+    """A file that one rank adds to a checkpoint, relative to ``<save>/megaresume``."""
+    directory = step_path(Path(), iteration, tag).with_suffix(f".{kind}").name
+    return f"{directory}/rank_{rank:05d}.{_ENDING[kind]}"
+
+
+def rank_dirs(root: Path, iteration: int, tag: str) -> list[Path]:
+    """Where the files of each rank lie."""
+    kinds = [(records_dir(root) / rank_file(iteration, tag, kind, 0)).parent for kind in _ENDING]
+    return [*kinds, part_path(root, iteration, tag, 0).parent]
+
+
+def part_path(root: Path, iteration: int, tag: str, node: int) -> Path:
+    """Where a node says that its part of a checkpoint is on its disk."""
+    return step_path(root, iteration, tag).with_suffix(".synced") / f"node_{node:05d}.json"
+
+
+def older_dir(root: Path, iteration: int, tag: str) -> Path:
+    """Where an older save of a step waits until the newer one counts."""
+    return root / f".step_{iteration:07d}@{tag}.older"
+
+
+def parse_older_name(name: str) -> tuple[int, str] | None:
+    """Iteration and tag that `older_dir` was given; None for other names."""
+    match = _OLDER.fullmatch(name)
+    return (int(match[1]), match[2]) if match is not None and _is_tag(match[2]) else None
+
+
+def parse_rank_file(path: str) -> tuple[RankFileKind, int] | None:
+    """Kind and rank that `rank_file` was given; None for other files."""
+    match = _RANK_FILE.fullmatch(path)
+    return None if match is None else ("random" if match[1] == "random" else "loader", int(match[2]))
+
+
+def rank_file_words(path: str) -> str:
+    """What `rank_file` is, for people: ``the random state of rank 1``. Other files by their path."""
+    found = parse_rank_file(path)
+    return (
+        path
+        if found is None
+        else f"the {'random state' if found[0] == 'random' else 'loader state'} of rank {found[1]}"
+    )
+
+
+def parse_record_name(name: str) -> RecordName | None:
+    """Read a file name of ``<save>/megaresume``; None for files that are no records (ledger, temporary files)."""
+    match = _RECORD.fullmatch(name)
+    if match is None or not _is_tag(match[3] or "usual"):
+        return None
+    kinds: dict[str | None, RecordKind] = {None: "state", ".manifest": "manifest", ".saving": "saving"}
+    return RecordName(kind=kinds[match[2]], iteration=int(match[1]), tag=match[3])
+
+
+def split_root(directory: Path) -> tuple[Path, str | None]:
+    """Tell a checkpoint root from a tag directory.
+
+    Returns:
+        ``(root, None)`` for a root, ``(root, tag)`` for a tag directory below one.
+    """
+    directory = Path(os.path.abspath(directory))
+    if any((directory / name).exists() for name in (RECORDS_DIR, LATEST, TRACKER)):
+        return directory, None
+    if tag_iteration(directory.name) is not None or directory.name in _own_tags(directory.parent):
+        return directory.parent, directory.name
+    if directory.name == RECORDS_DIR and (directory / LEDGER).exists():
+        return directory.parent, None
+    return directory, None
+
+
+def _own_tags(root: Path) -> set[str]:
+    """Tags of the user's own that the records of a root name."""
+    try:
+        names = os.listdir(records_dir(root))
+    except OSError:
+        return set()
+    return {record.tag for name in names if (record := parse_record_name(name)) is not None and record.tag}

@@ -1,0 +1,365 @@
+"""The save protocol, on rank 0: `begin_save` before the first model file, `commit_save` when all ranks are done.
+
+    make_room       a save of the same step that is there goes aside (`older`)
+    begin_save      still the owner of the root?
+                    marker                    step_0000010.saving.json
+                    ... all ranks write their model files, barrier ...
+    commit_save     still the owner? every expected file there, none of 0 bytes?
+                    data state                step_0000010.json
+                    manifest, not durable     step_0000010.manifest.json    <- from here the checkpoint is complete
+                    latest, tracker
+                    ledger line
+                    marker removed            <- from here its commit is over
+    in the background (`durable`)
+                    every file forced to the disk, and its checksum taken
+                    manifest, durable         step_0000010.manifest.json    <- from here a power cut does not take it
+                    ledger line
+                    the older save of the same step removed, old checkpoints pruned
+
+Each step is atomic and durable before the next begins. A kill between any two leaves either the checkpoint before or
+this one, never a mixture; `record_start` of the next run finishes a commit that was cut off after the manifest.
+State, manifest and pointers are written as the owner of the root alone can write them (`lock`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from megaresume.checkpoint import system
+from megaresume.checkpoint.data_state import DataState
+from megaresume.checkpoint.files import make_dir, write_atomic, write_error
+from megaresume.checkpoint.ledger import append_ledger, with_attempt
+from megaresume.checkpoint.lock import check_owned, write_fenced
+from megaresume.checkpoint.manifest import FileEntry, Manifest, list_files, unlisted
+from megaresume.checkpoint.paths import (
+    TRACKER,
+    check_tag,
+    data_path,
+    ledger_path,
+    manifest_path,
+    marker_path,
+    megatron_tag,
+    records_dir,
+    step_path,
+)
+from megaresume.checkpoint.pointers import read_pointer, write_latest, write_tracker
+from megaresume.checkpoint.saving.older import put_back
+from megaresume.checkpoint.step_file import (
+    Marker,
+    StepFile,
+    keep_superseded,
+    new_id,
+    read_marker,
+    remove_marker,
+    run_of,
+    write_marker,
+    write_step_file,
+)
+from megaresume.checkpoint.system import utc
+from megaresume.checkpoint.topology import Topology
+from megaresume.stream.errors import CheckpointError, UsageError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PendingCheckpoint:
+    """A save that has begun: everything that will be written about it, as it was at that moment.
+
+    Plain values: it may be kept until an asynchronous save is done, or sent to the process that finishes it.
+    """
+
+    #: the checkpoint root.
+    save_dir: Path
+    step: StepFile
+    #: which pointers the commit moves.
+    latest: bool
+    tracker: bool
+    #: files that must be there, relative to the tag directory; None: at least one file that is not empty.
+    expected_files: tuple[str, ...] | None
+    #: seconds since 1970, when the save began.
+    began: float
+
+    @property
+    def tag_dir(self) -> Path:
+        """The tag directory."""
+        return self.save_dir / self.step.tag
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Commit:
+    """What a commit did."""
+
+    step: StepFile
+    manifest: Manifest
+    #: from `begin_save` to the end of the commit.
+    seconds: float
+    #: what somebody should know: sentences.
+    notes: tuple[str, ...]
+
+
+def begin_save(
+    save_dir: str | os.PathLike[str],
+    *,
+    tag: str,
+    iteration: int,
+    state: DataState,
+    framework: str = "unknown",
+    topology: Topology | None = None,
+    expected_files: Iterable[str] | None = None,
+    latest: bool = True,
+    tracker: bool = True,
+) -> PendingCheckpoint:
+    """Announce a save and capture its values. On rank 0, before any rank writes a model file.
+
+    If the tag directory exists already (the same step saved a second time), call `older.make_room` first, and put a
+    barrier between this and the first write of any rank. Without it the checkpoint does not count from here on, and the
+    files that are there become part of this one.
+
+    Args:
+        save_dir: the checkpoint root; created if need be.
+        tag: name of the tag directory.
+        iteration: optimizer steps done.
+        state: of the data as trained up to here.
+        framework: what trains, and its version.
+        topology: how the run is laid out.
+        expected_files: what the tag directory must hold in the end; may also be given to `commit_save`.
+        latest: whether the commit moves DeepSpeed's ``latest``.
+        tracker: whether it moves Megatron's tracker. False where Megatron moves it itself.
+
+    Raises:
+        UsageError: impossible tag or negative iteration.
+        CheckpointError: the directory cannot be written, or has another owner by now.
+        StateError: the root was written by a newer megaresume.
+    """
+    check_tag(tag)
+    if iteration < 0:
+        raise UsageError("an iteration cannot be negative", found=iteration, expected="0 or more")
+    root = Path(os.path.abspath(save_dir))
+    make_dir(records_dir(root))
+    check_owned(root)
+    began = time.time()
+    step = StepFile(
+        iteration=iteration,
+        tag=tag,
+        run=run_of(root) or new_id(),
+        save_id=new_id(),
+        saved_at=utc(began),
+        topology=topology or Topology(),
+        state=state,
+        framework=framework,
+    )
+    write_marker(marker_path(root, iteration, tag), Marker.of(step, latest=latest, tracker=tracker))
+    return PendingCheckpoint(
+        save_dir=root,
+        step=step,
+        latest=latest,
+        tracker=tracker,
+        expected_files=None if expected_files is None else tuple(expected_files),
+        began=began,
+    )
+
+
+def commit_save(
+    pending: PendingCheckpoint,
+    *,
+    expected_files: Iterable[str] | None = None,
+    beside: Iterable[FileEntry] = (),
+    origin: Mapping[str, Any] | None = None,
+    boots: Iterable[str] | None = None,
+) -> Commit:
+    """Make a save count. On rank 0, after the barrier that follows the last model file (or in the finalizer).
+
+    It is complete then, and not durable: see `durable`.
+
+    Args:
+        pending: what `begin_save` gave.
+        expected_files: files that must be there, relative to the tag directory; in place of those in ``pending``.
+        beside: files of this save in ``<save>/megaresume``, with checksums; they are part of the checkpoint.
+        origin: a data config that opens the same corpora again, for ``<save>/megaresume/data.yaml``.
+        boots: of the machines that wrote it (`system.boot_id`); None: of this one alone.
+
+    Raises:
+        CheckpointError: expected files are missing or empty (named; the pointers stay as they are), another save of
+            the same step has begun since, the root has another owner by now, or the disk refuses.
+    """
+    root, step = pending.save_dir, pending.step
+    check_owned(root)
+    _check_not_overtaken(pending)
+    expected = pending.expected_files if expected_files is None else tuple(expected_files)
+    files = _collect(pending.tag_dir, expected)
+    others = tuple(beside)
+    _check_beside(root, others)
+    notes = keep_superseded(root, step)
+    manifest = Manifest(
+        iteration=step.iteration,
+        tag=step.tag,
+        save_id=step.save_id,
+        digest=step.state.digest,
+        files=files,
+        beside=others,
+        durable=False,
+        boots=tuple(sorted({system.boot_id()} if boots is None else set(boots))),
+    )
+    # One fsync of the directory for both: should a power cut lose only the state, the manifest tells.
+    write_step_file(step_path(root, step.iteration, step.tag), step, sync_dir=False)
+    write_fenced(root, manifest_path(root, step.iteration, step.tag), manifest.to_bytes())
+    seconds = time.time() - pending.began
+    if origin is not None:
+        write_data_config(root, origin)
+    publish(root, step, manifest, latest=pending.latest, tracker=pending.tracker, seconds=seconds, notes=notes)
+    return Commit(step=step, manifest=manifest, seconds=time.time() - pending.began, notes=notes)
+
+
+def abandon_save(root: Path, *, iteration: int, tag: str) -> None:
+    """Free what a save has taken that failed, and put an older save of its step back. On rank 0, when no rank writes.
+    What is committed, or what Megatron's tracker names, stays: Megatron moves it before our commit.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    put_back(root)
+    if manifest_path(root, iteration, tag).exists() or (
+        tag == megatron_tag(iteration) and read_pointer(root, TRACKER).iteration == iteration
+    ):
+        return
+    try:
+        if (root / tag).is_dir():
+            shutil.rmtree(root / tag)
+    except OSError as error:
+        raise write_error(root / tag, error) from error
+    remove_marker(marker_path(root, iteration, tag))
+
+
+def publish(
+    root: Path,
+    step: StepFile,
+    manifest: Manifest,
+    *,
+    latest: bool,
+    tracker: bool,
+    seconds: float | None,
+    notes: tuple[str, ...] = (),
+) -> None:
+    """The second half of a commit: pointers, ledger line, marker. The manifest must have been written.
+
+    Args:
+        root: the checkpoint root.
+        step: the state that was committed.
+        manifest: its manifest.
+        latest: whether to move DeepSpeed's pointer.
+        tracker: whether to move Megatron's.
+        seconds: that the save took; None: not known.
+        notes: to be kept in the ledger.
+    """
+    if latest:
+        write_latest(root, step.tag)
+    if tracker:
+        write_tracker(root, step.iteration)
+    details: dict[str, object] = {
+        "save_id": step.save_id,
+        "files": len(manifest.files),
+        "bytes": manifest.size,
+    }
+    if seconds is not None:
+        details["save_seconds"] = round(max(seconds, 0.0), 3)
+    if notes:
+        details["notes"] = list(notes)
+    append_ledger(ledger_path(root), step.ledger_entry("checkpoint", with_attempt(details)))
+    remove_marker(marker_path(root, step.iteration, step.tag))
+
+
+def _check_not_overtaken(pending: PendingCheckpoint) -> None:
+    step = pending.step
+    path = marker_path(pending.save_dir, step.iteration, step.tag)
+    marker = read_marker(path)
+    if marker is None or marker.save_id != step.save_id:
+        raise CheckpointError(
+            f"another save of {step.tag} has begun or ended since this one began; this one is not committed",
+            found="no save marker" if marker is None else f"a save that began {marker.began_at}",
+            expected=f"the marker of the save that began {step.saved_at}: {path}",
+            cause="two jobs save into one directory, or a finalizer ran twice",
+            action="give every job its own --save directory",
+        )
+
+
+def _collect(tag_dir: Path, expected: tuple[str, ...] | None) -> tuple[FileEntry, ...]:
+    """The files of the tag directory, or CheckpointError if one that is expected is missing or empty."""
+    try:
+        files = list_files(tag_dir)
+    except (FileNotFoundError, NotADirectoryError):
+        files = ()
+    except OSError as error:
+        raise CheckpointError(f"cannot read the tag directory {tag_dir}", found=error.strerror or str(error)) from error
+    sizes = {entry.path: entry.size for entry in files}
+    if expected is None:
+        if not any(sizes.values()):
+            _refuse(tag_dir, ["no file that is not empty"], "at least one file with content")
+        return files
+    wanted = [str(PurePosixPath(name)) for name in expected]
+    wrong = [f"{name} is missing" for name in wanted if name not in sizes]
+    wrong += [f"{name} has 0 bytes" for name in wanted if sizes.get(name) == 0]
+    wrong += [f"{name} is there, which no rank of this save writes" for name in unlisted(sizes, wanted)]
+    if wrong:
+        _refuse(tag_dir, wrong, f"{len(wanted)} files that are not empty")
+    return files
+
+
+def _check_beside(root: Path, entries: tuple[FileEntry, ...]) -> None:
+    sizes = [(entry, _size_of(records_dir(root) / entry.path)) for entry in entries]
+    wrong = [
+        f"{entry.path} is missing" if size is None else f"{entry.path} has {size} of {entry.size} bytes"
+        for entry, size in sizes
+        if size != entry.size
+    ]
+    if wrong:
+        _refuse(records_dir(root), wrong, f"{len(entries)} files as they were written")
+
+
+def _size_of(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def _refuse(tag_dir: Path, wrong: list[str], expected: str) -> None:
+    shown = ", ".join(wrong[:10]) + (f", and {len(wrong) - 10} more" if len(wrong) > 10 else "")
+    raise CheckpointError(
+        f"the checkpoint {tag_dir.name} is incomplete and was not committed; the pointers stay as they were",
+        found=f"{tag_dir}: {shown}",
+        expected=expected,
+        cause="a rank was killed or ran out of disk while saving, or saves to another directory than rank 0; or the "
+        "ranks of another job still write there",
+        action="look at the logs of the ranks that own these files; every rank must see the same --save directory",
+    )
+
+
+_DATA_CONFIG = "# The data of this run, as it was last saved. Written by megaresume; corpora may move.\n"
+
+
+def write_data_config(root: Path, origin: Mapping[str, Any]) -> None:
+    """An ordinary data config: ``megaresume stream`` shows the run's samples. Written unless it says the same."""
+    import yaml
+
+    path = data_path(root)
+    content = (_DATA_CONFIG + yaml.safe_dump(_plain(origin), sort_keys=False, allow_unicode=True)).encode()
+    try:
+        if path.read_bytes() == content:
+            return
+    except OSError:
+        pass  # missing, or unreadable: writing tells
+    write_atomic(path, content)
+
+
+def _plain(value: Any) -> Any:
+    """Without the aliases and classes that YAML could not write safely."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -1,0 +1,9 @@
+"""The training programs of other people, each as the host of a `megaresume.session.session.Session`.
+
+    deepspeed/   a DeepSpeed engine in the user's own loop: `megaresume.attach`
+    megatron/    Megatron-LM and Megatron-DeepSpeed: hooks in their functions
+    hugging_face/ Hugging Face's Trainer: `megaresume.attach_trainer`
+    loaders/     other people's loaders (Energon, torchdata), their states in the checkpoint, for both
+
+How to write another one: docs/hosts.md. Importing this package imports neither torch nor DeepSpeed nor Megatron.
+"""

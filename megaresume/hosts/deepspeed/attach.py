@@ -1,0 +1,315 @@
+"""`attach`: exact data resume for a DeepSpeed engine, in the user's own training loop.
+
+    engine, *_ = deepspeed.initialize(...)
+    data = megaresume.attach(engine, "data.yaml")
+    engine.load_checkpoint("checkpoints")          # nothing there yet: starts at sample 0
+    for batch in data:
+        loss = ...
+        engine.backward(loss)
+        last = engine.is_gradient_accumulation_boundary()  # asked before the step: whether it ends one
+        engine.step()
+        if last and engine.global_steps % 100 == 0: engine.save_checkpoint("checkpoints")
+
+The methods of the engine that carry its data are hooked on the instance, and other wrappers stay in the chain:
+
+    save_checkpoint, load_checkpoint   the data state goes with the weights: `host`
+    step, forward, backward            a step trains exactly its micro-batches: `micro_batches`
+    train_batch                        of a pipeline engine: the same
+
+See docs/deepspeed.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megaresume.batches.open import open_stream
+from megaresume.hosts.deepspeed import decoupled
+from megaresume.hosts.deepspeed import engine as facts
+from megaresume.hosts.deepspeed.engine_data import EngineData
+from megaresume.hosts.deepspeed.host import EngineHost, around_load
+from megaresume.hosts.deepspeed.training_data import TrainingData
+from megaresume.runs.rank_log import RankLog
+from megaresume.session.ranks import is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
+from megaresume.session.session import Session
+from megaresume.session.settings import Checkpoints, DataOptions, Loader
+from megaresume.session.stopping import StopConditions
+from megaresume.sources.data_config import Data
+from megaresume.stream.batches import BatchSchedule
+from megaresume.stream.errors import UsageError
+from megaresume.stream.fingerprints import same_corpora
+from megaresume.stream.skips import SkipConfig
+from megaresume.stream.state import StreamState
+from megaresume.stream.stream import Stream
+
+#: where an engine keeps what is attached to it.
+_SLOT = "_megaresume_attached"
+
+
+@dataclass(slots=True)
+class _Slot:
+    """What is attached to an engine now; the hooks look here at every call."""
+
+    data: EngineData
+
+
+def hook(engine: Any, attached: EngineData) -> None:
+    """Let the engine's methods carry this data from now on, in the place of what was attached before."""
+    slot: _Slot | None = engine.__dict__.get(_SLOT)
+    if slot is not None:
+        slot.data.detach("megaresume.attach was called again on the same engine")
+        slot.data = attached
+        return
+    slot = _Slot(attached)
+    setattr(engine, _SLOT, slot)
+    decoupled.watch(engine)
+    engine.save_checkpoint = _save_hook(engine.save_checkpoint, slot)
+    engine.load_checkpoint = _load_hook(engine.load_checkpoint, slot)
+    if facts.is_pipeline(engine):
+        engine.train_batch = _train_batch_hook(engine.train_batch, slot)
+    else:
+        engine.step = _step_hook(engine.step, slot)
+        engine.forward = _forward_hook(engine.forward, slot)
+        engine.backward = _backward_hook(engine.backward, slot)
+
+
+def _save_hook(save: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
+    @functools.wraps(save)
+    def save_checkpoint(
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        **more: Any,
+    ) -> Any:
+        if exclude_frozen_parameters:
+            more["exclude_frozen_parameters"] = True
+        write = functools.partial(save, **more)
+        data = slot.data
+        return data.host.save_checkpoint(
+            data.session,
+            functools.partial(write, save_dir),
+            os.fspath(save_dir),
+            tag=tag,
+            client_state=client_state or {},
+            latest=save_latest,
+            is_untouched=data.is_untouched,
+        )
+
+    return save_checkpoint
+
+
+def _load_hook(load: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
+    def load_ours(read: Callable[..., Any], load_dir: str, tag: str | None, module_only: bool, _optimizer: bool) -> Any:
+        data = slot.data
+        return data.host.load_checkpoint(data.session, read, os.fspath(load_dir), tag, module_only)
+
+    return around_load(load, load_ours)
+
+
+def _train_batch_hook(train: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
+    @functools.wraps(train)
+    def train_batch(data_iter: Iterator[Any] | None = None, *args: Any, **more: Any) -> Any:
+        decoupled.settle(slot.data.engine)  # a pipeline changes its weights without waiting for its writer
+        slot.data.before_train_batch()
+        with slot.data.broken_by_errors_of("engine.train_batch()", weights=True):
+            result = train(slot.data if data_iter is None else data_iter, *args, **more)
+        slot.data.after_train_batch()
+        return result
+
+    return train_batch
+
+
+def _step_hook(step: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def engine_step(*args: Any, **more: Any) -> Any:
+        slot.data.before_step()
+        with slot.data.broken_by_errors_of("engine.step()", weights=True):
+            result = step(*args, **more)
+        slot.data.after_step()
+        return result
+
+    return engine_step
+
+
+def _forward_hook(forward: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def engine_forward(*inputs: Any, **more: Any) -> Any:
+        slot.data.saw((*inputs, *more.values()))
+        return forward(*inputs, **more)
+
+    return engine_forward
+
+
+def _backward_hook(backward: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
+    @functools.wraps(backward)
+    def engine_backward(*args: Any, **more: Any) -> Any:
+        with slot.data.broken_by_errors_of("engine.backward()"):
+            return backward(*args, **more)
+
+    return engine_backward
+
+
+def session_of(host: EngineHost, checkpoints: Checkpoints, **more: Any) -> Session:
+    """The session of an engine.
+
+    Args:
+        host: of the engine.
+        checkpoints: where the run saves, what it keeps, and what it may load.
+        more: further arguments of `Session`.
+
+    Raises:
+        UsageError: settings that do not fit together.
+    """
+    if checkpoints.stage_to is not None and checkpoints.save_dir is None:
+        raise UsageError(
+            "`stage_to` needs `save_dir`",
+            found="stage_to= without save_dir=",
+            expected="the local directory of the checkpoints",
+            action="megaresume.attach(engine, data, checkpoints=Checkpoints(save_dir=..., stage_to=...))",
+        )
+    return Session(
+        host,
+        save_dir=checkpoints.save_dir,
+        stage_to=checkpoints.stage_to,
+        retention=checkpoints.retention,
+        max_starts=checkpoints.max_starts,
+        verify_checkpoint=checkpoints.verify,
+        retries=checkpoints.retries,
+        random=host.random_state(),
+        **more,
+    )
+
+
+def attach(
+    engine: Any,
+    data: Stream | Data,
+    *,
+    checkpoints: Checkpoints = Checkpoints(),
+    stop: StopConditions | None = None,
+    on_stop: Callable[[], None] | None = None,
+    loader: Loader = Loader(),
+    data_options: DataOptions = DataOptions(),
+    schedule: BatchSchedule | None = None,
+    log_samples: str | os.PathLike[str] | None = None,
+) -> TrainingData:
+    """Give an engine its data, and its checkpoints the state of that data. Call it on every rank, right after
+    ``deepspeed.initialize`` and before ``engine.load_checkpoint``.
+
+    Micro-batch size, data-parallel rank and size, and gradient accumulation steps are the engine's. Attaching twice
+    replaces the data; hooks are not stacked.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned first; ZeRO 0 to 3, or a pipeline engine.
+        data: path of a data.yaml; the mapping in it; what follows ``--data-path``, as a list; or a `Stream`.
+        checkpoints: where the run saves, what it keeps, and what it may load.
+        stop: at the end of the step in which one of these happens, save and raise `Stopped`, which ends the process
+            with exit status 0 (or another of your choice). See docs/stopping.md.
+        on_stop: how to save then, on every rank; None: ``engine.save_checkpoint(save_dir)``.
+        loader: how batches are read ahead, and what they are.
+        data_options: what the data config leaves open, and what is to be skipped.
+        schedule: global batch sizes to come, for a ramp-up; the engine's batch size then follows it. None: the
+            engine's own, read anew at every step.
+        log_samples: directory: every rank writes there what it was handed in every step, for `megaresume verify`.
+
+    Returns:
+        the data: iterate over it, or pass it to ``engine.train_batch(data_iter=...)``.
+
+    Raises on every rank:
+        UsageError: no DeepSpeed engine, settings that cannot be committed, sizes that do not divide, or ``stop``
+            or ``stage_to`` without a place to save to.
+        CheckpointError: another job writes to ``save_dir``.
+        ConfigError, CorpusError: the data cannot be opened.
+        SetupError: data, ``save_dir`` or clocks differ between nodes.
+    """
+    facts.check_engine(engine)
+    save_dir = checkpoints.save_dir
+    if stop is not None and save_dir is None and on_stop is None:
+        raise UsageError(
+            "there is nowhere to save to when the run is asked to stop",
+            found="stop= without Checkpoints(save_dir=...)",
+            expected="the directory of the checkpoints",
+            action="megaresume.attach(engine, data, checkpoints=Checkpoints(save_dir=...), stop=...)",
+        )
+
+    def adopt_state(samples: int, note: str) -> StreamState:
+        return attached.stream.state_at(samples, batches=((0, int(engine.train_batch_size())),), overrides=(note,))
+
+    host = EngineHost(
+        engine,
+        elastic=checkpoints.elastic,
+        adopt=adopt_state if checkpoints.adopt else None,
+    )
+    # By name: the method is hooked later.
+    save = on_stop or (lambda: engine.save_checkpoint(os.fspath(save_dir or "")))
+    session = session_of(host, checkpoints, stop=stop, on_stop=save)
+    session.start()  # before anything that takes long
+
+    opened: list[Stream] = []
+
+    def open_data() -> Stream:
+        if not opened:
+            stream = data if isinstance(data, Stream) else _open(data, data_options)
+            stream.fingerprints  # noqa: B018  computed here, where an error reaches every rank
+            opened.append(stream)
+        return opened[0]
+
+    # Rank 0 first: it leaves the fingerprints beside the corpora, and the other ranks need not compute them again.
+    on_rank_0(lambda: bool(open_data()))
+    stream = on_all_ranks(open_data)
+    order = repr((stream.config.to_dict(), sorted(stream.fingerprints.items())))
+    same_on_all_ranks(
+        hashlib.sha256(order.encode()).hexdigest()[:16],
+        "the data",
+        cause="the nodes have different copies of data.yaml or of a corpus",
+        action="compare data.yaml and the sizes of the .idx files on the nodes",
+    )
+    if is_rank_0():
+        for line in same_corpora(stream.fingerprints):
+            print(f"megaresume: WARNING: {line}", flush=True)
+    attached = TrainingData(
+        engine,
+        stream,
+        session,
+        schedule=schedule,
+        num_workers=loader.num_workers,
+        prefetch=loader.prefetch,
+        start_method=loader.start_method,
+        pin_memory=engine.device.type == "cuda" if loader.pin_memory is None else loader.pin_memory,
+        attention_mask=loader.attention_mask,
+        pad_id=loader.pad_id,
+        transform=loader.transform,
+        log=None if log_samples is None else _open_log(log_samples),
+    )
+    if asked := SkipConfig.from_dict(data_options.skip, where="skip="):
+        on_all_ranks(lambda: stream.skip(asked))
+    if session.stopper is not None:
+        session.stopper.install()
+    hook(engine, attached)
+    return attached
+
+
+def _open(data: Data, options: DataOptions) -> Stream:
+    return open_stream(
+        data,
+        seq_length=options.seq_length,
+        seed=options.seed,
+        split=options.split,
+        objects=options.objects,
+        on_change=options.on_change,
+    )
+
+
+def _open_log(directory: str | os.PathLike[str]) -> RankLog:
+    import torch.distributed as dist
+
+    launch = on_rank_0(time.time_ns)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return on_all_ranks(lambda: RankLog(directory, rank=rank, launch=launch))

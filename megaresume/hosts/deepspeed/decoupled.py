@@ -1,0 +1,245 @@
+"""Saves that DeepSpeed writes while training goes on (``checkpoint.writer.decoupled``): committed after the last byte.
+
+    save_checkpoint    values captured, marker; DeepSpeed hands the state to a writer process of each rank and returns
+    the next steps     forward and backward, while the writers write
+    engine.step        before the weights change, DeepSpeed waits for its writers; then, with all ranks there,
+                       state, manifest, pointers and ledger of the captured values
+
+The same happens before the next save or load, at ``engine.destroy``, and at the end of the program, where ranks can
+no longer talk to each other: there each leaves a file when its writer is done, and rank 0 waits for them.
+
+A kill in between leaves a save with a marker and no manifest: the checkpoint before it is the one that counts. A
+writer outlives its rank otherwise, and might write into a tag that the next start writes too: a guard ends it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import math
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+from megaresume.checkpoint.files import write_error
+from megaresume.checkpoint.paths import records_dir
+from megaresume.checkpoint.saving.commit import PendingCheckpoint
+from megaresume.hosts.deepspeed import engine as facts
+from megaresume.session.ranks import on_all_ranks, on_rank_0, rank, world_size
+from megaresume.stream.errors import CheckpointError, MegaresumeError
+
+_SLOT = "_megaresume_in_flight"
+
+#: Seconds that rank 0 waits at its end for the writers of the others; where an error ends it, they may never come.
+_PATIENCE, _PATIENCE_IN_ERROR = 300.0, 20.0
+
+#: Ends the writer argv[1] when the process that started this one is gone; ends itself when the writer has.
+_GUARD = """
+import os, sys, time
+parent, writer = os.getppid(), int(sys.argv[1])
+while True:
+    try:
+        os.kill(writer, 0)
+    except OSError:
+        break
+    if os.getppid() != parent:
+        os.kill(writer, 9)
+        break
+    time.sleep(0.1)
+"""
+
+
+@dataclass(slots=True)
+class _Flight:
+    """What an engine has in flight."""
+
+    pending: PendingCheckpoint | None = None
+    #: on rank 0, once all ranks have written.
+    commit: Callable[[], object] | None = None
+    rank: int = 0
+    ranks: int = 1
+
+
+def watch(engine: Any) -> None:
+    """See to it that what this engine's writer writes is committed, and can be loaded. Once for an engine; for one
+    without ``checkpoint.writer`` it does nothing.
+    """
+    if not facts.has_writer(engine) or hasattr(engine, _SLOT):
+        return
+    writer = engine.checkpoint_engine
+    setattr(engine, _SLOT, _Flight())
+    # As DeepSpeed's usual checkpoint engine: what is in a checkpoint is more than tensors.
+    writer.load = functools.partial(torch.load, weights_only=False)
+    if facts.zero_stage(engine) < 3 and facts.data_rank(engine) != 0:
+        # DeepSpeed lets every rank with a writer write the model's one file, all at the same time.
+        engine.save_non_zero_checkpoint = False
+    if not facts.is_decoupled(engine):
+        return
+    engine._commit_decoupled_checkpoint = functools.partial(_settle_weakly, weakref.ref(engine))
+    engine.destroy = _destroy_hook(engine.destroy, weakref.ref(engine))
+    writer.save = _portable(writer.save, weakref.ref(engine))
+    # DeepSpeed measures its first checkpoint with collectives between the ranks' waiting: one that fails alone would
+    # leave the others there.
+    writer.checkpoint_size._gigabytes = math.nan
+    if writer.ckpt_process is not None:
+        subprocess.Popen([sys.executable, "-S", "-E", "-c", _GUARD, str(writer.ckpt_process.pid)])
+    atexit.register(_at_exit, weakref.ref(engine))
+
+
+def check_writer(engine: Any) -> None:
+    """Raise a CheckpointError where the writer is dead: DeepSpeed would hand it the state and say nothing."""
+    process = engine.checkpoint_engine.ckpt_process if facts.is_decoupled(engine) else None
+    if process is not None and not process.is_alive():
+        raise _lost("the next checkpoint", f"the writer process {process.pid} has ended, {_ending(process)}")
+
+
+def defer(engine: Any, pending: PendingCheckpoint, commit: Callable[[], object]) -> None:
+    """Commit this save when its writers are done."""
+    setattr(engine, _SLOT, _Flight(pending=pending, commit=commit, rank=rank(), ranks=world_size()))
+
+
+def is_pending(engine: Any) -> bool:
+    """Whether a save is being written that is not committed yet."""
+    flight: _Flight | None = getattr(engine, _SLOT, None)
+    return flight is not None and flight.pending is not None
+
+
+def settle(engine: Any) -> None:
+    """Wait for the save in flight and commit it; nothing where there is none. Collective.
+
+    Raises, on every rank:
+        CheckpointError: a writer failed, or the commit did; the pointers stay as they were.
+    """
+    flight: _Flight | None = getattr(engine, _SLOT, None)
+    if flight is None:
+        return
+    setattr(engine, _SLOT, _Flight())
+    on_all_ranks(lambda: _wait(engine, flight))
+    if flight.commit is not None:
+        on_rank_0(flight.commit)
+
+
+def _wait(engine: Any, flight: _Flight) -> None:
+    """Until this rank's writer has written everything."""
+    writer = engine.checkpoint_engine
+    info = writer.get_commit_info()
+    if info is None:
+        return
+    try:
+        writer.commit(info)
+    except Exception as error:
+        writer.commit_info = None  # it is over; DeepSpeed would wait for it once more at its end
+        tag = info.tag if flight.pending is None else flight.pending.step.tag
+        raise _lost(str(tag), str(error)) from error
+
+
+def _lost(what: str, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"{what} was not written in the background; the pointers stay as they were",
+        found=found,
+        expected="a writer process that writes what it is given",
+        cause="the disk is full, the directory was removed, or the process was killed for memory: /dev/shm holds what "
+        "is handed to it",
+        action="look at the log of this rank for 'Checkpoint subprocess crashed'; then start again from the "
+        "checkpoint before it",
+    )
+
+
+def _ending(process: Any) -> str:
+    code = process.exitcode
+    return "not known how" if code is None else f"by signal {-code}" if code < 0 else f"with status {code}"
+
+
+def _settle_weakly(reference: weakref.ref[Any]) -> None:
+    engine = reference()
+    if engine is not None:
+        settle(engine)
+
+
+def _destroy_hook(destroy: Callable[..., Any], reference: weakref.ref[Any]) -> Callable[..., Any]:
+    @functools.wraps(destroy)
+    def destroy_engine(*args: Any, **kwargs: Any) -> Any:
+        _settle_weakly(reference)
+        return destroy(*args, **kwargs)
+
+    return destroy_engine
+
+
+def _portable(save: Callable[..., Any], reference: weakref.ref[Any]) -> Callable[..., Any]:
+    """The writer's ``save``, of a state that can go to another process, and that training does not change there."""
+
+    @functools.wraps(save)
+    def save_copy(state_dict: Any, path: str) -> Any:
+        engine = reference()
+        # ZeRO 1 keeps its weights as slices that require gradients: torch refuses to hand those over.
+        state_dict = _pytree.tree_map(lambda x: x.detach() if getattr(x, "requires_grad", False) else x, state_dict)
+        module = state_dict.get("module")
+        if engine is not None and isinstance(module, dict):
+            # Weights change in the step, after the wait; buffers already in the forward pass, while they are written.
+            names = [name for name, _ in engine.module.named_buffers() if name in module]
+            state_dict = {**state_dict, "module": {**module, **{name: module[name].clone() for name in names}}}
+        return save(state_dict, path)
+
+    return save_copy
+
+
+# The end of the program
+
+
+def _at_exit(reference: weakref.ref[Any]) -> None:
+    engine = reference()
+    flight: _Flight | None = None if engine is None else getattr(engine, _SLOT, None)
+    if engine is None or flight is None:
+        return
+    setattr(engine, _SLOT, _Flight())
+    try:
+        if flight.pending is not None:
+            _finish_alone(engine, flight, flight.pending)
+    except (MegaresumeError, OSError) as error:
+        print(f"megaresume: error: rank {flight.rank}: {error}", file=sys.stderr, flush=True)
+    finally:
+        engine.checkpoint_engine.cleanup()  # the program would wait for its writer for ever
+
+
+def _finish_alone(engine: Any, flight: _Flight, pending: PendingCheckpoint) -> None:
+    """Commit without a word to the other ranks: by files."""
+    tag, where = pending.step.tag, records_dir(pending.save_dir)
+    if flight.rank == 0:
+        print(
+            f"megaresume: the program ends while {tag} is being written: waiting for it. engine.destroy() does so, "
+            "too, and raises what goes wrong",
+            file=sys.stderr,
+            flush=True,
+        )
+    _wait(engine, flight)
+    written = [where / f".{pending.step.save_id}.{number}.written" for number in range(flight.ranks)]
+    try:
+        written[flight.rank].touch()
+    except OSError as error:
+        raise write_error(written[flight.rank], error) from error
+    if flight.rank == 0 and flight.commit is not None:
+        _wait_for(written, _PATIENCE if getattr(sys, "last_value", None) is None else _PATIENCE_IN_ERROR, tag)
+        flight.commit()
+        for path in written:
+            path.unlink(missing_ok=True)
+
+
+def _wait_for(paths: list[Path], seconds: float, tag: str) -> None:
+    deadline = time.monotonic() + seconds
+    while missing := [path for path in paths if not path.exists()]:
+        if time.monotonic() >= deadline:
+            raise CheckpointError(
+                f"{tag} was not committed; the pointers stay as they were",
+                found=f"{len(missing)} of {len(paths)} ranks have not written their part after {seconds:.0f} s",
+                expected="all ranks at the end of the program",
+                cause="a rank ended before the others, or hangs",
+            )
+        time.sleep(0.1)

@@ -1,0 +1,193 @@
+"""What loading does about ZeRO's partitions: nothing, take the conversion that is there, make one, or refuse.
+
+    prepare_load     before the model is built: rank 0 looks and converts, or every rank refuses; no GPU memory is used
+    conversion       within load_checkpoint, where the engine says what it is; the same decision
+
+Rank 0 may work for an hour, and no rank sits in a collective meanwhile (`ranks.on_rank_0_for_long`).
+
+A universal load restores what the optimizer holds; what DeepSpeed leaves out is put back here, and what cannot be is
+refused beforehand. It passes over the module's own state dict, and with it
+
+- persistent buffers (running means, for example) and frozen parameters, which keep what the new process made of them;
+- under ZeRO 3, the settings of every parameter group but the first: all groups get the first one's weight decay;
+- under ZeRO 3, a count of steps for each part of the optimizer: all share one tensor, which torch's optimizers then
+  count up once for each part in every step.
+
+Read against DeepSpeed 0.19: engine.py ``_load_checkpoint``, zero/stage3.py
+``load_hp_checkpoint_state_from_checkpoint_dir_stage3``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaresume.checkpoint.choosing.search import Choice
+from megaresume.checkpoint.step_file import StepFile
+from megaresume.hosts.deepspeed import engine as facts
+from megaresume.hosts.deepspeed.elastic.conversion import Reporter, convert, read_universal
+from megaresume.hosts.deepspeed.elastic.load_rules import (
+    check_convertible,
+    choose_to_load,
+    other_partitions,
+    refuse_partitions,
+)
+from megaresume.session.ranks import on_all_ranks, on_rank_0_for_long
+from megaresume.stream.errors import CheckpointError
+
+_DOING = "converted a checkpoint"
+
+
+def check_restorable(engine: Any) -> None:
+    """Raise a CheckpointError where a universal load would silently leave something at its initial value."""
+    buffers, frozen = _outside_the_optimizer(engine.module)
+    if facts.is_pipeline(engine) and (buffers or frozen):
+        what = "buffers and frozen parameters of a pipeline"
+    elif facts.zero_stage(engine) == 3 and frozen:
+        what = "frozen parameters under ZeRO 3"
+    else:
+        return
+    raise CheckpointError(
+        f"{what} are not in a universal checkpoint",
+        found=f"{', '.join((*buffers, *frozen)[:5])}",
+        expected="only parameters that are trained",
+        action="start on the number of ranks that saved it",
+    )
+
+
+def restore_rest(engine: Any, tag_dir: Path) -> None:
+    """Put back what DeepSpeed's universal load passed over. On every rank; reads files only where there is something.
+
+    Args:
+        engine: which has loaded it.
+        tag_dir: of the universal checkpoint.
+    """
+    names = [name for kind in _outside_the_optimizer(engine.module) for name in kind]
+    if names and not facts.is_pipeline(engine):
+        saved = torch.load(facts.model_file(engine, tag_dir), map_location="cpu", weights_only=False)["module"]
+        now = dict(engine.module.named_buffers()) | dict(engine.module.named_parameters())
+        with torch.no_grad():
+            for name in names:
+                if name in saved:  # save_checkpoint(exclude_frozen_parameters=True)
+                    now[name].copy_(saved[name])
+    if facts.zero_stage(engine) != 3:
+        return
+    for part in engine.optimizer.optimizer.state.values():
+        if torch.is_tensor(part.get("step")):
+            part["step"] = part["step"].clone()
+    if len(engine.optimizer.param_groups) > 1:
+        path = tag_dir / "zero" / "optimizer_state.pt"
+        state = torch.load(path, map_location="cpu", weights_only=False, mmap=True)["optimizer_state_dict"]
+        for group, before in zip(engine.optimizer.param_groups, state["param_groups"], strict=True):
+            group.update({key: value for key, value in before.items() if key != "params"})
+
+
+def _outside_the_optimizer(module: Any) -> tuple[list[str], list[str]]:
+    """Names of persistent buffers, and of frozen parameters."""
+    persistent = set(module.state_dict())
+    buffers = [name for name, _ in module.named_buffers() if name in persistent]
+    return buffers, [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+
+
+def prepare_load(
+    load_dir: str | os.PathLike[str],
+    *,
+    zero_stage: int,
+    partitions: int | None = None,
+    tag: str | None = None,
+    elastic: bool = False,
+) -> None:
+    """See to it that the checkpoint which ``load_checkpoint`` will take can be loaded by this number of ranks.
+
+    Call it on every rank before the model is built: what is refused here is refused before any GPU memory is used,
+    and a conversion leaves the GPUs to nobody else's model. An empty directory is fine.
+
+    Args:
+        load_dir: the checkpoint root.
+        zero_stage: of the engine to come.
+        partitions: ranks over which it will divide the optimizer state, data-parallel times context-parallel; None:
+            all ranks.
+        tag: exactly this checkpoint; None: the newest complete one.
+        elastic: convert by itself where that is needed.
+
+    Raises, on every rank:
+        CheckpointError: nothing whole is there, or another number of ranks saved it and ``elastic`` is not set, with
+            the command to run; or the conversion fails.
+    """
+    count = partitions or (dist.get_world_size() if dist.is_initialized() else 1)
+
+    def look(beat: Callable[[], None]) -> None:
+        choice = choose_to_load(os.fspath(load_dir), tag, False, checksums=True, progress=lambda _size: beat())
+        if choice is not None and choice.step is not None:
+            _settle(choice, choice.step, count, zero_stage, elastic, beat)
+
+    on_rank_0_for_long(look, _DOING)
+
+
+def conversion(
+    choice: Choice, step_file: StepFile | None, *, partitions: int, zero_stage: int, elastic: bool
+) -> str | None:
+    """The tag of the universal checkpoint to load in the place of the chosen one; None: that one loads as it is.
+
+    Args:
+        choice: what is to be loaded, the same on every rank.
+        step_file: its record, as this rank read it.
+        partitions: ranks over which the engine divides the optimizer state.
+        zero_stage: the engine's.
+        elastic: convert by itself where that is needed.
+
+    Raises, on every rank: as `prepare_load`; or a rank does not see the conversion.
+    """
+    if step_file is None or not other_partitions(step_file.topology, partitions=partitions, zero_stage=zero_stage):
+        return None
+    tag = on_rank_0_for_long(lambda beat: _settle(choice, step_file, partitions, zero_stage, elastic, beat), _DOING)
+    on_all_ranks(lambda: _wait_for(choice.tag_dir, step_file.save_id))
+    return tag
+
+
+def _settle(
+    choice: Choice, step: StepFile, partitions: int, zero_stage: int, elastic: bool, beat: Callable[[], None]
+) -> str | None:
+    """On rank 0."""
+    before = step.topology
+    if not other_partitions(before, partitions=partitions, zero_stage=zero_stage):
+        return None
+    there = read_universal(choice.tag_dir, step.save_id, checksums=True)
+    if there is None:
+        check_convertible(choice.tag_dir, before, partitions=partitions, zero_stage=zero_stage)
+        if not elastic:
+            raise refuse_partitions(choice.tag_dir, before, partitions=partitions, zero_stage=zero_stage)
+        there = convert(choice.tag_dir, save_id=step.save_id, made_by="job", report=Reporter(say=_say, beat=beat))
+    return there.path.name
+
+
+def _say(words: str) -> None:
+    # Printed, not logged: it explains why a job stands still, whatever the program does with its logging.
+    print(f"megaresume: {words}", flush=True)
+
+
+def _wait_for(tag_dir: Path, save_id: str, timeout_seconds: float = 30.0) -> None:
+    """Caches of shared filesystems lag behind."""
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            if read_universal(tag_dir, save_id) is not None:
+                return
+            problem = "there is none"
+        except CheckpointError as error:
+            problem = str(error.found)
+        if time.monotonic() >= deadline:
+            raise CheckpointError(
+                "this rank does not see the universal checkpoint",
+                found=f"on {os.uname().nodename}, beside {tag_dir}: {problem}",
+                expected="what rank 0 sees there",
+                cause="the directory is not on a filesystem that all nodes share, or a cache lags behind",
+                action="mount the same directory on every node; then start again",
+            )
+        time.sleep(0.5)

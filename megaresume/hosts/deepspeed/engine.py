@@ -1,0 +1,254 @@
+"""What a DeepSpeed engine says of itself. Everything that reads the engine's private names is in this file.
+
+Read against DeepSpeed 0.16 to 0.19 (deepspeed/runtime/engine.py, deepspeed/runtime/pipe/engine.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megaresume.checkpoint.topology import Topology
+from megaresume.stream.errors import UsageError
+
+
+def is_pipeline(engine: Any) -> bool:
+    """Whether the engine pulls its micro-batches itself, in ``train_batch``."""
+    return hasattr(engine, "train_batch") and hasattr(engine, "set_dataiterator")
+
+
+def reads_batches(engine: Any) -> bool:
+    """Whether this rank of a pipeline engine is given batches."""
+    return bool(engine.is_first_stage() or engine.is_last_stage())
+
+
+def ends_step(engine: Any) -> bool:
+    """Before ``engine.step()``: whether it changes the weights. With ``managed_gradient_accumulation: false`` (from
+    DeepSpeed 0.19 on) every call does."""
+    managed = getattr(engine, "managed_gradient_accumulation", None)
+    return (managed is not None and not managed()) or bool(engine.is_gradient_accumulation_boundary())
+
+
+def check_engine(engine: Any) -> None:
+    """Raise a UsageError for engines and settings under which a checkpoint cannot be committed."""
+    if not all(hasattr(engine, name) for name in ("save_checkpoint", "load_checkpoint", "global_steps")):
+        raise UsageError(
+            "this is not a DeepSpeed engine",
+            found=type(engine).__name__,
+            expected="the first value that deepspeed.initialize(...) returned",
+            action="call megaresume.attach after deepspeed.initialize",
+        )
+    _check_writer_kind(engine)
+    if getattr(engine, "use_node_local_storage", lambda: False)():
+        raise UsageError(
+            "checkpoints on node-local storage cannot be checked by one rank",
+            found="checkpoint.use_node_local_storage: true in the DeepSpeed config",
+            expected="a directory that every rank sees",
+            action="remove use_node_local_storage and save to shared storage",
+        )
+
+
+def _check_writer_kind(engine: Any) -> None:
+    """Of ``checkpoint.writer`` and ``datastates_ckpt``: what can be committed, and loaded afterwards."""
+    if is_decoupled(engine) and not hasattr(engine.checkpoint_engine, "ckpt_process"):
+        raise UsageError(
+            "this checkpoint engine of DeepSpeed writes after save_checkpoint has returned, and does not say when it "
+            "is done",
+            found=type(engine.checkpoint_engine).__name__,
+            expected="DeepSpeed's own decoupled writer, or none",
+            action='remove datastates_ckpt from the DeepSpeed config, or use "checkpoint": {"writer": {"type": '
+            '"python", "decoupled": true, "data_parallel": "replica"}} in its place',
+        )
+    config = getattr(getattr(engine, "_config", None), "checkpoint_config", None) or {}
+    kind = (config.get("writer") or {}).get("type")
+    if kind == "MOCK" or (kind == "FAST" and zero_stage(engine) < 3):
+        raise UsageError(
+            "what this checkpoint writer of DeepSpeed writes cannot be loaded",
+            found=f"checkpoint.writer.type: {kind.lower()}, with ZeRO {zero_stage(engine)}",
+            expected="files with the names that load_checkpoint reads; this one adds -0.1 to the name, or writes none",
+            action='"type": "python" in checkpoint.writer, or ZeRO 3',
+        )
+
+
+def is_decoupled(engine: Any) -> bool:
+    """Whether checkpoints are written after ``save_checkpoint`` has returned."""
+    writer = getattr(engine, "checkpoint_engine", None)
+    return writer is not None and bool(getattr(writer, "is_decoupled", lambda: False)())
+
+
+def has_writer(engine: Any) -> bool:
+    """Whether ``checkpoint.writer`` is set: one of DeepSpeed's newer checkpoint engines."""
+    config = getattr(getattr(engine, "_config", None), "checkpoint_config", None) or {}
+    return bool(config.get("writer"))
+
+
+def data_size(engine: Any) -> int:
+    """Data-parallel ranks: those that are given different samples."""
+    return int(engine.dp_world_size)
+
+
+def data_rank(engine: Any) -> int:
+    """This rank among the data-parallel ranks."""
+    return dist.get_rank(group=engine.data_parallel_group)
+
+
+def partitions(engine: Any) -> int:
+    """Ranks over which ZeRO divides the optimizer state."""
+    return int(engine.seq_dp_world_size)
+
+
+def loads_universal(engine: Any) -> bool:
+    """Whether ``checkpoint.load_universal`` is set."""
+    return bool(engine.load_universal_checkpoint())
+
+
+@contextlib.contextmanager
+def as_universal(engine: Any) -> Iterator[None]:
+    """Within it, ``load_checkpoint`` takes a tag for a universal checkpoint; the config stays as it is."""
+    config = engine._config
+    before, config.load_universal_checkpoint = config.load_universal_checkpoint, True
+    try:
+        yield
+    finally:
+        config.load_universal_checkpoint = before
+
+
+def zero_stage(engine: Any) -> int:
+    """0 to 3."""
+    return int(engine.zero_optimization_stage())
+
+
+def model_file(engine: Any, tag_dir: Path) -> Path:
+    """The file of a universal checkpoint that holds this rank's module."""
+    with as_universal(engine):
+        return Path(engine._get_all_ckpt_names(str(tag_dir.parent), tag_dir.name)[0])
+
+
+def set_batch_size(engine: Any, size: int) -> None:
+    """Change the global batch size (samples) between two steps, with all that DeepSpeed leaves behind."""
+    engine.set_train_batch_size(size)
+    if not is_pipeline(engine):
+        # The engine steps where its micro-step counter is a multiple of the *new* number of micro-steps; without
+        # this, the first step of another size would be cut short.
+        engine.micro_steps = 0
+    if hasattr(engine.optimizer, "gradient_accumulation_steps"):
+        engine.optimizer.gradient_accumulation_steps = engine.gradient_accumulation_steps()
+
+
+def forget_gradients(engine: Any) -> None:
+    """Clear what a step that was not finished has left; DeepSpeed's load and its ``zero_grad`` leave some of it."""
+    if is_pipeline(engine) or engine.optimizer is None:
+        return
+    optimizer = engine.optimizer
+    engine.micro_steps = 0
+    optimizer.zero_grad()
+    if hasattr(optimizer, "clear_hp_grads"):  # bfloat16 without ZeRO: the float32 sums
+        optimizer.clear_hp_grads()
+    if zero_stage(engine) in (1, 2):  # as its constructor leaves them
+        optimizer.micro_step_id = -1
+        optimizer.averaged_gradients, optimizer.all_grad_tensors = {}, {}
+
+
+@contextlib.contextmanager
+def failing_late(engine: Any) -> Iterator[list[Exception]]:
+    """Within it, ``save_checkpoint`` does not raise on a rank that cannot write a file: it would leave the others in
+    the collectives that follow. It writes nothing more, and what was raised is in the list that is given."""
+    errors: list[Exception] = []
+
+    def late(write: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(write)
+        def instead(*args: Any, **kwargs: Any) -> Any:
+            if not errors:
+                try:
+                    return write(*args, **kwargs)
+                except Exception as error:  # noqa: BLE001  raised later, on every rank
+                    errors.append(error)
+            return None
+
+        return instead
+
+    places = (
+        (engine.checkpoint_engine, "save"),
+        (engine.checkpoint_engine, "makedirs"),
+        (engine, "_copy_recovery_script"),
+    )
+    with contextlib.ExitStack() as hooks:
+        for owner, name in places:
+            hooks.enter_context(_replaced(owner, name, late))
+        yield errors
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, instead: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    own = vars(owner).get(name)
+    setattr(owner, name, instead(getattr(owner, name)))
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
+def topology(engine: Any) -> Topology:
+    """How the run is laid out, for records, but for its workers."""
+    world = dist.get_world_size()
+    dp, sp = data_size(engine), partitions(engine) // data_size(engine)
+    if is_pipeline(engine):
+        pp = int(engine.grid.pipe_parallel_size)
+        tp = int(engine.grid.model_parallel_size)
+    else:
+        pp, tp = 1, int(engine.mp_world_size)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    return Topology(
+        world_size=world,
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        cp=sp,
+        micro_batch_size=int(engine.train_micro_batch_size_per_gpu()),
+        global_batch_size=int(engine.train_batch_size()),
+        zero_stage=zero_stage(engine),
+        nodes=world // local if local and world % local == 0 else None,
+    )
+
+
+def expected_files(engine: Any, save_dir: str, tag: str) -> list[str]:
+    """The files that this rank writes into the tag directory, relative to it.
+
+    Model states: one for each model-parallel rank, by data-parallel rank 0 (ZeRO 3: by every rank). Optimizer states:
+    one for each rank from ZeRO 1 on. Pipelines: one for each layer besides. Files of MoE experts and of tensors
+    offloaded to NVMe are not among them; the manifest lists those that are there.
+    """
+    paths: list[str] = []
+    if engine.save_non_zero_checkpoint:
+        paths.append(engine._get_ckpt_name(save_dir, tag))
+    if engine.save_zero_checkpoint:
+        paths.append(engine._get_zero_ckpt_name(save_dir, tag))
+    if is_pipeline(engine):
+        paths += _layer_files(engine.module, os.path.join(save_dir, tag))
+    tag_dir = Path(save_dir, tag)
+    return [Path(path).relative_to(tag_dir).as_posix() for path in paths]
+
+
+def _layer_files(module: Any, tag_dir: str) -> list[str]:
+    """As in ``PipelineModule.save_state_dict``."""
+    rank, size = module._grid.data_parallel_id, module._grid.data_parallel_size
+    layers = list(module.forward_funcs)
+    if module.checkpoint_parallel_write_pipeline:
+        from deepspeed.runtime import utils  # deferred: DeepSpeed takes seconds to import
+
+        bounds = utils.partition_uniform(len(layers), size)
+        first, stop = bounds[rank], bounds[rank + 1]
+    else:
+        first, stop = (0, len(layers)) if rank == 0 else (0, 0)
+    return [
+        module.ckpt_layer_path(tag_dir, index) for index in range(first, stop) if hasattr(layers[index], "state_dict")
+    ]

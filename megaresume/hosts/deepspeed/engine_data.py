@@ -1,0 +1,274 @@
+"""`EngineData`: what `megaresume.attach` and `megaresume.attach_loader` have in common.
+
+They hand out the micro-batches of an engine, and each of its steps trains exactly those (`micro_batches`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megaresume.hosts.deepspeed import engine as facts
+from megaresume.hosts.deepspeed.host import EngineHost
+from megaresume.hosts.deepspeed.micro_batches import MicroBatch, Taken, TrainedStep
+from megaresume.session.host import Resume
+from megaresume.session.random_state import RandomState
+from megaresume.session.session import Session
+from megaresume.session.stopping import Stopped
+from megaresume.stream.batches import BatchSchedule
+from megaresume.stream.errors import MegaresumeError, StateError, UsageError
+
+
+class EngineData(ABC):
+    """The micro-batches of one rank, clocked by the engine's optimizer steps."""
+
+    changed: tuple[str, ...] = ()
+    #: what is handed out and not trained.
+    _taken: Taken
+
+    def __init__(self, engine: Any, session: Session) -> None:
+        self.engine, self.session = engine, session
+        assert isinstance(session.host, EngineHost)
+        self.host = session.host
+        self.host.batches = session.data = self  # type: ignore[assignment]
+        self._is_pipeline = facts.is_pipeline(engine)
+        #: why nothing is handed out any more.
+        self._failure: MegaresumeError | None = None
+        self._closed = False
+        #: whether the position of the engine is one that the data has too.
+        self._ready = int(engine.global_steps) == 0
+
+    @abstractmethod
+    def _read(self) -> tuple[Any, MicroBatch]:
+        """The next micro-batch, and what is to be known of it."""
+
+    @abstractmethod
+    def _open_step(self) -> None:
+        """Begin to hand out a step."""
+
+    @abstractmethod
+    def _not_restored(self) -> StateError:
+        """The engine is at a step of which the data knows nothing."""
+
+    def _note_step(self, done: TrainedStep) -> None:  # noqa: B027  most have nothing to do
+        """A step was made."""
+
+    @property
+    @abstractmethod
+    def num_workers(self) -> int:
+        """Worker processes of this rank."""
+
+    @property
+    @abstractmethod
+    def schedule(self) -> BatchSchedule:
+        """Global batch sizes of the whole run: those that were, those that are planned."""
+
+    @property
+    @abstractmethod
+    def samples_trained(self) -> int:
+        """Samples that optimizer steps have trained on, since the start of the run, all ranks together."""
+
+    @property
+    def resume(self) -> Resume | None:
+        """What the last ``engine.load_checkpoint`` restored; None: nothing, this is a fresh start."""
+        return self.session.resumed
+
+    @property
+    def attempt(self) -> int | None:
+        """Which start of the run this is, from 1; None: no step has begun yet, or no ``save_dir`` is known."""
+        return self.session.attempt
+
+    @property
+    def _random(self) -> RandomState:
+        assert self.session.random is not None  # DeepSpeed keeps none itself
+        return self.session.random
+
+    def __next__(self) -> Any:
+        """The next micro-batch, see `attach` and `attach_loader`.
+
+        Raises:
+            StateError: the engine was loaded from a checkpoint and the data was not, steps and batches do not fit, or
+                a micro-batch was taken and not trained. From then on always the same.
+            StreamExhausted: the stream ends within this global batch; raised at its start, on every rank alike.
+            UsageError: this rank has no loader, or the loader no batches.
+            CorpusError: a document is damaged. Only on the rank that reads it: the process must end, and the
+                launcher with it the others.
+        """
+        is_first = self._random.step_begins()
+        batch, what = self._or_never_again(self._read_next)
+        self._taken.add(what)
+        if is_first:
+            self._random.first_is_out()
+        return batch
+
+    def _read_next(self) -> tuple[Any, MicroBatch]:
+        if not self._is_pipeline:
+            self._check_clock()
+            self._taken.check_more()
+            if not self._taken.per_step:
+                self._open_step()
+        elif self._taken.is_full or not self._taken.per_step:
+            raise UsageError(
+                "a pipeline engine's batches are handed out within train_batch only",
+                found=f"a batch was asked for after {len(self._taken)} of {self._taken.per_step} micro-batches",
+                expected="engine.train_batch(data_iter=data)",
+                action="do not call next(data) yourself, do not evaluate with it, and do not save or restore "
+                "engine.train_batch; data.peek() shows the next batch without taking it",
+            )
+        return self._read()
+
+    def _or_never_again(self, function: Callable[[], Any]) -> Any:
+        """What a function returns; after an error of it, nothing is handed out any more."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return function()
+        except MegaresumeError as error:
+            self._fail(error)
+            raise
+        except BaseException as error:  # a micro-batch may be read, and not handed out
+            if self._failure is None:
+                self._fail(_lost(error))
+            raise
+
+    def _fail(self, error: MegaresumeError) -> None:
+        self._failure = error
+
+    def _check_clock(self) -> None:
+        """Raise a StateError if steps were made that these batches cannot have led to."""
+        if not self._ready:
+            raise self._not_restored()
+        if (done := self._taken.settle()) is not None:
+            self._note_step(done)
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing of the step that is handed out can have been trained."""
+        return self._taken.is_untouched
+
+    # Around the engine's own methods
+
+    def saw(self, inputs: tuple[Any, ...]) -> None:
+        """The model is given these inputs."""
+        self._taken.saw(inputs)
+
+    def before_step(self) -> None:
+        """Before ``engine.step()``.
+
+        Raises:
+            StateError: it would train other micro-batches than those of its step. No weight has changed.
+        """
+
+        def check() -> None:
+            self._check_clock()
+            self._taken.check_step()
+
+        if self._closed:
+            check()
+        else:
+            self._or_never_again(check)
+
+    def after_step(self) -> None:
+        """After ``engine.step()``."""
+        self._taken.micro_steps += 1
+        self._check_clock()
+
+    @contextmanager
+    def broken_by_errors_of(self, call: str, *, weights: bool = False) -> Iterator[None]:
+        """If this call of the engine fails, train nothing more until a load: a part of it is in the gradients.
+
+        Args:
+            call: in words.
+            weights: a part of it may be in the weights as well, and nothing is saved any more.
+        """
+        try:
+            yield
+        except MegaresumeError:  # ours come before weights change
+            raise
+        except BaseException as error:
+            failure = _half_done(call, error, weights, reload=weights or facts.zero_stage(self.engine) < 2)
+            self._fail(failure)
+            if weights:
+                self._taken.broken = failure
+            raise
+
+    def _step_begins(self) -> None:
+        """Before the first micro-batch of a step, on every rank. See `Session.step_begins`."""
+        try:
+            self.session.step_begins()
+        except Stopped:
+            self.detach("the run was asked to stop")
+            raise
+
+    def before_train_batch(self) -> None:
+        """Begin a step of a pipeline engine, on every rank: only its first and last stages ask for batches.
+
+        Raises:
+            StateError: the last step did not use up its micro-batches.
+        """
+        self._random.step_begins()
+        self._check_clock()
+        if self._taken.per_step:
+            raise StateError(
+                "the pipeline did not use up the micro-batches of its last step",
+                found=f"{len(self._taken)} of {self._taken.per_step} micro-batches handed out, and no step made",
+                expected="a step of all of them",
+                cause="train_batch failed in the middle",
+                action="to go on, load the last checkpoint",
+            )
+        self._open_step()
+
+    def after_train_batch(self) -> None:
+        """End a step of a pipeline engine.
+
+        Raises:
+            StateError: it was trained on other batches. On the ranks that read batches; no checkpoint is saved of it.
+        """
+        self._or_never_again(self._check_clock)
+
+    def not_restored(self, error: MegaresumeError) -> None:
+        """The weights of a checkpoint are loaded, and its data is not: train nothing before another load."""
+        self._fail(error)
+        self._taken.broken = error
+
+    def check_save(self) -> None:
+        """Raise a StateError if a checkpoint would not be one of a step."""
+        self._check_clock()
+        self._taken.check_save()
+
+    def close(self) -> None:
+        """Stop reading ahead, and listening, at the end of a run; nothing is handed out any more."""
+        self.detach("it was closed")
+        self.session.close()
+
+    def detach(self, why: str) -> None:
+        """Hand out nothing any more: the engine has other data now."""
+        self._closed = True
+        self._fail(StateError("this data hands out nothing any more", cause=why))
+
+
+def _lost(error: BaseException) -> StateError:
+    return StateError(
+        "an error came between a micro-batch and the loop, and nothing is handed out any more",
+        found=f"{type(error).__name__}: {error}",
+        expected="each micro-batch handed out, in its order",
+        cause="transform=, or the reading of the data, failed, and the loop caught the error and went on: the next "
+        "micro-batch would have taken the place of the lost one",
+        action="mend what failed, and start again or call engine.load_checkpoint; try again within transform= what "
+        "may fail for a moment",
+    )
+
+
+def _half_done(call: str, error: BaseException, weights: bool, *, reload: bool) -> StateError:
+    return StateError(
+        f"{call} failed half-way, and nothing is trained any more",
+        found=f"{type(error).__name__}: {error}",
+        expected="each micro-batch once in the gradients of its step, and each step once in the weights",
+        cause="the loop caught the error and went on: tried again, the micro-batch would be in the gradients twice"
+        + (", or the step in the weights" if weights else ""),
+        action="mend what failed (a smaller micro-batch, if memory ran out), and start again"
+        + (" or call engine.load_checkpoint" if reload else ": after it ZeRO 2 and 3 take no backward in this process")
+        + "; a forward that failed may be tried again",
+    )

@@ -1,0 +1,326 @@
+"""`EngineHost`: a DeepSpeed engine as the host of a `Session`.
+
+DeepSpeed's own ``latest`` is no commit marker: its rank 0 writes it, in place, while other ranks may still be writing
+their files. So it is told not to, and the commit writes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from megaresume.checkpoint.choosing.search import Choice
+from megaresume.checkpoint.data_state import FORMAT, Envelope
+from megaresume.checkpoint.paths import deepspeed_tag
+from megaresume.checkpoint.step_file import StepFile
+from megaresume.checkpoint.topology import Topology
+from megaresume.hosts.deepspeed import decoupled
+from megaresume.hosts.deepspeed import engine as facts
+from megaresume.hosts.deepspeed.elastic.conversion import remove_converted
+from megaresume.hosts.deepspeed.elastic.load import check_restorable, conversion, restore_rest
+from megaresume.hosts.deepspeed.elastic.load_rules import BEGIN_ANEW, choose_to_load
+from megaresume.session.file_errors import read_on_all_ranks, writing
+from megaresume.session.host import Reading, Save
+from megaresume.session.random_state import RandomState
+from megaresume.session.ranks import is_rank_0, on_all_ranks
+from megaresume.session.session import Pick, Session
+from megaresume.stream.batches import BatchSchedule
+from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
+from megaresume.stream.state import StreamState
+
+#: the one key that we add to DeepSpeed's client state, which shares a namespace with DeepSpeed's own.
+KEY = "megaresume"
+
+
+class Batches(Protocol):
+    """What the data knows of the run, and the engine does not."""
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes of each rank."""
+
+    @property
+    def schedule(self) -> BatchSchedule:
+        """Global batch sizes of the whole run: those that were, those that are planned."""
+
+    @property
+    def samples_trained(self) -> int:
+        """Samples that optimizer steps have trained on, since the start of the run, all ranks together."""
+
+    def not_restored(self, error: MegaresumeError) -> None:
+        """The weights of a checkpoint are loaded, and its data is not: train nothing before another load."""
+
+
+class EngineHost:
+    """See `megaresume.session.host.Host`.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned first.
+        elastic: convert a ZeRO checkpoint of another number of ranks by itself.
+        adopt: makes up the state of a checkpoint that was written without megaresume, from the samples that DeepSpeed
+            has trained; None: such a checkpoint is refused.
+    """
+
+    forgotten = "engine.load_checkpoint was forgotten, was given another directory, or load_module_only=True"
+    load = "engine.load_checkpoint({directory!r}) before the first step"
+    begin_anew = BEGIN_ANEW
+
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        elastic: bool = False,
+        adopt: Callable[[int, str], StreamState] | None = None,
+    ) -> None:
+        self.engine = engine
+        self.framework = f"deepspeed {importlib.metadata.version('deepspeed')}"
+        self.elastic = elastic
+        #: set by the data itself.
+        self.batches: Batches | None = None
+        self._adopt = adopt
+
+    def iteration(self) -> int:
+        """See `Host`."""
+        return int(self.engine.global_steps)
+
+    def samples(self) -> int:
+        """See `Host`."""
+        assert self.batches is not None
+        return self.batches.samples_trained
+
+    def topology(self) -> Topology:
+        """See `Host`."""
+        batches = self.batches
+        assert batches is not None
+        # In a ramp-up the engine learns of its batch size only when the next step begins.
+        size = batches.schedule.size_at(batches.samples_trained)
+        return self.layout(num_workers=batches.num_workers, global_batch_size=size)
+
+    def layout(self, *, num_workers: int, global_batch_size: int | None) -> Topology:
+        """What the engine says of the layout of the run, with what it does not know."""
+        now = facts.topology(self.engine)
+        return dataclasses.replace(now, num_workers=num_workers, global_batch_size=global_batch_size)
+
+    def random_state(self) -> RandomState:
+        """The generators of this rank. Tensor-parallel ranks are replicas of each other."""
+        return RandomState(self.iteration, self.engine.device, self._replica)
+
+    def _replica(self) -> str:
+        return f"data-parallel rank {facts.data_rank(self.engine)}, stage {int(getattr(self.engine, 'stage_id', 0))}"
+
+    def expected_files(self, save_dir: Path, tag: str) -> list[str]:
+        """See `Host`."""
+        return facts.expected_files(self.engine, os.fspath(save_dir), tag)
+
+    def settle(self) -> None:
+        """See `Host`: the decoupled writer."""
+        decoupled.settle(self.engine)
+
+    def is_saving(self) -> bool:
+        """See `Host`."""
+        return decoupled.is_pending(self.engine)
+
+    def committed(self, save_dir: Path) -> None:
+        """See `Host`: conversions of older checkpoints are of no use any more."""
+        remove_converted(save_dir)
+
+    # Around the engine's methods
+
+    def save_checkpoint(
+        self,
+        session: Session,
+        write: Callable[..., Any],
+        save_dir: str,
+        *,
+        tag: str | None,
+        client_state: Mapping[str, Any],
+        latest: bool,
+        envelope: Envelope | None = None,
+        is_untouched: bool = False,
+    ) -> Any:
+        """``engine.save_checkpoint``: ``write`` is DeepSpeed's method, its other arguments bound.
+
+        Returns:
+            what DeepSpeed does, True; False: the save failed, and the run is to go on.
+        """
+        decoupled.watch(self.engine)
+        self.settle()
+        on_all_ranks(lambda: decoupled.check_writer(self.engine))
+        on_all_ranks(lambda: _check_key(client_state))
+
+        def write_files(save: Save) -> Any:
+            state = {**client_state, KEY: save.envelope.to_dict()}
+            with facts.failing_late(self.engine) as errors:
+                result = write(tag=save.tag, client_state=state, save_latest=False)
+            on_all_ranks(lambda: _check_written(errors, save))
+            if facts.is_decoupled(self.engine):
+                save.defer()
+                decoupled.defer(self.engine, save.pending, save.commit)
+            return result
+
+        result = session.save(
+            save_dir,
+            write_files,
+            tag=deepspeed_tag(self.iteration()) if tag is None else str(tag),
+            envelope=envelope,
+            is_untouched=is_untouched,
+            latest=latest,
+            tracker=latest,
+        )
+        return False if result is None else result
+
+    def load_checkpoint(
+        self, session: Session, read: Callable[..., tuple[Any, Any]], load_dir: str, tag: str | None, module_only: bool
+    ) -> tuple[Any, Any]:
+        """``engine.load_checkpoint``: ``read`` is DeepSpeed's method, its other arguments bound."""
+
+        is_read = False
+
+        def read_files(choice: Choice, beside: StepFile | None) -> Reading:
+            nonlocal is_read
+            facts.forget_gradients(self.engine)
+            choice, path, client_state = self.read(read, choice, beside, optimizer=not module_only)
+            is_read = not module_only
+            samples, within = int(self.engine.global_samples), (client_state or {}).get(KEY)
+            envelope = None if within is None or module_only else on_all_ranks(lambda: Envelope.read(within))
+            if envelope is None and self._adopt is not None and not module_only:
+                envelope = self._adopted(choice, samples)
+            return Reading(
+                envelope=envelope,
+                iteration=self.iteration(),
+                samples=samples,
+                choice=choice,
+                result=(path, client_state),
+            )
+
+        universal = facts.loads_universal(self.engine)
+        try:
+            found = session.load(
+                load_dir,
+                read_files,
+                pick=self.pick(session, load_dir, tag),
+                weights_only=module_only,
+                adopts=self._adopt is not None or universal,
+            )
+        except MegaresumeError as error:
+            if is_read and self.batches is not None:
+                self.batches.not_restored(error)
+            raise
+        return (None, None) if found is None else found  # as DeepSpeed, without its warning on every rank
+
+    def pick(self, session: Session, load_dir: str, tag: str | None) -> Pick:
+        """For `Session.choose`."""
+        universal = facts.loads_universal(self.engine)
+        return lambda shared, damaged: choose_to_load(load_dir, tag, universal, shared=shared, damaged=damaged)
+
+    def read(
+        self,
+        read: Callable[..., tuple[Any, Any]],
+        choice: Choice,
+        beside: StepFile | None,
+        *,
+        optimizer: bool,
+    ) -> tuple[Choice, Any, Any]:
+        """Read what was chosen with DeepSpeed's method, or its universal form, where another number of ranks saved it.
+
+        ``optimizer``: whether the optimizer's state is asked for; weights alone load on any number of ranks.
+
+        Returns:
+            what was read, DeepSpeed's path and client state.
+
+        Raises, on every rank:
+            CheckpointError: see `elastic.load.conversion`; or DeepSpeed did not load it.
+        """
+        engine, tag = self.engine, None
+        if optimizer and not facts.loads_universal(engine):
+            sizes = {"partitions": facts.partitions(engine), "zero_stage": facts.zero_stage(engine)}
+            tag = conversion(choice, beside, **sizes, elastic=self.elastic)
+        if tag is None:
+            path, client_state = read_on_all_ranks(lambda: read(choice.load_dir, tag=choice.tag), choice)
+            on_all_ranks(lambda: _check_loaded(path, choice))
+            return choice, path, client_state
+        on_all_ranks(lambda: check_restorable(engine))
+        choice = dataclasses.replace(choice, tag=tag)
+        with facts.as_universal(engine):
+            path, client_state = read(choice.load_dir, tag=tag)
+        on_all_ranks(lambda: _check_loaded(path, choice))
+        on_all_ranks(lambda: restore_rest(engine, choice.tag_dir))
+        return choice, path, client_state
+
+    def _adopted(self, choice: Choice, samples: int) -> Envelope:
+        """The state after as many samples as DeepSpeed has counted: trained, though nobody knows which they were."""
+        assert self._adopt is not None
+        note = f"{samples} samples up to {choice.tag} were trained without megaresume, in another order"
+        if is_rank_0():
+            print(f"megaresume: {note}; the stream begins after them", flush=True)
+        state = self._adopt(samples, note)
+        return Envelope(state=state, iteration=self.iteration(), framework=self.framework)
+
+
+def _check_written(errors: list[Exception], save: Save) -> None:
+    """Raise a CheckpointError if this rank could not write its files."""
+    if errors:
+        with writing(save.pending.tag_dir):
+            raise errors[0]
+
+
+def _check_loaded(path: object, choice: Choice) -> None:
+    """Raise a CheckpointError where DeepSpeed did not load what was chosen, which it says by returning None."""
+    if path is None:
+        raise CheckpointError(
+            "DeepSpeed did not load the checkpoint",
+            found=f"load_checkpoint returned None for {choice.tag_dir}",
+            expected="the path of the checkpoint",
+            cause="files that DeepSpeed needs are missing, or of another parallel layout",
+            action=f"megaresume inspect {choice.load_dir}",
+        )
+
+
+def around_load(load: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+    """An engine's ``load_checkpoint``, done by ``instead(read, load_dir, tag, module_only, optimizer_states)``.
+
+    Args:
+        load: DeepSpeed's method.
+        instead: is given ``read(load_dir, tag=...)``, which is that method with all other arguments bound.
+    """
+
+    @functools.wraps(load)
+    def load_checkpoint(
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+        **more: Any,
+    ) -> Any:
+        read = functools.partial(
+            load,
+            load_module_strict=load_module_strict,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+            custom_load_fn=custom_load_fn,
+            **more,
+        )
+        return instead(read, load_dir, tag, load_module_only, load_optimizer_states)
+
+    return load_checkpoint
+
+
+def _check_key(client_state: Mapping[str, Any]) -> None:
+    # What a load returned may be passed on: its data state is replaced by that of this save.
+    value = client_state.get(KEY)
+    if value is not None and (not isinstance(value, Mapping) or value.get("format") != FORMAT):
+        raise UsageError(
+            f"client_state has a key {KEY!r} of its own",
+            found=f"{KEY}: {value!r:.60}",
+            expected="that key free: the data state goes there",
+            action="give yours another name",
+        )

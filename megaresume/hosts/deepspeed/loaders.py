@@ -1,0 +1,245 @@
+"""`attach_loader`: a loader with a state of its own, and a DeepSpeed engine.
+
+    engine, *_ = deepspeed.initialize(...)
+    data = megaresume.attach_loader(engine, loader)      # Energon's or torchdata's, made for this data-parallel rank
+    engine.load_checkpoint("checkpoints")                # nothing there yet: the loader begins
+    for batch in data:
+        ...
+        engine.backward(loss)
+        last = engine.is_gradient_accumulation_boundary()  # asked before the step: whether it ends one
+        engine.step()
+        if last and engine.global_steps % 100 == 0: engine.save_checkpoint("checkpoints")
+
+Hooks, clock and commit are those of `megaresume.attach`; see docs/loaders.md.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megaresume.checkpoint.choosing.search import Choice
+from megaresume.checkpoint.data_state import DataState
+from megaresume.checkpoint.manifest import FileEntry
+from megaresume.hosts.deepspeed import engine as facts
+from megaresume.hosts.deepspeed.attach import hook, session_of
+from megaresume.hosts.deepspeed.engine_data import EngineData
+from megaresume.hosts.deepspeed.host import EngineHost
+from megaresume.hosts.deepspeed.micro_batches import MicroBatch, Taken, fingerprint, tokens_of
+from megaresume.hosts.loaders.adapters import LoaderReader, adapter_of
+from megaresume.hosts.loaders.states import NO_LOADER, Captured, LoaderRecord, capture, restore_states
+from megaresume.session.ranks import on_all_ranks
+from megaresume.session.session import Session
+from megaresume.session.settings import Checkpoints
+from megaresume.stream.batches import BatchSchedule
+from megaresume.stream.errors import StateError, UsageError
+
+
+def attach_loader(engine: Any, loader: Any, *, checkpoints: Checkpoints = Checkpoints()) -> AttachedLoader:
+    """Make the state of a loader part of an engine's checkpoints. Call it on every rank, right after
+    ``deepspeed.initialize`` and before ``engine.load_checkpoint``.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned first; ZeRO 0 to 3, or a pipeline engine.
+        loader: Energon's ``get_savable_loader(...)``, torchdata's ``StatefulDataLoader(...)``, or any iterable with
+            ``state_dict`` and ``load_state_dict``. Its batches are this rank's micro-batches; it deals samples out to
+            data-parallel ranks itself. None on a rank that is sent its batches by another.
+        checkpoints: as for `megaresume.attach`; not ``elastic`` and ``adopt``.
+
+    Returns:
+        the batches: iterate over it, or pass it to ``engine.train_batch(data_iter=...)``. It never ends: a loader that
+        ends is begun again, with ``set_epoch`` of its sampler.
+
+    Raises, on every rank:
+        UsageError: no DeepSpeed engine, a loader without a state, or settings that do not apply to loaders.
+        CheckpointError: another job writes to ``save_dir``.
+        SetupError: a node does not see it.
+    """
+    facts.check_engine(engine)
+    if checkpoints.elastic or checkpoints.adopt:
+        raise UsageError(
+            "the state of a loader belongs to the ranks that saved it, and cannot be made up",
+            found=f"Checkpoints(elastic={checkpoints.elastic}, adopt={checkpoints.adopt})",
+            expected="neither, with attach_loader",
+            action="remove them; a stream of megaresume's can change the number of ranks: megaresume.attach",
+        )
+    host = EngineHost(engine)
+    session = session_of(host, checkpoints)
+    session.start()
+    attached = on_all_ranks(lambda: AttachedLoader(engine, loader, session))
+    hook(engine, attached)
+    return attached
+
+
+class AttachedLoader(EngineData):
+    """The batches of an engine from a loader with a state of its own. Iterate over it; made by `attach_loader`.
+
+    As in `TrainingData`, ``engine.global_steps`` is the only clock: what was handed out and not yet stepped on does not
+    count, and is handed out again after a resume.
+    """
+
+    origin: Mapping[str, Any] | None = None
+
+    def __init__(self, engine: Any, loader: Any, session: Session) -> None:
+        super().__init__(engine, session)
+        self.reader = None if loader is None else LoaderReader(adapter_of(loader), lambda: self.batches_trained)
+        #: a batch that was looked at and not taken.
+        self._ahead: list[Any] = []
+        #: of the last snapshot.
+        self._captured: Captured | None = None
+        self._set_base(int(engine.global_steps), NO_LOADER.to_state(0), NO_LOADER)
+
+    def _set_base(self, step: int, state: DataState, record: LoaderRecord) -> None:
+        """Count from here: ``step`` optimizer steps have led to this state."""
+        #: where this process began, and at the last `prepare`.
+        self._states = [state]
+        # (step, samples, batches of a rank) after every step that was begun and of the last one that was trained.
+        self._marks: deque[tuple[int, int, int]] = deque([(step, state.samples, record.batches)])
+        self._sizes = list(record.sizes)
+        reads = self.reader is not None and (not self._is_pipeline or facts.reads_batches(self.engine))
+        self._taken = Taken(self.engine, step, reads=reads, maker="megaresume.attach_loader")
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes of the loader."""
+        return 0 if self.reader is None else self.reader.adapter.facts().workers
+
+    @property
+    def samples_trained(self) -> int:
+        """Samples that optimizer steps have trained on, since the start of the run, all ranks together."""
+        return self._trained()[1]
+
+    @property
+    def batches_trained(self) -> int:
+        """Batches of this rank that optimizer steps have trained on, since the start of the run."""
+        return self._trained()[2]
+
+    @property
+    def schedule(self) -> BatchSchedule:
+        """Global batch sizes up to now."""
+        now = (self._marks[-1][1], int(self.engine.train_batch_size()))
+        sizes = [*self._sizes, now] if not self._sizes or self._sizes[-1][1] != now[1] else self._sizes
+        return BatchSchedule(((0, sizes[0][1]), *sizes[1:]))
+
+    def _trained(self) -> tuple[int, int, int]:
+        steps = int(self.engine.global_steps)
+        while len(self._marks) > 1 and self._marks[1][0] <= steps:
+            self._marks.popleft()
+        return self._marks[0]
+
+    def __iter__(self) -> AttachedLoader:
+        return self
+
+    def _read(self) -> tuple[Any, MicroBatch]:
+        number = self._marks[-1][2] - self._taken.per_step + len(self._taken)
+        batch = self._ahead.pop() if self._ahead else next(self._the_reader())
+        tokens = None if self._is_pipeline else tokens_of(batch)
+        if tokens is None:
+            return batch, MicroBatch(f"batch {number} of this rank")
+        return batch, MicroBatch(f"batch {number} of this rank", key=int(fingerprint(tokens)), tokens=tokens.numel())
+
+    def peek(self) -> Any:
+        """A copy of the batch that ``next(data)`` gives next, without taking it: for shapes, warm-ups, graph captures.
+        After ``engine.load_checkpoint``: a loader cannot go back."""
+        if self._failure is not None:
+            raise self._failure
+        self._check_clock()
+        if not self._ahead:
+            self._random.step_begins()  # what the loader draws for it is drawn again after a resume
+            self._ahead.append(next(self._the_reader()))
+        if not self._is_pipeline and (tokens := tokens_of(self._ahead[0])) is not None:
+            self._taken.looked_at(int(fingerprint(tokens)))
+        return copy.deepcopy(self._ahead[0])
+
+    def _the_reader(self) -> LoaderReader:
+        if self.reader is None:
+            raise UsageError(
+                "this rank has no loader",
+                found="attach_loader(engine, None), and next(data)",
+                expected="a rank that is sent its batches by another",
+                action="give attach_loader the loader on the ranks that read batches",
+            )
+        return self.reader
+
+    def before_step(self) -> None:
+        """Before ``engine.step()``: here all ranks are, also those that read no batches."""
+        self._step_begins()
+        super().before_step()
+
+    def before_train_batch(self) -> None:
+        """Begin a step of a pipeline engine, on every rank."""
+        self._step_begins()
+        super().before_train_batch()
+
+    def check_save(self) -> None:
+        """Raise a StateError if a checkpoint would not be one of a step."""
+        if self.reader is None:
+            self.follow()
+        super().check_save()
+
+    def follow(self) -> None:
+        """Count a step on a rank that reads no batches: it has none that could tell."""
+        steps = int(self.engine.global_steps)
+        while self._marks[-1][0] < steps:
+            self._open_step()
+
+    def _open_step(self) -> None:
+        step, samples, batches = self._marks[-1]
+        size, per_step = int(self.engine.train_batch_size()), int(self.engine.gradient_accumulation_steps())
+        if not self._sizes or self._sizes[-1][1] != size:
+            self._sizes.append((samples, size))
+        self._marks.append((step + 1, samples + size, batches + per_step))
+        self._taken.open(per_step)
+
+    def _not_restored(self) -> StateError:
+        return StateError(
+            "the engine is past its first step, but no state of the loader was restored",
+            found=f"iteration {self.engine.global_steps}, a loader at its beginning",
+            expected="the states of the checkpoint that the engine was loaded from",
+            cause="load_checkpoint was called before megaresume.attach_loader, or not through the engine",
+            action="call megaresume.attach_loader right after deepspeed.initialize, before engine.load_checkpoint",
+        )
+
+    def prepare(self) -> None:
+        """See `Data`: the states of all ranks' loaders for exactly the trained batches."""
+        on_all_ranks(self.check_save)
+        samples = self.samples_trained
+        self._captured = capture(
+            self.reader,
+            dp_rank=facts.data_rank(self.engine),
+            dp_size=facts.data_size(self.engine),
+            trained=self.batches_trained,
+            sizes=tuple(size for size in self.schedule.segments if size[0] < samples or size[0] == 0),
+        )
+        self._states[1:] = [self._captured.record.to_state(samples)]
+
+    def snapshot(self, samples: int) -> DataState:
+        """See `Data`."""
+        return next(state for state in reversed(self._states) if state.samples == samples)
+
+    def write_files(self, save_dir: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
+        """See `Data`."""
+        assert self._captured is not None
+        return self._captured.write(save_dir, iteration, tag)
+
+    def restore(self, state: DataState, choice: Choice) -> None:
+        """See `Data`."""
+        record, step = LoaderRecord.from_state(state), int(self.engine.global_steps)
+        self._set_base(step, state, record)
+        restore_states(
+            self.reader,
+            record,
+            root=choice.load_dir,
+            iteration=choice.iteration or step,
+            tag=choice.tag.removesuffix("_universal"),
+            dp_rank=facts.data_rank(self.engine),
+            dp=facts.data_size(self.engine),
+        )
+        self._ready, self._closed, self._failure = True, False, None
+
+    def describe(self) -> list[str]:
+        """See `Data`."""
+        return []

@@ -1,0 +1,315 @@
+"""`TrainingData`: the micro-batches of one rank, and the count of samples that the optimizer has trained.
+
+The only clock is ``engine.global_steps``. It says which samples are trained; what was read ahead, handed out and not
+yet stepped on, or lost in a step that a kill cut short does not count and is handed out again after a resume. Steps
+that were skipped for an overflow (fp16) do count: their samples were seen, as in Megatron.
+
+    samples trained = schedule.after(base sample, global_steps - base step)
+    handed out      = up to one step more; `Taken` sees to it that the next step trains exactly those
+
+Faults (records that were not as the index announced them) come with the batches of the rank that read them. Those of
+trained samples are put together at every save, so that the state has all of them, and is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from megaresume.batches.batch import Batch
+from megaresume.batches.dataset import StreamDataset
+from megaresume.batches.documents import FaultEntry
+from megaresume.batches.loader import StartMethod, StreamLoader
+from megaresume.checkpoint.choosing.search import Choice
+from megaresume.checkpoint.data_state import DataState, stream_of
+from megaresume.checkpoint.manifest import FileEntry
+from megaresume.hosts.deepspeed import engine as facts
+from megaresume.hosts.deepspeed.engine_data import EngineData
+from megaresume.hosts.deepspeed.micro_batches import MicroBatch, Taken, TrainedStep, fingerprint
+from megaresume.runs.rank_log import RankLog, noted
+from megaresume.session.host import change_lines
+from megaresume.session.ranks import gather, on_all_ranks
+from megaresume.session.session import Session
+from megaresume.stream.batches import BatchSchedule, check_sizes, micro_batches
+from megaresume.stream.errors import MegaresumeError, StateError
+from megaresume.stream.faults import NO_FAULTS, Faults
+from megaresume.stream.state import StreamState
+from megaresume.stream.stream import Stream
+
+
+class TrainingData(EngineData):
+    """Iterates over this rank's micro-batches for ever; made by `megaresume.attach`.
+
+    Micro-step k of the step that begins at sample c gives data-parallel rank r of D the samples
+    ``c + k*(D*m) + r*m .. + m``. Batch sizes are read from the engine at the first micro-batch of every step.
+
+    ``iter(data)`` is ``data`` itself: there is one position, that of the engine. What was taken before and not trained
+    is handed out again.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        stream: Stream,
+        session: Session,
+        *,
+        schedule: BatchSchedule | None,
+        num_workers: int,
+        prefetch: int,
+        start_method: StartMethod | None,
+        pin_memory: bool,
+        attention_mask: bool,
+        pad_id: int,
+        transform: Callable[[Batch], Any] | None,
+        log: RankLog | None = None,
+    ) -> None:
+        super().__init__(engine, session)
+        self.stream = stream
+        self._planned = schedule
+        self._loading: dict[str, Any] = {
+            "num_workers": num_workers,
+            "prefetch": prefetch,
+            "start_method": start_method,
+            "pin_memory": pin_memory,
+            "attention_mask": attention_mask,
+            "pad_id": pad_id,
+        }
+        self._transform = transform
+        self._log = log
+        self._reader: Iterator[Batch] | None = None
+        self._set_base(int(engine.global_steps), None)
+
+    def _set_base(self, step: int, state: StreamState | None) -> None:
+        """Count from here: ``step`` optimizer steps have trained ``state.samples`` samples."""
+        planned = self._planned or BatchSchedule.constant(int(self.engine.train_batch_size()))
+        sample = 0 if state is None else state.samples
+        schedule = planned.resumed(() if state is None else state.batches, sample)
+        self._check_sizes(schedule, sample)
+        self._close()
+        self._schedule = self.stream.schedule = schedule
+        self._base_step, self._base_sample = step, sample
+        #: first sample of the step that is handed out.
+        self._sample = sample
+        self._taken = Taken(self.engine, step, reads=not self._is_pipeline or facts.reads_batches(self.engine))
+        self._layout: tuple[int, int] | None = None
+        #: whether the log of samples has this beginning.
+        self._log_begun = False
+        # Of all ranks up to a sample, and of this rank since then, samples included that are not trained yet.
+        self._known_faults, self._known_to = NO_FAULTS if state is None else state.faults, sample
+        self._new_faults: list[FaultEntry] = []
+
+    def _check_sizes(self, schedule: BatchSchedule, sample: int) -> None:
+        """Sizes that do not divide must fail now, on every rank, not in the middle of the ramp-up."""
+        micro = int(self.engine.train_micro_batch_size_per_gpu())
+        check_sizes(schedule, sample, micro_batch_size=micro, dp_size=facts.data_size(self.engine))
+
+    @property
+    def samples_trained(self) -> int:
+        """Samples that optimizer steps have trained on, since the start of the run."""
+        return self._schedule.after(self._base_sample, self._steps_trained())
+
+    @property
+    def schedule(self) -> BatchSchedule:
+        """Global batch sizes of the whole run: those that were, those that are planned."""
+        return self._schedule
+
+    def state(self) -> StreamState:
+        """The state for exactly the samples that are trained; the same on every rank.
+
+        Its faults are those up to the last save.
+
+        Raises:
+            StateError: the engine has steps that this data knows nothing of.
+        """
+        self._check_clock()
+        return self.snapshot(self.samples_trained)
+
+    @property
+    def faults(self) -> Faults:
+        """Of trained samples: those of all ranks up to the last save, and those of this rank since then."""
+        return self._known_faults.with_new(self._new_faults, self._known_to, self.samples_trained)
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes of this rank."""
+        return int(self._loading["num_workers"])
+
+    @property
+    def origin(self) -> Mapping[str, Any] | None:
+        """See `Data`."""
+        return self.stream.origin
+
+    def prepare(self) -> None:
+        """See `Data`: the faults of all ranks."""
+        on_all_ranks(self.check_save)
+        trained = self.samples_trained
+        # Ranks that read the same samples have the same faults: they count once.
+        everywhere = chain.from_iterable(gather([fault for fault in self._new_faults if fault[0] < trained]))
+        self._known_faults = self._known_faults.with_new(everywhere, self._known_to, trained)
+        self._new_faults = [fault for fault in self._new_faults if fault[0] >= trained]
+        self._known_to = trained
+
+    def snapshot(self, samples: int) -> StreamState:
+        """See `Data`."""
+        state = self.stream.state_at(samples, batches=self._schedule.until(samples))
+        return state.replace(faults=self._known_faults)
+
+    def write_files(self, save_dir: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
+        """See `Data`: a stream's state is all in the checkpoint itself."""
+        return ()
+
+    def restore(self, state: DataState, choice: Choice | None = None) -> None:
+        """Go on from a state, at the step that the engine counts. ``engine.load_checkpoint`` does it by itself.
+
+        Raises:
+            StateError: the state belongs to another config or other corpora, naming the fields that differ.
+            UsageError: the batch sizes do not divide over the ranks.
+        """
+        of_stream = stream_of(state)
+        self.stream.restore(of_stream)
+        self._set_base(int(self.engine.global_steps), of_stream)
+        self._ready, self._closed, self._failure = True, False, None
+
+    def describe(self) -> list[str]:
+        """See `Data`."""
+        return change_lines(self.stream, self._schedule.size_at(self._base_sample))
+
+    def __iter__(self) -> TrainingData:
+        """From the first micro-batch on that is not trained. In the middle of an accumulation: go on."""
+        if len(self._taken) and self._taken.is_untouched and not self._is_pipeline and self._failure is None:
+            self._taken.take_back()
+            self._close()
+        if not len(self._taken):  # what was out was only looked at
+            self._random.step_begins_again()
+        return self
+
+    def _read(self) -> tuple[Any, MicroBatch]:
+        if self._reader is None:
+            self._reader = self._read_from(self._sample)
+        batch = next(self._reader)
+        self._new_faults += batch.get("faults", ())
+        samples, tokens = batch["samples"], batch["tokens"]
+        what = MicroBatch(
+            name=f"samples {int(samples[0])} to {int(samples[-1])}",
+            key=None if self._is_pipeline else int(fingerprint(tokens)),
+            tokens=tokens.numel(),
+            noted=None if self._log is None else noted(batch),
+        )
+        return batch if self._transform is None else self._transform(batch), what
+
+    def peek(self) -> Any:
+        """The micro-batch that ``next(data)`` gives next, without taking it: for shapes, warm-ups, graph captures.
+
+        Any rank may ask alone. Read on its own each time; ``transform`` is applied.
+
+        Raises:
+            StateError: as ``next(data)``.
+            StreamExhausted: the stream ends before it.
+        """
+        if self._failure is not None:
+            raise self._failure
+        self._check_clock()
+        sample, index = self.samples_trained, len(self._taken)
+        size = self._schedule.size_at(sample) if self._planned else int(self.engine.train_batch_size())
+        if self._taken.is_full:  # what comes after the step that is out
+            sample, index = sample + size, 0
+            size = self._schedule.size_at(sample) if self._planned else size
+        numbers = micro_batches(
+            sample,
+            size,
+            micro_batch_size=int(self.engine.train_micro_batch_size_per_gpu()),
+            dp_rank=facts.data_rank(self.engine),
+            dp_size=facts.data_size(self.engine),
+        )[index]
+        options = {name: self._loading[name] for name in ("attention_mask", "pad_id")}
+        batch = StreamDataset(self.stream, **options).__getitems__(numbers)
+        if not self._is_pipeline:
+            self._taken.looked_at(int(fingerprint(batch["tokens"])))
+        return batch if self._transform is None else self._transform(batch)
+
+    def _open_step(self) -> None:
+        """Settle the sizes of the next step and make sure that all of its samples exist."""
+        self._step_begins()
+        self._check_clock()
+        sample = self.samples_trained
+        size = self._settle_size(sample)
+        micro = int(self.engine.train_micro_batch_size_per_gpu())
+        # A reader knows the planned sizes ahead; one that they did not tell needs a new reader.
+        if self._layout not in (None, (size if self._planned is None else 0, micro)):
+            self._close()
+        self._layout = (size if self._planned is None else 0, micro)
+        # Every rank raises here if the stream ends within the batch: one that ran dry alone would hang the others.
+        self.stream.plan(sample + size - 1, sample + size)
+        self._sample = sample
+        self._taken.open(size // (micro * facts.data_size(self.engine)))
+
+    def _settle_size(self, sample: int) -> int:
+        """The global batch size of the step at ``sample``, in force in the engine."""
+        engine = self.engine
+        engine_size = int(engine.train_batch_size())
+        if self._planned is None:
+            if engine_size != self._schedule.size_at(sample):
+                schedule = BatchSchedule.constant(engine_size).resumed(self._schedule.segments, sample)
+                self._schedule = self.stream.schedule = schedule
+        elif engine_size != (size := self._schedule.size_at(sample)):
+            facts.set_batch_size(engine, size)
+            engine_size = size
+        return engine_size
+
+    def _steps_trained(self) -> int:
+        return int(self.engine.global_steps) - self._base_step
+
+    def _not_restored(self) -> StateError:
+        return StateError(
+            "the engine is past its first step, but no data state was restored",
+            found=f"iteration {self.engine.global_steps}, no data state",
+            expected="the data state of the checkpoint that the engine was loaded from",
+            cause="load_checkpoint was called before megaresume.attach, or not through the engine",
+            action="call megaresume.attach right after deepspeed.initialize, before engine.load_checkpoint",
+        )
+
+    def _note_step(self, done: TrainedStep) -> None:
+        """Write down what the step trained."""
+        if self._log is None or not done.batches:
+            return
+        if not self._log_begun:
+            self._log_begun = True
+            self._log.start(
+                step=self._base_step,
+                samples=self._base_sample,
+                dp_rank=facts.data_rank(self.engine),
+                dp=facts.data_size(self.engine),
+                micro_batch_size=int(self.engine.train_micro_batch_size_per_gpu()),
+                pad_id=int(self._loading["pad_id"]),
+                digest=self.stream.digest_at(self._base_sample),
+            )
+        for batch in done.batches:
+            if batch.noted is not None:
+                self._log.add_noted(batch.noted)
+        self._log.end_step(done.number, seen=done.seen)
+
+    def _read_from(self, sample: int) -> Iterator[Batch]:
+        schedule = self._schedule
+        later = [segment for segment in schedule.segments if segment[0] > sample]
+        loader = StreamLoader(
+            self.stream,
+            BatchSchedule(((0, schedule.size_at(sample)), *later)),
+            micro_batch_size=int(self.engine.train_micro_batch_size_per_gpu()),
+            dp_rank=facts.data_rank(self.engine),
+            dp_size=facts.data_size(self.engine),
+            start=sample,
+            **self._loading,
+        )
+        return iter(loader)
+
+    def _fail(self, error: MegaresumeError) -> None:
+        super()._fail(error)
+        self._close()
+
+    def _close(self) -> None:
+        """Stop reading ahead."""
+        reader, self._reader = self._reader, None
+        if isinstance(reader, Generator):
+            reader.close()

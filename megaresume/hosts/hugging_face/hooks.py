@@ -1,0 +1,159 @@
+"""The methods of a Trainer that carry its data, hooked on the instance.
+
+train                            what to resume from; the end of the run
+get_train_dataloader             our loader
+set_initial_training_values      how many steps the run has
+_init_training_state             at which epoch it goes on: the Trainer skips nothing, as our loader is there
+_run_epoch                       how many batches this epoch has
+get_batch_samples                a step begins
+on_step_end (a callback)         a step was made
+_save_checkpoint                 saved by the session: commit, lock, ledger, retention
+_evaluate                        draws nothing from the generators of the training
+_load_callback_state             the data state is no state of a callback
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+from megaresume.checkpoint.choosing.choose import choose
+from megaresume.checkpoint.paths import hugging_face_tag
+from megaresume.hosts.hugging_face.host import KEY, TrainerHost
+from megaresume.session.random_state import kept
+from megaresume.session.ranks import on_all_ranks
+from megaresume.session.session import Pick, Session
+from megaresume.stream.errors import UsageError
+
+#: without ``get_train_dataloader``, which is replaced.
+HOOKED = (
+    "train",
+    "set_initial_training_values",
+    "_init_training_state",
+    "_run_epoch",
+    "get_batch_samples",
+    "_save_checkpoint",
+    "_evaluate",
+    "_load_callback_state",
+)
+
+
+class Hooks:
+    """See above. Made once for each Trainer.
+
+    Args:
+        host: of the Trainer.
+        session: of this process.
+    """
+
+    def __init__(self, host: TrainerHost, session: Session) -> None:
+        self.host, self.session = host, session
+        self._ran = False
+        trainer = self.trainer = host.trainer
+        for name in HOOKED:
+            before = getattr(trainer, name)
+            hook = getattr(self, name.lstrip("_"))
+            setattr(trainer, name, functools.wraps(before)(functools.partial(hook, before)))
+        trainer.get_train_dataloader = lambda: host.loader
+        trainer.callback_handler.callbacks.insert(0, _callback(host))  # before those that log the epoch
+
+    def train(self, train: Any, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **more: Any) -> Any:
+        """Choose what to resume from, train, and say that the run has come to its end.
+
+        Raises, on every rank:
+            UsageError: a search for hyperparameters, or a second training of one Trainer.
+            CheckpointError, StateError: see `Session.choose` and `Session.resume`.
+        """
+        if trial is not None or self._ran:
+            raise UsageError(
+                "attach_trainer is for one training",
+                found="a trial of a hyperparameter search" if trial is not None else "a second trainer.train()",
+                expected="one trainer.train() for each Trainer",
+                action="make a new Trainer with an output_dir of its own, and attach to it",
+            )
+        self._ran = True
+        path = self._chosen(resume_from_checkpoint) if resume_from_checkpoint else None
+        arguments = self.trainer.args
+        # Retention is the session's: what the Trainer deletes, it deletes before the newer one is complete.
+        limit, arguments.save_total_limit = arguments.save_total_limit, None
+        try:
+            result = train(path, trial, *args, **more)
+        finally:
+            arguments.save_total_limit = limit
+        if self.host.step >= self.trainer.state.max_steps:
+            self.session.finish()
+        self.session.close()
+        return result
+
+    def _chosen(self, asked: Any) -> str | None:
+        """The checkpoint to resume from, its data restored; None: there is none yet."""
+        root, pick = Path(self.trainer.args.output_dir), None
+        if not isinstance(asked, bool):
+            root, pick = Path(os.path.abspath(asked)).parent, self._exactly(Path(os.path.abspath(asked)))
+        choice, beside = self.session.choose(root, pick)
+        if choice is None:
+            return None
+        reading = on_all_ranks(lambda: self.host.read(choice))
+        self.session.accept(choice, beside, reading)
+        self.host.step, self.host.trained = reading.iteration, reading.samples
+        self.session.resume()
+        return str(choice.tag_dir)
+
+    def _exactly(self, path: Path) -> Pick:
+        return lambda _shared, damaged: choose(
+            path.parent, tag=path.name, checksums=self.session.verify_checkpoint, damaged=damaged
+        )
+
+    def set_initial_training_values(self, values: Any, *args: Any, **more: Any) -> Any:
+        """How many epochs and steps the run has, counted from the sample where it goes on."""
+        _, *between, _ = values(*args, **more)
+        epochs, steps = self.host.end()
+        return (epochs, *between, steps)
+
+    def init_training_state(self, init: Any, *args: Any, **more: Any) -> tuple[int, int]:
+        """Where it goes on: (epoch, batches to skip)."""
+        init(*args, **more)
+        return self.host.loader.epoch, 0
+
+    def run_epoch(self, run: Any, **more: Any) -> Any:
+        """With as many batches as this epoch has, from here on."""
+        batches, steps = self.host.batches_of_epoch()
+        return run(**more | {"steps_in_epoch": batches, "num_update_steps_per_epoch": steps})
+
+    def get_batch_samples(self, get: Any, *args: Any, **more: Any) -> Any:
+        """Before the batches of a step are taken."""
+        self.session.step_begins()
+        return get(*args, **more)
+
+    def save_checkpoint(self, write: Any, model: Any, trial: Any) -> None:
+        """Save and commit."""
+        self.session.save(
+            self.trainer.args.output_dir,
+            lambda save: self.host.write(save, lambda: write(model, trial)),
+            tag=hugging_face_tag(self.host.step),
+            tracker=False,
+        )
+
+    def evaluate(self, evaluate: Any, *args: Any, **more: Any) -> Any:
+        """Between a save and the next step too: a resume would not do it again."""
+        with kept():
+            return evaluate(*args, **more)
+
+    def load_callback_state(self, load: Any) -> None:
+        """Without the data state, which the Trainer would miss a callback for."""
+        self.trainer.state.stateful_callbacks.pop(KEY, None)
+        load()
+
+
+def _callback(host: TrainerHost) -> Any:
+    from transformers import TrainerCallback
+
+    class StepEnd(TrainerCallback):
+        """Counts the steps that were made."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            host.stepped()
+
+    return StepEnd()

@@ -1,0 +1,374 @@
+"""What a kind of loader says of itself, and how its state is taken and put back. One class a kind.
+
+    loader  --adapter_of-->  Adapter:  facts()   workers and batch size: the state fits nothing else
+                                       save()    the state after the last batch that was handed out
+                                       restore() before the first batch
+                                       batches() an iterator, asked for once an epoch
+
+States are objects of the loader's own library; they are pickled, since nothing else can hold them (Energon's are
+classes, which ``torch.load`` refuses by default since torch 2.6).
+
+`LoaderReader`: the batches of a loader for ever, and its state at the last *trained* one.
+
+A loader tells its state after the batch that it handed out last. A training loop may hold batches that it has not
+trained yet (it reads ahead, or saves in the middle of a step), and those must come again after a resume:
+
+    handed out  0 ─────────── s ──────────── t ─────── h
+                              │              │         └ where the loader is
+                              │              └ trained: what the checkpoint is to name
+                              └ the last state that was taken at or before t
+
+    nothing ahead (t = h):   the state is taken now
+    otherwise:               the state taken at s, and "pass over t - s batches": they are read again and dropped
+
+States are taken every `SNAPSHOT_EVERY` batches, so that t - s stays small.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megaresume.session.random_state import kept
+from megaresume.stream.errors import StateError, UsageError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What a state of this loader depends on."""
+
+    #: energon, or state_dict.
+    kind: str
+    #: what made it: a name and a version, for people.
+    library: str
+    #: worker processes of one data-parallel rank.
+    workers: int
+    #: samples of one batch; None: the loader does not say.
+    batch_size: int | None
+
+
+class Adapter(Protocol):
+    """One loader, seen from here."""
+
+    def facts(self) -> Facts:
+        """What its state depends on."""
+
+    def save(self, handed: int, epoch: int) -> Any:
+        """The state after the last batch.
+
+        Args:
+            handed: batches handed out since the beginning of the run.
+            epoch: passes over the loader that have ended.
+        """
+
+    def restore(self, state: Any, handed: int, epoch: int) -> None:
+        """Put a state back, before the first batch of this process."""
+
+    def batches(self, epoch: int) -> Iterator[Any]:
+        """The batches up to the end of an epoch; a later call goes on with the next."""
+
+
+def adapter_of(loader: Any) -> Adapter:
+    """Find out what kind of loader it is, by its methods.
+
+    Raises:
+        UsageError: it can neither save nor restore a state.
+    """
+    if all(hasattr(loader, name) for name in ("save_state_rank", "restore_state_rank", "worker_config")):
+        return EnergonAdapter(loader)
+    if all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict", "__iter__")):
+        return StateDictAdapter(loader)
+    raise UsageError(
+        "this loader has no state that could be saved",
+        found=f"{type(loader).__module__}.{type(loader).__name__}",
+        expected="Energon's get_savable_loader(...), torchdata's StatefulDataLoader(...), or any iterable with "
+        "state_dict and load_state_dict",
+        cause="a plain torch DataLoader forgets its position" if hasattr(loader, "batch_sampler") else None,
+        action="use torchdata.stateful_dataloader.StatefulDataLoader in the place of torch.utils.data.DataLoader, "
+        "megatron.energon.get_savable_loader in the place of get_loader; or megaresume.attach with a data.yaml",
+    )
+
+
+def _library(loader: Any) -> str:
+    package = type(loader).__module__.partition(".")[0]
+    names = {"megatron": "megatron-energon"}
+    try:
+        return f"{names.get(package, package)} {importlib.metadata.version(names.get(package, package))}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"{type(loader).__module__}.{type(loader).__qualname__}"
+
+
+class StateDictAdapter:
+    """``state_dict`` and ``load_state_dict``, as torchdata defines them: the state after the batch handed out last.
+
+    Torchdata 0.11 draws a seed from the loader's generator when an epoch begins, and not again when one is gone on
+    with: without workers, the shuffle of the epoch *after* a resume would be another one. So the generator's own state
+    is kept as well.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self._generator: Any = None
+
+    def facts(self) -> Facts:
+        """See `Adapter`."""
+        size = getattr(self.loader, "batch_size", None)
+        if size is None:  # torchdata takes it from a batch_sampler
+            size = getattr(getattr(self.loader, "batch_sampler", None), "batch_size", None)
+        return Facts(
+            kind="state_dict",
+            library=_library(self.loader),
+            workers=int(getattr(self.loader, "num_workers", 0)),
+            batch_size=None if size is None else int(size),
+        )
+
+    def save(self, handed: int, epoch: int) -> Any:
+        """See `Adapter`."""
+        generator: Any = getattr(self.loader, "generator", None)
+        own = generator is not None and getattr(self.loader, "num_workers", 0) == 0
+        return {"loader": self.loader.state_dict(), "generator": generator.get_state() if own else None}
+
+    def restore(self, state: Any, handed: int, epoch: int) -> None:
+        """See `Adapter`."""
+        self._set_epoch(epoch)
+        self.loader.load_state_dict(state["loader"])
+        self._generator = state["generator"]
+
+    def batches(self, epoch: int) -> Iterator[Any]:
+        """See `Adapter`."""
+        self._set_epoch(epoch)
+        batches: Iterator[Any] = iter(self.loader)
+        if self._generator is not None:  # after the draws of the new iterator
+            self.loader.generator.set_state(self._generator)
+            self._generator = None
+        return batches
+
+    def _set_epoch(self, epoch: int) -> None:
+        # A distributed sampler shuffles by the epoch that it is told, and its state does not hold it.
+        for name in ("sampler", "batch_sampler"):
+            sampler: Any = getattr(self.loader, name, None)
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+
+
+class EnergonAdapter:
+    """Energon's `SavableDataLoader`: ``save_state_rank`` and ``restore_state_rank``.
+
+    Energon 7.4 forgets, for every worker that has handed out nothing since a restore, how many batches of the restored
+    state it is to pass over (``_worker_sample_counters``); a second resume soon after the first then repeats and skips
+    samples in silence. So the counters are set right after its restore, and every state is checked against our own
+    count of the batches before it is used.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def facts(self) -> Facts:
+        """See `Adapter`."""
+        size = self.loader._get_batch_size() if hasattr(self.loader, "_get_batch_size") else None
+        return Facts(
+            kind="energon",
+            library=_library(self.loader),
+            workers=int(self.loader.worker_config.num_workers),
+            batch_size=None if size is None else int(size),
+        )
+
+    def save(self, handed: int, epoch: int) -> Any:
+        """See `Adapter`.
+
+        Raises:
+            StateError: Energon's state is not the one after the last batch.
+        """
+        state = self.loader.save_state_rank()
+        counted = _batches_of(state)
+        if counted is not None and counted != handed:
+            raise StateError(
+                "Energon's state is not the one after the batch that was handed out last",
+                found=f"a state after {counted} batches",
+                expected=f"a state after {handed} batches",
+                cause="the loader was iterated elsewhere too, or another version of Energon counts in another way: "
+                f"{_library(self.loader)}",
+                action="give the loader to megaresume alone; megaresume knows megatron-energon 7.4",
+            )
+        return state
+
+    def restore(self, state: Any, handed: int, epoch: int) -> None:
+        """See `Adapter`."""
+        self.loader.restore_state_rank(state)
+        if state is not None and self.loader.num_workers > 0:
+            self.loader._worker_sample_counters = [_next_index(worker) - 1 for worker in state.worker_states]
+
+    def batches(self, epoch: int) -> Iterator[Any]:
+        """See `Adapter`."""
+        batches: Iterator[Any] = iter(self.loader)
+        return batches
+
+
+def _next_index(worker: Any) -> int:
+    """The number of the batch, in one worker's own counting, that comes next after a restore."""
+    return int(worker.offset) + (0 if worker.state is None else int(worker.state.sample_index))
+
+
+def _batches_of(state: Any) -> int | None:
+    """Batches handed out before a `SavableDataLoaderState`; None: it does not say."""
+    if state is None:
+        return 0
+    workers = state.worker_states
+    if all(hasattr(worker, "offset") for worker in workers):
+        return sum(_next_index(worker) for worker in workers)
+    counts = [worker.get("_sample_index") for worker in workers]
+    return None if None in counts else sum(counts)
+
+
+#: Batches between two states that are taken though nothing is saved. Energon needs some 30 ms for one.
+SNAPSHOT_EVERY = 32
+
+
+class LoaderReader:
+    """One data-parallel rank's loader.
+
+    Args:
+        adapter: of the loader.
+        trained: batches of this loader that optimizer steps have trained, since the start of the run. Never more than
+            were handed out.
+    """
+
+    def __init__(self, adapter: Adapter, trained: Callable[[], int]) -> None:
+        self.adapter = adapter
+        self._trained = trained
+        self._batches: Iterator[Any] | None = None
+        #: batches handed out, since the start of the run.
+        self.handed = 0
+        self._epoch = 0
+        self._start = 0
+        #: in the middle of what an earlier process began.
+        self._is_restored = False
+        #: (batches handed out, pickled state there).
+        self._snapshots: deque[tuple[int, bytes]] = deque([(0, _pickled(None, 0, 0))])
+
+    def __next__(self) -> Any:
+        """The next batch; a loader that ends is begun again.
+
+        Raises:
+            UsageError: the loader has no batches at all.
+        """
+        since = self.handed - self._snapshots[-1][0]
+        if since >= SNAPSHOT_EVERY:
+            self._snapshots.append((self.handed, self._take()))
+            self._forget()
+        batch = self._next()
+        self.handed += 1
+        return batch
+
+    def _next(self) -> Any:
+        for _ in range(3):  # a restored iterator may be at the end of its epoch
+            if self._batches is None:
+                self._batches = self._begin()
+            try:
+                return next(self._batches)
+            except StopIteration:
+                self._batches, self._epoch = None, self._epoch + 1
+        raise UsageError(
+            "the loader has no batches",
+            found=f"it ended three times in a row, after {self.handed} batches",
+            expected="at least one batch in every pass over it",
+            cause="fewer samples than a batch, with drop_last; or it can be iterated only once",
+            action="look at the length of its dataset on this rank",
+        )
+
+    def _begin(self) -> Iterator[Any]:
+        if not self._is_restored:
+            return self.adapter.batches(self._epoch)
+        self._is_restored = False
+        # A DataLoader draws a number when it begins. A run that nobody stopped has drawn it long ago.
+        with kept():
+            return self.adapter.batches(self._epoch)
+
+    def _take(self) -> bytes:
+        if self._batches is None:  # nothing handed out since the beginning, or since a restore
+            return self._snapshots[-1][1]
+        return _pickled(self.adapter.save(self.handed, self._epoch), self.handed, self._epoch)
+
+    def _forget(self) -> None:
+        trained = self._trained()
+        while len(self._snapshots) > 1 and self._snapshots[1][0] <= trained:
+            self._snapshots.popleft()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether steps were trained in this process and none of their batches came from here."""
+        return self.handed == self._start < self._trained()
+
+    def state(self) -> tuple[bytes, int]:
+        """The state for exactly the trained batches.
+
+        Returns:
+            it, pickled, and the batches to pass over after it.
+
+        Raises:
+            StateError: more batches were trained than were handed out.
+        """
+        trained = self._trained()
+        if trained > self.handed:
+            raise StateError(
+                "more batches were trained than this loader handed out",
+                found=f"{trained} batches trained, {self.handed} handed out",
+                expected="every micro-batch from this loader",
+                cause="the engine was fed from somewhere else too",
+                action="feed it from what megaresume returned, alone",
+            )
+        if trained == self.handed and self._snapshots[-1][0] != trained:
+            self._snapshots.append((trained, self._take()))
+        self._forget()
+        at, state = self._snapshots[0]
+        return state, trained - at
+
+    def restore(self, pickled: bytes, skip: int) -> None:
+        """Go on from what `state` gave; before the first batch.
+
+        Args:
+            pickled: the state.
+            skip: batches to read and to drop.
+
+        Raises:
+            UsageError: batches were handed out already.
+            StateError: the loader refuses the state.
+        """
+        if self._batches is not None:
+            raise UsageError(
+                "the loader is restored after it has handed out batches",
+                found=f"{self.handed} batches handed out",
+                expected="a loader at its beginning",
+                action="load the checkpoint before the first next(data); to load another one, make a new loader",
+            )
+        state, handed, epoch = _unpickled(pickled)
+        if state is not None:
+            try:
+                self.adapter.restore(state, handed, epoch)
+            except (AssertionError, KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+                raise StateError(
+                    "the loader does not take its state back",
+                    found=f"{type(error).__name__}: {error}".rstrip(": "),
+                    expected="a loader made with the same arguments over the same dataset",
+                    cause="the dataset, the sampler or the library was changed between save and resume",
+                    action="make the loader as it was made when the checkpoint was saved",
+                ) from error
+        self._is_restored = state is not None
+        self.handed, self._epoch = handed, epoch
+        self._start = handed + skip
+        self._snapshots = deque([(handed, pickled)])
+        for _ in range(skip):
+            next(self)
+
+
+def _pickled(state: Any, handed: int, epoch: int) -> bytes:
+    return pickle.dumps({"state": state, "handed": handed, "epoch": epoch}, protocol=5)
+
+
+def _unpickled(data: bytes) -> tuple[Any, int, int]:
+    held = pickle.loads(data)
+    return held["state"], int(held["handed"]), int(held["epoch"])

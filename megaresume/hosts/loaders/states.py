@@ -1,0 +1,298 @@
+"""What a checkpoint says about the states of a loader: a `DataState` of kind ``loader``, nothing of it pickled.
+
+content = {"kind": "energon", "library": "megatron-energon 7.4.1", "dp": 2, "workers": 2, "batch_size": 4,
+           "batches": 40,                            trained, by each data-parallel rank
+           "sizes": [[0, 16]],                       (first sample, global batch size) up to here
+           "ranks": [[31022, "<xxh3_128>", 0], ...]}  by data-parallel rank: bytes, checksum, batches to pass over
+
+All ranks together: who writes which state, who must agree with whom, and who gets what back.
+
+Tensor-, pipeline- and context-parallel ranks of one data-parallel rank are its *replicas*: those that read batches
+must have read the same number of them, and the first writes the state. A replica may have no loader (it is sent the
+batches by another) or have one that it never asks (a pipeline stage in the middle).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from megaresume.checkpoint.data_state import DataState, OpaqueState
+from megaresume.checkpoint.manifest import FileEntry
+from megaresume.checkpoint.paths import rank_file
+from megaresume.checkpoint.saving import rank_files
+from megaresume.hosts.loaders.adapters import Facts, LoaderReader
+from megaresume.session.ranks import gather, on_all_ranks
+from megaresume.stream.errors import StateError, UsageError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankState:
+    """The state of one data-parallel rank."""
+
+    #: bytes.
+    size: int
+    #: xxh3_128, 32 hex digits.
+    checksum: str
+    #: batches to read and drop after the state.
+    skip: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderRecord:
+    """The states of all data-parallel ranks at one step."""
+
+    facts: Facts
+    #: batches that optimizer steps have trained, of each data-parallel rank.
+    batches: int
+    #: by data-parallel rank.
+    ranks: tuple[RankState, ...]
+    #: (first sample, global batch size in samples) up to here.
+    sizes: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size."""
+        return len(self.ranks)
+
+    def entries(self, iteration: int, tag: str) -> tuple[FileEntry, ...]:
+        """The files of the states, by data-parallel rank: paths relative to ``<save>/megaresume``."""
+        return tuple(
+            FileEntry(path=rank_file(iteration, tag, "loader", dp_rank), size=rank.size, checksum=rank.checksum)
+            for dp_rank, rank in enumerate(self.ranks)
+        )
+
+    def to_state(self, samples: int) -> OpaqueState:
+        """The state of the data, after so many trained samples of all ranks together."""
+        facts = self.facts
+        content: dict[str, Any] = {
+            "kind": facts.kind,
+            "library": facts.library,
+            "dp": self.dp,
+            "workers": facts.workers,
+            "batch_size": facts.batch_size,
+            "batches": self.batches,
+            "sizes": [list(size) for size in self.sizes],
+            "ranks": [[rank.size, rank.checksum, rank.skip] for rank in self.ranks],
+        }
+        identity = "|".join([str(samples), *(rank.checksum for rank in self.ranks)])
+        digest = xxhash.xxh3_64_hexdigest(identity.encode())
+        return OpaqueState(kind="loader", samples=samples, digest=digest, content=content)
+
+    @classmethod
+    def from_state(cls, state: DataState) -> LoaderRecord:
+        """Read what `to_state` made.
+
+        Raises:
+            StateError: the state is of another kind, or lacks a field.
+        """
+        if not isinstance(state, OpaqueState) or state.kind != "loader":
+            raise StateError(
+                "the checkpoint was not trained on a loader, and this run has one of its own",
+                found="Megatron's own datasets" if state.kind == "order" else "a megaresume stream",
+                expected="the states of a loader",
+                cause="megaresume.attach was replaced by megaresume.attach_loader between save and resume",
+                action="go on with megaresume.attach(engine, 'data.yaml'); or load the weights alone and begin the "
+                "data anew",
+            )
+        fields = state.content
+        try:
+            size = fields["batch_size"]
+            return cls(
+                facts=Facts(
+                    kind=str(fields["kind"]),
+                    library=str(fields["library"]),
+                    workers=int(fields["workers"]),
+                    batch_size=None if size is None else int(size),
+                ),
+                batches=int(fields["batches"]),
+                ranks=tuple(
+                    RankState(size=int(size), checksum=str(checksum_), skip=int(skip))
+                    for size, checksum_, skip in fields["ranks"]
+                ),
+                sizes=tuple((int(first), int(size)) for first, size in fields["sizes"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateError(
+                "the record of the loader's states lacks a field or has one of the wrong kind",
+                found=f"{type(error).__name__}: {error}",
+                expected="the fields that megaresume writes",
+                cause="it was written by a faulty program: its checksum is right",
+            ) from error
+
+
+#: of a run that has not saved yet.
+NO_LOADER = LoaderRecord(facts=Facts(kind="none", library="none", workers=0, batch_size=None), batches=0, ranks=())
+
+
+def check_fits(record: LoaderRecord, now: Facts, dp: int) -> None:
+    """Raise a StateError where the states cannot be restored exactly into this run's loaders.
+
+    Args:
+        record: of the checkpoint.
+        now: what this run's loader is.
+        dp: data-parallel size now.
+    """
+    then = record.facts
+    if then.kind != now.kind:
+        raise StateError(
+            "the checkpoint was trained with another kind of loader",
+            found=f"{now.kind}: {now.library}",
+            expected=f"{then.kind}: {then.library}",
+            cause="the loader was replaced between save and resume",
+            action="use the same loader; or load the weights alone and begin the data anew",
+        )
+    if (record.dp, then.workers) != (dp, now.workers):
+        what = "data-parallel size" if record.dp != dp else "number of worker processes"
+        raise StateError(
+            f"the {what} changed, and the states of this loader belong to the ranks and workers that saved them",
+            found=f"{dp} data-parallel ranks with {now.workers} workers each",
+            expected=f"{record.dp} data-parallel ranks with {then.workers} workers each",
+            cause="samples are dealt out to ranks and workers before they are shuffled and packed; loaded into others, "
+            "they would be repeated and skipped",
+            action=_way_out(record, dp),
+        )
+    if then.batch_size != now.batch_size:
+        raise StateError(
+            "the batch size of the loader changed, and its state counts in batches",
+            found=f"{now.batch_size} samples in a batch",
+            expected=f"{then.batch_size} samples in a batch",
+            cause="the micro-batch size was changed between save and resume",
+            action=f"go on with a micro-batch size of {then.batch_size}; the number of gradient accumulation steps may "
+            "change",
+        )
+
+
+def _way_out(record: LoaderRecord, dp: int) -> str:
+    workers = record.facts.workers
+    same = f"start with {record.dp} data-parallel ranks and {workers} workers"
+    if record.dp == dp:
+        same = f"num_workers={workers}"
+    if record.facts.kind != "energon":
+        return f"{same}; or a stream of megaresume's, which may change both: megaresume.attach(engine, 'data.yaml')"
+    return f"{same}; or go over to a stream of megaresume's, which may change both: megaresume import-energon."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Captured:
+    """The states of a save that has begun, on one rank."""
+
+    record: LoaderRecord
+    #: data-parallel rank and state, which this rank writes; None: another replica does.
+    mine: tuple[int, bytes] | None
+
+    def write(self, root: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
+        """Write this rank's file, if it has one. Returns what it wrote."""
+        if self.mine is None:
+            return ()
+        dp_rank, state = self.mine
+        return (rank_files.write(root, rank_file(iteration, tag, "loader", dp_rank), state),)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Offer:
+    """What one process tells the others. Plain values: sent between ranks."""
+
+    dp_rank: int
+    facts: Facts | None
+    #: batches handed out; trained.
+    handed: int
+    trained: int
+    rank: RankState | None
+
+
+def capture(
+    reader: LoaderReader | None, *, dp_rank: int, dp_size: int, trained: int, sizes: tuple[tuple[int, int], ...]
+) -> Captured:
+    """Take the states of all ranks. Collective; writes nothing.
+
+    Args:
+        reader: of this process; None: it reads no data.
+        dp_rank: data-parallel rank of this process.
+        dp_size: data-parallel size.
+        trained: batches that every data-parallel rank has trained, since the start of the run.
+        sizes: (first sample, global batch size in samples) up to here.
+
+    Raises, on every rank:
+        StateError: replicas have read different numbers of batches, or a loader gives no usable state.
+        UsageError: a data-parallel rank has no loader, or the ranks' loaders differ.
+    """
+
+    def take() -> tuple[_Offer, bytes]:
+        # A replica that was never asked says so; its state is that of the start.
+        if reader is None or reader.is_idle:
+            facts = None if reader is None else reader.adapter.facts()
+            return _Offer(dp_rank=dp_rank, facts=facts, handed=0, trained=trained, rank=None), b""
+        state, skip = reader.state()
+        rank = RankState(size=len(state), checksum=xxhash.xxh3_128_hexdigest(state), skip=skip)
+        facts = reader.adapter.facts()
+        return _Offer(dp_rank=dp_rank, facts=facts, handed=reader.handed, trained=trained, rank=rank), state
+
+    offer, state = on_all_ranks(take)
+    offers: list[_Offer] = gather(offer)
+    writers = on_all_ranks(lambda: _writers(offers, dp_size))
+    first = offers[writers[0]]
+    assert first.facts is not None
+    ranks = tuple(rank for writer in writers if (rank := offers[writer].rank) is not None)
+    record = LoaderRecord(facts=first.facts, batches=trained, ranks=ranks, sizes=sizes)
+    here = _position(offers, offer)
+    mine = (dp_rank, state) if here in writers and offer.rank is not None else None
+    return Captured(record=record, mine=mine)
+
+
+def _position(offers: list[_Offer], mine: _Offer) -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank() if len(offers) > 1 else 0
+
+
+def _writers(offers: list[_Offer], dp_size: int) -> list[int]:
+    """The process that writes for each data-parallel rank."""
+    found: list[int] = []
+    for dp_rank in range(dp_size):
+        there = [number for number, offer in enumerate(offers) if offer.dp_rank == dp_rank and offer.rank is not None]
+        if not there:
+            raise UsageError(
+                f"data-parallel rank {dp_rank} has no loader, or one that was never asked for a batch",
+                found=f"none of its processes hands out batches, after {offers[0].trained} batches were trained",
+                expected="a loader on at least one process of every data-parallel rank",
+                cause="the model was fed from somewhere else",
+                action="iterate over what megaresume returned; nothing else may feed the model",
+            )
+        found.append(there[0])
+        for other in there[1:]:
+            if offers[other].handed != offers[there[0]].handed:
+                raise StateError(
+                    f"the replicas of data-parallel rank {dp_rank} have read different numbers of batches",
+                    found=f"rank {there[0]}: {offers[there[0]].handed}; rank {other}: {offers[other].handed}",
+                    expected="the same number",
+                    cause="one of them was asked for a batch that the others were not",
+                    action="call next() on every process that holds the loader, or on one that sends batches on",
+                )
+    kinds = {offer.facts for offer in offers if offer.facts is not None}
+    if len(kinds) > 1:
+        raise UsageError(
+            "the loaders of the ranks differ",
+            found="; ".join(sorted(str(kind) for kind in kinds)),
+            expected="the same kind, batch size and number of workers on every rank",
+            action="make the loader with the same arguments on every rank",
+        )
+    return found
+
+
+def restore_states(
+    reader: LoaderReader | None, record: LoaderRecord, *, root: Path, iteration: int, tag: str, dp_rank: int, dp: int
+) -> None:
+    """Put the state of this data-parallel rank back. On every process; raises on its own (see `on_all_ranks`).
+
+    Raises:
+        StateError: the run is laid out in another way, or a state is missing or damaged.
+    """
+    if reader is None:
+        return
+    check_fits(record, reader.adapter.facts(), dp)
+    entry = record.entries(iteration, tag)[dp_rank]
+    reader.restore(rank_files.read(root, entry), record.ranks[dp_rank].skip)

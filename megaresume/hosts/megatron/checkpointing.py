@@ -1,0 +1,399 @@
+"""What happens around Megatron's ``save_checkpoint`` and ``load_checkpoint``; the protocol itself is `Session`'s.
+
+    save   state of the consumed samples -> args.megaresume_state, before Megatron collects its own
+           Megatron-LM: `Session.save` around Megatron's save, which moves its tracker by itself
+           (an asynchronous save: committed in its finalizer, with the values of when it began)
+           Megatron-DeepSpeed: the same around the save of its engine (`engine`)
+    load   the arguments in the checkpoint are seen on their way -> their state, read on every rank
+           -> `Session.accept`; the data goes on from it when it is built -> `Session.resume`, `Session.begin`
+
+The state in the checkpoint is the truth: it is in the same file as the weights. What lies beside is its copy; a kill
+between Megatron's tracker and the copy costs nothing, since the next start writes it (`_write_missing`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megaresume.checkpoint.choosing.search import Choice
+from megaresume.checkpoint.data_state import Envelope
+from megaresume.checkpoint.lock import check_owned
+from megaresume.checkpoint.manifest import FileEntry
+from megaresume.checkpoint.paths import manifest_path, marker_path, megatron_tag, step_path
+from megaresume.checkpoint.saving.commit import begin_save, commit_save
+from megaresume.checkpoint.step_file import StepFile, read_step_file
+from megaresume.hosts.loaders.states import LoaderRecord
+from megaresume.hosts.megatron import checks
+from megaresume.hosts.megatron.hooks.calls import check_save
+from megaresume.hosts.megatron.host import (
+    KEY,
+    MegatronHost,
+    can_be_written,
+    envelope_on,
+    latest_host,
+    megatron_host,
+    topology_of,
+)
+from megaresume.session.file_errors import is_damage, read_on_all_ranks, read_undamaged
+from megaresume.session.host import Reading, Save
+from megaresume.session.ranks import is_rank_0, on_all_ranks, on_rank_0
+from megaresume.stream.errors import CheckpointError
+
+# Save
+
+
+def around_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's ``save_checkpoint(iteration, model, ...)``, with the state of the data in it.
+
+    Raises, on every rank: see `Session.save`.
+    """
+
+    @functools.wraps(original)
+    def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
+        host = megatron_host()
+        if host.settings.mode == "off":
+            return original(iteration, *args, **kwargs)
+        envelope = _put_state(host, int(iteration))
+        given = _arguments(original, iteration, *args, **kwargs)
+        host.saved.add("release" if given.get("release") else str(int(iteration)))
+        if host.settings.retention and getattr(host.args, "save_retain_interval", None):
+            host.args.save_retain_interval = None  # it is part of ours, which knows what is complete
+        write = functools.partial(original, iteration, *args, **kwargs)
+        if host.project.kind != "megatron-lm":
+            return write()  # it saves through its engine, which is wrapped as well
+        plain = not given.get("non_persistent_ckpt") and not given.get("release")
+        if envelope is None or host.order is None or not plain or not can_be_written(host.args.save):
+            return _without_records(host, write)
+        return host.session.save(
+            host.args.save,
+            functools.partial(_write, host, write),
+            tag=megatron_tag(int(iteration)),
+            envelope=envelope,
+            latest=False,
+            # Once more, durably, after Megatron, which writes it in place.
+            tracker=not _is_async(host),
+        )
+
+    return save_checkpoint
+
+
+def _is_async(host: MegatronHost) -> bool:
+    return bool(getattr(host.args, "async_save", False))
+
+
+def _put_state(host: MegatronHost, iteration: int) -> Envelope | None:
+    """Set ``args.megaresume_state`` to the state of ``args.consumed_train_samples``. Collective.
+
+    Without data (a conversion between formats) the state that was loaded is handed on, if it still belongs to the
+    counter; otherwise there is none.
+
+    Raises:
+        SetupError: see `check_save`.
+    """
+    check_save(host)
+    if host.order is not None:
+        envelope: Envelope | None = host.session.snapshot(iteration)
+    else:
+        envelope = host.loaded if host.loaded is not None and host.loaded.samples == host.samples() else None
+    if envelope is not None:
+        setattr(host.args, KEY, envelope.to_text())
+    elif hasattr(host.args, KEY):
+        delattr(host.args, KEY)
+    return envelope
+
+
+def _arguments(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    try:
+        return inspect.signature(function).bind_partial(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # another patcher's signature: Megatron passes these two by name
+        return kwargs
+
+
+def _without_records(host: MegatronHost, write: Callable[[], Any]) -> Any:
+    """A save that nothing lies beside; how long it takes is how long before its end a job must stop."""
+    began = time.monotonic()
+    result = write()
+    if not _is_async(host):
+        host.session.is_saved(began)
+    return result
+
+
+def _write(host: MegatronHost, write: Callable[[], Any], save: Save) -> Any:
+    """For `Session.save`: Megatron's own save."""
+    host.unscheduled = save if _is_async(host) else None
+    try:
+        result = write()
+        if host.unscheduled is not None:
+            save.defer()
+            if is_rank_0():
+                print(
+                    "megaresume: this Megatron schedules asynchronous saves in a way of its own: the records beside "
+                    "the checkpoint are written by the next start",
+                    flush=True,
+                )
+    finally:
+        host.unscheduled = None
+    return result
+
+
+def around_schedule_async_save(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's ``schedule_async_save(request)``: our commit is its last finalizer, after the tracker.
+
+    Finalizers run on all ranks, in the order of the saves, once all ranks have written their files.
+    """
+
+    @functools.wraps(original)
+    def schedule_async_save(async_request: Any, *args: Any, **kwargs: Any) -> Any:
+        host = latest_host()
+        save = None if host is None else host.unscheduled
+        if host is not None and save is not None:
+            host.unscheduled = None
+            save.defer()
+            # Before Megatron's own, which writes the tracker in place: a job that has lost the directory must not.
+            async_request.finalize_fns.insert(0, lambda: on_rank_0(lambda: check_owned(save.save_dir)))
+            async_request.add_finalize_fn(lambda: host.session.commit(save))
+        return original(async_request, *args, **kwargs)
+
+    return schedule_async_save
+
+
+# Load
+
+
+def around_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's ``load_checkpoint(...) -> (iteration, ...)``, which also accepts the state of the data.
+
+    Only the load to go on from (``--load``) counts, not that of a teacher or of a reference model.
+
+    Raises, on every rank:
+        StateError: the state is damaged, or is not that of these weights, or not the one beside the checkpoint.
+        CheckpointError: see `checks.before_load` and `checks.after_load`; or Megatron gave up with status 0.
+        UsageError: flags that would silently change the data (`checks`).
+    """
+
+    @functools.wraps(original)
+    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        host = megatron_host()
+        is_ours = _arguments(original, *args, **kwargs).get("load_arg", "load") == "load"
+        if host.settings.mode == "off" or not is_ours:
+            return original(*args, **kwargs)
+        result, seen = _load(host, functools.partial(original, *args, **kwargs))
+        _accept(host, int(result[0] if isinstance(result, tuple) else result), seen)
+        host.first_samples = int(getattr(host.args, "consumed_train_samples", 0) or 0)
+        return result
+
+    return load_checkpoint
+
+
+#: what a load sets on Megatron's arguments before it has read everything, and asserts to be 0 when it begins.
+_SET_BY_A_LOAD = ("ckpt_step", "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
+
+
+def _load(host: MegatronHost, read: Callable[[], Any]) -> tuple[Any, Any]:
+    """Megatron's own load, of an older checkpoint where files cannot be read; and the arguments that it has seen."""
+    before = {name: getattr(host.args, name) for name in _SET_BY_A_LOAD if hasattr(host.args, name)}
+
+    def read_one(damaged: Mapping[Path, str]) -> tuple[Any, Any]:
+        vars(host.args).update(before)
+        host.session.loaded = None
+        host.choice = host.beside = host.loaded_args = None
+        choice = checks.before_load(host, damaged)
+        host.is_loading = True
+        try:
+            if choice is None:
+                return _read(host, read, None), host.loaded_args
+            return read_on_all_ranks(lambda: _read(host, read, choice), choice), host.loaded_args
+        finally:
+            host.is_loading = False
+            host.loaded_args = None
+
+    return read_undamaged(read_one)
+
+
+def _read(host: MegatronHost, read: Callable[[], Any], choice: Choice | None) -> Any:
+    try:
+        return read()
+    except SystemExit as ending:
+        reason = ending.__context__
+        if choice is not None and isinstance(reason, Exception) and is_damage(reason, choice):
+            raise reason from ending
+        raise _not_loaded(host, ending) from ending
+    except Exception:
+        raise
+    except BaseException as error:  # of torch.distributed.checkpoint, with what the ranks have said
+        if choice is not None and isinstance(getattr(error, "failures", None), dict) and is_damage(error, choice):
+            raise RuntimeError(str(error)) from error
+        raise
+
+
+def _not_loaded(host: MegatronHost, ending: SystemExit) -> BaseException:
+    """Megatron prints why it cannot load a checkpoint, and exits with status 0, as if the training were over."""
+    if ending.code not in (None, 0):
+        return ending
+    return CheckpointError(
+        "Megatron could not load the checkpoint, and would have ended with status 0",
+        found=f"--load {host.args.load}; what it printed above says why",
+        expected="a checkpoint that this Megatron can read with this torch",
+        cause="an old Megatron under torch 2.6 or later, which loads weights only; another --ckpt-format, parallel "
+        "layout or model; or nothing there, with --exit-on-missing-checkpoint",
+        action=f"megaresume doctor {host.args.load} --log LOG",
+    )
+
+
+def around_check_checkpoint_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's ``check_checkpoint_args(checkpoint_args)``: every rank sees the arguments in the checkpoint here."""
+
+    @functools.wraps(original)
+    def check_checkpoint_args(checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
+        host = latest_host()
+        if host is not None and host.is_loading:
+            host.loaded_args = checkpoint_args
+        return original(checkpoint_args, *args, **kwargs)
+
+    return check_checkpoint_args
+
+
+def _accept(host: MegatronHost, iteration: int, seen: Any) -> None:
+    """Take what Megatron has loaded as what the run goes on from. Collective."""
+    args = host.args
+    if iteration == 0 or getattr(args, "finetune", False):
+        _begin_anew(host)
+        return
+    on_all_ranks(lambda: checks.after_load(host, iteration, seen))
+    host.loaded_args = seen
+    envelope = on_all_ranks(lambda: envelope_on(seen))
+    if envelope is None:
+        return
+    on_all_ranks(lambda: checks.after_restore(host, envelope, seen))
+    trained = iteration, int(getattr(seen, "consumed_train_samples", 0))
+    if getattr(args, "override_ckpt_iteration", None) is not None:  # asked for, and said when the data is built
+        trained = envelope.iteration, envelope.samples
+    beside = on_all_ranks(lambda: _beside(host, envelope)) if host.choice is None else host.beside
+    root, tag = Path(os.path.abspath(args.load)), host.tag(iteration)
+    choice = host.choice or Choice(load_dir=root, tag=tag, iteration=iteration, step=beside, manifest=None)
+    topology = topology_of(seen, envelope.samples)
+    host.session.accept(
+        choice, beside, Reading(envelope=envelope, iteration=trained[0], samples=trained[1], topology=topology)
+    )
+
+
+def _begin_anew(host: MegatronHost) -> None:
+    """--finetune and released weights: the run begins at iteration 0, and so does our stream."""
+    args = host.args
+    passed = int(getattr(args, "consumed_train_samples", 0) or 0)
+    if passed and host.settings.mode == "stream":
+        if is_rank_0():
+            print(
+                f"megaresume: the checkpoint holds weights to begin with (iteration 0): the data begins at sample 0, "
+                f"not at sample {passed} of the run that trained them",
+                flush=True,
+            )
+        args.consumed_train_samples = 0
+
+
+def _beside(host: MegatronHost, envelope: Envelope) -> StepFile | None:
+    """What lies beside a checkpoint of Megatron-LM's; None: nothing, or something of another save of the same step."""
+    if not can_be_written(host.args.load):
+        return None
+    root, iteration, tag = Path(host.args.load), envelope.iteration, megatron_tag(envelope.iteration)
+    # Records are of persistent checkpoints. A marker: the save of this step was the last thing that happened.
+    if getattr(host.args, "non_persistent_ckpt_type", None) or marker_path(root, iteration, tag).exists():
+        return None
+    path = step_path(root, iteration, tag)
+    return read_step_file(path, iteration=iteration, tag=tag) if path.exists() else None
+
+
+# Start
+
+
+def after_data_is_built(host: MegatronHost) -> None:
+    """Settle a start once the position of the data is known: say what was resumed, and put it into the ledger.
+
+    Called once a start, on all ranks, with ``host.order`` set. Writes what records the loaded checkpoint lacks.
+
+    Raises, on every rank:
+        CheckpointError: the directory of ``--save`` cannot be written, or start after start leads to no save.
+        UsageError: flags that would silently change the data (`checks`); or the run would save over another one.
+    """
+    args, session = host.args, host.session
+    if host.settings.mode == "off" or host.order is None:
+        return
+    checks.check_arguments(host)
+    _warn_of_no_random_state(args)
+    if session.stopper is not None:
+        session.stopper.install()
+    iteration, position = host.iteration(), host.samples()
+    if iteration and session.loaded is not None:
+        session.resume(position=position, words=_random_state(args, host.loaded_args))
+        on_rank_0(lambda: _write_missing(host))
+    elif iteration:
+        session.goes_on_in(args.load)
+        if is_rank_0():
+            print(
+                f"megaresume: the checkpoint of iteration {iteration} has no data state: it was trained without "
+                f"megaresume; its order is recorded from sample {position} on",
+                flush=True,
+            )
+    trains = not (host.is_over(iteration, position) or getattr(args, "skip_train", False))
+    session.begin(trains=trains, save_interval=getattr(args, "save_interval", None))
+
+
+def _random_state(args: Any, saved_with: Any) -> str | None:
+    """What to say of the random state, which is Megatron's own business; None: nothing, it restores it."""
+    for flag, its in (("no_load_rng", args), ("no_save_rng", saved_with)):
+        if getattr(its, flag, None):
+            return f"random state NOT restored (--{flag.replace('_', '-')}): with dropout, losses differ"
+    return None
+
+
+def _warn_of_no_random_state(args: Any) -> None:
+    if is_rank_0() and getattr(args, "save", None) and getattr(args, "no_save_rng", None):
+        print(
+            "megaresume: warning: --no-save-rng: the checkpoints of this run hold no random state. With dropout, "
+            "losses after a resume differ from those of a run that was never stopped",
+            flush=True,
+        )
+
+
+def _write_missing(host: MegatronHost) -> None:
+    """Write the records of the checkpoint that was loaded from ``--save``, if a kill or a copy lost them. On rank 0."""
+    loaded, root = host.session.loaded, host.session.save_dir
+    assert loaded is not None
+    envelope, tag = loaded.envelope, megatron_tag(loaded.envelope.iteration)
+    if host.project.kind != "megatron-lm" or root is None or not _same_place(loaded.choice.load_dir, root):
+        return
+    iteration = envelope.iteration
+    path = step_path(root, iteration, tag)
+    if not (root / tag).is_dir():
+        return
+    if path.exists() and manifest_path(root, iteration, tag).exists():
+        step = read_step_file(path, iteration=iteration, tag=tag)
+        if step.state == envelope.state or getattr(host.args, "non_persistent_ckpt_type", None):
+            return
+    pending = begin_save(
+        root,
+        tag=tag,
+        iteration=iteration,
+        state=envelope.state,
+        framework=envelope.framework,
+        topology=loaded.topology,
+        latest=False,
+        tracker=False,
+    )
+    files: tuple[FileEntry, ...] = ()
+    if envelope.kind == "loader":  # whose states were written before Megatron's own files
+        files = LoaderRecord.from_state(envelope.state).entries(iteration, tag)
+    commit_save(pending, beside=files)
+
+
+def _same_place(first: Path, second: Path) -> bool:
+    try:
+        return os.path.samefile(first, second)
+    except OSError:
+        return False

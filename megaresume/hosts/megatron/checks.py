@@ -1,0 +1,252 @@
+"""Loud where stock Megatron is silent: flags and checkpoints that would quietly change what is trained.
+
+arguments       `around_validate_args`, `check_arguments`: what no run of ours can have
+before a load   `before_load`: a tracker that is missing (`megaresume.hosts.megatron.tracker`)
+after it        `after_load`: against the arguments in the checkpoint; `after_restore`: against its data state
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megaresume.checkpoint.choosing.search import Choice
+from megaresume.checkpoint.data_state import Envelope
+from megaresume.hosts.megatron.arguments import Settings
+from megaresume.hosts.megatron.host import MegatronHost, switch_on
+from megaresume.hosts.megatron.load_rules import BEGIN_ANEW
+from megaresume.hosts.megatron.project import Project, current_project, parse_version
+from megaresume.hosts.megatron.schedule import ignores_rampup
+from megaresume.hosts.megatron.tracker import check_tracker
+from megaresume.session.ranks import is_rank_0, on_all_ranks, on_rank_0
+from megaresume.stream.errors import CheckpointError, UsageError
+
+
+def around_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's ``validate_args(args, ...)``; then our own word on them. Every rank has the same command line.
+
+    Raises:
+        UsageError: a flag that does not go together with exact resume.
+    """
+
+    @functools.wraps(original)
+    def validate_args(args: Any, *more: Any, **kwargs: Any) -> Any:
+        result = original(args, *more, **kwargs)
+        final = result if result is not None else args
+        settings = Settings.from_args(final)
+        check_flags(final, settings, current_project())
+        switch_on(final, settings, current_project())
+        return result
+
+    return validate_args
+
+
+def check_arguments(current: MegatronHost) -> None:
+    """The same where no ``validate_args`` is passed through (YAML configs, bigscience). Collective."""
+    on_all_ranks(lambda: check_flags(current.args, current.settings, current.project))
+
+
+def check_flags(args: Any, settings: Settings, project: Project) -> None:
+    """Refuse what cannot be resumed exactly.
+
+    Raises:
+        UsageError: with the flag and what to pass instead.
+    """
+    if settings.mode == "off":
+        return
+    if getattr(args, "rampup_batch_size", None) and ignores_rampup(args, project):
+        words = " ".join(map(str, args.rampup_batch_size))
+        raise UsageError(
+            "this Megatron ignores --rampup-batch-size",
+            found=f"--rampup-batch-size {words}, megatron-core {project.version}",
+            expected="no such flag: since 0.18 every step is trained with the final global batch size",
+            cause="Megatron was upgraded; it parses the flag still",
+            action='--step-batch-size-schedule "0:SIZE TOKENS:SIZE ...", or leave the flag out',
+        )
+    if settings.mode == "stream":
+        _check_stream_flags(args, project)
+    elif settings.skip_samples or (project.kind == "megatron-lm" and getattr(args, "skip_train_iteration_range", None)):
+        flag = "--megaresume-skip-samples" if settings.skip_samples else "--skip-train-iteration-range"
+        raise UsageError(
+            f"{flag} needs our stream",
+            found=f"{flag}, mode {settings.mode}",
+            expected="mode stream: Megatron's own datasets cannot leave samples out",
+            action="--iterations-to-skip, which Megatron has itself; or --megaresume-mode stream in a new run",
+        )
+
+
+def _check_stream_flags(args: Any, project: Project) -> None:
+    def refuse(headline: str, found: str, cause: str, action: str) -> UsageError:
+        return UsageError(
+            headline, found=found, expected="the samples of the stream, in its order", cause=cause, action=action
+        )
+
+    if getattr(args, "dataloader_type", None) == "cyclic":
+        raise refuse(
+            "--dataloader-type cyclic does not train the stream in its order",
+            "--dataloader-type cyclic, mode stream",
+            "that sampler shuffles what it is given, in another way for every number of ranks; the stream is shuffled",
+            "--dataloader-type single, or leave the flag out",
+        )
+    if getattr(args, "repeated_dataloader", False):
+        raise refuse(
+            "--repeated-dataloader repeats the samples after a resume for ever",
+            "--repeated-dataloader, mode stream",
+            "its sampler begins every pass where the resume began; the stream repeats its sources itself",
+            "leave the flag out; max_epochs in data.yaml says how often a source comes",
+        )
+    for name in ("data_efficiency_curriculum_learning", "curriculum_learning_legacy", "curriculum_learning"):
+        if getattr(args, name, False):
+            raise refuse(
+                "DeepSpeed's curriculum chooses or cuts the samples by itself",
+                f"args.{name}, mode stream",
+                "what was trained would be neither the samples of the stream nor in its order",
+                "switch the curriculum off in the DeepSpeed config, or --megaresume-mode guard",
+            )
+
+
+def before_load(current: MegatronHost, damaged: Mapping[Path, str]) -> Choice | None:
+    """Before Megatron loads ``args.load``. Collective.
+
+    Where the checkpoint of the tracker is damaged, ``args.ckpt_step`` is set to the newest complete one.
+
+    Args:
+        current: the host.
+        damaged: tag directories that could not be read, with the reason: passed over.
+
+    Returns:
+        what Megatron will load; None: not known here, Megatron chooses by itself.
+
+    Raises, on every rank:
+        UsageError: see `check_flags`.
+        CheckpointError: there is nothing to load where something must be, nothing whole, or something is there without
+            its tracker; or another job writes to ``--save``.
+        SetupError: see `Session.start`.
+    """
+    check_arguments(current)
+    current.start()
+    if current.project.kind != "megatron-lm":
+        return None
+    checksums = current.settings.verify_checkpoint
+    choice, is_another = on_rank_0(lambda: check_tracker(current.args, checksums=checksums, damaged=damaged))
+    if choice is None or not is_another:
+        return choice
+    current.args.ckpt_step = choice.iteration
+    if is_rank_0():
+        for rejected in choice.rejected:
+            print(f"megaresume: WARNING: passed over {rejected}", flush=True)
+        print(f"megaresume: going on from {choice.tag}, the newest complete checkpoint", flush=True)
+    return choice
+
+
+def after_load(current: MegatronHost, iteration: int, checkpoint_args: Any) -> None:
+    """What the arguments in the checkpoint say against those of this run. On every rank.
+
+    Raises:
+        CheckpointError: they did not come back.
+        UsageError: a changed flag that would silently change the data.
+    """
+    args = current.args
+    if checkpoint_args is None:
+        raise CheckpointError(
+            "the checkpoint gave no arguments back, and with them no count of the samples trained",
+            found=f"iteration {iteration} from {args.load}, without args",
+            expected="the arguments that Megatron saves in every checkpoint",
+            cause="the checkpoint was converted by a tool that drops them, or saved by another program",
+            action=f"load it as weights to begin with: {BEGIN_ANEW}; or keep args in the conversion",
+        )
+    _check_batch_size(args, checkpoint_args)
+    if current.settings.mode == "guard":
+        _check_cyclic(args, checkpoint_args)
+
+
+def _check_batch_size(args: Any, saved: Any) -> None:
+    before, now = getattr(saved, "global_batch_size", None), getattr(args, "global_batch_size", None)
+    steps = getattr(args, "step_batch_size_schedule", None) or getattr(saved, "step_batch_size_schedule", None)
+    if steps or not before or not now or before == now or _is_given(args, "global_batch_size"):
+        return
+    dp, mbs = (
+        f"{getattr(saved, name, '?')} -> {getattr(args, name, '?')}"
+        for name in ("data_parallel_size", "micro_batch_size")
+    )
+    raise UsageError(
+        "the global batch size changed because --global-batch-size is left out",
+        found=f"{now} samples a step (data-parallel size {dp}, micro-batch size {mbs})",
+        expected=f"{before}, as in the checkpoint, or a size that was asked for",
+        cause="without the flag it is micro-batch size times data-parallel size, and the number of ranks changed",
+        action=f"--global-batch-size {before} to go on as before, or --global-batch-size {now} to change it",
+    )
+
+
+def _is_given(args: Any, name: str, argv: Sequence[str] | None = None) -> bool:
+    """Whether a value comes from the command line or the YAML config, and not from Megatron's own default."""
+    config = getattr(args, "yaml_cfg", None)
+    if config:
+        text = Path(config).read_text(encoding="utf-8", errors="replace")
+        found = re.search(rf"^\s*['\"]?{name}['\"]?\s*:\s*([^\s#]+)", text, re.MULTILINE)
+        return found is not None and found[1] not in ("null", "~", "None")
+    flag = "--" + name.replace("_", "-")
+    words = sys.argv[1:] if argv is None else argv
+    return any(word.partition("=")[0].replace("_", "-") == flag for word in words)
+
+
+def _check_cyclic(args: Any, saved: Any) -> None:
+    before, now = getattr(saved, "dataloader_type", None), getattr(args, "dataloader_type", None)
+    if "cyclic" not in (before, now):
+        return
+    if before is not None and before != now:
+        raise UsageError(
+            "the kind of sampler changed, and with it the order of all samples",
+            found=f"--dataloader-type {now}",
+            expected=f"--dataloader-type {before}, as in the checkpoint",
+            action=f"--dataloader-type {before}",
+        )
+
+    def layout(source: Any) -> tuple[Any, ...]:
+        sizes = (getattr(source, "data_parallel_size", None), getattr(source, "micro_batch_size", None))
+        return (*sizes, bool(getattr(source, "data_sharding", True)))
+
+    old, new = layout(saved), layout(args)
+    if old != new:
+        words = ["data-parallel size {} x micro-batch size {}, data sharding {}".format(*each) for each in (new, old)]
+        raise UsageError(
+            "--dataloader-type cyclic deals the samples out in another order now",
+            found=words[0],
+            expected=f"{words[1]}, as in the checkpoint",
+            cause="it shuffles within buckets that depend on the ranks: samples would be repeated and skipped",
+            action=f"{old[0]} data-parallel ranks with --micro-batch-size {old[1]}; or begin the data anew: "
+            f"--dataloader-type single, {BEGIN_ANEW}",
+        )
+
+
+def after_restore(current: MegatronHost, envelope: Envelope, checkpoint_args: Any) -> None:
+    """What the data state says of the Megatron that saved it. On every rank.
+
+    Raises:
+        UsageError: ``--iterations-to-skip`` counts from another base now.
+    """
+    saved_by, _, version = envelope.framework.partition(" ")
+    if current.settings.mode == "stream" or current.project.kind != "megatron-lm" or saved_by != "megatron-lm":
+        return  # the stream skips by itself, steps that its state knows by their samples
+    skipped = [int(entry) for entry in getattr(current.args, "iterations_to_skip", None) or []]
+    same = skipped == [int(entry) for entry in getattr(checkpoint_args, "iterations_to_skip", None) or []]
+    was_0_based, is_0_based = parse_version(version) < (0, 17), not current.project.at_least(0, 17)
+    known = parse_version(version) != (0, 0) and parse_version(current.project.version) != (0, 0)
+    # an entry is still to come: 0-based, iteration n is the one after n are done
+    ahead = [entry for entry in skipped if entry - (0 if was_0_based else 1) >= envelope.iteration]
+    if not known or not same or not ahead or was_0_based == is_0_based:
+        return
+    translated = " ".join(str(entry + (1 if was_0_based else -1)) for entry in skipped)
+    raise UsageError(
+        "--iterations-to-skip means other iterations in this Megatron",
+        found=f"--iterations-to-skip {' '.join(map(str, skipped))}, megatron-core {current.project.version}, which "
+        f"counts from {0 if is_0_based else 1}",
+        expected=f"the iterations that megatron-core {version} skips by this list: it counts from "
+        f"{0 if was_0_based else 1}, and {len(ahead)} of them are still to come",
+        cause="Megatron was upgraded from one side of 0.16|0.17 to the other",
+        action=f"--iterations-to-skip {translated}",
+    )

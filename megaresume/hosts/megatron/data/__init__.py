@@ -1,0 +1,10 @@
+"""The stream as the data of a Megatron program.
+
+streams.py      flags -> streams
+iterators.py    around build_train_valid_test_data_iterators
+provider.py     streams -> datasets
+samples.py      the keys that get_batch expects
+order.py        the stream as what a checkpoint saves
+loaders.py      other people's loaders in its place: `loader_provider`
+sample_log.py   what every process was handed
+"""

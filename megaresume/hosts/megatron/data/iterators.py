@@ -1,0 +1,234 @@
+"""What happens around Megatron's ``build_train_valid_test_data_iterators``.
+
+By then the checkpoint is loaded, and ``args.consumed_train_samples`` is what training goes on from. All ranks are here,
+also those that read no data, so this is where what concerns all of them is settled:
+
+    stream   open the streams (rank 0 first: it leaves fingerprints that the others find) -> go on from the state
+             -> every replica holds the same? -> Megatron's own function, with our provider
+    guard    Megatron's own function, with the script's provider under guard -> every replica holds the same?
+
+With a virtual pipeline it is called once for every chunk; the chunks of a process share its streams.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import xxhash
+
+from megaresume.checkpoint.data_state import stream_of
+from megaresume.corpora.base import is_document_source
+from megaresume.hosts.megatron.data.order import StreamOrder
+from megaresume.hosts.megatron.data.provider import coordinates, end_of_document, stream_provider
+from megaresume.hosts.megatron.data.samples import SampleForm, form_of, warnings_of
+from megaresume.hosts.megatron.hooks.calls import check_load, is_built
+from megaresume.hosts.megatron.host import MegatronHost, megatron_host
+from megaresume.hosts.megatron.load_rules import check_mode
+from megaresume.session.ranks import gather, is_rank_0, on_all_ranks, on_rank_0
+from megaresume.stream.errors import StateError
+from megaresume.stream.fingerprints import same_corpora
+
+log = logging.getLogger(__name__)
+
+
+def around_build_data_iterators(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's ``build_train_valid_test_data_iterators(provider)``, with our data or under our guard.
+
+    Raises, on every rank:
+        StateError: training goes on and a rank has no state to go on from, or another one than rank 0.
+        UsageError, ConfigError, CorpusError, SetupError: see `open_streams` and `form_of`.
+        CheckpointError, SetupError: another job writes to ``--save``, or a node does not see it (`Session.start`).
+    """
+
+    @functools.wraps(original)
+    def build(provider: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        current = megatron_host()
+        if current.settings.mode == "off":
+            return original(provider, *args, **kwargs)
+        current.start()
+        on_all_ranks(lambda: check_load(current))
+        current.building = True
+        if _gives_loaders(provider):
+            from megaresume.hosts.megatron.data.loaders import build_with_loaders
+
+            iterators = build_with_loaders(current, original, provider, *args, **kwargs)
+        elif current.settings.mode == "guard":
+            iterators = _guarded(current, original, provider, *args, **kwargs)
+        else:
+            iterators = _streamed(current, original, provider, *args, **kwargs)
+        return is_built(current, iterators)
+
+    return build
+
+
+def _gives_loaders(provider: Callable[..., Any]) -> bool:
+    """Whether `megaresume.loader_provider` made it; Megatron binds ``vp_stage`` to it."""
+    while isinstance(provider, functools.partial):
+        provider = provider.func
+    return bool(getattr(provider, "megaresume_loaders", False))
+
+
+def _streamed(
+    current: MegatronHost, original: Callable[..., Any], provider: Callable[..., Any], *more: Any, **kw: Any
+) -> Any:
+    from megaresume.hosts.megatron.checkpointing import after_data_is_built
+
+    there = current.order
+    if isinstance(there, StreamOrder):  # a further chunk, or a further phase, of the same run
+        return _build(current, original, there, _form(current, there), provider, *more, **kw)
+    _check_loaded(current)
+    order = _begin(current)
+    form = on_all_ranks(lambda: _form(current, order))
+    if is_rank_0():
+        warnings = warnings_of(current.args, form, order.stream.config.packing)
+        for warning in (*warnings, *same_corpora(order.stream.fingerprints)):
+            print(f"megaresume: WARNING: {warning}", flush=True)
+    _check_streams(current, order)
+    current.order = order
+    after_data_is_built(current)
+    current.launch = on_rank_0(time.time_ns)
+    result = _build(current, original, order, form, provider, *more, **kw)
+    order.follow(current.args)  # after the start of the workers: a fork is safest where there is one thread
+    return result
+
+
+def _build(
+    current: MegatronHost,
+    original: Callable[..., Any],
+    order: StreamOrder,
+    form: SampleForm,
+    provider: Callable[..., Any],
+    *more: Any,
+    **kw: Any,
+) -> Any:
+    """Megatron's own function, with our provider; a log of what is handed out where one is asked for."""
+    result = original(stream_provider(current.project, current.args, order, form, provider), *more, **kw)
+    chunk, current.chunks = current.chunks, current.chunks + 1
+    if current.settings.log_samples is None:
+        return result
+    from megaresume.hosts.megatron.data.sample_log import logged
+
+    return on_all_ranks(lambda: logged(current, order, form, result, chunk=chunk))
+
+
+def _guarded(
+    current: MegatronHost, original: Callable[..., Any], provider: Callable[..., Any], *more: Any, **kw: Any
+) -> Any:
+    from megaresume.hosts.megatron import guard
+    from megaresume.hosts.megatron.checkpointing import after_data_is_built
+
+    is_first = current.order is None
+    if is_first:
+        _check_loaded(current)
+    result = original(guard.guarded(current, provider), *more, **kw)
+    guard.shared(current)
+    if is_first:
+        after_data_is_built(current)
+    return result
+
+
+def _begin(current: MegatronHost) -> StreamOrder:
+    from megaresume.hosts.megatron.arguments import skip_of
+    from megaresume.hosts.megatron.data.streams import Streams, open_streams
+    from megaresume.hosts.megatron.schedule import schedule_from_args
+
+    args = current.args
+    opened: list[Streams] = []
+    state = None if current.loaded is None else stream_of(current.loaded.state)
+
+    def read() -> None:
+        if not opened:
+            opened.append(open_streams(args, current.settings.data, current.settings.on_change, state))
+            _ = opened[0].train.fingerprints
+
+    on_rank_0(read)
+    on_all_ranks(read)
+
+    def begin() -> StreamOrder:
+        return StreamOrder(
+            opened[0],
+            saved=state,
+            position=int(args.consumed_train_samples),
+            iteration=int(args.iteration),
+            schedule=schedule_from_args(args, current.project),
+            skip=skip_of(args, current.settings, from_0=is_megatron_lm and not current.project.at_least(0, 17)),
+            end=lambda schedule: int(getattr(args, "train_samples", None) or schedule.after(0, int(args.train_iters))),
+        )
+
+    is_megatron_lm = current.project.kind == "megatron-lm"
+    order = on_all_ranks(begin)
+    # Ours now: Megatron's own loop would skip the steps that come in their place once more.
+    for name, nothing in (("iterations_to_skip", []), ("skip_train_iteration_range", None)):
+        if getattr(args, name, None):
+            setattr(args, name, nothing)
+    return order
+
+
+def _form(current: MegatronHost, order: StreamOrder) -> SampleForm:
+    return form_of(
+        current.args,
+        order.stream.config.packing,
+        text=current.project.kind != "megatron-lm",
+        eod=lambda: end_of_document(current.project),
+        images=any(is_document_source(source) for source in order.stream.sources),
+        logged=current.settings.log_samples is not None,
+    )
+
+
+def _check_loaded(current: MegatronHost) -> None:
+    """A mode that the checkpoint is not of, or a rank that was not given the state that rank 0 was given."""
+    args, loaded, mode = current.args, current.loaded, current.settings.mode
+
+    on_all_ranks(lambda: check_mode(None if loaded is None else loaded.kind, mode))
+    state = "none" if loaded is None else f"{loaded.kind} state at sample {loaded.samples}, {_hash(loaded.to_dict())}"
+    facts = {"iteration": int(args.iteration), "sample": int(args.consumed_train_samples), "restored state": state}
+    check_replicas(gather((coordinates(current.project), facts)))
+
+
+def _check_streams(current: MegatronHost, order: StreamOrder) -> None:
+    stream = order.stream
+    corpora = {name: asdict(print_) for name, print_ in stream.fingerprints.items()}
+    facts = {
+        "sample": order.position,
+        "data config": _hash(stream.config.to_dict()),
+        "corpora": _hash(corpora),
+        "digest": on_all_ranks(lambda: stream.digest_at(order.position)),
+    }
+    check_replicas(gather((coordinates(current.project), facts)))
+
+
+def check_replicas(replicas: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """Raise a StateError unless all ranks say the same: the first and last pipeline stages, context-parallel ranks and
+    virtual-pipeline chunks read the data independently, and one that reads other data feeds tokens to wrong labels.
+
+    Args:
+        replicas: (coordinates, facts) of every rank, by rank.
+    """
+    facts_of_0 = replicas[0][1]
+    for rank, (where, facts) in enumerate(replicas):
+        for name, value in facts.items():
+            if value == facts_of_0[name]:
+                continue
+            odd, normal = (rank, where, value), (0, replicas[0][0], facts_of_0[name])
+            if name == "restored state" and facts_of_0[name] == "none":
+                odd, normal = normal, odd
+            error = StateError(
+                f"rank {odd[0]} ({odd[1]}) differs from the others in its {name}",
+                found=f"rank {odd[0]} ({odd[1]}): {name} {odd[2]}",
+                expected=f"{name} {normal[2]}, as rank {normal[0]} ({normal[1]})",
+                cause="the ranks have read different checkpoints or corpora: a directory that is not shared, or a copy "
+                "of it that is old",
+                action="mount the same --load directory and the same corpora on every node",
+            )
+            error.known_to_all_ranks = True  # type: ignore[attr-defined]
+            raise error
+
+
+def _hash(value: Any) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode())

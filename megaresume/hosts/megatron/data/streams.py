@@ -1,0 +1,374 @@
+"""From Megatron's arguments to the train, valid and test streams.
+
+    --megaresume-data data.yaml         the three parts of every source: its own split, else --split
+    --data-path, --data-args-path       the same, blended as given; packed as GPTDataset does (``split``)
+    --train-data-path, --valid-..., --per-split-data-args-path     a blend of whole corpora for each part
+
+What is said twice and differently is an error, never resolved in silence; so is what a stream cannot give.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaresume.batches.open import open_stream
+from megaresume.batches.validation import check_held_out, open_part, open_validation
+from megaresume.corpora.split import PARTS, Part, split_ranges
+from megaresume.hosts.megatron.load_rules import check_stages
+from megaresume.sources.data_config import DataConfig
+from megaresume.sources.data_path import sources_from_data_path
+from megaresume.stream.config import OnChange
+from megaresume.stream.errors import ConfigError, UsageError
+from megaresume.stream.state import StreamState
+from megaresume.stream.stream import Stream
+
+#: What Megatron takes where ``--split`` is not given.
+DEFAULT_SPLIT = "969, 30, 1"
+
+_YAML = "--megaresume-data"
+#: flags that say what the data is, by their name on args.
+_CLASSIC = {
+    "data_path": "--data-path",
+    "data_args_path": "--data-args-path",
+    "train_data_path": "--train-data-path",
+    "valid_data_path": "--valid-data-path",
+    "test_data_path": "--test-data-path",
+    "per_split_data_args_path": "--per-split-data-args-path",
+}
+#: name on args -> (flag, why a stream cannot give it, the way out).
+_REFUSED = {
+    "mock_data": ("--mock-data", "mock data has no documents", "remove it, or pass --megaresume-mode guard"),
+    "fim_data": (
+        "--fim-data",
+        "it permutes documents with a random generator of each worker process, which nothing can resume",
+        "remove it, and apply fill-in-the-middle when the corpus is prepared; or pass --megaresume-mode guard",
+    ),
+    "perform_rl_step": (
+        "--perform-rl-step",
+        "reinforcement learning makes its own samples and builds no data loader",
+        "pass --megaresume-mode off",
+    ),
+    "full_validation": (
+        "--full-validation",
+        "the validation stream has no end that could be reached",
+        "set --eval-iters instead, or pass --megaresume-mode guard",
+    ),
+    "multiple_validation_sets": (
+        "--multiple-validation-sets",
+        "the validation sources are blended into one stream",
+        "remove it, or pass --megaresume-mode guard",
+    ),
+    "hybrid_context_parallel": (
+        "--hybrid-context-parallel",
+        "its scheduler takes single sequences of different lengths, a stream gives samples of one length",
+        "remove it, or pass --megaresume-mode guard",
+    ),
+    "data_efficiency_curriculum_learning": (
+        "--data-efficiency-curriculum-learning",
+        "DeepSpeed's curriculum draws its own order of the samples, and cannot resume it",
+        "remove it from the flags and from the DeepSpeed config, or pass --megaresume-mode off",
+    ),
+    "train_data_exact_num_epochs": (
+        "--train-data-exact-num-epochs",
+        "a stream has no index of a fixed number of epochs",
+        "remove it; in data.yaml, give each source max_epochs",
+    ),
+    "train_weighted_split_paths": (
+        "--train-weighted-split-paths",
+        "ranges of documents by START:END are not read",
+        f"write the blend into a data.yaml with a split for each source, and pass {_YAML}",
+    ),
+    "valid_weighted_split_paths": (
+        "--valid-weighted-split-paths",
+        "several validation groups are not supported",
+        f"write the blend into a data.yaml with a split for each source, and pass {_YAML}",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartData:
+    """What one stream is opened from."""
+
+    #: the mapping of a data.yaml.
+    mapping: Mapping[str, Any]
+    #: directory that relative paths in it start from.
+    base_dir: Path
+    #: for sources without a split of their own; None: they are taken whole.
+    split: str | None
+    #: which part of the split.
+    part: Part
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Streams:
+    """The three streams of a run."""
+
+    train: Stream
+    #: None: no such data, or nothing to evaluate.
+    valid: Stream | None
+    test: Stream | None
+
+
+def open_streams(
+    args: Any, data_file: str | None, on_change: OnChange = "refuse", state: StreamState | None = None
+) -> Streams:
+    """Open what the arguments name. No collective.
+
+    Args:
+        args: Megatron's arguments.
+        data_file: ``--megaresume-data``, if it was given.
+        on_change: what becomes of a training config that is not the one of the checkpoint.
+        state: of the run that goes on: validation and test stay what they were when it began.
+
+    Raises:
+        UsageError: flags that contradict each other, or that a stream cannot give.
+        ConfigError: held-out data that is trained on.
+        ConfigError, CorpusError, SetupError: see `megaresume.open_stream`.
+    """
+    named = None if data_file is None else DataConfig.of(data_file)
+    parts = read_data(args, data_file, named)
+    training = parts["train"]
+    assert training is not None  # read_data refuses
+    train = _open(training, args, on_change)
+    check_stages(train.config, args.seq_length)
+    if named is not None and named.validation is not None and bool(getattr(args, "eval_iters", None)):
+        return Streams(train=train, valid=_open_declared(args, str(data_file), named, train, state), test=None)
+    held_out = {part: _open_held_out(parts, part, args, train, state) for part in PARTS[1:]}
+    return Streams(train=train, valid=held_out["valid"], test=held_out["test"])
+
+
+def _open_declared(args: Any, data_file: str, named: DataConfig, train: Stream, state: StreamState | None) -> Stream:
+    """The one validation set of a data config."""
+    declared = named.validation or {}
+    if len(declared) > 1:
+        raise UsageError(
+            "Megatron evaluates one validation set",
+            found=f"{len(declared)} in {data_file}: {', '.join(declared)}",
+            expected="one",
+            action="keep one of them in the data.yaml of this run; or blend their sources into one set",
+        )
+    sets = open_validation(named, train, seq_length=args.seq_length, seed=args.seed, state=state)
+    return next(iter(sets.values()))
+
+
+def _open_held_out(
+    parts: Mapping[Part, PartData | None], name: Part, args: Any, train: Stream, state: StreamState | None
+) -> Stream | None:
+    data, training = parts[name], parts["train"]
+    if data is None or training is None:
+        return None
+    if data.part != name:
+        return _open(data, args, "refuse")  # corpora of its own, named as such
+    of_training, sources = training.mapping["sources"], data.mapping["sources"]
+    # Corpora without weights are weighed by their documents, which no flag moves.
+    moved = any(_weight(sources[n]) != _weight(of_training[n]) for n in sources)
+    stream = open_part(
+        data.mapping,
+        part=name,
+        state=None if moved else state,
+        seq_length=args.seq_length,
+        seed=args.seed,
+        split=data.split,
+        base_dir=data.base_dir,
+        left_out=[n for n in of_training if n not in sources],
+    )
+    check_held_out(train, stream, name, state)
+    return stream
+
+
+def _weight(entry: Any) -> Any:
+    return entry.get("weight", 1) if isinstance(entry, Mapping) else 1
+
+
+def read_data(args: Any, data_file: str | None, named: DataConfig | None = None) -> dict[Part, PartData | None]:
+    """What each part is opened from; None for a part that does not exist or is not evaluated.
+
+    ``named`` is what ``data_file`` holds, if it was read already.
+
+    Raises:
+        UsageError, ConfigError: as `open_streams`; no corpus is opened, except to weigh paths without weights.
+    """
+    _refuse(args, data_file)
+    if data_file is not None:
+        parts = _from_yaml(args, data_file, named or DataConfig.of(data_file))
+    elif getattr(args, "data_path", None) or getattr(args, "data_args_path", None):
+        parts = _from_blend(args)
+    else:
+        parts = _from_parts(args)
+    if parts["train"] is None:
+        raise UsageError(
+            "there is no training data",
+            found=_given(args) or "no flag that names any",
+            expected=f"{_YAML} data.yaml, or --data-path and the like with a share for training",
+            action=f"pass {_YAML} data.yaml or --data-path",
+        )
+    evaluates = bool(getattr(args, "eval_iters", 0))
+    if not evaluates:
+        return {"train": parts["train"], "valid": None, "test": None}
+    if parts["valid"] is None and hasattr(args, "multiple_validation_sets"):
+        # These versions evaluate even so, and fail at the first evaluation with a TypeError.
+        raise UsageError(
+            "there is nothing to validate on",
+            found=f"--eval-iters {args.eval_iters}, and no validation data",
+            expected="validation data, or no evaluation",
+            action="pass --eval-iters 0, or give validation a share in --split (or --valid-data-path)",
+        )
+    return parts
+
+
+def _open(data: PartData, args: Any, on_change: OnChange) -> Stream:
+    return open_stream(
+        data.mapping,
+        seq_length=args.seq_length,
+        seed=args.seed,
+        split=data.split,
+        part=data.part,
+        base_dir=data.base_dir,
+        on_change=on_change,
+    )
+
+
+def _given(args: Any, flags: Mapping[str, str] = _CLASSIC) -> str:
+    return ", ".join(flag for name, flag in flags.items() if getattr(args, name, None))
+
+
+def _refuse(args: Any, data_file: str | None) -> None:
+    for name, (flag, why, action) in _REFUSED.items():
+        if getattr(args, name, None):
+            raise UsageError(
+                f"{flag} does not go together with a megaresume stream", found=flag, cause=why, action=action
+            )
+    if getattr(args, "sft", False) and data_file is None:
+        raise UsageError(
+            "--sft with --data-path reads conversations from JSON lines, which a stream cannot",
+            found=f"--sft, {_given(args)}",
+            expected=f"tokenized conversations (.bin, .idx) in a data.yaml with packing best_fit, for {_YAML}",
+            action=f"megaresume prepare, then {_YAML} data.yaml; or --megaresume-mode guard",
+        )
+    if data_file is not None and _given(args):
+        raise UsageError(
+            "the data is named twice",
+            found=f"{_YAML} {data_file}, and {_given(args)}",
+            expected="one of the two",
+            action=f"remove {_given(args)}, or {_YAML}",
+        )
+    whole = {name: flag for name, flag in _CLASSIC.items() if name in ("data_path", "data_args_path")}
+    if len(_given(args, whole).split(", ")) > 1:
+        raise _twice(args)
+    split = {name: flag for name, flag in _CLASSIC.items() if name not in whole}
+    if _given(args, whole) and _given(args, split):
+        raise _twice(args)
+    if getattr(args, "per_split_data_args_path", None) and len(_given(args, split).split(", ")) > 1:
+        raise _twice(args)
+    if _given(args, split) and getattr(args, "split", None) and not _split_is_a_default(args):
+        raise UsageError(
+            "--split has no meaning where every part has its own data",
+            found=f"--split {args.split}, {_given(args, split)}",
+            expected="one of the two",
+            action="remove --split",
+        )
+
+
+def _split_is_a_default(args: Any) -> bool:
+    """Megatron-DeepSpeed's parser has Megatron's default split as its own."""
+    return str(args.split).replace(" ", "") == DEFAULT_SPLIT.replace(" ", "")
+
+
+def _twice(args: Any) -> UsageError:
+    return UsageError(
+        "the data is named in more than one way",
+        found=_given(args),
+        expected="--data-path, or --data-args-path, or one of --train-data-path (and --valid-data-path, "
+        "--test-data-path) and --per-split-data-args-path",
+        action="keep one of them",
+    )
+
+
+def _from_yaml(args: Any, data_file: str, named: DataConfig) -> dict[Part, PartData | None]:
+    mapping, directory = named.of_part("train"), named.directory
+    seed = mapping.get("seed")
+    if seed is not None and seed != args.seed:
+        raise UsageError(
+            "two seeds",
+            found=f"seed {seed} in {data_file}, --seed {args.seed}",
+            expected="the same number, or none in the data config",
+            cause="--seed is 1234 where it is not given",
+            action=f"pass --seed {seed}, or remove seed from {data_file}",
+        )
+    split = str(getattr(args, "split", None) or DEFAULT_SPLIT)
+    parts: dict[Part, PartData | None] = {}
+    for part in PARTS:
+        of_part = mapping if part == "train" else _evaluated(mapping, split, part)
+        parts[part] = None if of_part is None else PartData(mapping=of_part, base_dir=directory, split=split, part=part)
+    return parts
+
+
+def _evaluated(mapping: Mapping[str, Any], split: str, part: Part) -> Mapping[str, Any] | None:
+    """The data config for valid or test: sources that have such a part, without an end."""
+    sources = mapping.get("sources")
+    if not isinstance(sources, Mapping):
+        return mapping  # which the config will refuse, with its reason
+    kept: dict[str, Any] = {}
+    for name, entry in sources.items():
+        entry = {"path": entry} if isinstance(entry, str) else entry
+        if not isinstance(entry, Mapping):
+            return mapping
+        own = entry.get("split")
+        if _share_is_zero(split if own is None else str(own), part):
+            continue
+        kept[name] = {key: value for key, value in entry.items() if key not in ("max_epochs", "on_exhausted")}
+    weighted = [entry for entry in kept.values() if entry.get("weight", 1) not in (0, "0", 0.0)]
+    # Validation stays put: no stage of the training changes what it is.
+    return {**mapping, "sources": kept, "stages": None} if weighted else None
+
+
+def _share_is_zero(split: str, part: Part) -> bool:
+    return split_ranges(split, 1)[part] is None
+
+
+def _from_blend(args: Any) -> dict[Part, PartData | None]:
+    words = _words(args.data_path) if getattr(args, "data_path", None) else _file(args.data_args_path).split()
+    split = str(getattr(args, "split", None) or DEFAULT_SPLIT)
+    return {part: None if _share_is_zero(split, part) else _classic(words, split, part) for part in PARTS}
+
+
+def _from_parts(args: Any) -> dict[Part, PartData | None]:
+    path = getattr(args, "per_split_data_args_path", None)
+    if path:
+        try:
+            given = json.loads(_file(path))
+            blends = {part: given.get(part) for part in PARTS}
+        except (ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"{path} cannot be read",
+                found=str(error),
+                expected='{"train": [...], "valid": [...], "test": [...]}, each as after --data-path',
+                action=f"correct {path}",
+            ) from error
+    else:
+        blends = {part: getattr(args, f"{part}_data_path", None) for part in PARTS}
+    # Whole corpora: each part is the "train" part of data without a split.
+    return {part: _classic(_words(words), None, "train") if words else None for part, words in blends.items()}
+
+
+def _classic(words: Sequence[str], split: str | None, part: Part) -> PartData:
+    sources = sources_from_data_path(words, split=split, part=part)
+    return PartData(mapping={"packing": "split", "sources": sources}, base_dir=Path(), split=split, part=part)
+
+
+def _words(value: str | Sequence[str]) -> list[str]:
+    return value.split() if isinstance(value, str) else [word for item in value for word in str(item).split()]
+
+
+def _file(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read", found=str(error), expected="a text file", action="check the path"
+        ) from error

@@ -1,0 +1,52 @@
+"""Record and pin the order of Megatron's own datasets.
+
+Megatron derives the order of its samples anew at every start, from flags and files. This package records what came
+out, in the checkpoint, and sees to it that a resume gets the same again, or is told what changed.
+
+    first start   build as Megatron does  →  hash the built indexes  →  the record, in every checkpoint
+    resume        compare flags and corpora with the record (refuse by name)  →  build with the recorded sizes,
+                  weights and documents  →  compare the hashes  →  append whole epochs where more is needed now
+
+    record.py     what is recorded: plain JSON, a few hundred bytes per corpus
+    verify.py     built datasets against the record
+    corpora.py    hashes of index arrays, what identifies the documents of a corpus, splits without a token
+    compare.py    record against request: what changed, in words, and the flag that restores it
+    request.py    what a builder is asked to build
+    build.py      around ``BlendedMegatronDatasetBuilder``
+    pinned.py     let Megatron's builder build what is recorded
+    extend.py     further samples after the recorded ones
+    foreign.py    datasets built without that builder (Megatron-DeepSpeed): compared, not pinned
+    order.py      `guarded` and `GuardOrder`; who looks at the indexes, and how the others hear of it
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megaresume.hosts.megatron.guard.build import around_builder_build
+    from megaresume.hosts.megatron.guard.compare import describe
+    from megaresume.hosts.megatron.guard.order import GuardOrder, guarded, shared
+
+__all__ = [
+    "GuardOrder",
+    "around_builder_build",
+    "describe",
+    "guarded",
+    "shared",
+]
+
+_HOME = {
+    "GuardOrder": "order",
+    "around_builder_build": "build",
+    "describe": "compare",
+    "guarded": "order",
+    "shared": "order",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

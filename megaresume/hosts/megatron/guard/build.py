@@ -1,0 +1,247 @@
+"""Around ``BlendedMegatronDatasetBuilder``: build as Megatron does and record it, or build what is recorded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megaresume.checkpoint.paths import RECORDS_DIR
+from megaresume.hosts.megatron.guard.order import Pass, current_pass
+from megaresume.hosts.megatron.guard.record import SPLITS, Blend, BuilderRecord, SplitRecord
+from megaresume.hosts.megatron.guard.request import Request
+from megaresume.stream.errors import StateError
+
+
+def around_builder_build(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``build(self) -> [train, valid, test]``. Collective, as the original is."""
+
+    def build(self: Any, *args: Any, **kwargs: Any) -> Any:
+        guard = current_pass()
+        if guard is None:
+            return original(self, *args, **kwargs)
+        return _build(guard, self, lambda: original(self, *args, **kwargs))
+
+    return build
+
+
+def _build(guard: Pass, builder: Any, original: Callable[[], Any]) -> Any:
+    # Deferred: these import torch, and this module is imported to show records as well.
+    from megaresume.hosts.megatron.guard.corpora import needed_sizes, refuse_empty_splits
+    from megaresume.hosts.megatron.guard.order import agreed
+    from megaresume.hosts.megatron.guard.pinned import observe, unguarded
+    from megaresume.session.ranks import on_rank_0
+
+    if getattr(guard.host.args, "phase_transition_iterations", None):
+        guard.note("the order is NOT guarded: --phase-transition-iterations builds other datasets for every phase")
+        guard.left_alone = True
+        return original()
+    try:
+        request = Request.of(builder)
+    except (AttributeError, TypeError, ValueError) as error:
+        guard.note(f"the order is NOT guarded: a builder of another kind ({type(error).__name__}: {error})")
+        guard.left_alone = True
+        return original()
+    on_rank_0(lambda: refuse_empty_splits(request))
+    pin = guard.pin(len(guard.builders))
+    if pin is None:
+        datasets = original()
+        record = agreed(datasets, lambda: observe(request, datasets))
+    else:
+        if guard.resumes:
+            sizes = needed_sizes(guard.host.args, guard.host.project, request.sizes)
+            request = replace(request, sizes=sizes)
+        datasets, record = _Rebuild(guard, builder, original, pin, request).run()
+    guard.builders.append(record)
+    for words in agreed(datasets, lambda: unguarded(record, datasets)):
+        guard.note(words)
+    return datasets
+
+
+class _Rebuild:
+    """One builder of a resumed run, held to its record."""
+
+    def __init__(
+        self, guard: Pass, builder: Any, original: Callable[[], Any], pin: BuilderRecord, request: Any
+    ) -> None:
+        self.guard, self.builder, self.original, self.pin, self.request = guard, builder, original, pin, request
+
+    def run(self) -> tuple[Any, BuilderRecord]:
+        from megaresume.hosts.megatron.guard.order import agreed
+        from megaresume.hosts.megatron.guard.pinned import observe_split, pinned_splits
+
+        free = self._compare()
+        splits = pinned_splits(self.pin, self.request, free)
+        self._note_unpinned(splits, free)
+        datasets, splits = self._build(splits)
+        now = agreed(
+            datasets,
+            lambda: tuple(
+                splits.get(i) or observe_split(self.request, dataset) or (None if i in free else self.pin.splits[i])
+                for i, dataset in enumerate(datasets)
+            ),
+        )
+        return datasets, self._record(now, set(splits), free)
+
+    def _compare(self) -> set[int]:
+        """The splits that the user sets free by accepting their differences. Raises StateError: refused."""
+        from megaresume.hosts.megatron.guard.compare import Difference, compare, refuse
+        from megaresume.session.ranks import on_rank_0
+
+        samples = self.guard.samples
+
+        def compared() -> Any:
+            found = compare(self.pin, self.request)
+            found.differences += self._grown_too_far()
+            open_ = [d for d in found.differences if not self.guard.accepts(d.name)]
+            if open_:
+                raise refuse(open_, samples)
+            return found
+
+        found = on_rank_0(compared)
+        for words in found.notes:
+            self.guard.note(words)
+        free: set[int] = set()
+        difference: Difference
+        for difference in found.differences:
+            free |= {0, 1, 2} if difference.split is None else {difference.split}
+            self.guard.note(f"accepted: {self.guard.accept(difference)}")
+        return free
+
+    def _grown_too_far(self) -> list[Any]:
+        from megaresume.hosts.megatron.guard.compare import grown_too_far
+
+        return grown_too_far(self.pin, self.request.sizes[0])
+
+    def _note_unpinned(self, splits: dict[int, SplitRecord], free: set[int]) -> None:
+        from megaresume.hosts.megatron.guard.pinned import extendable
+
+        for i, split in list(splits.items()):
+            old, new = self.pin.sizes[i], self.request.sizes[i]
+            has_index = any(component.built.arrays for component in split.components)
+            if i > 0 and old is not None and new is not None and new > old and has_index and not extendable(split):
+                del splits[i]
+        for i, recorded in enumerate(self.pin.splits):
+            if recorded is not None and i not in splits and i not in free:
+                self.guard.note(f"the {SPLITS[i]} set is not pinned: it is asked for in another way than recorded")
+
+    def _build(self, splits: dict[int, SplitRecord]) -> tuple[Any, dict[int, SplitRecord]]:
+        from megaresume.hosts.megatron.guard.pinned import pin_builder
+        from megaresume.session.ranks import on_rank_0
+
+        cache: str | None = None
+        with pin_builder(self.builder, self.pin, self.request, splits):
+            datasets = list(self.original())
+            wrong = self._mismatches(splits, datasets)
+        if wrong:
+            cache = on_rank_0(self._own_cache)
+            self.guard.note(f"the cached index is not the recorded one ({wrong[0]}); building it again in {cache}")
+            with pin_builder(self.builder, self.pin, self.request, splits, cache):
+                datasets = list(self.original())
+                wrong = self._mismatches(splits, datasets)
+            if wrong:
+                raise self._other_order(wrong)
+        with pin_builder(self.builder, self.pin, self.request, {}, cache):
+            return datasets, self._extend(splits, datasets)
+
+    def _mismatches(self, splits: dict[int, SplitRecord], datasets: list[Any]) -> list[str]:
+        from megaresume.hosts.megatron.guard.order import from_leaders
+        from megaresume.hosts.megatron.guard.verify import mismatches
+
+        def look() -> list[str]:
+            return [
+                words
+                for i, split in splits.items()
+                if datasets[i] is not None
+                for words in mismatches(split, datasets[i], SPLITS[i])
+            ]
+
+        return [words for found in from_leaders(datasets, look) for words in found]
+
+    def _extend(self, splits: dict[int, SplitRecord], datasets: list[Any]) -> dict[int, SplitRecord]:
+        from megaresume.hosts.megatron.guard.extend import Extension, extend, extension_record
+        from megaresume.hosts.megatron.guard.order import agreed
+        from megaresume.hosts.megatron.guard.pinned import extendable
+
+        sizes, asked = self.pin.sizes, self.request.sizes
+        plans: dict[int, Extension] = agreed(
+            datasets,
+            lambda: {
+                i: plan
+                for i, split in splits.items()
+                if (size := asked[i]) is not None
+                and datasets[i] is not None
+                and extendable(split)
+                and (plan := self._plan(i, split, datasets[i], max(size, sizes[i] or 0))) is not None
+            },
+        )
+        for i, plan in plans.items():
+            datasets[i] = extend(self.builder, splits[i], datasets[i], plan, self._weights(i))
+            self.guard.note(
+                f"the {SPLITS[i]} set goes on after its {sizes[i]} recorded samples up to {plan.samples}"
+                + (f", with {sum(plan.epochs)} further epoch(s) of its corpora" if any(plan.epochs) else "")
+            )
+        if not plans:
+            return splits
+        wrong = self._mismatches({i: splits[i] for i in plans}, datasets)
+        if wrong:
+            raise self._other_order(wrong)
+        longer = agreed(datasets, lambda: {i: extension_record(splits[i], datasets[i]) for i in plans})
+        return splits | longer
+
+    def _plan(self, i: int, split: SplitRecord, dataset: Any, samples: int) -> Any:
+        from megaresume.hosts.megatron.guard.extend import plan_extension
+
+        return plan_extension(split, dataset, samples, by_length=self._weights(i) is None)
+
+    def _weights(self, split: int) -> list[float] | None:
+        blend = self.pin.blend if self.pin.blend is not None else (self.pin.blend_per_split or (None,) * 3)[split]
+        return None if blend is None or blend[1] is None else [float.fromhex(weight) for weight in blend[1]]
+
+    def _own_cache(self) -> str:
+        """A directory for a cold build, on rank 0's word: where checkpoints go, every node can read."""
+        name, save = f"megaresume-{self.guard.digest}", getattr(self.guard.host.args, "save", None)
+        if save:
+            return os.path.join(save, RECORDS_DIR, f"index-{self.guard.digest}")
+        if self.builder.config.path_to_cache:
+            return os.path.join(self.builder.config.path_to_cache, name)
+        paths = [blend[0][0] for i in range(3) if (blend := self.request.blend_of(i)) is not None]
+        return str(Path(paths[0]).parent / name) if paths else name
+
+    def _other_order(self, wrong: list[str]) -> StateError:
+        return StateError(
+            "Megatron's datasets do not come out in the recorded order",
+            found="; ".join(wrong[:8]) + ("; ..." if len(wrong) > 8 else ""),
+            expected="the order that the checkpoint was trained in",
+            cause="the flags and corpora are as recorded, so the code that builds the index is another one: another "
+            "version of Megatron, NumPy, or a patch to either",
+            action="use the versions of the run that saved the checkpoint; or, if it is meant, "
+            "--megaresume-mode off for Megatron's own behaviour",
+        )
+
+    def _record(self, splits: tuple[Any, ...], pinned: set[int], free: set[int]) -> BuilderRecord:
+        from megaresume.hosts.megatron.guard.pinned import observe
+
+        if free == {0, 1, 2}:
+            return replace(observe(self.request, (None, None, None)), splits=splits)
+        pairs = enumerate(zip(self.pin.sizes, self.request.sizes, strict=True))
+        sizes = [old if i in pinned else new for i, (old, new) in pairs]
+        return replace(
+            self.pin,
+            sizes=tuple(sizes),
+            splits=splits,
+            blend=_moved(self.pin.blend, self.request.blend),
+            blend_per_split=None
+            if self.pin.blend_per_split is None or self.request.blend_per_split is None
+            else tuple(
+                new if i in free else _moved(old, new)
+                for i, (old, new) in enumerate(zip(self.pin.blend_per_split, self.request.blend_per_split, strict=True))
+            ),
+        )
+
+
+def _moved(old: Blend | None, new: Blend | None) -> Blend | None:
+    """Where the corpora are now, with the weights as recorded."""
+    return old if old is None or new is None else (new[0], old[1])

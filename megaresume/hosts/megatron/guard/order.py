@@ -1,0 +1,305 @@
+"""`guarded`: run a data provider under guard. `GuardOrder`: what a checkpoint saves of it.
+
+One rank of every host looks at the built indexes, all know, and they must have seen the same: that is enough to
+find a cache that differs between nodes, and reading 10^8 entries on every rank would only burden the filesystem.
+"""
+
+from __future__ import annotations
+
+import functools
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+import xxhash
+
+from megaresume.checkpoint.choosing.search import Choice
+from megaresume.checkpoint.data_state import DataState, OpaqueState
+from megaresume.checkpoint.manifest import FileEntry
+from megaresume.hosts.megatron.guard.record import BuilderRecord, OrderRecord
+from megaresume.session.ranks import gather, on_all_ranks, world_size
+from megaresume.stream.errors import StateError
+
+if TYPE_CHECKING:
+    from megaresume.hosts.megatron.guard.compare import Difference
+    from megaresume.hosts.megatron.host import MegatronHost
+
+T = TypeVar("T")
+
+
+def agreed(datasets: Iterable[Any], look: Callable[[], T]) -> T:
+    """What ``look`` returns where datasets were built, on all ranks. Collective.
+
+    Raises:
+        StateError: two hosts see different things.
+    """
+    leaders = _leaders(datasets)
+    mine = on_all_ranks(lambda: look() if _rank() in leaders else None)
+    seen = gather(None if mine is None else xxhash.xxh3_64_hexdigest(repr(mine).encode()))
+    for rank in leaders:
+        if seen[rank] != seen[leaders[0]]:
+            raise StateError(
+                "the nodes have built different orders",
+                found=f"rank {leaders[0]}: {seen[leaders[0]]}; rank {rank}: {seen[rank]}",
+                expected="the same index on every node",
+                cause="index caches on the nodes' own disks, from different times",
+                action="delete the index caches (--data-cache-path) on all nodes, or put them on a shared filesystem",
+            )
+    value: T = broadcast(mine, leaders[0])
+    return value
+
+
+def from_leaders(datasets: Iterable[Any], look: Callable[[], T]) -> list[T]:
+    """What ``look`` returns on one rank of every host, all of it on all ranks. Collective."""
+    leaders = _leaders(datasets)
+    found = gather(on_all_ranks(lambda: look() if _rank() in leaders else None))
+    return [found[rank] for rank in leaders]
+
+
+def broadcast(value: Any, source: int) -> Any:
+    """The value of rank ``source``, on every rank. Collective."""
+    if world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=source)
+    return box[0]
+
+
+def _rank() -> int:
+    return 0 if world_size() == 1 else dist.get_rank()
+
+
+def _leaders(datasets: Iterable[Any]) -> list[int]:
+    """The lowest rank of every host that built something, ascending; rank 0 if nobody did."""
+    built = any(dataset is not None for dataset in datasets)
+    first: dict[str, int] = {}
+    for rank, host in enumerate(gather(socket.gethostname() if built else None)):
+        if host is not None:
+            first.setdefault(host, rank)
+    return sorted(first.values()) or [0]
+
+
+class GuardOrder:
+    """The recorded order of Megatron's own datasets (`megaresume.session.host.Data`). The same on every rank."""
+
+    #: nothing of ours opens these corpora.
+    origin: Mapping[str, Any] | None = None
+
+    def __init__(
+        self, record: OrderRecord, *, refusal: StateError | None = None, changed: tuple[str, ...] = ()
+    ) -> None:
+        self.record = record
+        #: differences of the training set that were accepted at this start: NAME@SAMPLES.
+        self.changed = changed
+        #: found on this rank alone, to be raised on all ranks together.
+        self.refusal = refusal
+
+    def snapshot(self, samples: int) -> OpaqueState:
+        """The state after so many samples: the record, which is the same at all of them."""
+        return self.record.to_state(samples)
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits over the record: what the ranks compare."""
+        return self.record.digest()
+
+    def prepare(self) -> None:
+        """See `Data`: every rank holds the record."""
+
+    def write_files(self, save_dir: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
+        """See `Data`: the record is all in the checkpoint itself."""
+        return ()
+
+    def restore(self, state: DataState, choice: Choice) -> None:
+        """See `Data`: it was held to the record while it was built."""
+
+    def describe(self) -> list[str]:
+        """See `Data`; what is accepted was said while it was built."""
+        return []
+
+
+class Pass:
+    """One call of the data provider: its builders are recorded, or held to what is recorded."""
+
+    def __init__(self, host: MegatronHost, recorded: OrderRecord | None) -> None:
+        self.host = host
+        #: samples trained when the data is built.
+        self.samples = int(getattr(host.args, "consumed_train_samples", 0) or 0)
+        #: what this run must rebuild; None: nothing is recorded yet.
+        self.recorded = recorded
+        self.builders: list[BuilderRecord] = []
+        self.accepted: list[str] = []
+        self._changed: list[str] = []
+        #: a builder was left to do as it does.
+        self.left_alone = False
+        self._said: set[str] = set()
+        self._accept: tuple[str, ...] = tuple(getattr(host.settings, "accept", None) or ())
+
+    def pin(self, ordinal: int) -> BuilderRecord | None:
+        """What is recorded of the builder with this number."""
+        if self.recorded is None or ordinal >= len(self.recorded.builders):
+            return None
+        return self.recorded.builders[ordinal]
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the record is that of a checkpoint, not only of another virtual-pipeline chunk of this start."""
+        return self.host.loaded is not None and self.host.loaded.kind == "order"
+
+    @property
+    def digest(self) -> str:
+        """Of what is recorded, 12 hex digits."""
+        return "" if self.recorded is None else self.recorded.digest()[:12]
+
+    def accepts(self, name: str) -> bool:
+        """Whether the user accepts the difference of this name: ``NAME``, or ``NAME@SAMPLES`` at this position only."""
+        return name in self._accept or f"{name}@{self.samples}" in self._accept
+
+    def accept(self, difference: Difference) -> str:
+        """Keep a difference that the user accepts. Returns it in the words of the record."""
+        words = f"sample {self.samples}: {difference.name}: {difference.recorded} -> {difference.found}"
+        self.accepted.append(words)
+        if difference.split in (None, 0):
+            self._changed.append(f"{difference.name}@{self.samples}")
+        return words
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """Names of what another order of the training samples was accepted for, each once, with the position."""
+        return tuple(dict.fromkeys(self._changed))
+
+    def note(self, words: str) -> None:
+        """Say something that the user should know, once, on the rank that prints."""
+        from megaresume.session.ranks import is_rank_0
+
+        if words not in self._said and is_rank_0():
+            print(f"megaresume: guard: {words}", flush=True)
+        self._said.add(words)
+
+
+_current: Pass | None = None
+
+
+def current_pass() -> Pass | None:
+    """The provider call that is running; None: no provider of ours runs, builders are left alone."""
+    return _current
+
+
+def guarded(host: MegatronHost, provider: Callable[..., Any]) -> Callable[..., Any]:
+    """The provider, with what its builders build recorded and pinned; afterwards ``host.order`` is set.
+
+    Keeps the signature (``vp_stage``) and attributes (``is_distributed``). Collective where the provider is.
+    """
+
+    @functools.wraps(provider)
+    def build(*args: Any, **kwargs: Any) -> Any:
+        global _current
+        guard = Pass(host, _recorded(host))
+        outer, _current = _current, guard
+        try:
+            datasets = provider(*args, **kwargs)
+        finally:
+            _current = outer
+        if guard.builders or guard.left_alone:
+            host.order = GuardOrder(_finished(guard), changed=guard.changed)
+        else:
+            _without_builder(host, guard, datasets)
+        return datasets
+
+    return build
+
+
+def _recorded(host: MegatronHost) -> OrderRecord | None:
+    # A further virtual-pipeline chunk of this process is held to what the first one recorded.
+    if isinstance(host.order, GuardOrder):
+        return host.order.record
+    loaded = host.loaded
+    return None if loaded is None or loaded.kind != "order" else OrderRecord.from_state(loaded.state)
+
+
+def _without_builder(host: MegatronHost, guard: Pass, datasets: Any) -> None:
+    """Datasets that no builder of megatron-core made: compared. No collective here; `shared` raises on all ranks."""
+    from megaresume.hosts.megatron.guard.compare import refuse
+    from megaresume.hosts.megatron.guard.foreign import differences, looks, observe_foreign
+
+    if not looks():
+        return
+    recorded, now = guard.recorded, observe_foreign(host.args, datasets)
+    if recorded is not None and recorded.builders:
+        found = differences(recorded.builders[0], now, datasets)
+        open_ = [difference for difference in found if not guard.accepts(difference.name)]
+        host.order = GuardOrder(recorded, refusal=refuse(open_, guard.samples) if open_ else None)
+        if not found:
+            return
+        for difference in found:
+            guard.accept(difference)
+    if now is None:
+        guard.note("the data provider builds no index that is known here: its order is NOT guarded")
+    else:
+        guard.note("these datasets are not built by megatron-core: their order is recorded and checked, not pinned")
+        guard.builders.append(now)
+    if host.order is None or host.order.refusal is None:  # type: ignore[attr-defined]
+        host.order = GuardOrder(_finished(guard), changed=guard.changed)
+
+
+def _finished(guard: Pass) -> OrderRecord:
+    recorded, builders, accepted = guard.recorded, tuple(guard.builders), tuple(guard.accepted)
+    if recorded is None or not recorded.builders:
+        if guard.samples and builders:
+            guard.note(
+                f"order before sample {guard.samples} is not proven: nothing was recorded of it. "
+                "It is recorded from here on, as Megatron builds it now"
+            )
+        return OrderRecord(megatron=_core_version(), since=guard.samples, builders=builders, accepted=accepted)
+    if len(builders) < len(recorded.builders) and not guard.accepts("dataset"):
+        raise StateError(
+            "the data provider builds fewer datasets than it did when the checkpoint was saved",
+            found=f"{len(builders)} dataset builder(s) of megatron-core",
+            expected=f"{len(recorded.builders)}",
+            cause="another script, or a flag that makes it take its data from elsewhere",
+            action=f"start the run as before; or, if it is meant: --megaresume-accept dataset@{guard.samples}",
+        )
+    if not accepted and guard.host.order is None:
+        guard.note(f"the order of Megatron's datasets is as recorded, at sample {guard.samples}: {recorded.digest()}")
+    return replace(recorded, builders=builders, accepted=recorded.accepted + accepted)
+
+
+def _core_version() -> str:
+    try:
+        import megatron.core
+    except ImportError:  # bigscience's Megatron-DeepSpeed is older than megatron-core
+        return "none"
+    return str(getattr(megatron.core, "__version__", "unknown"))
+
+
+def shared(host: MegatronHost) -> None:
+    """Give the order to the ranks whose provider did not run. Collective over all ranks; raises on all of them.
+
+    Raises:
+        StateError: two ranks hold different orders, or one of them another order than recorded.
+    """
+    from megaresume.session.ranks import gather, on_all_ranks, same_on_all_ranks
+
+    def agree() -> None:
+        if isinstance(host.order, GuardOrder) and host.order.refusal is not None:
+            raise host.order.refusal
+
+    on_all_ranks(agree)
+    mine = host.order.digest if isinstance(host.order, GuardOrder) else None
+    held = gather(mine)
+    owner = next((rank for rank, digest in enumerate(held) if digest is not None), None)
+    if owner is None:
+        return
+    held_here = host.order if isinstance(host.order, GuardOrder) else None
+    record, changed = broadcast(None if held_here is None else (held_here.record, held_here.changed), owner)
+    if mine is None:
+        host.order = GuardOrder(record, changed=changed)
+    same_on_all_ranks(
+        host.order.digest,  # type: ignore[union-attr]
+        "the order of Megatron's datasets",
+        cause="the index caches of the nodes differ",
+        action="delete the index caches (--data-cache-path) on all nodes and start again",
+    )

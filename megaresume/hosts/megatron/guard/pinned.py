@@ -1,0 +1,257 @@
+"""Let Megatron's builder build what is recorded: with its own code, from the recorded sizes, weights and documents.
+
+The builder makes every dataset over one corpus by calling the class that it was given, with the corpus, its
+documents, the samples needed and the split. So a stand-in for that class sees every one of them, in every version
+from 0.8 on, whatever way the builder goes, and replaces what must be as recorded.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megaresume.hosts.megatron.guard.corpora import Array, Corpus, Identity, array_digest, index_arrays
+from megaresume.hosts.megatron.guard.record import SPLITS, Blend, BuilderRecord, ComponentRecord, Part, SplitRecord
+from megaresume.hosts.megatron.guard.request import Request
+
+
+def is_blend(dataset: Any) -> bool:
+    """Whether it is a ``BlendedDataset``: components and how they take turns."""
+    return hasattr(dataset, "datasets") and "dataset_index" in vars(dataset)
+
+
+def components_of(dataset: Any) -> list[Any]:
+    """The datasets over one corpus each: of a blend, of several validation sets, or the dataset itself."""
+    if dataset is None:
+        return []
+    if isinstance(dataset, list | tuple):
+        return list(dataset)
+    return list(dataset.datasets) if is_blend(dataset) else [dataset]
+
+
+def part(dataset: Any, what: str) -> Part:
+    """The index arrays of a dataset, by content."""
+    arrays = {name: array_digest(array, f"{name} of {what}") for name, array in sorted(index_arrays(dataset).items())}
+    return Part(samples=len(dataset), arrays=arrays)
+
+
+def blend_part(blend: Any, samples: int | None = None) -> Part:
+    """How a blend takes turns over its first samples (None: all)."""
+    arrays = index_arrays(blend)
+    size = len(arrays["dataset_index"]) if samples is None else samples
+    return Part(
+        samples=size,
+        arrays={name: array_digest(array[:size], f"{name} of the blend") for name, array in sorted(arrays.items())},
+    )
+
+
+def observe(request: Request, datasets: Sequence[Any]) -> BuilderRecord:
+    """What a builder was asked for, and what it built."""
+    return BuilderRecord(
+        dataset=request.dataset,
+        settings=request.settings,
+        blend=request.blend,
+        blend_per_split=request.blend_per_split,
+        sizes=request.sizes,
+        splits=tuple(observe_split(request, dataset) for dataset in datasets),
+    )
+
+
+def observe_split(request: Request, dataset: Any) -> SplitRecord | None:
+    """One of train, valid, test; None: not built."""
+    components = components_of(dataset)
+    if not components:
+        return None
+    return SplitRecord(
+        components=tuple(_component(request, component) for component in components),
+        blend=(blend_part(dataset),) if is_blend(dataset) else (),
+    )
+
+
+def _component(request: Request, dataset: Any) -> ComponentRecord:
+    path = getattr(dataset, "dataset_path", None)
+    corpus = Corpus.at(path, request.cls)
+    documents = _documents(dataset)
+    known = corpus is not None and documents[1] <= corpus.documents
+    identity = corpus.identity(documents) if corpus is not None and known else Identity(lengths=None, tokens=None)
+    requested = getattr(dataset, "num_samples", None)
+    return ComponentRecord(
+        path=None if path is None else str(path),
+        documents=documents,
+        total=documents[1] if corpus is None else corpus.documents,
+        requested=None if requested is None else int(requested),
+        built=part(dataset, str(path)),
+        lengths=identity.lengths,
+        tokens=identity.tokens,
+    )
+
+
+def _documents(dataset: Any) -> tuple[int, int]:
+    """The documents [first, end) that a dataset draws from.
+
+    Those in its index, where it has one: an index from a cache may be older than the file, and stays what trains.
+    """
+    index: Array | None = index_arrays(dataset).get("document_index")
+    if index is not None and len(index):
+        return _lowest(index, np.min), _lowest(index, np.max) + 1
+    indices = getattr(dataset, "indices", None)
+    if indices is None or not len(indices):
+        return 0, 0
+    return int(indices[0]), int(indices[-1]) + 1
+
+
+def _lowest(array: Array, function: Any) -> int:
+    # In pieces: a memory-mapped index need not fit into memory.
+    step = 1 << 24
+    return int(function([function(array[at : at + step]) for at in range(0, len(array), step)]))
+
+
+def unguarded(record: BuilderRecord, datasets: Iterable[Any]) -> list[str]:
+    """What a record cannot promise, in words."""
+    notes = []
+    for name, split, dataset in zip(SPLITS, record.splits, datasets, strict=True):
+        if split is not None and not any(component.built.arrays for component in split.components):
+            notes.append(f"the {name} set ({record.dataset}) builds no index: its documents are recorded, no order")
+        if any(hasattr(component, "np_rng") for component in components_of(dataset)):
+            notes.append(
+                f"the {name} set ({record.dataset}) draws random numbers from one generator per process, which starts "
+                "anew at every start: the documents are pinned, but NOT what the dataset does with them "
+                "(fill-in-the-middle splits will differ after a resume)"
+            )
+    return notes
+
+
+def extendable(split: SplitRecord) -> bool:
+    """Whether further epochs can be put after the recorded samples: all components are ``GPTDataset`` of a kind."""
+    names = {"document_index", "sample_index", "shuffle_index"}
+    return all(names <= set(component.built.arrays) for component in split.components)
+
+
+def pinned_splits(record: BuilderRecord, request: Request, free: set[int]) -> dict[int, SplitRecord]:
+    """The splits that must come out as recorded: those that are recorded, asked for, and not set free by the user."""
+    return {
+        i: split
+        for i, split in enumerate(record.splits)
+        if split is not None
+        and i not in free
+        and request.shares[i] is not None
+        and (record.sizes[i] is None) == (request.sizes[i] is None)
+    }
+
+
+@contextmanager
+def pin_builder(
+    builder: Any, record: BuilderRecord, request: Request, splits: dict[int, SplitRecord], cache: str | None = None
+) -> Iterator[None]:
+    """While the block runs, the builder builds these splits as recorded.
+
+    Args:
+        builder: a ``BlendedMegatronDatasetBuilder``.
+        record: what it built when it was recorded.
+        request: what it is asked for now.
+        splits: the splits to pin, by number.
+        cache: build in this directory and use nothing that is cached elsewhere; None: where Megatron looks.
+    """
+    original = builder.cls, builder.sizes, builder.config
+    builder.cls = _StandIn(builder.cls, _pins(request, splits))
+    builder.sizes = [_size(record.sizes[i], size, splits.get(i)) for i, size in enumerate(request.sizes)]
+    builder.config = _config(builder.config, record, request, splits, cache)
+    try:
+        yield
+    finally:
+        builder.cls, builder.sizes, builder.config = original
+
+
+def _size(recorded: int | None, asked: int | None, split: SplitRecord | None) -> int | None:
+    if split is None or recorded is None or asked is None:
+        return asked
+    if any(not component.built.arrays for component in split.components):
+        # No index: the order does not depend on the size, and nothing can be put after it.
+        return max(recorded, asked)
+    return recorded
+
+
+def _config(
+    config: Any, record: BuilderRecord, request: Request, splits: dict[int, SplitRecord], cache: str | None
+) -> Any:
+    config = cold(config, cache) if cache is not None else copy.copy(config)
+    if record.blend is not None and request.blend is not None and splits:
+        config.blend = _spelled(request.blend, record.blend)
+    if record.blend_per_split is not None and request.blend_per_split is not None:
+        pairs = enumerate(zip(request.blend_per_split, record.blend_per_split, strict=True))
+        config.blend_per_split = [
+            _spelled(new, old if i in splits and old is not None else new) if new is not None else None
+            for i, (new, old) in pairs
+        ]
+    return config
+
+
+def _spelled(new: Blend, old: Blend) -> tuple[list[str], list[float] | None]:
+    """The corpora where they are now, with the recorded weights, exactly."""
+    return list(new[0]), None if old[1] is None else [float.fromhex(weight) for weight in old[1]]
+
+
+def without_lazy_caches(config: Any) -> Any:
+    """A config that builds what is not cached (--dataloader-fast-cache-load and its kin expect everything there)."""
+    config = copy.copy(config)
+    for name in ("fast_cache_load", "defer_npy_index_mmap"):
+        if getattr(config, name, False):
+            setattr(config, name, False)
+    return config
+
+
+def cold(config: Any, cache: str) -> Any:
+    """A config that builds into a directory of its own."""
+    config = without_lazy_caches(config)
+    config.path_to_cache = cache
+    return config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Pin:
+    component: ComponentRecord
+    #: the same corpus more than once in a blend: which of them is being built cannot be told.
+    ambiguous: bool
+
+
+def _pins(request: Request, splits: dict[int, SplitRecord]) -> dict[tuple[int, str | None], _Pin]:
+    pins: dict[tuple[int, str | None], _Pin] = {}
+    for i, split in splits.items():
+        blend = request.blend_of(i)
+        paths: list[str | None] = list(blend[0]) if blend is not None else [None] * len(split.components)
+        for path, component in zip(paths, split.components, strict=True):
+            pins[i, path] = _Pin(component=component, ambiguous=(i, path) in pins)
+    return pins
+
+
+class _StandIn:
+    """Called by the builder in place of the dataset class; returns datasets of that very class."""
+
+    def __init__(self, cls: Any, pins: dict[tuple[int, str | None], _Pin]) -> None:
+        self._cls, self._pins = cls, pins
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cls, name)
+
+    def __call__(
+        self, corpus: Any, path: str | None, indices: Any, num_samples: int | None, split: Any, config: Any, *rest: Any
+    ) -> Any:
+        pin = self._pins.get((int(split.value), path))
+        if pin is not None:
+            indices = _pinned_documents(indices, pin.component.documents)
+            if pin.component.built.arrays and not pin.ambiguous:
+                num_samples = pin.component.requested
+        return self._cls(corpus, path, indices, num_samples, split, config, *rest)
+
+
+def _pinned_documents(indices: Any, documents: tuple[int, int]) -> Any:
+    """The recorded documents, unless a class chooses its own or leaves them to its cache."""
+    first, end = documents
+    if indices is None or first >= end or (len(indices) and int(indices[-1]) - int(indices[0]) + 1 != len(indices)):
+        return indices
+    return np.arange(first, end, dtype=np.int32)

@@ -1,0 +1,413 @@
+"""Proof that training calls what we wrapped, at places that every loop passes before the weights change.
+
+    megatron-core's schedules    forward and backward of one step, in Megatron's loop and in those of most forks
+    torch's optimizers           every step of every ``torch.optim.Optimizer``, whatever the loop is
+
+A name that is wrapped proves nothing about a fork that calls a copy of it. So, when a step begins, our part of
+``build_train_valid_test_data_iterators`` must have run: it is called on every rank of every layout, also on those that
+read no data. And what it built is what is trained on: on global rank 0 (the first pipeline stage and the first
+tensor-parallel rank always need tokens), and on every rank that reads at all, as many samples were taken as Megatron
+counts as trained, or those of the step under way as well.
+
+    at the start  `check_load`       training goes on from something that was loaded past us
+    at a step     `before_step`      nothing was built: stop before the weights change
+    at a save     `check_save`       samples were trained, and no order was set, or others were taken
+                  `around_save`      any ``torch.save`` of Megatron's arguments: they hold the state of their counter
+    at the end    `at_exit`          what was trained or saved past us: exit status 1; nothing trained: one line;
+                                     nothing left to train: the line in the ledger that says so
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import TYPE_CHECKING, Any, Literal
+
+from megaresume.checkpoint.files import read_file
+from megaresume.checkpoint.paths import TRACKER
+from megaresume.hosts.megatron.arguments import Settings
+from megaresume.hosts.megatron.hooks.call_errors import (
+    not_asked,
+    not_built,
+    not_loaded,
+    not_read,
+    not_trained,
+    saved_past_us,
+    seam_name,
+    without_state,
+)
+from megaresume.hosts.megatron.hooks.seams import ITERATORS, SIGNALS, Factory, called
+from megaresume.hosts.megatron.importing import wrap
+from megaresume.hosts.megatron.project import current_project, package_name
+from megaresume.stream.errors import MegaresumeError, SetupError
+
+if TYPE_CHECKING:
+    from megaresume.hosts.megatron.host import MegatronHost
+
+#: Functions of these libraries that step an optimizer to allocate its state: nothing is trained there.
+_SETUP = ("__init__", "dummy_step", "initialize_optimizer_states", "_init_optimizer_states_with_dummy_values")
+
+
+class _Process:
+    """What is known of this process."""
+
+    #: the launcher runs it: then any training in it is meant to be hooked.
+    launched: bool = False
+    #: torch's handle of our hook on all optimizers.
+    handle: Any = None
+    #: an error of ours was raised: nothing more has to be said at the end.
+    refused: bool = False
+
+
+_process = _Process()
+
+
+#: It imports torch, whose import calls `watch_optimizers`: so this file imports it when it is needed, not before.
+_HOST = "megaresume.hosts.megatron.host"
+
+
+def _host_module() -> ModuleType:
+    return importlib.import_module(_HOST)
+
+
+def _latest_host() -> MegatronHost | None:
+    """None also if its module was never needed."""
+    return _host_module().latest_host() if _HOST in sys.modules else None
+
+
+@functools.cache
+def watch_optimizers(module: ModuleType, *, launched: bool) -> None:
+    """Watch this process for training steps, from now on until its data was built through our hook.
+
+    Args:
+        module: ``torch.optim.optimizer``.
+        launched: by `megaresume.run`. Otherwise only steps of a process that has set Megatron's arguments count.
+    """
+    _process.launched = launched
+    register = getattr(module, "register_optimizer_step_pre_hook", None)
+    if register is not None:  # since torch 2.0
+        _process.handle = register(_on_optimizer_step)
+    atexit.register(at_exit)
+
+
+def _on_optimizer_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if not _allocates_state(sys._getframe()):
+        before_step(f"a step of {type(optimizer).__name__}")
+
+
+def _allocates_state(frame: FrameType | None) -> bool:
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if frame.f_code.co_name in _SETUP and package in ("deepspeed", package_name()):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def around_forward_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A schedule of megatron-core: ``forward_backward_…(*, forward_step_func, ..., forward_only=False)``."""
+
+    @functools.wraps(original)
+    def forward_backward(*args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("forward_only", False):
+            before_step(f"the forward and backward passes of a step ({original.__name__})")
+        return original(*args, **kwargs)
+
+    return forward_backward
+
+
+def check_provider() -> None:
+    """A provider of the script that `megaresume.provider` wrapped is called.
+
+    Raises:
+        SetupError: by something else than our part of ``build_train_valid_test_data_iterators``.
+    """
+    current = _session()
+    if _mode(current) != "off" and (current is None or not current.building):
+        raise _refused(not_built(current, "the datasets are built"))
+
+
+def before_step(what: str) -> None:
+    """A training step begins. All ranks come here; the answer is the same on all of them.
+
+    Args:
+        what: of the step is about to happen.
+
+    Raises:
+        SetupError: the data was not built through our hook, or what it built is not what the steps before trained.
+    """
+    current = _session()
+    if current is None and not _process.launched:
+        return
+    if _mode(current) == "off" or "megaresume.hosts.deepspeed.attach" in sys.modules:  # `attach` is its own proof
+        return
+    if current is None or not current.built:
+        raise _refused(not_built(current, what))
+    _check_read(current, during="a step")
+
+
+def check_load(current: MegatronHost) -> None:
+    """Before the data is built: what training goes on from was loaded through our hook.
+
+    Raises:
+        SetupError: the iteration is not 0, and our hook has seen no checkpoint. The same on every rank.
+    """
+    iteration = int(getattr(current.args, "iteration", 0) or 0)
+    if iteration == 0 or current.loaded_args is not None:
+        return
+    raise _refused(not_loaded(iteration))
+
+
+def is_built(current: MegatronHost, iterators: Any) -> Any:
+    """The data of this session was built through our hook: from now on its training iterator is counted.
+
+    Args:
+        current: the host.
+        iterators: (train, valid, test), as Megatron returns them; None where this rank reads no data.
+    """
+    current.built, current.building = True, False
+    if _process.handle is not None:
+        # What was to be shown by it is shown; and it would be in the way of a compiled optimizer step.
+        _process.handle.remove()
+        _process.handle = None
+    if os.environ.get("RANK", "0") == "0":
+        current.tracker_at_start = _tracker(current)
+    if current.project.kind == "megatron-lm":  # DeepSpeed's engine has a check of its own
+        _watch_saves()
+    train, *others = iterators
+    if train is None:
+        return iterators
+    inner = getattr(train, "iterable", None)
+    batches = train if inner is None else inner
+    if not hasattr(batches, "__next__"):  # a list of loaders, which the script's own functions know how to read
+        return iterators
+    if getattr(_rerun_machine(), "data_iterator_checkpoints", None):  # begins with batches in the checkpoint
+        return iterators
+    samples = int(getattr(current.args, "consumed_train_samples", 0) or 0)
+    if current.taken and current.taken[0].begin != samples:  # a further phase; else a further chunk
+        current.taken.clear()
+    counted = Counted(batches, samples)
+    current.taken.append(counted)
+    if inner is None:
+        return (counted, *others)
+    train.iterable = counted
+    return iterators
+
+
+def _watch_saves() -> None:
+    import torch
+
+    home, factory = sys.modules["torch.serialization"], Factory("hooks.calls.around_save")
+    is_plain = torch.save is home.save
+    wrap(home, "save", factory)
+    if is_plain:
+        torch.save = home.save  # one object, or it could not be pickled by its name
+    else:
+        wrap(torch, "save", factory)
+
+
+class Counted:
+    """Hands micro-batches on, and counts them; everything else is asked of what it wraps."""
+
+    def __init__(self, batches: Iterator[Any], begin: int) -> None:
+        self._batches = batches
+        #: samples trained before the first of them.
+        self.begin = begin
+        #: micro-batches taken.
+        self.num_taken = 0
+
+    def __iter__(self) -> Counted:
+        return self
+
+    def __next__(self) -> Any:
+        self.num_taken += 1
+        return next(self._batches)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_batches"], name)
+
+
+# Saves
+
+
+def check_save(current: MegatronHost) -> None:
+    """Before a save: what was trained was trained in an order of ours.
+
+    Raises:
+        SetupError: samples were trained, and no order was set (the same on every rank); or others were taken.
+    """
+    if not current.built:
+        if not _trained(current):
+            return  # a conversion, or weights before the first step
+        raise _refused(not_built(current, "a save, after samples were trained"))
+    _check_read(current, during="a save")
+
+
+def around_save(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.save(obj, f, ...)``: Megatron's arguments leave this process with the state of their counter, or not."""
+
+    @functools.wraps(original)
+    def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
+        current = _latest_host()
+        if current is not None and current.order is not None and current.settings.mode != "off":
+            names = _arguments_in(obj, current.args)
+            if names is not None:
+                _check_state(names)
+        return original(obj, *args, **kwargs)
+
+    return save
+
+
+def _arguments_in(obj: Any, args: Any) -> Mapping[str, Any] | None:
+    """Megatron's arguments in what is about to be written: themselves, or a copy of them in a checkpoint."""
+    if obj is args:
+        return dict(vars(args))
+    if not isinstance(obj, Mapping) or "iteration" not in obj:
+        return None
+    found = obj.get("args")
+    names: Mapping[str, Any] = found if isinstance(found, Mapping) else getattr(found, "__dict__", {})
+    return names if "consumed_train_samples" in names else None
+
+
+def _check_state(names: Mapping[str, Any]) -> None:
+    samples, envelope = int(names["consumed_train_samples"]), _host_module().envelope_on(names)
+    if envelope is None or envelope.samples != samples:
+        raise _refused(without_state(samples))
+
+
+# The end of the process
+
+
+def at_exit() -> None:
+    """What only the end shows. A process that trained past us does not end with status 0."""
+    current = _latest_host()
+    if _process.refused:
+        os._exit(1)  # whatever a program made of the error that it was given
+    if getattr(sys, "last_value", None) is not None or _mode(current) == "off":
+        return
+    from megaresume.session.refusals import say
+
+    error = _passed_by(current)
+    if error is not None:
+        say(error)
+        sys.stdout.flush()
+        os._exit(1)
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if current is not None:
+        try:
+            _finish(current)
+        except MegaresumeError as problem:  # all that was trained is saved
+            say(problem)
+    if _process.launched and ITERATORS not in called:
+        words = f"nothing was trained in this process, and no data was built: {seam_name(ITERATORS)} was never called"
+        print(f"megaresume: {words}", file=sys.stderr, flush=True)
+
+
+def _finish(current: MegatronHost) -> None:
+    """Say that the run is over, if its last checkpoint is that of its end. Not while it is saved: what follows (the
+    last validation) may fail, and is done by the next start."""
+    if current.session.committed is not None:
+        iteration, state, _ = current.session.committed
+        if current.is_over(iteration, state.samples):
+            current.session.finish_at_exit()
+
+
+def _passed_by(current: MegatronHost | None) -> MegaresumeError | None:
+    if current is None or not _trained(current):
+        return None
+    if not current.built:
+        return not_built(current, "the end, after samples were trained")
+    try:
+        _check_read(current, during="the end")
+    except MegaresumeError as error:
+        return error
+    if current.session.stopper is not None and SIGNALS not in called:
+        return not_asked(current)
+    saved = _tracker(current)
+    if saved is None or saved in {current.tracker_at_start, *current.saved} or os.environ.get("RANK", "0") != "0":
+        return None
+    return saved_past_us(current, saved)
+
+
+def _tracker(current: MegatronHost) -> str | None:
+    """What Megatron's tracker in ``--save`` says; None: there is none that we can read."""
+    directory = getattr(current.args, "save", None)
+    try:
+        return read_file(Path(directory, TRACKER)).decode().strip() if directory else None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+# What is known
+
+
+def _session() -> MegatronHost | None:
+    """The session of Megatron's arguments; None: this process has not set them."""
+    try:
+        name = current_project().modules["global_vars"]
+        return _host_module().megatron_host() if name in sys.modules else None
+    except (AssertionError, SetupError):
+        return None
+
+
+def _mode(current: MegatronHost | None) -> str:
+    return (current.settings if current is not None else Settings.from_args(None)).mode
+
+
+def _trained(current: MegatronHost) -> bool:
+    """Whether the weights are not those that the process began with."""
+    return int(getattr(current.args, "consumed_train_samples", 0) or 0) > current.first_samples
+
+
+def _check_read(current: MegatronHost, during: Literal["a step", "a save", "the end"]) -> None:
+    """What was taken from the training iterators of this rank is what was trained.
+
+    Raises:
+        SetupError: fewer samples, so others were trained; or more (not at the end, which may come within a step).
+    """
+    if not current.taken:
+        return
+    args, is_rank_0 = current.args, os.environ.get("RANK", "0") == "0"
+    size = int(args.micro_batch_size) * int(args.data_parallel_size)
+    for chunk, counted in enumerate(current.taken):
+        if counted.num_taken == 0 and (chunk or not is_rank_0):
+            continue  # a stage that needs no tokens
+        taken, trained = counted.num_taken * size, int(args.consumed_train_samples) - counted.begin
+        if current.project.kind != "megatron-lm":  # the engine takes its batches, and proves them
+            taken = max(taken, trained) if taken else 0
+        if taken < trained:
+            raise _refused(not_read(taken, trained))
+        if taken == trained or during == "the end" or current.project.kind != "megatron-lm":
+            continue
+        # A loop may take the batches of its step before the schedule begins; and a step is run again on the same ones.
+        if taken - trained != _step_size(size) or (during == "a save" and not _is_run_again()):
+            raise _refused(not_trained(taken, trained))
+
+
+def _step_size(size: int) -> int:
+    """Samples of the step under way; 0: not known."""
+    module = sys.modules.get(f"{package_name()}.core.num_microbatches_calculator")
+    return 0 if module is None else size * int(module.get_num_microbatches())
+
+
+def _rerun_machine() -> Any:
+    """What runs a step of doubtful results again; None: this core has none."""
+    module = sys.modules.get(f"{package_name()}.core.rerun_state_machine")
+    return None if module is None else module.get_rerun_state_machine()
+
+
+def _is_run_again() -> bool:
+    state = getattr(_rerun_machine(), "state", None)
+    return state is not None and state.name != "NOT_RUNNING_YET"
+
+
+def _refused(error: MegaresumeError) -> MegaresumeError:
+    _process.refused = True
+    return error

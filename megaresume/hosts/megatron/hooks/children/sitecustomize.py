@@ -1,0 +1,48 @@
+"""In every Python process that a hooked one starts: wait for Megatron's modules, and install the hooks then.
+
+Python imports this by its name when it starts, because its directory comes first on PYTHONPATH. It loads one small
+file, gives the next sitecustomize on the path its turn, and is then out of the way.
+"""
+
+import os
+import sys
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def _wait() -> None:
+    if sys.version_info < (3, 11):  # noqa: UP036  a child may run under another Python than the one that trains
+        return
+    try:
+        from megaresume.hosts.megatron.importing import when_imported
+    except ImportError:
+        # Where it was started from a checkout, it is on no path yet.
+        sys.path.append(os.path.abspath(os.path.join(_HERE, *[os.pardir] * 4)))
+        from megaresume.hosts.megatron.importing import when_imported
+
+    for name in os.environ["MEGARESUME_HOOKS"].split(","):
+        when_imported(name, _install)
+
+
+def _install(module: object) -> None:
+    from megaresume.hosts.megatron.hooks.install import install
+
+    install()
+
+
+def _next_sitecustomize() -> None:
+    """Run the one that this file hides, under its own name."""
+    from importlib.machinery import PathFinder
+    from importlib.util import module_from_spec
+
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]
+    spec = PathFinder.find_spec("sitecustomize", sys.path)
+    if spec is not None and spec.loader is not None:
+        module = module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)
+
+
+if os.environ.get("MEGARESUME_HOOKS"):
+    _wait()
+_next_sitecustomize()

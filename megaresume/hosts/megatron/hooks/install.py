@@ -1,0 +1,185 @@
+"""`install`: from now on Megatron's functions do what they did, and keep the order of the data.
+
+Nothing of Megatron is imported here. The names are wrapped as soon as their modules are imported (at once where they
+are imported already), so every later ``from … import save_checkpoint`` binds the wrapped function.
+
+For a script that is edited: `provider` around its datasets provider, `extra_args_provider` around its flags.
+
+pretrain(megaresume.provider(train_valid_test_datasets_provider), model_provider, ...,
+         extra_args_provider=megaresume.extra_args_provider(add_args))
+
+Both make refusals a message without a traceback, as the launcher does: see `show_refusals`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megaresume.hosts.megatron.arguments import add_arguments
+from megaresume.hosts.megatron.hooks import calls
+from megaresume.hosts.megatron.hooks.seams import check_installed as check_installed
+from megaresume.hosts.megatron.hooks.seams import seams_of
+from megaresume.hosts.megatron.importing import when_imported, wrap
+from megaresume.hosts.megatron.project import current_project, modules_to_watch
+from megaresume.session.refusals import show_refusals
+from megaresume.stream.errors import SetupError, UsageError
+
+#: Environment variable for child processes: the modules to wait for, separated by commas.
+CHILDREN_VARIABLE = "MEGARESUME_HOOKS"
+
+#: On its path, Python runs our sitecustomize.py when it starts.
+_CHILDREN = Path(__file__).with_name("children")
+
+#: role -> the function before whose work `check_installed` runs: the first ones that are called after every patcher.
+_CHECKED = {"checkpointing": "load_checkpoint", "training": "build_train_valid_test_data_iterators"}
+
+
+def install(*, launched: bool = False) -> None:
+    """Wrap Megatron's functions, now or when their modules are imported. Installing twice changes nothing.
+
+    After another patcher has replaced a function, installing again wraps the replacement.
+
+    Args:
+        launched: by `megaresume.run`: then any training in this process is meant to be hooked.
+
+    Raises:
+        SetupError: at once or from the import of the module: a name that we need is not there, or this is no Megatron
+            that we know.
+    """
+    for name in modules_to_watch():
+        _watch(name)
+    if launched:
+        _launched.append(True)
+    when_imported("torch.optim.optimizer", _watch_steps)
+
+
+#: not empty: the launcher runs this process.
+_launched: list[bool] = []
+
+
+def _watch_steps(module: ModuleType) -> None:
+    from megaresume.hosts.megatron.hooks.calls import watch_optimizers  # deferred: it costs more than the rest
+
+    watch_optimizers(module, launched=bool(_launched))
+
+
+def _watch(name: str) -> None:
+    when_imported(name, _on_import)
+    if name in _seen:
+        _on_import(sys.modules[name])
+
+
+#: Modules that `_on_import` has seen.
+_seen: set[str] = set()
+
+
+def _on_import(module: ModuleType) -> None:
+    """Wrap what we need of a module that has just been imported."""
+    _seen.add(module.__name__)
+    try:
+        project = current_project()
+    except SetupError:
+        if not module.__name__.endswith(".schedules"):
+            raise
+        return  # a program on megatron-core alone; its optimizer steps are watched
+    for role, name in project.modules.items():
+        if name != module.__name__:
+            continue
+        for seam in seams_of(project):
+            seam.apply(module, role, project)
+        if role in _CHECKED:
+            wrap(module, _CHECKED[role], _checked)
+    if "engine" in project.modules and project.modules["engine"] != module.__name__:
+        _watch(project.modules["engine"])
+
+
+def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Before the call: make sure that no other patcher has put a wrapper of ours aside."""
+
+    @functools.wraps(original)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        from megaresume.hosts.megatron.host import megatron_host  # deferred: it needs Megatron's arguments
+
+        if megatron_host().settings.mode != "off":
+            check_installed()
+        return original(*args, **kwargs)
+
+    return checked
+
+
+def install_in_children() -> None:
+    """Make Python processes that this one starts wait for Megatron's modules too, through the environment."""
+    path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    if str(_CHILDREN) not in path:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(_CHILDREN), *path])
+    os.environ[CHILDREN_VARIABLE] = ",".join(modules_to_watch())
+
+
+F = Callable[..., Any]
+
+
+def provider(base: F | None = None) -> F:
+    """Wrap a ``train_valid_test_datasets_provider``; installs the hooks, and may be called before or after the imports.
+
+    Args:
+        base: the script's own provider, ``(train_val_test_num_samples[, vp_stage]) -> train, valid, test``; it is
+            called unless the stream takes its place. None: there is none, so the stream has to.
+
+    Returns:
+        a function with the signature, the name and the attributes (``is_distributed``) of ``base``.
+
+    Raises:
+        SetupError: this is no Megatron that we know, or a name that we need is not there.
+        UsageError: when called: there is no ``base`` and no stream.
+    """
+    show_refusals()
+    install()
+    if base is None:
+        return _only_stream()
+
+    @functools.wraps(base)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        check_installed()
+        calls.check_provider()
+        return base(*args, **kwargs)
+
+    return wrapped
+
+
+def _only_stream() -> F:
+    def train_valid_test_datasets_provider(train_val_test_num_samples: Any, vp_stage: int | None = None) -> Any:
+        raise UsageError(
+            "there are no datasets",
+            found="megaresume.provider() around no provider, and no --megaresume-data",
+            expected="a provider of the script's own, or our stream",
+            action="--megaresume-data data.yaml, or --megaresume-mode stream with --data-path",
+        )
+
+    # Megatron then calls it on every rank that needs data, not on the first of each tensor-parallel group alone.
+    train_valid_test_datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+    return train_valid_test_datasets_provider
+
+
+def extra_args_provider(base: F | None = None) -> F:
+    """Wrap an ``extra_args_provider``: its flags and ours, each once.
+
+    Args:
+        base: the script's own, ``(parser) -> parser``; None: there is none.
+
+    Returns:
+        ``(parser) -> parser``.
+    """
+    show_refusals()
+    install()
+
+    def add_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        return add_arguments(parser if base is None else base(parser) or parser)
+
+    return add_ours if base is None else functools.wraps(base)(add_ours)

@@ -1,0 +1,264 @@
+"""`MegatronHost`: one training process of Megatron as the host of a `Session`, and what its hooks share.
+
+Megatron keeps its own state in module globals and hands none of it to the functions that we wrap; so the host is found
+through ``get_args()``. In-process restart builds a new namespace: then the host, and its session, are new as well.
+
+Stopping in time under Megatron: its own question at every step boundary, with more reasons to say yes.
+
+    DistributedSignalHandler.signals_received()      asked by Megatron's loop after every step, on all ranks
+        -> has this rank a reason of ours? then it answers as if its signal had come
+        -> Megatron's own all-gather: any rank's yes is everybody's; it saves and exits with status 0
+
+So ``--megaresume-stop-file`` and ``--megaresume-stop-before-end`` switch ``--exit-signal-handler`` on.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megaresume.checkpoint.choosing.search import Choice
+from megaresume.checkpoint.data_state import Envelope
+from megaresume.checkpoint.paths import deepspeed_tag, megatron_tag
+from megaresume.checkpoint.step_file import StepFile
+from megaresume.checkpoint.topology import Topology
+from megaresume.hosts.megatron.arguments import Settings
+from megaresume.hosts.megatron.project import Project
+from megaresume.hosts.megatron.schedule import schedule_from_args
+from megaresume.session.host import Data, Save
+from megaresume.session.session import Session
+from megaresume.stream.errors import MegaresumeError, UsageError
+
+if TYPE_CHECKING:
+    from megaresume.hosts.deepspeed.host import EngineHost
+    from megaresume.hosts.megatron.hooks.calls import Counted
+
+#: the attribute of Megatron's namespace that holds the state, as the text of its envelope. The namespace rides in every
+#: checkpoint format. A string, because since core 0.19 it is loaded with ``weights_only=True``, where a NumPy scalar or
+#: a class of ours would make the whole checkpoint unloadable.
+KEY = "megaresume_state"
+
+
+def envelope_on(args: Any) -> Envelope | None:
+    """The state on a namespace, a mapping, or nothing; None where there is none.
+
+    Raises:
+        StateError: damaged, see `Envelope.read`.
+    """
+    text = args.get(KEY) if isinstance(args, Mapping) else getattr(args, KEY, None)
+    return Envelope.read(text) if text else None
+
+
+def can_be_written(save_dir: object) -> bool:
+    """Whether this is a directory of this machine; in object storage (``msc://``) the state is in ``args`` only."""
+    return bool(save_dir) and "://" not in str(save_dir)
+
+
+class MegatronHost:
+    """See `megaresume.session.host.Host`.
+
+    Args:
+        project: which Megatron this is.
+        args: its namespace.
+        settings: what our flags say.
+        first_samples: trained before this process.
+    """
+
+    forgotten = "--load was forgotten, or --finetune left in"
+    load = "--load {directory} without --finetune"
+    begin_anew = "--finetune"
+
+    def __init__(self, project: Project, args: Any, settings: Settings, first_samples: int = 0) -> None:
+        self.project, self.args, self.settings = project, args, settings
+        self.framework = f"{project.kind} {project.version or 'unknown'}"
+        save_dir = getattr(args, "save", None)
+        self.session = Session(
+            self,
+            save_dir=save_dir if can_be_written(save_dir) else None,
+            retention=settings.retention,
+            max_starts=settings.max_starts,
+            verify_checkpoint=settings.verify_checkpoint,
+            stop=None if settings.mode == "off" else settings.stop,
+            retries=settings.retries,
+        )
+        #: of Megatron-DeepSpeed, once it has saved or loaded.
+        self.engine: EngineHost | None = None
+        #: what our part of a load has chosen; None: Megatron chooses by itself.
+        self.choice: Choice | None = None
+        #: what lies beside it.
+        self.beside: StepFile | None = None
+        #: the namespace in the checkpoint that was loaded to go on from; None: nothing was.
+        self.loaded_args: Any = None
+        #: a load of ours is running.
+        self.is_loading = False
+        #: a save that has begun and whose writing Megatron has not scheduled yet.
+        self.unscheduled: Save | None = None
+        #: whether `Session.start` was called.
+        self.is_started = False
+        #: the same number on every rank, greater at every start of the run.
+        self.launch = 0
+        #: chunks of a virtual pipeline that have their data.
+        self.chunks = 0
+        #: whether our hook is building the data just now; whether it has.
+        self.building, self.built = False, False
+        #: the training iterators of this rank, one for every chunk; empty: none, or such as cannot be counted.
+        self.taken: list[Counted] = []
+        #: iterations that were saved through our hook, as Megatron's tracker names them.
+        self.saved: set[str] = set()
+        #: samples trained before this process.
+        self.first_samples = first_samples
+        #: what Megatron's tracker in ``--save`` said when the data was built.
+        self.tracker_at_start: str | None = None
+
+    @property
+    def order(self) -> Data | None:
+        """What is trained; set as soon as the data is built."""
+        return self.session.data
+
+    @order.setter
+    def order(self, order: Data) -> None:
+        self.session.data = order
+
+    @property
+    def loaded(self) -> Envelope | None:
+        """The data state of the checkpoint that was loaded; None: nothing was loaded, or it has none."""
+        return None if self.session.loaded is None else self.session.loaded.envelope
+
+    def start(self) -> None:
+        """See `Session.start`; once."""
+        if not self.is_started:
+            self.is_started = True
+            self.session.start()
+
+    def tag(self, iteration: int) -> str:
+        """Name of the tag directory of an iteration."""
+        return megatron_tag(iteration) if self.project.kind == "megatron-lm" else deepspeed_tag(iteration)
+
+    def iteration(self) -> int:
+        """See `Host`. Only at a start: Megatron hands it to its own ``save_checkpoint``."""
+        return int(getattr(self.args, "iteration", 0) or 0)
+
+    def samples(self) -> int:
+        """See `Host`."""
+        return int(self.args.consumed_train_samples)
+
+    def is_over(self, iteration: int, samples: int) -> bool:
+        """Whether nothing is left to train after so many steps: a finished run may be launched any number of times."""
+        iters, end = getattr(self.args, "train_iters", None), getattr(self.args, "train_samples", None)
+        return (iters is not None and iteration >= iters) or (end is not None and samples >= end)
+
+    def topology(self) -> Topology:
+        """See `Host`. What its engine says of itself comes first: over how many ranks it divides the optimizer."""
+        now = topology_of(self.args, self.samples(), self.project)
+        if self.engine is None:
+            return now
+        return self.engine.layout(num_workers=now.num_workers, global_batch_size=now.global_batch_size)
+
+    def expected_files(self, save_dir: Path, tag: str) -> Sequence[str] | None:
+        """See `Host`: known of DeepSpeed's engine alone."""
+        return None if self.engine is None else self.engine.expected_files(save_dir, tag)
+
+    def settle(self) -> None:
+        """See `Host`. Megatron-LM waits for its asynchronous saves by itself."""
+        if self.engine is not None:
+            self.engine.settle()
+
+    def is_saving(self) -> bool:
+        """See `Host`."""
+        return self.engine is not None and self.engine.is_saving()
+
+    def committed(self, save_dir: Path) -> None:
+        """See `Host`."""
+        if self.engine is not None:
+            self.engine.committed(save_dir)
+
+
+def topology_of(args: Any, samples: int, project: Any = None) -> Topology:
+    """How a run is laid out that has these arguments, at ``samples`` trained samples."""
+
+    def count(name: str, default: int = 1) -> int:
+        return int(getattr(args, name, None) or default)
+
+    try:
+        size: int | None = schedule_from_args(args, project).size_at(samples)
+    except MegaresumeError:
+        size = None  # information for people: a namespace that lacks it is no error
+    return Topology(
+        world_size=count("world_size"),
+        dp=count("data_parallel_size"),
+        tp=count("tensor_model_parallel_size"),
+        pp=count("pipeline_model_parallel_size"),
+        cp=count("context_parallel_size"),
+        num_workers=count("num_workers", 0),
+        micro_batch_size=getattr(args, "micro_batch_size", None),
+        global_batch_size=size,
+    )
+
+
+_host: MegatronHost | None = None
+
+
+def megatron_host() -> MegatronHost:
+    """The host of the current ``get_args()``.
+
+    Raises:
+        UsageError: our flags contradict each other.
+        SetupError: the Megatron that is being imported is none that we know.
+    """
+    global _host
+    # Deferred: finding out which Megatron this is reads its files.
+    from megaresume.hosts.megatron.project import current_project
+
+    project = current_project()
+    args = importlib.import_module(project.modules["global_vars"]).get_args()
+    if _host is None or _host.args is not args:
+        first = int(getattr(args, "consumed_train_samples", 0) or 0)
+        if _host is not None:  # a copy of the arguments in the middle of a run begins where the run did
+            first = min(first, _host.first_samples)
+        _host = MegatronHost(project, args, Settings.from_args(args), first)
+    return _host
+
+
+def latest_host() -> MegatronHost | None:
+    """The host that was last asked for; None: nobody has."""
+    return _host
+
+
+def switch_on(args: Any, settings: Settings, project: Project) -> None:
+    """Let Megatron ask, where one of our flags needs it to. Before it sets up its signal handler.
+
+    Raises:
+        UsageError: this Megatron never asks.
+    """
+    if settings.mode == "off" or settings.stop is None:
+        return
+    if "signals" not in project.modules:
+        raise UsageError(
+            "this Megatron cannot be asked to stop",
+            found=f"{project}, and --megaresume-stop-file or --megaresume-stop-before-end",
+            expected="a Megatron with --exit-signal-handler",
+            action="--exit-duration-in-mins MINUTES, or --exit-interval N",
+        )
+    args.exit_signal_handler = True
+
+
+def around_signals_received(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``DistributedSignalHandler.signals_received() -> [bool of every rank]``, with our reasons. Collective."""
+
+    @functools.wraps(original)
+    def signals_received(self: Any, *args: Any, **kwargs: Any) -> Any:
+        stopper = megatron_host().session.stopper
+        if stopper is None:
+            return original(self, *args, **kwargs)
+        mine = stopper.look()
+        if mine is not None:
+            self._signal_received = True
+        received = original(self, *args, **kwargs)
+        if stopper.stops(any(received)) and mine is not None:
+            print(f"megaresume: {mine}: all ranks save and exit", flush=True)
+        return received
+
+    return signals_received

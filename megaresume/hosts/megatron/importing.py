@@ -1,0 +1,236 @@
+"""Functions of modules that are not imported yet: act right after the import, wrap, chain, never twice.
+
+    when_imported("megatron.training.training", apply)      at once if it is imported, else as soon as it is
+    wrap(module, "save_checkpoint", around_save_checkpoint) the name now holds around_save_checkpoint(original)
+    reaches(module.save_checkpoint, around_save_checkpoint) is ours still called, whoever wrapped it since?
+
+Others patch the same names (MindSpeed sets attributes and then looks for the old object in all of ``sys.modules``).
+So a wrapper is found again wherever it sits in the chain, also after a wrapper that has no ``__wrapped__``.
+
+This file imports nothing heavy: every child process of a training run imports it when it starts.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+#: On each of our wrappers: the factory that made it.
+_MARK = "__megaresume__"
+
+#: How far `reaches` looks through the wrappers of others.
+_MOST_WRAPPERS = 200
+
+#: Modules that cannot hold a function of Megatron: by far the most, and some act when looked at.
+STRANGERS = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "triton", "deepspeed", "megaresume"}
+
+_lock = threading.RLock()
+_callbacks: dict[str, list[Callable[[ModuleType], None]]] = {}
+#: Modules whose import has begun through our finder, and whose callbacks are not all called.
+_executing: set[str] = set()
+
+
+def when_imported(module: str, apply: Callable[[ModuleType], None]) -> None:
+    """Call ``apply(module)`` at once if the module is imported, and after every later import or reload of it.
+
+    An exception of ``apply`` is the exception of the import. Registering the same function twice changes nothing.
+
+    Args:
+        module: dotted name.
+        apply: is called within the import lock of the module: no other thread sees the module before it returns.
+    """
+    with _lock:
+        waiting = _callbacks.setdefault(module, [])
+        if apply in waiting:
+            return
+        waiting.append(apply)
+        if _finder not in sys.meta_path:
+            sys.meta_path.insert(0, _finder)
+        if module in _executing:
+            return  # `_execute` comes to it
+    loaded = sys.modules.get(module)
+    if loaded is None:
+        return
+    if getattr(getattr(loaded, "__spec__", None), "_initializing", False):
+        # Another thread is importing it, and began before we were there: this waits for it.
+        loaded = importlib.import_module(module)
+    apply(loaded)
+
+
+def watched(module: str) -> bool:
+    """Whether something waits for the import of this module, or has seen it."""
+    return module in _callbacks
+
+
+class _Finder:
+    """First on ``sys.meta_path``: lets the others find the module, and adds to what its loader does."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname not in _callbacks:
+            return None
+        spec = find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            _extend(spec.loader, fullname)
+        return spec
+
+    def invalidate_caches(self) -> None:
+        """Nothing is kept here."""
+
+
+_finder = _Finder()
+
+
+def find_spec(fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    """What the finders of this process other than ours say, without importing anything.
+
+    Args:
+        fullname: dotted name.
+        path: ``submodule_search_locations`` of the parent; None for a top-level name.
+        target: as in ``importlib``.
+    """
+    for finder in list(sys.meta_path):
+        if (spec := ask(finder, fullname, path, target)) is not None:
+            return spec
+    return None
+
+
+def ask(finder: Any, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    """What one finder says; None of ours."""
+    find = getattr(finder, "find_spec", None)
+    return None if finder is _finder or find is None else find(fullname, path, target)
+
+
+def _extend(loader: Any, fullname: str) -> None:
+    """Call the callbacks after ``loader.exec_module``.
+
+    The method is shadowed on the loader itself. A loader of our own around it would hide what else it is asked for:
+    its type, its source lines for tracebacks, its resources.
+    """
+    execute = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        if module.__name__ == fullname:
+            _execute(module, execute)
+        else:  # a loader of several modules, as for a zip file
+            execute(module)
+
+    loader.exec_module = exec_module
+
+
+def _execute(module: ModuleType, execute: Callable[[ModuleType], None]) -> None:
+    name = module.__name__
+    with _lock:
+        _executing.add(name)
+    try:
+        execute(module)
+        module = sys.modules.get(name, module)  # it may have put something else in its place
+        done = 0
+        while True:
+            with _lock:  # a callback, or another thread, may register one more
+                if done == len(_callbacks[name]):
+                    _executing.discard(name)
+                    return
+                callback = _callbacks[name][done]
+            callback(module)
+            done += 1
+    finally:
+        _executing.discard(name)
+
+
+def wrap(owner: ModuleType | type, name: str, make: Callable[[Any], Any]) -> bool:
+    """Put ``make(original)`` in the place of ``owner.name``, and of what others imported from there by name.
+
+    Args:
+        owner: a module or a class.
+        name: the name of a function in it.
+        make: takes the function, returns its replacement. Is compared with ``==``: for one that is already in the
+            chain of wrappers, nothing happens.
+
+    Returns:
+        whether something was wrapped.
+
+    Raises:
+        AttributeError: the owner has no such name.
+    """
+    with _lock:
+        original = getattr(owner, name)
+        if reaches(original, make):
+            return False
+        replacement = functools.update_wrapper(make(original), original)
+        setattr(replacement, _MARK, make)
+        setattr(owner, name, replacement)
+        if isinstance(owner, ModuleType):
+            _rebind(original, replacement)
+        return True
+
+
+def _rebind(old: Any, new: Any) -> None:
+    """Replace the object in modules that did ``from … import name`` before we came."""
+    for name, module in list(sys.modules.items()):
+        # By its type: the library objects of cffi say that they are modules, and have no names.
+        if name.partition(".")[0] in STRANGERS or not issubclass(type(module), ModuleType):
+            continue
+        names = object.__getattribute__(module, "__dict__")  # no lazy module is woken
+        for key in [key for key, value in list(names.items()) if value is old]:
+            names[key] = new
+
+
+def reaches(function: Any, make: Callable[[Any], Any]) -> bool:
+    """Whether a call of ``function`` may come to a wrapper that ``make`` made.
+
+    Looks through ``__wrapped__``, closures, partials, bound methods, default arguments, and the globals that the
+    code of a function names.
+    """
+    queue: list[Any] = [function]
+    seen: set[int] = set()
+    while queue and len(seen) < _MOST_WRAPPERS:
+        current = queue.pop(0)
+        if id(current) in seen or not callable(current):
+            continue
+        seen.add(id(current))
+        if getattr(current, "__dict__", {}).get(_MARK) == make:
+            return True
+        queue.extend(_called_by(current))
+    return False
+
+
+def _called_by(function: Any) -> Iterator[Any]:
+    names = getattr(function, "__dict__", {})
+    if "__wrapped__" in names:
+        yield names["__wrapped__"]
+    if isinstance(function, functools.partial):
+        yield function.func
+        yield from function.args
+        yield from function.keywords.values()
+    if hasattr(function, "__func__"):
+        yield function.__func__
+    if not isinstance(function, FunctionType):
+        # An object with __call__, which keeps what it wraps in an attribute.
+        if not isinstance(function, type) and type(function).__module__ != "builtins":
+            yield from names.values()
+        return
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    yield from _globals_named(function.__code__, function.__globals__)
+
+
+def _globals_named(code: CodeType, known: dict[str, Any]) -> Iterator[Any]:
+    """Functions that the code looks up: ``_original(...)`` and ``module._original(...)``."""
+    for name in code.co_names:
+        value = known.get(name)
+        if isinstance(value, FunctionType | functools.partial):
+            yield value
+        elif isinstance(value, ModuleType):
+            attributes = object.__getattribute__(value, "__dict__")
+            yield from (attributes[other] for other in code.co_names if isinstance(attributes.get(other), FunctionType))

@@ -1,0 +1,264 @@
+"""Which Megatron is this: by what its files hold, not by what anything is called, and without importing it.
+
+The name ``megatron`` is shared by projects that have nothing else in common: Megatron-LM (``megatron.training.*``
+beside ``megatron.core``), pip's megatron-core (``megatron.core`` alone), Megatron-DeepSpeed in two families and
+gpt-neox (``megatron.training`` is a module there), Energon (``megatron.energon``). Several of them may lie on one
+``sys.path`` and share the namespace; each module is looked up as the import system would.
+"""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Literal, cast
+
+from megaresume.hosts.megatron.importing import ask, find_spec
+from megaresume.stream.errors import SetupError
+
+Kind = Literal["megatron-lm", "megatron-deepspeed", "bigscience"]
+
+#: Environment variable with the name of the package in a fork that renamed it.
+PACKAGE_VARIABLE = "MEGARESUME_PACKAGE"
+
+#: kind -> role -> module, below the package. The first that exists.
+_LAYOUTS: Mapping[Kind, Mapping[str, tuple[str, ...]]] = {
+    "megatron-lm": {
+        "arguments": ("training.arguments",),
+        "checkpointing": ("training.checkpointing",),
+        "training": ("training.training",),
+        "global_vars": ("training.global_vars",),
+        "signals": ("training.dist_signal_handler",),
+        "initialize": ("training.initialize",),
+        "async_utils": ("training.async_utils",),
+        "inprocess_restart": ("training.inprocess_restart",),
+        # moved in 0.16
+        "samplers": ("training.datasets.data_samplers", "legacy.data.data_samplers"),
+        "builder": ("core.datasets.blended_megatron_dataset_builder",),
+        "schedules": ("core.pipeline_parallel.schedules",),
+        "parallel_state": ("core.parallel_state",),
+    },
+    "megatron-deepspeed": {
+        "arguments": ("arguments",),
+        "checkpointing": ("checkpointing",),
+        "training": ("training",),
+        "global_vars": ("global_vars",),
+        "signals": ("dist_signal_handler",),
+        "initialize": ("initialize",),
+        "samplers": ("data.data_samplers",),
+        "schedules": ("core.pipeline_parallel.schedules",),
+        "parallel_state": ("core.parallel_state",),
+    },
+    "bigscience": {
+        "arguments": ("arguments",),
+        "checkpointing": ("checkpointing",),
+        "training": ("training",),
+        "global_vars": ("global_vars",),
+        "initialize": ("initialize",),
+        "samplers": ("data.data_samplers",),
+        "parallel_state": ("mpu.initialize",),
+    },
+}
+
+#: What makes a module a part of the project: a file of the same name with these functions.
+_CONTENT = {"arguments": "_add_data_args", "checkpointing": "check_checkpoint_args", "training": "pretrain"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Project:
+    """A Megatron that this process imports, or would import."""
+
+    kind: Kind
+    #: directory that holds the package of the training code.
+    root: Path
+    #: of Megatron-LM and deepspeedai's Megatron-DeepSpeed: megatron-core's; of bigscience's: the package's own.
+    version: str
+    #: role -> dotted name, of those that exist: arguments, checkpointing, training, global_vars, initialize,
+    #: samplers, schedules, parallel_state; builder, async_utils, inprocess_restart, signals; engine (DeepSpeed's).
+    modules: Mapping[str, str]
+
+    def at_least(self, major: int, minor: int) -> bool:
+        """Whether the version is this one or a later one; development versions count as their release."""
+        return parse_version(self.version) >= (major, minor)
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.version} in {self.root}"
+
+
+def parse_version(version: str) -> tuple[int, int]:
+    """(major, minor) of ``0.16.1rc0``; what is no number counts as 0."""
+    numbers = [*(int(number) for number in re.findall(r"\d+", version)[:2]), 0, 0]
+    return numbers[0], numbers[1]
+
+
+def modules_to_watch() -> list[str]:
+    """Every module below the package that holds a name to wrap in one of the projects, by dotted name."""
+    roles = ("arguments", "checkpointing", "training", "initialize", "builder", "signals", "schedules")
+    layouts = [layout[role] for layout in _LAYOUTS.values() for role in roles if role in layout]
+    return list(dict.fromkeys(f"{package_name()}.{name}" for names in layouts for name in names))
+
+
+def package_name() -> str:
+    """``megatron``, or what the environment says that a fork calls it."""
+    return os.environ.get(PACKAGE_VARIABLE) or "megatron"
+
+
+_current: Project | None = None
+
+
+def current_project() -> Project:
+    """The project of this process. Looked for once, the first time that somebody asks.
+
+    Raises:
+        SetupError: see `find_project`.
+    """
+    global _current
+    if _current is None:
+        _current = find_project()
+    return _current
+
+
+def find_project(package: str | None = None) -> Project:
+    """Look on ``sys.path`` for a Megatron whose training code we know. Imports nothing.
+
+    Args:
+        package: name of the package; None: ``megatron``, or what MEGARESUME_PACKAGE says.
+
+    Raises:
+        SetupError: there is none, or it is one that we do not know.
+    """
+    package = package or package_name()
+    sources = {role: _read(locate(f"{package}.{layout}")) for role, layout in _probes()}
+    for kind in ("megatron-lm", "megatron-deepspeed"):
+        texts = {role: sources[f"{kind}/{role}"] for role in _CONTENT}
+        if not all(_defines(texts[role], name) for role, name in _CONTENT.items()):
+            continue
+        if kind == "megatron-lm":
+            return _project("megatron-lm", package)
+        if not re.search(r"^\s*import deepspeed\b|\bdeepspeed\.initialize\(", texts["training"], re.MULTILINE):
+            break
+        # bigscience validates inside parse_args, and reads Megatron's tracker nowhere.
+        modern = _defines(texts["arguments"], "validate_args") and _defines(texts["checkpointing"], "read_metadata")
+        return _project("megatron-deepspeed" if modern else "bigscience", package)
+    raise _refusal(package)
+
+
+def _probes() -> list[tuple[str, str]]:
+    kinds: tuple[Kind, ...] = ("megatron-lm", "megatron-deepspeed")
+    return [(f"{kind}/{role}", _LAYOUTS[kind][role][0]) for kind in kinds for role in _CONTENT]
+
+
+def locate(dotted: str) -> Path | None:
+    """The file that ``import dotted`` would run, found without importing; None: there is no such module.
+
+    Of a package that is a mere namespace: None.
+    """
+    parts = dotted.split(".")
+    spec = _imported(parts[0]) or find_spec(parts[0])
+    for depth in range(2, len(parts) + 1):
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        name = ".".join(parts[:depth])
+        spec = _imported(name) or _below(name, list(spec.submodule_search_locations))
+    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
+
+
+def _imported(name: str) -> ModuleSpec | None:
+    return getattr(sys.modules.get(name), "__spec__", None)
+
+
+def _below(name: str, path: list[str]) -> ModuleSpec | None:
+    """The spec of a submodule in these places. Python's own finder would want the parent of a namespace imported."""
+    for finder in sys.meta_path:
+        if finder is not PathFinder and (spec := ask(finder, name, path)) is not None:
+            return spec
+    portions: list[str] = []
+    for place in path:
+        find = getattr(pkgutil.get_importer(place), "find_spec", None)
+        spec = None if find is None else find(name)
+        if spec is not None and spec.loader is not None:
+            return cast(ModuleSpec, spec)
+        if spec is not None:
+            portions.extend(spec.submodule_search_locations or ())
+    if not portions:
+        return None
+    namespace = ModuleSpec(name, None, is_package=True)
+    namespace.submodule_search_locations = portions
+    return namespace
+
+
+def _read(path: Path | None) -> str:
+    if path is None or path.suffix != ".py":
+        return ""
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _defines(source: str, function: str) -> bool:
+    return re.search(rf"^def {function}\b", source, re.MULTILINE) is not None
+
+
+def _project(kind: Kind, package: str) -> Project:
+    modules = {}
+    for role, candidates in _LAYOUTS[kind].items():
+        for candidate in candidates:
+            if locate(f"{package}.{candidate}") is not None:
+                modules[role] = f"{package}.{candidate}"
+                break
+    if kind != "megatron-lm":
+        modules["engine"] = "deepspeed.runtime.engine"
+    training = locate(modules["training"])
+    assert training is not None  # its content was read
+    root = training.parents[modules["training"].count(".")]
+    return Project(kind=kind, root=root, version=_version(kind, package, root), modules=modules)
+
+
+def _version(kind: Kind, package: str, root: Path) -> str:
+    """Of the core beside the training code; a core from elsewhere says nothing about the training code."""
+    inner = "package_info" if kind == "bigscience" else "core.package_info"
+    beside = root.joinpath(package, *inner.split(".")).with_suffix(".py")
+    source = _read(beside if beside.is_file() else locate(f"{package}.{inner}"))
+    fields = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) *= *['\"]?([\w.]*)['\"]?", source, re.MULTILINE))
+    numbers = [fields[name] for name in ("MAJOR", "MINOR", "PATCH") if fields.get(name)]
+    return ".".join(numbers) + fields.get("PRE_RELEASE", "") if numbers else "unknown"
+
+
+def _refusal(package: str) -> SetupError:
+    expected = (
+        "Megatron-LM (megatron/training/training.py, core 0.8 or newer), or Megatron-DeepSpeed of deepspeedai or of "
+        "bigscience (megatron/training.py with DeepSpeed)"
+    )
+    spec = _imported(package) or find_spec(package)
+    if spec is None:
+        return SetupError(
+            f"there is no {package} to be imported",
+            found=f"nothing called {package} on sys.path: {os.pathsep.join(path or '.' for path in sys.path)}",
+            expected=expected,
+            cause="the script is not in the checkout of Megatron, or PYTHONPATH does not name it",
+            action=f"PYTHONPATH=/path/to/checkout, or {PACKAGE_VARIABLE}=NAME where a fork renamed the package",
+        )
+    places = ", ".join(str(place) for place in spec.submodule_search_locations or [spec.origin or package])
+    cause: str | None = None
+    action = "run the launcher with a script of one of these checkouts, or use megaresume.attach in your own loop"
+    if locate(f"{package}.neox_arguments") or locate(f"{package}.neox_arguments.arguments"):
+        headline, cause = "gpt-neox is not supported", "gpt-neox keeps no count of the samples consumed"
+        action = "use megaresume.attach(engine, ...) in its training loop"
+    elif locate(f"{package}.training.training") or locate(f"{package}.training.arguments"):
+        headline = f"{package}.training is not the training code of Megatron-LM as we know it"
+        cause = "a fork or a version that renamed " + " or ".join(sorted(set(_CONTENT.values())))
+    elif locate(f"{package}.training"):
+        headline = f"this {package} is too old, or runs without DeepSpeed"
+        cause = "Megatron-LM before core 0.6 kept its training code in megatron/training.py"
+    elif locate(f"{package}.core") or locate(f"{package}.core.package_info"):
+        headline = f"no {package}.training: only megatron-core, the library, is there"
+        cause = "the launcher wraps the training scripts of Megatron-LM, and pip's megatron-core does not hold them"
+        action = "run from the checkout of Megatron-LM (PYTHONPATH=/path/to/Megatron-LM), or use megaresume.attach"
+    elif locate(f"{package}.energon"):
+        headline, cause = "no Megatron: only megatron-energon, the data loader", "PYTHONPATH does not name the checkout"
+    else:
+        headline = f"the package called {package} is no Megatron that we know"
+    return SetupError(headline, found=places, expected=expected, cause=cause, action=action)

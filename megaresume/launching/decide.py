@@ -1,0 +1,177 @@
+"""`decide`: what follows an attempt, from what is known when it has ended. Pure: it asks nobody and does nothing.
+
+    the run says that it is over                   finish
+    somebody cancelled the job                     refuse
+    a mistake in the flags or the data             refuse
+    Slurm has queued the job again itself          requeue
+    too many attempts without a new checkpoint     refuse
+    anything else                                  requeue; chain, if requeue is not allowed and a job follows
+
+An exit status of 0 is no proof of an end: srun gives it after a node failure, a run that was told to stop ends with it,
+and a program that trains nothing does so for ever.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Action = Literal["finish", "requeue", "chain", "refuse"]
+#: why Slurm has ended an attempt. ``requeue``: somebody's `scontrol requeue`.
+Reason = Literal["cancelled", "time limit", "preemption", "node failure", "requeue"]
+#: nobody's fault that an attempt with such an end has saved nothing.
+_FROM_OUTSIDE: tuple[Reason | None, ...] = ("preemption", "requeue")
+#: exit status of a program that was called in a wrong way.
+USAGE = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BadNode:
+    """A node that something is wrong with."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Status:
+    """How the training has ended."""
+
+    #: exit status of the launcher.
+    exit: int
+    #: exit status of the rank that failed first, which launchers hide; None: not known.
+    rank_exit: int | None = None
+    #: the first error of that rank, one line; "": not known.
+    error: str = ""
+    #: nodes that failed their check before the training, or the one of that rank.
+    bad_nodes: tuple[BadNode, ...] = ()
+    #: whether the training was not begun, because nodes failed their check.
+    unchecked: bool = False
+
+    def __str__(self) -> str:
+        hidden = f" ({self.rank_exit} of the rank that failed first)" if self.rank_exit not in (None, self.exit) else ""
+        return f"status {self.exit}{hidden}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlurmState:
+    """What Slurm says of the attempt, and what may follow it."""
+
+    #: why Slurm has ended it; None: it has not.
+    reason: Reason | None = None
+    #: whether Slurm has queued the job again by itself.
+    requeued: bool = False
+    #: whether the job may be queued again (REQUEUE).
+    may_requeue: bool = True
+    #: the next job of the chain; None: there is none.
+    successor: str | None = None
+    #: nodes that the job could have in the place of its own.
+    other_nodes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """What this attempt itself has written to the ledger of its checkpoints; never what another job wrote there."""
+
+    #: the last step, if the run has said that it is over.
+    finished: int | None = None
+    #: the step of its newest checkpoint; None: it has saved none.
+    saved: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class History:
+    """What came before, in this job or its chain."""
+
+    #: attempts in a row without a new checkpoint.
+    fruitless: int = 0
+    #: how many the run comes back from (MAX_RESTARTS).
+    max_restarts: int = 3
+    #: nodes that are left out, and how many may be (EXCLUDE_NODES).
+    excluded: tuple[str, ...] = ()
+    max_excluded: int = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What follows."""
+
+    action: Action
+    #: one line for people.
+    why: str
+    #: attempts in a row without a new checkpoint, with this one.
+    fruitless: int = 0
+    #: nodes to leave out from now on.
+    exclude: tuple[BadNode, ...] = ()
+
+
+def decide(status: Status, signal: str | None, slurm: SlurmState, progress: Progress, history: History) -> Decision:
+    """What follows an attempt.
+
+    Args:
+        status: how the training has ended.
+        signal: the first one that the driver got; None: none.
+        slurm: what Slurm says.
+        progress: what the attempt has saved.
+        history: what came before.
+    """
+    what = _what(status, signal, slurm.reason)
+    fruitless = 0
+    if progress.saved is None:
+        fruitless = history.fruitless + (slurm.reason not in _FROM_OUTSIDE)
+    if progress.finished is not None:
+        return Decision(action="finish", why=f"the run is over: it has said so after step {progress.finished}")
+    if slurm.reason == "cancelled":
+        return Decision(action="refuse", why=f"{what}; the same sbatch command goes on", fruitless=fruitless)
+    mistake = status.exit if status.rank_exit is None else status.rank_exit
+    if mistake == USAGE and progress.saved is None and signal is None and slurm.reason is None:
+        why = f"{what}: a mistake in the flags or the data, which another attempt would not fix"
+        return Decision(action="refuse", why=why, fruitless=fruitless)
+    what = f"{what}, {_saved(progress, fruitless, history.max_restarts)}"
+    # Of an attempt that Slurm has ended no rank has failed first: they were all ended.
+    exclude = () if signal or slurm.reason else _exclude(status.bad_nodes, slurm, history)
+    if slurm.requeued:
+        return Decision(action="requeue", why=what, fruitless=fruitless)
+    if fruitless > history.max_restarts:
+        return Decision(action="refuse", why=what, fruitless=fruitless)
+    if slurm.may_requeue:
+        return Decision(action="requeue", why=what, fruitless=fruitless, exclude=exclude)
+    if slurm.successor is not None:
+        return Decision(action="chain", why=what, fruitless=fruitless, exclude=exclude)
+    why = f"{what}; REQUEUE=no, and no job follows: the same sbatch command goes on"
+    return Decision(action="refuse", why=why, fruitless=fruitless)
+
+
+def decide_start(history: History) -> Decision | None:
+    """Whether an attempt may begin at all: Slurm itself may have brought back one too many. None: it may."""
+    if history.fruitless <= history.max_restarts:
+        return None
+    why = f"{history.fruitless} attempts in a row without a new checkpoint, MAX_RESTARTS={history.max_restarts}"
+    return Decision(action="refuse", why=why, fruitless=history.fruitless)
+
+
+def _what(status: Status, signal: str | None, reason: Reason | None) -> str:
+    if reason == "cancelled":
+        return "the job was cancelled"
+    if reason is not None:
+        return f"ended by Slurm ({reason})"
+    if status.unchecked:
+        named = "; ".join(f"{node.name}: {node.why}" for node in status.bad_nodes)
+        return f"nodes failed their check: {named or status.error}"
+    if status.exit:
+        return f"failed with {status}" + (f" after {signal}" if signal else "")
+    if signal is not None:
+        return f"stopped by {signal}"
+    return f"ended with {status}, and the run has not said that it is over"
+
+
+def _saved(progress: Progress, fruitless: int, max_restarts: int) -> str:
+    if progress.saved is not None:
+        return f"new checkpoint at step {progress.saved}"
+    return f"attempt {fruitless} in a row without a new checkpoint, MAX_RESTARTS={max_restarts}"
+
+
+def _exclude(nodes: tuple[BadNode, ...], slurm: SlurmState, history: History) -> tuple[BadNode, ...]:
+    new = [node for node in nodes if node.name not in history.excluded]
+    room = min(history.max_excluded - len(history.excluded), slurm.other_nodes)
+    return tuple(new[: max(room, 0)])

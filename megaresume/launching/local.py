@@ -1,0 +1,327 @@
+"""The driver of ``launch/torchrun.sh`` and ``launch/deepspeed.sh``: one node of a training, without a scheduler.
+
+the launcher is started so that a signal to this script does not reach it
+TERM, USR1, INT, HUP   -> the stop file, and USR1 for all ranks here: they save at the end of their step
+its end                -> whether the run is over is what its ledger says, not its exit status
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from megaresume.checkpoint.ledger import ATTEMPT
+from megaresume.launching.decide import Progress
+from megaresume.launching.progress import Ledgers, checkpoint_roots
+
+_POLL = 0.1
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Those of the scripts, which explain them; as they were given. "" is one that this script does not have."""
+
+    run_dir: str
+    data: str
+    python: str
+    procs_per_node: str
+    nnodes: str
+    node_rank: str
+    master_addr: str
+    master_port: str
+    max_restarts: str
+    stop_status: str
+    rendezvous: str = ""
+    hostfile: str = ""
+    script: str
+    train: tuple[str, ...]
+    #: given to the script.
+    flags: tuple[str, ...]
+
+
+class Refused(Exception):
+    """A setting is wrong: ``args`` are what, and what to do."""
+
+
+def run(launcher: str, settings: Settings) -> int:
+    """Train on this node, under ``torchrun`` or ``deepspeed``; returns the exit status of the script."""
+    driver = Driver(launcher, settings)
+    try:
+        return driver.run()
+    except Refused as refused:
+        driver.say(f"refused: {refused.args[0]}")
+        for action in refused.args[1:]:
+            driver.say(f"  action: {action}")
+        return 2
+
+
+class Driver:
+    """One call of a script."""
+
+    def __init__(self, launcher: str, settings: Settings) -> None:
+        self.launcher, self.settings = launcher, settings
+        self.run_dir = Path(settings.run_dir)
+        self.stop_file = self.run_dir / "stop"
+        self.signal: str | None = None
+        self._heard: list[int] = []
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def say(self, words: str) -> None:
+        """A line of the log."""
+        name = os.path.basename(self.settings.script)
+        print(f"{time.strftime('%FT%T')} [{name}, node {self.settings.node_rank or 0}] {words}", flush=True)
+
+    def run(self) -> int:
+        """See `run`. Raises Refused."""
+        settings = self.settings
+        ranks = self._check()
+        if self.launcher == "torchrun" and settings.hostfile and not settings.node_rank:
+            return self._over_ssh()
+        os.environ["PATH"] = f"{Path(shutil.which(settings.python) or '').parent}:{os.environ['PATH']}"
+        attempt = None  # of another node than that of rank 0
+        os.environ["PYTHONUNBUFFERED"] = "1"
+        if (settings.node_rank or "0") == "0":
+            # What a stop that came too late for the last attempt has left would stop this one.
+            self.stop_file.unlink(missing_ok=True)
+            attempt = os.environ[ATTEMPT] = f"{os.uname().nodename}.{os.getpid()}.{time.time_ns()}"
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)  # of a job around this one
+        training = self._training()
+        ledgers = Ledgers(checkpoint_roots(training, Path.cwd()), attempt)
+        for number in _SIGNALS:
+            signal.signal(number, lambda number, frame: self._heard.append(number))
+        with tempfile.TemporaryDirectory() as scratch:
+            command = self._torchrun(ranks) if self.launcher == "torchrun" else self._deepspeed(ranks, Path(scratch))
+            if self.launcher == "deepspeed" and training[0] == "-m":
+                training = ("--module", *training[1:])  # what follows -m is a module to Python
+            nodes = settings.hostfile or f"{settings.nnodes} node(s)"
+            self.say(
+                f"start: {nodes}, {ranks} rank(s) on each, MAX_RESTARTS={settings.max_restarts}, "
+                f"RUN_DIR={settings.run_dir}"
+            )
+            restarts = 0
+            while True:
+                status = self._train([*command, *training])
+                # torchrun restarts its ranks itself.
+                if not status or self.signal or self.launcher == "torchrun" or restarts >= int(settings.max_restarts):
+                    break
+                restarts += 1
+                self.say(
+                    f"failed: status {status}; restart {restarts} of {settings.max_restarts} from the last checkpoint"
+                )
+        return self._end(status, ledgers.progress(status=status))
+
+    def _over_ssh(self) -> int:
+        """Start this script on every node of HOSTFILE; a signal reaches them through the stop file."""
+        settings = self.settings
+        lines = [line.split() for line in Path(settings.hostfile).read_text().splitlines()]
+        hosts = [(words[0], dict(word.partition("=")[::2] for word in words[1:])) for words in lines if words]
+        if not hosts:
+            raise Refused(f"HOSTFILE={settings.hostfile} names no node", "lines such as: node1 slots=8")
+        own = {field.name.upper(): getattr(settings, field.name) for field in fields(settings) if field.type == "str"}
+        own |= {"HOSTFILE": "", "NNODES": settings.nnodes if ":" in settings.nnodes else str(len(hosts))}
+        own |= {"MASTER_ADDR": settings.master_addr or hosts[0][0]}
+        script = shlex.join([os.path.abspath(own.pop("SCRIPT")), *settings.flags])
+        for number in _SIGNALS:
+            signal.signal(number, lambda number, frame: self._heard.append(number))
+        nodes = []
+        for rank, (host, words) in enumerate(hosts):
+            slots = words.get("slots") if settings.procs_per_node == "auto" else None
+            variables = own | {"NODE_RANK": str(rank), "PROCS_PER_NODE": slots or settings.procs_per_node}
+            there = shlex.join(["env", *(f"{name}={value}" for name, value in variables.items())])
+            command = ["ssh", "-o", "BatchMode=yes", host, f"cd {shlex.quote(os.getcwd())} && exec {there} {script}"]
+            nodes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True))
+        while any([node.poll() is None for node in nodes]):  # noqa: C419  all of them are to be reaped
+            self._hear()
+            time.sleep(_POLL)
+        statuses = [node.returncode if node.returncode >= 0 else 128 - node.returncode for node in nodes]
+        self.say(f"the nodes ended with status {', '.join(map(str, statuses))}")
+        failed = [status for status in statuses if status not in (0, int(settings.stop_status))]
+        return failed[0] if failed else max(statuses)
+
+    def _check(self) -> int:
+        settings = self.settings
+        if shutil.which(settings.python) is None:
+            raise Refused(f"there is no PYTHON={settings.python}", "set PYTHON to the one of your environment")
+        if not Path(settings.data).is_file():
+            raise Refused(f"there is no DATA={settings.data} (in {Path.cwd()})", "set DATA to your data.yaml")
+        least, colon, most = settings.nnodes.partition(":")
+        is_range = self.launcher == "torchrun" and colon and most.isdecimal()
+        if not least.isdecimal() or (colon and not is_range):
+            raise Refused(f"NNODES={settings.nnodes} is neither a number nor MIN:MAX")
+        for name in ("NODE_RANK", "MAX_RESTARTS", "STOP_STATUS"):
+            value = getattr(settings, name.lower())
+            if not (value.isdecimal() or (name == "NODE_RANK" and not value)):
+                raise Refused(f"{name}={value} is not a number")
+        if settings.hostfile and not Path(settings.hostfile).is_file():
+            raise Refused(f"there is no HOSTFILE={settings.hostfile}", "lines such as: node1 slots=8")
+        if self.launcher == "deepspeed":
+            several = settings.hostfile or settings.nnodes != "1"
+            if settings.nnodes != "1" and not settings.hostfile and not settings.node_rank:
+                raise Refused(
+                    f"NNODES={settings.nnodes}, and neither HOSTFILE nor NODE_RANK",
+                    "one of the two: with ssh, or on every node without",
+                )
+            if settings.node_rank and several and not settings.master_addr:
+                raise Refused("NODE_RANK without MASTER_ADDR", "MASTER_ADDR=address-of-node-0, the same on all nodes")
+        words = settings.procs_per_node
+        if words == "auto":
+            words = str(_gpus() or 1)
+        if not words.isdecimal() or int(words) < 1:
+            raise Refused(f"PROCS_PER_NODE={words} is not a number of ranks")
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise Refused(f"RUN_DIR={settings.run_dir} cannot be created: {error.strerror}") from error
+        return int(words)
+
+    def _training(self) -> tuple[str, ...]:
+        checkpoints = str(self.run_dir / "checkpoints")
+        ours = ["--save", checkpoints, "--load", checkpoints, "--exit-signal-handler"]
+        ours += ["--megaresume-stop-file", str(self.stop_file), "--megaresume-elastic"]
+        ours += ["--megaresume-log-samples", str(self.run_dir / "samples.jsonl")]
+        return (*self.settings.train, *ours, *self.settings.flags)
+
+    # ---- the launchers
+
+    def _torchrun(self, ranks: int) -> list[str]:
+        settings = self.settings
+        nodes, rank, port = settings.nnodes, settings.node_rank or "0", settings.master_port
+        address = settings.master_addr or "127.0.0.1"
+        restarts = int(settings.max_restarts)
+        if nodes == "1":
+            rendezvous = ["--standalone", "--local-addr", "127.0.0.1"]
+        elif ":" not in nodes and not restarts:
+            # Every node knows its place: nothing has to be agreed on, and the port of the ranks is known.
+            rendezvous = ["--nnodes", nodes, "--node-rank", rank, "--master-addr", address, "--master-port", port]
+        else:
+            # Any node may come to be the first: the others must find it by an address, not by a name that they may not
+            # know. While node 0 hosts the meeting point, whoever leaves or joins is noticed and all ranks start again.
+            own = address if rank == "0" else _own_address(address)
+            rendezvous = ["--nnodes", nodes, "--local-addr", own, "--rdzv-backend", "c10d", "--rdzv-id", "megaresume"]
+            rendezvous += ["--rdzv-endpoint", f"{address}:{port}"]
+            rendezvous += ["--rdzv-conf", f"is_host={int(rank == '0')},{settings.rendezvous}"]
+        if ":" in nodes or restarts:
+            # Otherwise ranks that are restarted in place would find the addresses of those before them in the agents'
+            # store, or look for it on a first node that is gone. If none are, the agents' store has its port already,
+            # and one that torchrun finds for the ranks may be taken by the time they bind it.
+            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        words = [settings.python, "-m", "torch.distributed.run", *rendezvous]
+        return [*words, "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
+
+    def _deepspeed(self, ranks: int, scratch: Path) -> list[str]:
+        settings = self.settings
+        place: list[str]
+        if settings.hostfile and not settings.node_rank:
+            place = ["--hostfile", settings.hostfile, "--master_port", settings.master_port or "29500"]
+            place += ["--master_addr", settings.master_addr] if settings.master_addr else []
+        elif settings.hostfile or settings.nnodes != "1":
+            hosts = settings.hostfile
+            if not hosts:
+                # Without ssh the names mean nothing: only how many lines there are, and how many ranks each.
+                hosts = str(scratch / "hosts")
+                lines = [f"node{node} slots={ranks}\n" for node in range(int(settings.nnodes))]
+                Path(hosts).write_text("".join(lines))
+            place = ["--hostfile", hosts, "--no_ssh", "--node_rank", settings.node_rank]
+            place += ["--master_addr", settings.master_addr, "--master_port", settings.master_port or "29500"]
+        else:
+            # A port of this process's own: two runs on one machine must not meet.
+            port = settings.master_port or str(10000 + os.getpid() % 20000)
+            place = ["--hostfile", "/dev/null", "--master_port", port]
+            # DeepSpeed takes the GPUs of CUDA_VISIBLE_DEVICES only if no number is given.
+            if not os.environ.get("CUDA_VISIBLE_DEVICES"):
+                place += ["--num_gpus", str(ranks)]
+        return [settings.python, "-m", "deepspeed.launcher.runner", *place]
+
+    # ---- the training
+
+    def _train(self, command: Sequence[str]) -> int:
+        """Run it: a terminal's Ctrl-C and a signal to the whole group do not reach it; its exit status."""
+
+        def ignore() -> None:  # the launcher would die of what its ranks listen to
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+        with subprocess.Popen(command, start_new_session=True, preexec_fn=ignore) as process:
+            self._process = process
+            while process.poll() is None:
+                self._hear()
+                time.sleep(_POLL)
+            self._hear()
+            self._process = None
+        return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+    def _hear(self) -> None:
+        while self._heard:
+            name = signal.Signals(self._heard.pop(0)).name.removeprefix("SIG")
+            if self.signal is not None:
+                self.say(f"{name} came: changes nothing, the ranks have been told")
+                continue
+            self.signal = name
+            self.say(f"{name} came: all ranks save at the end of their step, then this script ends")
+            # For ranks that do not listen yet, and for those on other nodes. Removed by the run when it has saved.
+            try:
+                self.stop_file.touch()
+            except OSError as error:
+                words = f"the stop file {self.stop_file} cannot be created: {error.strerror}"
+                self.say(f"{words}; ranks that still start go on")
+            if self._process is not None:
+                # The launcher would die of the signal, and its ranks with it: it was started so that it ignores it.
+                for process in _below(self._process.pid):
+                    with suppress(OSError):
+                        os.kill(process, signal.SIGUSR1)
+
+    def _end(self, status: int, progress: Progress) -> int:
+        again = "the same command goes on"
+        if progress.finished is not None:
+            self.say(f"the run is over: it has said so after step {progress.finished}")
+            return 0
+        if status:
+            after = f", after {self.signal}" if self.signal else ""
+            self.say(f"failed: status {status}{after}; {again} from the last checkpoint")
+            return status
+        if self.signal:
+            self.say(f"stopped by {self.signal}: the ranks have saved and ended; {again} from there")
+        else:
+            self.say(f"ended with status 0, and the run has not said that it is over: {again}")
+        return int(self.settings.stop_status)
+
+
+def _gpus() -> int:
+    with suppress(OSError):
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+        return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+    return 0
+
+
+def _own_address(other: str) -> str:
+    """By which a machine reaches another one. Raises Refused."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+            way.connect((other, 9))  # sends nothing
+            return str(way.getsockname()[0])
+    except OSError as error:
+        raise Refused(f"MASTER_ADDR={other} is not known here: {error}") from error
+
+
+def _below(pid: int) -> Iterator[int]:
+    """Processes that this one has started, and they."""
+    done = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True)
+    children: dict[int, list[int]] = {}
+    for line in done.stdout.splitlines():
+        child, parent = map(int, line.split())
+        children.setdefault(parent, []).append(child)
+    waiting = [*children.get(pid, [])]
+    while waiting:
+        waiting += children.get(waiting[0], [])
+        yield waiting.pop(0)

@@ -1,0 +1,542 @@
+"""The driver of a Slurm job: `run` is what ``launch/slurm/train.sbatch`` becomes.
+
+    settings refused, or        the count of attempts: written before anything starts
+    nodes check themselves   -> training under srun; signals are passed on to the ranks
+    its end                  -> `decide` -> queued again, a chain goes on, the run is over, refused
+
+Every event and every decision is one line, in the batch log and in RUN_DIR/logs/batch.log.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megaresume.checkpoint.ledger import ATTEMPT
+from megaresume.launching.attempts import Attempts, read_attempts, write_attempts
+from megaresume.launching.decide import (
+    BadNode,
+    Decision,
+    History,
+    Progress,
+    Reason,
+    SlurmState,
+    Status,
+    decide,
+    decide_start,
+)
+from megaresume.launching.first_error import find_first_error, last_lines
+from megaresume.launching.node_check import answer_of, judge
+from megaresume.launching.progress import Ledgers, checkpoint_roots
+from megaresume.launching.slurm_job import SlurmJob, listen
+from megaresume.launching.tasks import LAUNCHERS, Layout, tasks
+from megaresume.stream.errors import MegaresumeError
+
+#: seconds for the nodes to answer; between two looks at the ranks.
+_CHECK, _POLL = 180.0, 0.1
+#: seconds in which a task may have begun without ignoring signals.
+_YOUNG = 60.0
+#: of the first job of a chain, and how many jobs may still follow; for the next job.
+_HEAD, _LEFT = "MEGARESUME_CHAIN_HEAD", "MEGARESUME_CHAIN_LEFT"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Those of the batch script, which explains them; numbers as they were given."""
+
+    run_dir: str
+    data: str
+    python: str
+    launcher: str
+    procs_per_node: str
+    requeue: str
+    chain: str
+    chain_options: str
+    max_restarts: str
+    exclude_nodes: str
+    node_check: str
+    save_seconds: str
+    srun_options: str
+    #: of the batch script, as Slurm has copied it.
+    script: str
+    #: the signal that came to it before the driver listened; -: none.
+    heard: str
+    container: tuple[str, ...]
+    train: tuple[str, ...]
+    #: given to the script.
+    flags: tuple[str, ...]
+
+
+class Refused(Exception):
+    """A setting is wrong: ``args`` are what, and what to do."""
+
+
+def run(settings: Settings) -> int:
+    """Do everything that an attempt does; returns the exit status of the batch script.
+
+    Raises:
+        KeyError: outside of a Slurm job.
+    """
+    driver = Driver(settings, SlurmJob.of_environment())
+    try:
+        return driver.run()
+    except Refused as refused:
+        driver.say(f"refused, and not queued again: {refused.args[0]}")
+        if len(refused.args) > 1:
+            driver.say(f"  action: {refused.args[1]}")
+    except MegaresumeError as error:
+        driver.say(f"refused, and not queued again: {error.headline}: {error.found}")
+        if error.action:
+            driver.say(f"  action: {error.action}")
+    driver.cancel_successor("this job was refused")
+    return 2
+
+
+class Driver:
+    """One attempt."""
+
+    def __init__(self, settings: Settings, job: SlurmJob) -> None:
+        self.settings, self.job = settings, job
+        self.run_dir = Path(os.path.abspath(settings.run_dir))
+        self.logs = self.run_dir / "logs" / f"{job.id}.{job.attempt}"
+        self.stop_file = self.run_dir / "stop"
+        self.attempt = f"{job.id}.{job.attempt}"
+        self.attempts = Attempts()
+        self.successor: str | None = None
+        #: signals that have come and are not looked at yet; the first one of all.
+        self._heard = [] if settings.heard == "-" else [settings.heard]
+        self.signal: str | None = None
+        #: why Slurm has ended this attempt, once it has, and whether it queued the job again.
+        self.reason: Reason | None = None
+        self.requeued = False
+        #: what was decided, once it is done; until when it may still wait for a checkpoint.
+        self._done: Decision | None = None
+        self._decide_by: float | None = None
+        self._step: subprocess.Popen[bytes] | None = None
+        #: see `Tasks`; how many there are, and when they were started.
+        self._ignoring, self._tasks, self._began = Path(), 0, 0.0
+        self._batch_log, self._log_size = _batch_log()
+
+    def say(self, words: str) -> None:
+        """A line in both logs; one that the disk takes no more is lost."""
+        words = "; ".join(line.strip() for line in words.splitlines())
+        line = f"{time.strftime('%FT%T')} [job {self.job.id}, attempt {self.job.attempt}] {words}"
+        with suppress(OSError):
+            print(line, flush=True)
+        with suppress(OSError), open(self.run_dir / "logs" / "batch.log", "a", encoding="utf-8") as log:
+            log.write(line + "\n")
+
+    # ---- the attempt
+
+    def run(self) -> int:
+        """See `run`.
+
+        Raises:
+            Refused, MegaresumeError: it cannot begin.
+        """
+        listen(self._heard.append)
+        ranks = self._check()
+        self.say_start(ranks)
+        if self.settings.requeue == "no" and self._chain and self.successor is None:
+            self._submit_successor()
+        # What a stop that came too late for the last attempt has left would stop this one.
+        self.stop_file.unlink(missing_ok=True)
+        ledgers = Ledgers(checkpoint_roots(self.training, Path.cwd()), self.attempt)
+        status = self._check_nodes(ranks)
+        if status is None:
+            status = self._train(ranks, ledgers)
+        return self._end(status, ledgers)
+
+    def _check(self) -> int:
+        """Look at the settings, and count this attempt; the ranks on a node."""
+        settings, env = self.settings, os.environ
+        if int(env.get("SLURM_HET_SIZE", "1")) > 1:
+            raise Refused("this is a heterogeneous job, of which only the first part would train", "submit without ':'")
+        task = env.get("SLURM_ARRAY_TASK_ID")
+        if task is not None and not _ends_in(self.run_dir.name, task):
+            raise Refused(
+                f"the jobs of this array would all write to RUN_DIR={self.run_dir}",
+                "submit without --array, or edit RUN_DIR so that it ends in /$SLURM_ARRAY_TASK_ID",
+            )
+        for name, value, known in (
+            ("REQUEUE", settings.requeue, ("yes", "no")),
+            ("NODE_CHECK", settings.node_check, ("yes", "no")),
+            ("LAUNCHER", settings.launcher, LAUNCHERS),
+        ):
+            if value not in known:
+                raise Refused(f"{name}={value} is not known", " or ".join(f"{name}={word}" for word in known))
+        for name in ("CHAIN", "MAX_RESTARTS", "SAVE_SECONDS", "EXCLUDE_NODES"):
+            if not (value := getattr(settings, name.lower())).isdecimal():
+                raise Refused(f"{name}={value} is not a number")
+        ranks = self._ranks_per_node()
+        if not self._contained:
+            if shutil.which(settings.python) is None:
+                raise Refused(
+                    f"there is no PYTHON={settings.python} on {env.get('SLURMD_NODENAME')}",
+                    "set PYTHON to the one of your environment, the whole path",
+                )
+            if settings.node_check == "no" and not Path(settings.data).is_file():
+                raise Refused(f"there is no DATA={settings.data}", "set DATA to your data.yaml, with its whole path")
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise Refused(
+                f"RUN_DIR={self.run_dir} cannot be created: {error.strerror}",
+                "set RUN_DIR to a directory that all nodes can write to",
+            ) from error
+        self.head = env.get(_HEAD, self.job.id)
+        # Also if CHAIN was written over in the script, as every job of the chain then has it: it comes to an end.
+        self._chain = int(env.get(_LEFT, settings.chain))
+        with suppress(OSError):
+            self.successor = self._successor_file.read_text().strip() or None
+        self.attempts = read_attempts(self._attempts_file)
+        if (decision := decide_start(self.history)) is not None:
+            raise Refused(decision.why, "look at the logs of those attempts; the same sbatch command counts from 0")
+        # On the disk before anything starts: also an attempt that nobody sees end is counted.
+        write_attempts(self._attempts_file, replace(self.attempts, fruitless=self.attempts.fruitless + 1))
+        return ranks
+
+    def _ranks_per_node(self) -> int:
+        words = self.settings.procs_per_node
+        if words == "auto":
+            words = os.environ.get("SLURM_GPUS_ON_NODE", "1") if self.job.asked_for_gpus() else "1"
+        if not words.isdecimal() or int(words) < 1:
+            raise Refused(f"PROCS_PER_NODE={words} is not a number of ranks")
+        return int(words)
+
+    @property
+    def _contained(self) -> bool:
+        return bool(self.settings.container) or "--container-image" in self.settings.srun_options
+
+    @property
+    def history(self) -> History:
+        """What came before this attempt."""
+        return History(
+            fruitless=self.attempts.fruitless,
+            max_restarts=int(self.settings.max_restarts),
+            excluded=tuple(self.attempts.excluded),
+            max_excluded=int(self.settings.exclude_nodes),
+        )
+
+    @property
+    def _attempts_file(self) -> Path:
+        return self.run_dir / "logs" / f"attempts.{self.head}.json"
+
+    @property
+    def _successor_file(self) -> Path:
+        return self.run_dir / "logs" / f"successor.{self.job.id}"
+
+    @property
+    def training(self) -> tuple[str, ...]:
+        """What follows PYTHON."""
+        checkpoints = str(self.run_dir / "checkpoints")
+        ours = ["--save", checkpoints, "--load", checkpoints, "--exit-signal-handler"]
+        ours += ["--megaresume-stop-file", str(self.stop_file), "--megaresume-elastic"]
+        ours += ["--megaresume-log-samples", str(self.run_dir / "samples.jsonl")]
+        return (*self.settings.train, *ours, *self.settings.flags)
+
+    def say_start(self, ranks: int) -> None:
+        """The first line of an attempt."""
+        job = self.job
+        self.end = job.end_time()
+        # By job and attempt, so that neither two jobs on one node nor what a lost attempt has left behind meet at it;
+        # below the ports that the system gives to outgoing connections.
+        port = 10000 + (int(os.environ["SLURM_JOB_ID"]) + 7919 * job.attempt) % 20000
+        self.layout = Layout(nodes=job.nodes, ranks_per_node=ranks, address=job.head_address(), port=port)
+        limit = "none" if self.end is None else time.strftime("%FT%T", time.localtime(self.end))
+        self.say(
+            f"start: restart count {job.attempt}; {len(job.nodes)} node(s) {job.node_list}, {ranks} rank(s) on each, "
+            f"meeting at {self.layout.address}:{port}; time limit {limit}; logs in {self.logs}"
+        )
+        for node, why in self.attempts.excluded.items():
+            self.say(f"node {node} is left out: {why}")
+
+    def _srun(self, per_node: int, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+        nodes, options = len(self.job.nodes), shlex.split(self.settings.srun_options)
+        command = ["srun", f"--nodes={nodes}", f"--ntasks={nodes * per_node}", f"--ntasks-per-node={per_node}"]
+        if not any(option.startswith("--cpu-bind") for option in options):
+            options.append("--cpu-bind=none")  # ranks use all CPUs of the job
+        env = dict(os.environ) | {"PYTHONUNBUFFERED": "1"}
+        if (python := shutil.which(self.settings.python)) and not self._contained:
+            # DeepSpeed compiles at the start if it finds a ninja that is not that of its own environment.
+            env["PATH"] = f"{Path(python).parent}:{env['PATH']}"
+        if cpus := env.get("SLURM_CPUS_PER_TASK"):
+            # srun does not take it from the job by itself. The CPUs of the job's tasks on a node, for ours.
+            on_node = int(cpus) * int(env.get("SLURM_NTASKS_PER_NODE") or 1)
+            env["SRUN_CPUS_PER_TASK"] = str(max(1, on_node // per_node))
+        return [*command, *options, *words], env
+
+    def _check_nodes(self, ranks: int) -> Status | None:
+        """Let every node look at itself; None: all are well."""
+        if self.settings.node_check == "no":
+            return None
+        gpus = ranks if self.job.asked_for_gpus() else 0
+        words = [*self.settings.container, self.settings.python, "-m", "megaresume.launching.node_check"]
+        words += [str(self.run_dir), self.settings.data, str(gpus)]
+        words += [self.layout.address, str(self.layout.port), str(len(self.job.nodes))]
+        command, env = self._srun(1, ["--export=ALL", *words])
+        answers: dict[str, Mapping[str, Any]] = {}
+        received: dict[str, float] = {}
+        said: list[str] = []
+        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as srun:
+
+            def read() -> None:
+                assert srun.stdout is not None
+                for line in srun.stdout:
+                    if (answer := answer_of(line)) is None:
+                        said.append(line.rstrip())
+                    else:
+                        received[answer["name"]], answers[answer["name"]] = time.time(), answer
+
+            reader = threading.Thread(target=read, daemon=True)
+            reader.start()
+            reader.join(_CHECK)
+            if srun.poll() is None and reader.is_alive():
+                srun.kill()
+        self._hear()
+        if self.reason is not None:
+            return Status(exit=1)
+        if not answers:
+            return Status(exit=1, unchecked=True, error=f"no node has answered: {' '.join(said[-3:])}")
+        if set(answers) == set(self.job.nodes):
+            bad, everywhere = judge(self.job.nodes, answers, received)
+        else:  # nodes of one machine may all have its name
+            bad, everywhere = judge(tuple(answers), answers, received)
+            if len(answers) > 1 or len(set(answers) & set(self.job.nodes)):
+                bad = (*bad, *(BadNode(name=n, why="did not answer") for n in self.job.nodes if n not in answers))
+        if self.settings.data in everywhere:
+            raise Refused(f"there is no DATA={self.settings.data}", "set DATA to your data.yaml, with its whole path")
+        if not bad:
+            return None
+        for node in bad:
+            self.say(f"node {node.name} fails its check: {node.why}")
+        return Status(exit=1, bad_nodes=bad, unchecked=True)
+
+    def _train(self, ranks: int, ledgers: Ledgers) -> Status:
+        settings, layout = self.settings, self.layout
+        started = tasks(
+            settings.launcher,
+            layout,
+            python=settings.python,
+            container=settings.container,
+            training=self.training,
+            logs=self.logs,
+        )
+        # When one task fails the others can only wait for it, so they are ended; when one has ended well, the others
+        # may still write their part of the checkpoint.
+        more = ["--kill-on-bad-exit=1", f"--wait={settings.save_seconds}", "--export=ALL"]
+        command, env = self._srun(started.per_node, [*more, f"--output={self.logs}/%N.log", *started.words])
+        env |= started.env | {ATTEMPT: self.attempt, "MASTER_ADDR": layout.address, "MASTER_PORT": str(layout.port)}
+        if self.end is not None:
+            # So that the ranks say when a save takes longer than what is left of the job.
+            env["MEGARESUME_JOB_END_TIME"] = str(self.end)
+        said = self.logs / "srun.txt"
+        with open(said, "wb") as file:
+            self._step = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stderr=file)
+        self._ignoring, self._tasks = started.ignoring, started.per_node * len(self.job.nodes)
+        self._began = time.monotonic()
+        if self.signal is not None:
+            self._pass_on()
+        while (exit_status := self._step.poll()) is None:
+            self._hear()
+            if self._decide_by is not None and time.monotonic() > self._decide_by:
+                self._decide_by = None
+                self._act(self._decide(Status(exit=1), self._progress(ledgers)))
+            elif self.reason is not None and self._done is None and self._decide_by is None:
+                self._decide_early(ledgers)
+            time.sleep(_POLL)
+        self._step = None
+        self._hear()
+        exit_status = exit_status if exit_status >= 0 else 128 - exit_status
+        return self._status(exit_status, said.read_text(errors="replace"))
+
+    def _status(self, exit_status: int, said: str) -> Status:
+        if said.strip():
+            print("\n".join(line[:240] for line in said.splitlines()[-20:]), flush=True)
+        if exit_status == 0 or self.reason is not None:
+            return Status(exit=exit_status)
+        error = find_first_error(sorted(self.logs.glob("*.log")), said)
+        if error is None:
+            return Status(exit=exit_status)
+        self.say(f"{error}: {error.headline or 'it printed no error'}")
+        shown = error.lines or last_lines(self.logs / f"{error.node}.log")
+        print("\n".join(f"  {line}" for line in shown), flush=True)
+        # The log of a node may have the name of a machine that plays several nodes.
+        bad = (BadNode(name=error.node, why=f"{error}: {error.headline}"),) if error.node in self.job.nodes else ()
+        return Status(exit=exit_status, rank_exit=error.exit, error=error.headline, bad_nodes=bad)
+
+    # ---- signals
+
+    def _hear(self) -> None:
+        while self._heard:
+            name = self._heard.pop(0)
+            is_first, self.signal = self.signal is None, self.signal or name
+            if name == "TERM" and self.reason is None and self.job.state() != "RUNNING":
+                self._ended_by_slurm()
+            elif is_first:
+                self.say(f"{name} came: all ranks save at the end of their step")
+                if self._step is not None:
+                    self._pass_on()
+            else:
+                self.say(f"{name} came: changes nothing, the ranks have been told")
+
+    def _pass_on(self) -> None:
+        # The file is for ranks that do not listen yet, and for containers. Removed by the run when it has saved.
+        self._touch_stop_file()
+        ignoring = 0
+        with suppress(OSError):
+            ignoring = self._ignoring.stat().st_size
+        # Else it would end tasks that have just begun. A disk that takes no byte is no reason to wait longer.
+        if ignoring >= self._tasks or time.monotonic() > self._began + _YOUNG:
+            self.job.signal_ranks()
+
+    def _touch_stop_file(self) -> None:
+        try:
+            self.stop_file.touch()
+        except OSError as error:
+            self.say(
+                f"the stop file {self.stop_file} cannot be created: {error.strerror}; ranks that still start go on"
+            )
+
+    def _ended_by_slurm(self) -> None:
+        """The job is over for Slurm, and what still runs is killed after its KillWait."""
+        self.reason, self.requeued = self.job.why_ended(self._said_by_slurm())
+        self._touch_stop_file()  # the ranks got the TERM as well
+        if self.requeued:
+            self.say(f"TERM came: Slurm ends this attempt and has queued the job again itself ({self.reason})")
+        elif self.reason == "cancelled":
+            self.say("TERM came: the job was cancelled, so it is not queued again; the same sbatch command goes on")
+            self.cancel_successor("this job was cancelled")
+        else:
+            self.say(f"TERM came: Slurm ends this attempt ({self.reason})")
+
+    def _decide_early(self, ledgers: Ledgers) -> None:
+        """Queue the job again while there is time; if only a checkpoint can justify it, wait for that a while."""
+        decision = self._decide(Status(exit=1), self._progress(ledgers))
+        if self.requeued or self.reason == "cancelled":
+            self._done = decision
+        elif decision.action == "refuse":
+            self._decide_by = time.monotonic() + self.job.kill_wait() / 2
+        else:
+            self._act(decision)
+
+    def _said_by_slurm(self) -> str:
+        try:
+            with open(self._batch_log, encoding="utf-8", errors="replace") as log:
+                log.seek(self._log_size)
+                return log.read()
+        except OSError:
+            return ""
+
+    # ---- what comes next
+
+    def _decide(self, status: Status, progress: Progress) -> Decision:
+        slurm = SlurmState(
+            reason=self.reason,
+            requeued=self.requeued,
+            may_requeue=self.settings.requeue == "yes",
+            successor=self.successor,
+            other_nodes=self.job.other_nodes(tuple(self.attempts.excluded)) if status.bad_nodes else 0,
+        )
+        return decide(status, self.signal, slurm, progress, self.history)
+
+    def _progress(self, ledgers: Ledgers, status: int | None = None) -> Progress:
+        try:
+            return ledgers.progress(status=status)
+        except MegaresumeError as error:
+            self.say(f"{error.headline}: {error.found}: taken for no progress")
+            return Progress()
+
+    def _end(self, status: Status, ledgers: Ledgers) -> int:
+        progress = self._progress(ledgers, status.exit)
+        decision = self._decide(status, progress)
+        if self._done is None and self.reason is None:
+            self._act(decision)
+        else:
+            saved = "none" if progress.saved is None else f"at step {progress.saved}"
+            self.say(f"the ranks ended with {status}; new checkpoint: {saved}")
+            if self._done is None and not (self.requeued or self.reason == "cancelled"):
+                self._act(decision)
+            else:
+                self._keep(decision)
+        return 0 if decision.action == "finish" else status.exit or int(decision.action == "refuse" and not self.signal)
+
+    def _keep(self, decision: Decision) -> None:
+        excluded = self.attempts.excluded | {node.name: node.why for node in decision.exclude}
+        try:
+            write_attempts(self._attempts_file, Attempts(fruitless=decision.fruitless, excluded=excluded))
+        except MegaresumeError as error:
+            self.say(f"{error.headline}: {error.found}")
+
+    def _act(self, decision: Decision) -> None:
+        self._done = decision
+        self._keep(decision)
+        why = decision.why
+        if decision.action == "finish":
+            self.say(f"{why}; not queued again")
+            self.cancel_successor("the run is over")
+        elif decision.action == "refuse":
+            self.say(f"NOT queued again: {why}")
+            self.cancel_successor(why)
+        elif decision.action == "chain":
+            self.say(f"not queued again, REQUEUE=no, but job {self.successor} follows: {why}")
+            self._leave_out(decision, self.successor or "")
+        else:
+            refused = self.job.requeue()
+            self.say(f"queued again: {why}" if refused is None else f"NOT queued again, although {why}: {refused}")
+            if refused is None:
+                self._leave_out(decision, self.job.id)
+
+    def _leave_out(self, decision: Decision, job: str) -> None:
+        names = [node.name for node in decision.exclude]
+        if not names:
+            return
+        refused = self.job.leave_out(names, job)
+        for node in decision.exclude:
+            kept = "" if refused is None else f", but Slurm refuses that: {refused}"
+            self.say(f"node {node.name} is left out from now on{kept}: {node.why}")
+
+    def cancel_successor(self, why: str) -> None:
+        """The next job of the chain is not needed."""
+        if self.successor is not None and self.job.cancel(self.successor):
+            self.say(f"chain: job {self.successor} is cancelled: {why}")
+
+    def _submit_successor(self) -> None:
+        """Before anything is trained: nothing that happens to this job can keep the next from being there."""
+        variables = {"RUN_DIR": str(self.run_dir), "DATA": self.settings.data, "REQUEUE": "no"}
+        variables |= {"CHAIN_OPTIONS": self.settings.chain_options, _HEAD: self.head, _LEFT: str(self._chain - 1)}
+        options = shlex.split(self.settings.chain_options)
+        if self.attempts.excluded:
+            options.append(f"--exclude={','.join(self.attempts.excluded)}")
+        answer = self.job.submit(self.settings.script, self.settings.flags, options, variables)
+        job = answer.split(";")[0].split("\n")[-1]
+        if not job.isdecimal():
+            self.say(f"chain: NO job follows: sbatch said: {answer}")
+            return
+        self.successor = job
+        with suppress(OSError):
+            self._successor_file.write_text(job + "\n")
+        self.say(f"chain: job {job} follows, whatever becomes of this one; {self._chain - 1} more may follow it")
+
+
+def _batch_log() -> tuple[str, int]:
+    """Where this process prints, and how long that is already."""
+    try:
+        path = os.readlink("/proc/self/fd/2")
+        return path, os.stat(path).st_size
+    except OSError:
+        return os.devnull, 0
+
+
+def _ends_in(name: str, task: str) -> bool:
+    """Whether a directory is that of one task of an array."""
+    return name.endswith(task) and not name[: -len(task)][-1:].isdigit()

@@ -1,0 +1,259 @@
+"""The directories that a run saves to: nobody else's, the same on every node, and a second storage if there is one.
+
+Do all ranks see one directory? Asked before the first step, also if there is no checkpoint to compare yet.
+
+    rank 0   makes a file in <save>/megaresume that no one has seen
+    all      look for it under their own path, for a while: caches of shared filesystems lag behind
+    all      learn who does not see it
+
+With a disk in each node every node would save its own part of each checkpoint to its own disk, and none would be whole.
+
+The second storage is checked when the engine is attached, and copied to from rank 0:
+
+    attach     both are this job's alone; every rank sees the local directory and the shared one
+    load       whichever holds the newest complete checkpoint
+    commit     rank 0 hands it to the copying thread
+    close      rank 0 waits for the copies, for a while; the end of the program does, too
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaresume.checkpoint.choosing.choose import choose_of_two
+from megaresume.checkpoint.files import leftover_name, make_dir, write_error
+from megaresume.checkpoint.lock import release, take
+from megaresume.checkpoint.paths import records_dir
+from megaresume.checkpoint.saving.copying import adopt
+from megaresume.checkpoint.saving.retention import Retention
+from megaresume.checkpoint.saving.staging import PATIENCE, Stager
+from megaresume.checkpoint.system import mount_of
+from megaresume.session.ranks import gather, is_rank_0, known_to_all, on_all_ranks, on_rank_0, world_size
+from megaresume.stream.errors import MegaresumeError, SetupError, UsageError
+
+#: how long a rank looks for the file of rank 0. NFS remembers for 30 s at most that a name was not there.
+PATIENCE_SECONDS = 30.0
+_POLL_SECONDS = 0.2
+_MOST_HOSTS = 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Seen:
+    """What one rank found."""
+
+    host: str
+    path: str
+    sees: bool
+    #: what is mounted there.
+    mount: str
+
+
+def check_shared(directory: str | os.PathLike[str], *, action: str | None = None) -> None:
+    """Make sure that a directory which rank 0 writes to is the same on every rank. Collective.
+
+    Args:
+        directory: as this rank names it; rank 0 creates it if need be.
+        action: what to do otherwise; None: mount it.
+
+    Raises, on every rank:
+        SetupError: naming every host that does not see what rank 0 has written.
+        CheckpointError: rank 0 cannot write there.
+    """
+    if world_size() == 1:
+        return
+    root = Path(os.path.abspath(directory))
+
+    def make() -> str:
+        make_dir(records_dir(root))
+        name = leftover_name("seen")
+        try:
+            (records_dir(root) / name).touch()
+        except OSError as error:
+            raise write_error(records_dir(root) / name, error) from error
+        return name
+
+    name = on_rank_0(make)
+    try:
+        sees = _look(records_dir(root), name)
+        mount = "" if sees else _mount(root)
+        seen: list[_Seen] = gather(_Seen(host=os.uname().nodename, path=str(root), sees=sees, mount=mount))
+    finally:
+        if is_rank_0():
+            (records_dir(root) / name).unlink(missing_ok=True)
+    if not all(rank.sees for rank in seen):
+        raise known_to_all(_refusal(seen, action))
+
+
+def _look(directory: Path, name: str) -> bool:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        # Listing a directory makes an NFS client ask its server anew; asking for a name may be answered from memory.
+        if (directory / name).exists() or name in _names(directory):
+            return True
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except OSError:
+        return []
+
+
+def _refusal(seen: list[_Seen], action: str | None) -> SetupError:
+    first = seen[0]
+    blind: dict[str, list[int]] = {}
+    for rank, other in enumerate(seen):
+        if not other.sees:
+            blind.setdefault(other.host, []).append(rank)
+    lines = []
+    for host, ranks in list(blind.items())[:_MOST_HOSTS]:
+        one = seen[ranks[0]]
+        which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+        lines.append(f"{host} ({which}; {one.path} is on {one.mount})")
+    if len(blind) > _MOST_HOSTS:
+        lines.append(f"and {len(blind) - _MOST_HOSTS} more")
+    hosts = ", ".join(list(blind)[:_MOST_HOSTS])
+    return SetupError(
+        "the directory to save to is not one and the same on every node",
+        found=f"what rank 0 wrote into {first.path} on {first.host} is not seen after {PATIENCE_SECONDS:g} s by "
+        + ", ".join(lines),
+        expected="one directory that every rank sees",
+        cause="the filesystem is not mounted on these nodes, the path is on a disk of each node, or ranks were given "
+        "different paths",
+        action=action or f"mount on {hosts} what findmnt -T {first.path} shows on {first.host}; or another --save",
+    )
+
+
+def _mount(path: Path) -> str:
+    """The filesystem that a path is on, in words."""
+    try:
+        mount = mount_of(path, Path("/proc/self/mountinfo").read_text(errors="replace"))
+    except OSError:
+        return "an unknown filesystem"
+    return f"{mount.kind} {mount.source}, mounted at {mount.point}" if mount.point else "an unknown filesystem"
+
+
+def claim_directory(directory: str | os.PathLike[str], *, action: str | None = None) -> None:
+    """Take the lock on rank 0, and see that all ranks see it there. Collective; before anything is loaded.
+
+    Args:
+        directory: the checkpoint root.
+        action: what to do where it is not shared; None: mount it.
+
+    Raises, on every rank:
+        CheckpointError: another job writes there, or rank 0 cannot.
+        SetupError: a node does not see it.
+    """
+    # In this order: what another start clears away must not be the file that this one's ranks look for.
+    hold_directory(directory)
+    try:
+        check_shared(directory, action=action)
+    except MegaresumeError:
+        if is_rank_0():
+            release(directory)
+        raise
+
+
+def hold_directory(directory: str | os.PathLike[str]) -> None:
+    """Take the lock on rank 0. Collective.
+
+    Raises, on every rank:
+        CheckpointError: another job writes there, or rank 0 cannot.
+    """
+
+    def hold() -> None:
+        take(directory)
+
+    on_rank_0(hold)
+
+
+#: seconds that the end of a program waits that an error ended.
+_PATIENCE_IN_ERROR = 20.0
+
+
+class Staged:
+    """Copies what an engine saves to a second storage. On all ranks; rank 0 does the work. Collective.
+
+    Args:
+        save_dir: where the engine saves: fast storage that every rank sees.
+        stage_to: where the copies go: an existing directory.
+        retention: which old checkpoints stay, in both.
+
+    Raises, on every rank:
+        UsageError: both are the same directory.
+        SetupError: a rank does not see one of the two.
+        CheckpointError: another job writes to one of the two, or it cannot be written.
+    """
+
+    def __init__(self, save_dir: str, stage_to: str | os.PathLike[str], retention: Retention) -> None:
+        self.local, self.shared = Path(os.path.abspath(save_dir)), Path(os.path.abspath(stage_to))
+        on_all_ranks(self._check_shared)
+        # Storage of one node each would hold parts of a checkpoint.
+        claim_directory(self.local, action="save to the shared storage itself: remove stage_to (--megaresume-stage-to)")
+        hold_directory(self.shared)
+        self._stager = Stager(self.local, self.shared, retention)
+        self._started = False
+
+    def _check_shared(self) -> None:
+        local, shared = self.local.resolve(), self.shared.resolve()
+        if local == shared or local in shared.parents or shared in local.parents:
+            raise UsageError(
+                "checkpoints cannot be copied to where they are",
+                found=f"saved to {self.local}, copied to {self.shared}",
+                expected="two directories, on two storages, neither inside the other",
+            )
+        if not self.shared.is_dir():
+            raise SetupError(
+                "the directory that checkpoints are to be copied to is not there",
+                found=f"no directory {self.shared} on {os.uname().nodename}",
+                expected="an existing directory, so that a storage that is not mounted is no fresh start",
+                cause="the first start of a run, or the storage is not mounted on this node",
+                action=f"mount it; for a new run: mkdir -p {self.shared}",
+            )
+
+    def holds(self, directory: str | os.PathLike[str]) -> bool:
+        """Whether a directory is the local one, by whatever name."""
+        return Path(directory).resolve() == self.local.resolve()
+
+    def adopt(self, *, is_fresh: bool) -> None:
+        """On rank 0, before the start is recorded.
+
+        Args:
+            is_fresh: nothing was loaded, and nothing was looked for.
+
+        Raises:
+            CheckpointError: then, if one of the two tells of checkpoints that are not whole any more.
+        """
+        if is_fresh:
+            choose_of_two(self.local, self.shared)
+        if (words := adopt(self.local, self.shared)) is not None:
+            print(f"megaresume: {words}", flush=True)
+
+    def start(self) -> None:
+        """Begin to copy, with what an earlier process left. On rank 0, once; again does nothing."""
+        if not self._started:
+            self._started = True
+            self._stager.start()
+            atexit.register(self._at_exit)
+
+    def submit(self, iteration: int, tag: str) -> None:
+        """A checkpoint was committed. On rank 0."""
+        self._stager.submit(iteration, tag)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait for the copies, at most so many seconds; what is not copied is said."""
+        if self._started:
+            atexit.unregister(self._at_exit)
+            self._stager.close(PATIENCE if timeout is None else max(timeout, 0.0))
+        release(self.shared)
+
+    def _at_exit(self) -> None:
+        self._stager.close(PATIENCE if getattr(sys, "last_value", None) is None else _PATIENCE_IN_ERROR)

@@ -1,0 +1,260 @@
+"""Complete checkpoints become durable while training goes on: one thread for each machine, in its lowest rank.
+
+    save     all ranks: which file is whose; each machine's thread is told            `Durability.submit`
+    thread   waits for the manifest, which an asynchronous save writes much later
+             its machine's files: checksum, forced to the disk; its part written
+             rank 0's: waits for the parts, then says that the checkpoint is durable  (`checkpoint.saving.durable`)
+    close    waits for the thread, for a while; the end of the program does, too
+
+The threads talk through files alone: a collective would meet those of the training. What can pass (a full disk under
+the records) is tried again, later and later; nothing here ends a training.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megaresume.checkpoint import system
+from megaresume.checkpoint.manifest import Manifest
+from megaresume.checkpoint.saving.durable import (
+    NotForcedError,
+    committed,
+    distrust,
+    finish,
+    force,
+    read_part,
+    write_part,
+)
+from megaresume.checkpoint.saving.retention import KEEP_ALL, Retention
+from megaresume.session.ranks import gather, rank
+from megaresume.stream.errors import MegaresumeError
+
+log = logging.getLogger(__name__)
+
+#: seconds between looks for what others write, and between tries, doubled each time.
+POLL, FIRST_PAUSE, LONGEST_PAUSE = 0.2, 1.0, 60.0
+#: seconds that the end of a run waits; that it does if an error ended it; and for a manifest that is not there yet.
+PATIENCE, PATIENCE_IN_ERROR, PATIENCE_FOR_COMMIT = 600.0, 20.0, 30.0
+
+
+class Machines:
+    """The machines of a job, by their boots. Collective to make."""
+
+    def __init__(self) -> None:
+        boots = gather(system.boot_id())
+        #: of every machine, that of rank 0 first.
+        self.boots = tuple(dict.fromkeys(boots))
+        #: of every rank, the number of its machine.
+        self.of_rank = tuple(self.boots.index(boot) for boot in boots)
+        #: this machine's number; None: another rank works for it.
+        first = self.of_rank.index(self.of_rank[rank()]) == rank()
+        self.mine = self.of_rank[rank()] if first else None
+        system.note_boots(boots)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Work:
+    root: Path
+    iteration: int
+    tag: str
+    save_id: str
+    #: this machine among all.
+    machine: int
+    machines: int
+    #: files by the machine that writes them; others may be anybody's.
+    owners: Mapping[str, int]
+    retention: Retention = KEEP_ALL
+    checksums: dict[str, str | None] | None = None
+    #: when another save of the run was submitted; None: none was.
+    passed: float | None = field(default=None)
+    #: whether the last try failed.
+    failed: bool = False
+
+    def paths(self, manifest: Manifest) -> Iterable[str]:
+        """What this machine has to do: its own files, and of those that are nobody's all of them, to be safe."""
+        return [e.path for e in manifest.files if self.owners.get(e.path, self.machine) == self.machine]
+
+
+class Durability:
+    """The thread of this machine, if this rank has it; see above.
+
+    Args:
+        checksums: whether to take them.
+    """
+
+    def __init__(self, *, checksums: bool) -> None:
+        self._checksums = checksums
+        self._machines: Machines | None = None
+        self._queue: list[_Work] = []
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def machines(self) -> Machines:
+        """Of this job. Collective at the first call."""
+        if self._machines is None:
+            self._machines = Machines()
+            # Before anything that commits at the end of the program is registered: this waits for it.
+            atexit.register(self._at_exit)
+        return self._machines
+
+    def submit(
+        self,
+        root: Path,
+        *,
+        iteration: int,
+        tag: str,
+        save_id: str,
+        expected: Sequence[Sequence[str] | None] = (),
+        retention: Retention = KEEP_ALL,
+    ) -> None:
+        """A save was made, which may be committed later. On every rank; returns at once.
+
+        Args:
+            root: the checkpoint root.
+            iteration, tag, save_id: of the save.
+            expected: the files that each rank writes; None: not known.
+            retention: which older checkpoints stay.
+        """
+        machines = self.machines
+        if machines.mine is None:
+            return
+        work = _Work(
+            root=root,
+            iteration=iteration,
+            tag=tag,
+            save_id=save_id,
+            machine=machines.mine,
+            machines=len(machines.boots),
+            owners={name: machines.of_rank[number] for number, names in enumerate(expected) for name in names or ()},
+            retention=retention,
+        )
+        with self._changed:
+            for earlier in self._queue:
+                earlier.passed = earlier.passed or time.monotonic()
+            self._queue.append(work)
+            self._closing = False
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="megaresume-durable", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def wait_for(self, root: Path, tag: str, timeout: float = PATIENCE) -> None:
+        """Until nothing is to be done for a tag any more, or the disk refuses: it is about to be saved again."""
+        place = root.resolve()
+        with self._changed:
+            same = [work for work in self._queue if work.tag == tag and work.root.resolve() == place]
+            for work in same:  # what is not committed by now never will be
+                work.passed = time.monotonic() - PATIENCE_FOR_COMMIT
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: all(work.failed or work not in self._queue for work in same), timeout)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait for what is to be done, at most so many seconds; say what is left. On any rank."""
+        atexit.unregister(self._at_exit)
+        self._close(PATIENCE if timeout is None else timeout)
+
+    def _at_exit(self) -> None:
+        self._close(PATIENCE if getattr(sys, "last_value", None) is None else PATIENCE_IN_ERROR)
+
+    def _close(self, timeout: float) -> None:
+        deadline = time.monotonic() + max(timeout, 0.0)
+        with self._changed:
+            self._closing = True
+            for work in self._queue:
+                work.passed = time.monotonic() - max(0.0, PATIENCE_FOR_COMMIT - timeout)
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: not self._queue, min(1.0, max(timeout, 0.0))):
+                waiting = ", ".join(work.tag for work in self._queue)
+                log.warning("megaresume: waiting until %s is on the disk", waiting)
+                self._changed.wait_for(lambda: not self._queue, max(0.0, deadline - time.monotonic()))
+            for work in self._queue:
+                log.error(
+                    "megaresume: %s is complete but not durable yet: until the next start there has made it so, a "
+                    "restart of the machines loses it",
+                    work.root / work.tag,
+                )
+            self._queue.clear()
+
+    # The thread
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # the training comes first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        pause = FIRST_PAUSE
+        while True:
+            with self._changed:
+                if not self._queue:
+                    if self._closing:
+                        self._thread = None
+                        return
+                    self._changed.wait()
+                    continue
+                queue = list(self._queue)
+            seconds = POLL
+            for work in queue:
+                try:
+                    is_over = self._advance(work)
+                    pause = FIRST_PAUSE
+                except FileNotFoundError:
+                    is_over = True  # pruned or saved again meanwhile
+                except (MegaresumeError, OSError) as error:
+                    log.warning("megaresume: %s is complete but not durable yet: %s", work.tag, error)
+                    is_over, seconds = False, pause
+                    with self._changed:
+                        work.failed = True
+                        self._changed.notify_all()
+                    pause = min(2 * pause, LONGEST_PAUSE)
+                except Exception:
+                    log.exception("megaresume: %s stays complete, and does not become durable", work.tag)
+                    is_over = True
+                if is_over:
+                    with self._changed:
+                        if work in self._queue:
+                            self._queue.remove(work)
+                        self._changed.notify_all()
+            with self._changed:
+                if self._queue and not (seconds == POLL and self._queue[-1] is not queue[-1]):
+                    self._changed.wait(seconds)
+
+    def _advance(self, work: _Work) -> bool:
+        """Do what can be done now. Returns whether nothing is left to do."""
+        manifest = committed(work.root, work.iteration, work.tag, work.save_id)
+        if manifest is None:
+            return work.passed is not None and time.monotonic() - work.passed >= PATIENCE_FOR_COMMIT
+        if manifest.durable:
+            return True
+        try:
+            if work.checksums is None:
+                work.checksums = force(work.root, manifest, work.paths(manifest), checksums=self._checksums)
+            if work.machine != 0:
+                write_part(work.root, manifest, work.machine, work.checksums)
+                return True
+            parts = [read_part(work.root, manifest, machine) for machine in range(1, work.machines)]
+            if None in parts:
+                return False
+            for part in parts:
+                work.checksums.update(part or {})
+            finish(work.root, manifest, work.checksums, retention=work.retention)
+        except NotForcedError as error:
+            log.error(
+                "megaresume: %s could not be written to the disk, and no start takes it: %s. Make room, or look at the "
+                "storage, before the next save",
+                work.tag,
+                error,
+            )
+            if work.machine == 0:
+                distrust(work.root, manifest)
+            else:
+                write_part(work.root, manifest, work.machine, {}, error=str(error))
+        return True

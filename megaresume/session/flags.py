@@ -1,0 +1,150 @@
+"""Settings and flags: each is declared once, as a field of a frozen dataclass, with its type, default and help.
+
+    keep_last: int | None = setting(None, "keep the newest K", metavar="K", hosts="megatron training")
+
+    attach(engine, data, checkpoints=Checkpoints(keep_last=3))   the field itself
+    --megaresume-keep-last 3                                     of the hosts that are named: `add_settings`
+
+A program's own flags are fields too: ``micro_batch_size: int = flag(...)`` is ``--micro-batch-size``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any, Literal, NoReturn, TypeVar
+
+from megaresume.stream.errors import UsageError
+
+T = TypeVar("T")
+#: whose command line has a flag for a setting: a script of Megatron, `megaresume.training`, ``megaresume plan``.
+Host = Literal["megatron", "training", "plan"]
+#: of the flags of settings.
+PREFIX = "--megaresume-"
+
+
+def flag(default: Any = None, help: str = "", **options: Any) -> Any:
+    """A field that is a flag of one program. ``options`` go to ``argparse.ArgumentParser.add_argument``."""
+    return dataclasses.field(default=default, metadata={"help": help, "options": options})
+
+
+def setting(default: Any, help: str, *, hosts: str = "", flag: str | None = None, **options: Any) -> Any:
+    """A field that is a setting.
+
+    Args:
+        default: of the field, and of its flags.
+        help: one sentence, for flags, docs and docstrings.
+        hosts: on whose command lines it is a flag.
+        flag: its name there, without the prefix; default: that of the field.
+        options: as for `flag`.
+    """
+    metadata = {"help": help, "options": options, "hosts": tuple(hosts.split()), "flag": flag}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def described(cls: type[T]) -> type[T]:
+    """Give the docstring of a dataclass of settings a line for each of them."""
+    lines = [f"    {field.name}: {field.metadata['help']}." for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    first, *rest = (cls.__doc__ or "").rstrip().split("\n\n")
+    cls.__doc__ = "\n\n".join([first, "\n".join(["    Args:", *(f"    {line}" for line in lines)]), *rest])
+    return cls
+
+
+def group(cls: type[Any]) -> Any:
+    """A field that holds a dataclass of settings, each of them with a flag if ``training`` is one of its hosts."""
+    return dataclasses.field(default_factory=cls, metadata={"group": cls})
+
+
+def flag_of(field: dataclasses.Field[Any]) -> str:
+    """``--megaresume-keep-last`` of a setting."""
+    return PREFIX + (field.metadata["flag"] or field.name).replace("_", "-")
+
+
+def add_settings(parser: Any, cls: type[Any], host: Host) -> None:
+    """Add the flags that a host has for a dataclass of settings; to Megatron's parser in both spellings, without
+    defaults, so that what was not said can be told apart.
+    """
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if host not in field.metadata.get("hosts", ()):
+            continue
+        name, help, default = flag_of(field), field.metadata["help"], field.default
+        if default not in (None, False, True, ()):
+            help = f"{help} (default: {default})"
+        if host == "megatron":
+            names, default = [name, name.replace("-", "_").replace("__", "--", 1)], True if default is True else None
+        else:
+            names = [name] if host == "training" else [f"--{name.removeprefix(PREFIX)}", name]
+        options = _options(field, hints[field.name])
+        dest = name.removeprefix("--" if host != "plan" else PREFIX).replace("-", "_")
+        if field.default is True:
+            options["action"] = argparse.BooleanOptionalAction  # --no-...
+        parser.add_argument(*names, dest=dest, default=default, help=help, **options)
+
+
+def add_flags(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
+    """Add a flag for every field; the default of each stands in its help."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if "group" in field.metadata:
+            add_settings(parser, field.metadata["group"], "training")
+            continue
+        kind, default = hints[field.name], field.default
+        text = field.metadata.get("help", "")
+        if kind is not bool and default is not None and default != ():
+            text = f"{text} (default: {default})"
+        parser.add_argument(f"--{field.name.replace('_', '-')}", default=default, help=text, **_options(field, kind))
+
+
+def _options(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
+    options = dict(field.metadata.get("options", {}))
+    if hint is bool:
+        return options | {"action": "store_true"}
+    literal = next((a for a in (hint, *typing.get_args(hint)) if typing.get_origin(a) is Literal), None)
+    if literal is not None and "type" not in options:
+        options.setdefault("choices", typing.get_args(literal))
+    return {"type": _scalar(hint)} | options
+
+
+def _scalar(hint: Any) -> Any:
+    """The type that converts one word: ``int`` for ``int | None`` and for ``tuple[int, ...]``."""
+    arguments = [a for a in typing.get_args(hint) if a is not type(None) and a is not Ellipsis]
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) in (typing.Union, tuple):
+        return _scalar(arguments[0])
+    return type(arguments[0]) if typing.get_origin(hint) is typing.Literal else hint
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of exiting, so that one rank can say it for all."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, action="--help lists the flags")
+
+
+def parse_flags(cls: type[T], argv: Sequence[str], *, prog: str, description: str) -> T:
+    """Parse words into a ``cls``. ``--some_flag`` is ``--some-flag``; abbreviations are refused.
+
+    Raises:
+        UsageError: an unknown flag or a bad value.
+    """
+    parser = _Parser(prog=prog, description=description, allow_abbrev=False)
+    add_flags(parser, cls)
+    namespace = parser.parse_args([_dashes(word) for word in argv])
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in vars(namespace).items()}
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if (settings := field.metadata.get("group")) is not None:
+            said = {
+                one.name: values.pop(flag_of(one).removeprefix("--").replace("-", "_"))
+                for one in dataclasses.fields(settings)
+                if "training" in one.metadata.get("hosts", ())
+            }
+            values[field.name] = settings(**said)
+    return cls(**values)
+
+
+def _dashes(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else word

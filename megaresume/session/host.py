@@ -1,0 +1,265 @@
+"""`Host` and `Data`: what a `Session` is told by the framework that trains, and by the data that is trained.
+
+`Reading`, `Loaded`, `Resume`: what a load reads, what is made of it, and the line that says so, the same under every
+host. `Save`: a save that has begun, from its marker to its commit, which may come long after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megaresume.checkpoint.choosing.search import Choice
+from megaresume.checkpoint.data_state import DataState, Envelope
+from megaresume.checkpoint.manifest import FileEntry
+from megaresume.checkpoint.saving.commit import PendingCheckpoint, commit_save
+from megaresume.checkpoint.step_file import StepFile
+from megaresume.checkpoint.topology import Topology
+from megaresume.stream.changes import outlook_lines
+from megaresume.stream.errors import StateError
+from megaresume.stream.state import StreamState
+
+if TYPE_CHECKING:
+    from megaresume.session.session import Session
+    from megaresume.stream.stream import Stream
+
+
+class Host(Protocol):
+    """What trains: DeepSpeed's engine, Megatron, a plain loop. On every rank. See docs/hosts.md."""
+
+    #: its name and version, for records: ``deepspeed 0.18.2``.
+    framework: str
+    #: for errors: how a load can have been forgotten, how to load (from ``{directory}``), how to load weights alone.
+    forgotten: str
+    load: str
+    begin_anew: str
+
+    def iteration(self) -> int:
+        """Optimizer steps made, since the start of the run."""
+
+    def samples(self) -> int:
+        """Samples that those steps have trained, all ranks together."""
+
+    def topology(self) -> Topology:
+        """How the run is laid out now."""
+
+    def expected_files(self, save_dir: Path, tag: str) -> Sequence[str] | None:
+        """What this rank writes into a tag directory, relative to it; None: not known beforehand."""
+
+    def settle(self) -> None:
+        """Wait until a save that is written in the background is committed. Collective; raises on every rank."""
+
+    def is_saving(self) -> bool:
+        """Whether a save is being written in the background."""
+
+    def committed(self, save_dir: Path) -> None:
+        """A checkpoint was committed, and the pointers name it. On rank 0."""
+
+
+class Data(Protocol):
+    """What is trained, as the thing whose state a checkpoint carries: a stream, a recorded order, a loader."""
+
+    @property
+    def origin(self) -> Mapping[str, Any] | None:
+        """A data config that opens the same corpora again; None: nothing of megaresume's opens them."""
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """Why another order begins at this start, as it was accepted: NAME@SAMPLES."""
+
+    def prepare(self) -> None:
+        """Before a snapshot of what is trained now: what the ranks have to tell each other. Collective.
+
+        Raises, on every rank:
+            StateError: what was handed out and what was trained do not fit, or a step is not over.
+        """
+
+    def snapshot(self, samples: int) -> DataState:
+        """The state after so many samples, the same on every rank: those trained at the last `prepare`, or those at
+        which this process began. No collective; raises on its own."""
+
+    def write_files(self, save_dir: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
+        """Write what this rank adds to the checkpoint of that snapshot. On every rank; raises on its own."""
+
+    def restore(self, state: DataState, choice: Choice) -> None:
+        """Go on from a state. On every rank; raises on its own.
+
+        Raises:
+            StateError: it is of another kind, or of other data.
+        """
+
+    def describe(self) -> list[str]:
+        """What was changed and accepted at the resume, in lines for people."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """What a host has read of a checkpoint."""
+
+    #: what rides with the weights; None: nothing of megaresume's.
+    envelope: Envelope | None
+    #: optimizer steps and samples that the weights have trained, by the framework's own count.
+    iteration: int
+    samples: int
+    #: what was read in place of what was chosen: a conversion of it.
+    choice: Choice | None = None
+    #: how the run was laid out when it saved; None: as it says beside the checkpoint.
+    topology: Topology | None = None
+    #: handed back to the program.
+    result: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    """The checkpoint that the run goes on from."""
+
+    choice: Choice
+    envelope: Envelope
+    #: how the run was laid out when it saved.
+    topology: Topology | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resume:
+    """What a resume found and did."""
+
+    #: optimizer steps done, and samples that they trained.
+    step: int
+    samples: int
+    #: of those samples, 16 hex digits.
+    digest: str
+    tag: str
+    #: how the run was laid out when it saved, and is now.
+    before: Topology | None
+    now: Topology
+    #: samples that the weights have seen and that would come again; that they have not seen and would not come.
+    #: Counted against the framework's own count of trained samples, which rides in the same file as the weights.
+    repeated: int
+    skipped: int
+    #: what became of the random state, in words; None: it is the framework's business.
+    random: str | None = None
+    #: why another order begins here, as it was accepted: NAME@SAMPLES. What it repeats and skips nobody has counted.
+    order_changed: tuple[str, ...] = ()
+
+    def line(self) -> str:
+        """One line, to be searched for in logs."""
+        before = self.before or self.now
+        pairs = [("dp", "dp"), ("workers", "num_workers"), ("mbs", "micro_batch_size"), ("gbs", "global_batch_size")]
+        layout = " ".join(f"{word} {getattr(before, name)}->{getattr(self.now, name)}" for word, name in pairs)
+        counts = f"repeated {self.repeated} skipped {self.skipped}"
+        if self.order_changed:
+            counts = f"repeated unknown skipped unknown (order changed: {', '.join(self.order_changed)})"
+        return (
+            f"megaresume: resumed at sample {self.samples} | digest {self.digest} | {layout} | "
+            f"{counts} | step {self.step} from {self.tag}" + (f" | {self.random}" if self.random else "")
+        )
+
+
+def change_lines(stream: Stream, global_batch_size: int) -> list[str]:
+    """What was accepted at the resume, and what is ahead of every source; nothing where nothing changed."""
+    if not stream.accepted:
+        return []
+    state = stream.state_at(stream.start)
+    table = outlook_lines(state, stream.config_at(stream.start), global_batch_size)
+    return [f"megaresume: {line}" for line in (*stream.accepted, *table)]
+
+
+def check_same(envelope: Envelope, read: Reading, beside: StepFile | None, choice: Choice) -> None:
+    """Raise a StateError unless the state that rides with the weights is of their step, and the one beside them."""
+    if (envelope.iteration, envelope.samples) != (read.iteration, read.samples):
+        raise StateError(
+            "the weights and the data state are of different steps",
+            found=f"weights of iteration {read.iteration} and {read.samples} samples; data state of iteration "
+            f"{envelope.iteration} and {envelope.samples} samples",
+            expected="the same",
+            cause="files of two checkpoints were mixed in one directory, a part of the run was trained without "
+            "megaresume, or the counters were changed by hand",
+            action=f"megaresume inspect {choice.load_dir} shows which checkpoints are whole; load one of those",
+        )
+    if beside is not None and beside.state != envelope.state:
+        raise StateError(
+            "the data state in the checkpoint is not the one beside it",
+            found=f"within: sample {envelope.samples}, digest {envelope.state.digest}",
+            expected=f"beside: sample {beside.state.samples}, digest {beside.state.digest}",
+            cause="a tag directory was copied over another one, or its records were",
+            action=f"megaresume inspect {choice.load_dir}; load a checkpoint that is whole",
+        )
+
+
+def seed_of(state: DataState) -> int:
+    """The seed of a stream; 0 where the order is somebody else's."""
+    return int(state.config.get("seed", 0)) if isinstance(state, StreamState) else 0
+
+
+def without_state(choice: Choice, begin_anew: str) -> StateError:
+    """The error for a checkpoint whose data is unknown.
+
+    Args:
+        begin_anew: how to load it all the same.
+    """
+    return StateError(
+        "the checkpoint has no data state",
+        found=f"{choice.tag_dir}, written without megaresume",
+        expected=f"the records of it in {choice.load_dir}/megaresume",
+        cause="it was saved before megaresume was added, or the directory megaresume was not copied along",
+        action=f"copy the directory megaresume as well; or go on without it: {begin_anew}",
+    )
+
+
+class Save:
+    """A save that has begun, with everything that its commit will write.
+
+    A host that finishes it later (`defer`) calls `commit` on rank 0 after the last byte of all ranks.
+    """
+
+    def __init__(self, session: Session, envelope: Envelope, pending: PendingCheckpoint, began: float) -> None:
+        self.envelope, self.pending = envelope, pending
+        self.is_deferred = False
+        self.rank_files: tuple[FileEntry, ...] = ()
+        self.expected: tuple[str, ...] | None = None
+        self._session, self._began = session, began
+
+    @property
+    def save_dir(self) -> Path:
+        """The checkpoint root."""
+        return self.pending.save_dir
+
+    @property
+    def tag(self) -> str:
+        """Name of the tag directory."""
+        return self.pending.step.tag
+
+    @property
+    def save_id(self) -> str:
+        """Of this save."""
+        return self.pending.step.save_id
+
+    def defer(self) -> None:
+        """The files are written in the background: whoever waits for them commits."""
+        self.is_deferred = True
+
+    def commit(self) -> bool:
+        """Make it count. On rank 0. Returns True.
+
+        Raises:
+            CheckpointError: files are missing or empty, another job writes there, or the disk refuses.
+        """
+        session = self._session
+        origin = None if session.data is None else session.data.origin
+        commit_save(
+            self.pending,
+            expected_files=self.expected,
+            beside=self.rank_files,
+            origin=origin,
+            boots=session.durability.machines.boots,
+        )
+        step = self.pending.step
+        session.committed = step.iteration, step.state, step.topology
+        if self.pending.latest:
+            session.host.committed(self.save_dir)
+        if (copies := session.copies_of(self.save_dir)) is not None:
+            copies.submit(self.envelope.iteration, self.tag)
+        session.is_saved(self._began)
+        return True

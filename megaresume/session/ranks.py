@@ -1,0 +1,244 @@
+"""One rank decides and all ranks know; one rank fails and all ranks fail.
+
+A rank that raises alone leaves the others waiting in the next collective, for minutes or for ever. So what can fail
+for a reason of its own (a file, a corpus, a disk) runs inside one of these, and everybody raises the same error.
+All of them are collectives of the default process group; without one, or without torch, there is a single rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from megaresume.checkpoint.manifest import FileEntry
+from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError
+
+T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
+
+
+def world_size() -> int:
+    """Processes of the job."""
+    dist = sys.modules.get("torch.distributed")  # not imported: settings, and what reads them, do without torch
+    return dist.get_world_size() if dist is not None and dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This process among all."""
+    if world_size() == 1:
+        return 0
+    import torch.distributed as dist
+
+    return dist.get_rank()
+
+
+def is_rank_0() -> bool:
+    """Whether this process is the one that writes records and prints."""
+    return rank() == 0
+
+
+def gather(value: Any) -> list[Any]:
+    """The value of every rank, on every rank. Also a barrier."""
+    if world_size() == 1:
+        return [value]
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _broadcast(value: Any) -> Any:
+    if world_size() == 1:
+        return value
+    import torch.distributed as dist
+
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return function(), None
+    except Exception as error:  # noqa: BLE001  whatever it is, the other ranks must hear of it; it is raised again
+        return None, error
+
+
+def _portable(error: Exception) -> MegaresumeError:
+    """An error that can be sent to another rank: ours as it is, any other by its words."""
+    if isinstance(error, MegaresumeError):
+        return error
+    return CheckpointError(f"{type(error).__name__}: {error}", cause="see the log of the rank that it happened on")
+
+
+def known_to_all(error: E) -> E:
+    """Mark an error that every rank raises: one of them is enough to print it."""
+    error.known_to_all_ranks = True  # type: ignore[attr-defined]
+    return error
+
+
+def is_known_to_all(error: Exception) -> bool:
+    """Whether every rank raises it, as `known_to_all` says."""
+    return getattr(error, "known_to_all_ranks", False)
+
+
+def on_rank_0(function: Callable[[], T]) -> T:
+    """Run on rank 0; every rank gets the result (which must be picklable) or raises the error."""
+    value: T | None = None
+    error: Exception | None = None
+    if is_rank_0():
+        value, error = _attempt(function)
+    value, sent = _broadcast((value, None if error is None else _portable(error)))
+    if error is not None:
+        raise known_to_all(error)
+    if sent is not None:
+        raise known_to_all(sent)
+    return value  # type: ignore[return-value,unused-ignore]
+
+
+#: meetings so far: every rank counts the same ones.
+_meetings = itertools.count()
+
+
+def meet(trouble: str | None, *, patience_seconds: float = 300.0, poll_seconds: float = 0.1) -> str | None:
+    """Wait for all ranks, without a collective; what is in the way, if anything is.
+
+    Returns:
+        the trouble of the lowest rank that has any; None: nobody has, or not all ranks came in time.
+    """
+    if world_size() == 1:
+        return trouble
+    import torch.distributed as dist
+
+    store, key = dist.distributed_c10d._get_default_store(), f"megaresume/meet/{next(_meetings)}"
+    if trouble is not None:
+        store.set(f"{key}/{rank()}", f"rank {rank()}: {trouble}")
+        store.add(f"{key}/troubled", 1)
+    arrived = store.add(f"{key}/arrived", 1)
+    deadline = time.monotonic() + patience_seconds
+    while arrived < world_size():
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(poll_seconds)
+        arrived = store.add(f"{key}/arrived", 0)
+    if not store.add(f"{key}/troubled", 0):
+        return None
+    first = next(number for number in range(world_size()) if store.check([f"{key}/{number}"]))
+    return str(store.get(f"{key}/{first}").decode())
+
+
+#: calls so far: every rank counts the same ones.
+_long = itertools.count()
+
+
+def on_all_ranks_for_long(
+    function: Callable[[Callable[[], None]], T],
+    doing: str,
+    *,
+    poll_seconds: float = 0.5,
+    patience_seconds: float = 300.0,
+) -> T:
+    """As `on_all_ranks`, of what takes longer on some ranks than a collective waits: ten or thirty minutes, as a rule.
+
+    The ranks wait at the store of their process group, as long as there are signs of life.
+
+    Args:
+        function: is given a function that it must call every few seconds, as a sign of life.
+        doing: what it does, for the error: "converted a checkpoint".
+        poll_seconds: how often the ranks look that are done; at first more often.
+        patience_seconds: without a sign of life from any rank.
+
+    Raises, besides what the function raises:
+        CheckpointError: a rank gives no sign of life.
+    """
+    if world_size() == 1:
+        return function(lambda: None)
+    import torch.distributed as dist
+
+    store, key = dist.distributed_c10d._get_default_store(), f"megaresume/long/{next(_long)}"
+    last = 0.0
+
+    def beat() -> None:
+        nonlocal last
+        if time.monotonic() - last >= 1.0:
+            last = time.monotonic()
+            store.add(f"{key}/beats", 1)
+
+    value, error = _attempt(lambda: function(beat))
+    done = store.add(f"{key}/done", 1)
+    seen, since, pause = (-1, -1), time.monotonic(), 0.005
+    while done < world_size():
+        now = done, store.add(f"{key}/beats", 0)
+        if now != seen:
+            seen, since = now, time.monotonic()
+        elif time.monotonic() - since > patience_seconds:
+            raise CheckpointError(
+                "another rank gives no sign of life",
+                found=f"none for {patience_seconds:.0f} s, while it {doing}; {done} of {world_size()} ranks are done",
+                expected="one every few seconds",
+                cause="its process was killed, or its filesystem hangs",
+                action="look at the logs of the other ranks; start again: nothing is lost",
+            )
+        time.sleep(pause)
+        pause = min(1.5 * pause, poll_seconds)
+        done = store.add(f"{key}/done", 0)
+
+    def outcome() -> T:
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value,unused-ignore]
+
+    return on_all_ranks(outcome)
+
+
+def on_rank_0_for_long(function: Callable[[Callable[[], None]], T], doing: str, **waiting: float) -> T:
+    """As `on_rank_0`, however long it takes: see `on_all_ranks_for_long`."""
+    nothing: tuple[Any, Exception | None] = None, None
+    value, error = on_all_ranks_for_long(
+        lambda beat: _attempt(lambda: function(beat)) if is_rank_0() else nothing, doing, **waiting
+    )
+
+    def outcome() -> T:
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value,unused-ignore]
+
+    return on_rank_0(outcome)
+
+
+def on_all_ranks(function: Callable[[], T]) -> T:
+    """Run on every rank; if it fails on one, every rank raises, and those that did not fail say which did."""
+    value, error = _attempt(function)
+    errors = gather(None if error is None else _portable(error))
+    if error is not None:
+        raise known_to_all(error)
+    for rank, other in enumerate(errors):
+        if other is not None:
+            other.headline = f"rank {rank}: {other.headline}"
+            raise known_to_all(other)
+    return value  # type: ignore[return-value]
+
+
+def written_by_all(write: Callable[[], Sequence[FileEntry]]) -> tuple[FileEntry, ...]:
+    """Every rank writes files of its own beside a checkpoint; what all of them wrote, by path, on every rank."""
+    entries = {entry.path: entry for mine in gather(on_all_ranks(write)) for entry in mine}
+    return tuple(entries[path] for path in sorted(entries))
+
+
+def same_on_all_ranks(value: Any, what: str, *, cause: str, action: str) -> None:
+    """Raise a StateError on every rank unless all hold the same (comparable, printable) value."""
+    values: Sequence[Any] = gather(value)
+    for rank, other in enumerate(values):
+        if other != values[0]:
+            error = StateError(
+                f"the ranks disagree on {what}",
+                found=f"rank 0: {values[0]}; rank {rank}: {other}",
+                expected="the same on every rank",
+                cause=cause,
+                action=action,
+            )
+            raise known_to_all(error)

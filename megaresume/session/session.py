@@ -1,0 +1,683 @@
+"""`Session`: one training process and its checkpoints. The protocol, written once; a `Host` is what differs.
+
+    start    clocks agree, the directory is one on all nodes and this job's alone (on both storages)
+    load     choose    rank 0: the newest complete checkpoint; the others: the same there?
+             read      the host: weights, and the state of the data that rides with them
+             accept    of this step, and the one that lies beside the checkpoint
+             resume    data restored, random state put back, one line for the log
+    begin    before the first step: nothing else is saved over, a line in the ledger, starts without progress counted
+    save     snapshot  the state of what is trained, the same on all ranks
+             marker -> files of each rank -> the host: model files -> commit; durable later (`durability`)
+             the files, and the commit, are tried again if they failed for a reason that may pass
+    stop     all ranks agree at a step: save, close, exit
+    finish   nothing is left to train: a line in the ledger, by which launch scripts know it
+    close    durable, copies finished, lock released
+
+Every method is called on all ranks, and what one rank cannot do all of them raise.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megaresume.checkpoint.choosing.choose import choose, choose_of_two, confirm_choice
+from megaresume.checkpoint.choosing.search import Choice
+from megaresume.checkpoint.data_state import DataState, Envelope
+from megaresume.checkpoint.ledger import read_ledger
+from megaresume.checkpoint.lock import release, take
+from megaresume.checkpoint.manifest import FileEntry
+from megaresume.checkpoint.paths import ledger_path
+from megaresume.checkpoint.saving.commit import PendingCheckpoint, abandon_save, begin_save
+from megaresume.checkpoint.saving.durable import not_durable
+from megaresume.checkpoint.saving.older import has_older, make_room, put_back
+from megaresume.checkpoint.saving.retention import KEEP_ALL, Retention
+from megaresume.checkpoint.start import (
+    MAX_STARTS,
+    NOTHING_TO_TRAIN,
+    check_fresh_start,
+    check_progress,
+    record_end,
+    record_start,
+)
+from megaresume.checkpoint.step_file import StepFile
+from megaresume.checkpoint.topology import Topology
+from megaresume.session.clocks import check_clocks
+from megaresume.session.directory import Staged, claim_directory
+from megaresume.session.durability import Durability
+from megaresume.session.file_errors import read_undamaged, reading, writing
+from megaresume.session.host import Data, Host, Loaded, Reading, Resume, Save, check_same, seed_of, without_state
+from megaresume.session.random_state import RandomState, Snapshot
+from megaresume.session.ranks import (
+    gather,
+    is_rank_0,
+    known_to_all,
+    on_all_ranks,
+    on_rank_0,
+    same_on_all_ranks,
+    written_by_all,
+)
+from megaresume.session.retries import Retries
+from megaresume.session.stopping import StopConditions, Stopped, Stopper
+from megaresume.session.verification import find_damage
+from megaresume.stream.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: decides what to load: given where the copies are, and the tag directories that could not be read, with the reasons.
+Pick = Callable[[Path | None, Mapping[Path, str]], Choice | None]
+
+
+class Session:
+    """See above.
+
+    Args:
+        host: what trains.
+        data: what is trained; None: it is set later, before `resume` or `begin`.
+        save_dir: where the run saves, if that is known beforehand: the ledger learns of starts that die before a save.
+        stage_to: where what is saved to ``save_dir`` is copied to.
+        retention: which older checkpoints stay.
+        max_starts: starts from one place without a save that are let through; 0: any number.
+        verify_checkpoint: take checksums of all files after a save, and compare them at a load.
+        random: the generators of this rank; None: the framework saves them by itself.
+        stop: when to save and exit.
+        on_stop: how to save then; None: the host is told to stop by other means.
+        retries: what follows if a save fails for a reason that may pass.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        data: Data | None = None,
+        *,
+        save_dir: str | os.PathLike[str] | None = None,
+        stage_to: str | os.PathLike[str] | None = None,
+        retention: Retention = KEEP_ALL,
+        max_starts: int = MAX_STARTS,
+        verify_checkpoint: bool = True,
+        random: RandomState | None = None,
+        stop: StopConditions | None = None,
+        on_stop: Callable[[], None] | None = None,
+        retries: Retries | None = None,
+    ) -> None:
+        self.host, self.data = host, data
+        self.save_dir = None if save_dir is None else Path(os.path.abspath(save_dir))
+        self.retention, self.max_starts, self.verify_checkpoint = retention, max_starts, verify_checkpoint
+        self.random, self._on_stop, self._retries = random, on_stop, retries or Retries()
+        #: makes complete checkpoints durable, in the background.
+        self.durability = Durability(checksums=verify_checkpoint)
+        self.stopper = None if stop is None else Stopper(stop, save_seconds=lambda: self.save_seconds)
+        self.loaded: Loaded | None = None
+        #: what the last load restored.
+        self.resumed: Resume | None = None
+        #: starts recorded in the ledger of the run, this one included; None: none is recorded yet.
+        self.attempt: int | None = None
+        #: optimizer steps of the checkpoint that was saved or loaded last; None: neither.
+        self.settled_step: int | None = None
+        #: optimizer steps, state and layout of the checkpoint that was committed or loaded last; None: neither.
+        #: Of what was committed, on rank 0.
+        self.committed: tuple[int, DataState, Topology] | None = None
+        #: how long the last save took; None: none was made. On rank 0.
+        self.save_seconds: float | None = None
+        self._stage_to = stage_to
+        self._copies: Staged | None = None
+        #: optimizer steps and samples at which this process began; None: it has not.
+        self._first: tuple[int, int] | None = None
+        self._begun = False
+        #: directories whose lock this run holds; that it may save to; whose ledger knows of this start.
+        self._claimed: set[Path] = set()
+        self._own: set[Path] = set()
+        self._recorded: set[Path] = set()
+
+    # Start
+
+    def stop_when(self, conditions: StopConditions, save: Callable[[], None]) -> None:
+        """Listen from now on, and save in this way: in place of ``stop`` and ``on_stop``."""
+        self.stopper, self._on_stop = Stopper(conditions, save_seconds=lambda: self.save_seconds), save
+        self.stopper.install()
+
+    def start(self) -> None:
+        """Compare the clocks, and take the lock of ``save_dir``. Before anything that takes long.
+
+        Raises, on every rank:
+            CheckpointError: another job writes there, or it cannot be written.
+            SetupError: a node does not see it; or clocks differ, and the run is to stop at a time of day.
+            UsageError: ``stage_to`` is no place for copies.
+        """
+        check_clocks(needed=self.stopper is not None and self.stopper.conditions.before_end is not None)
+        self.durability.machines  # noqa: B018  collective at the first call
+        if self.save_dir is None:
+            return
+        if self._stage_to is not None:
+            self._copies = Staged(os.fspath(self.save_dir), self._stage_to, self.retention)
+            self._claimed.add(self.save_dir.resolve())
+            on_rank_0(functools.partial(_put_back, self.save_dir))
+        else:
+            self._claim(self.save_dir)
+
+    def _claim(self, root: Path) -> None:
+        if root.resolve() not in self._claimed:
+            claim_directory(root)
+            self._claimed.add(root.resolve())
+            on_rank_0(functools.partial(_put_back, root))
+
+    def copies_of(self, root: Path) -> Staged | None:
+        """Where a directory is copied to; None: nowhere."""
+        return self._copies if self._copies is not None and self._copies.holds(root) else None
+
+    # Load
+
+    def load(
+        self,
+        load_dir: str | os.PathLike[str],
+        read: Callable[[Choice, StepFile | None], Reading],
+        *,
+        pick: Pick | None = None,
+        weights_only: bool = False,
+        adopts: bool = False,
+    ) -> Any:
+        """Load the newest complete checkpoint, or what is asked for, and let the data go on from it.
+
+        Args:
+            load_dir: the checkpoint root.
+            read: reads the weights of what was chosen; is also given what lies beside it.
+            pick: decides what to load: see `choose`.
+            weights_only: the data stays where it is.
+            adopts: ``read`` makes up a state where a checkpoint has none; otherwise that is refused before it is read.
+
+        Returns:
+            what the host's `Reading` hands back; None: there is no checkpoint at all.
+
+        Raises, on every rank:
+            CheckpointError: what was asked for is not whole, nothing is, or the ranks see different directories.
+            StateError: no data state, or one that does not fit.
+        """
+
+        def read_one(damaged: Mapping[Path, str]) -> tuple[Choice, StepFile | None, Reading] | None:
+            choice, beside = self.choose(load_dir, pick, damaged)
+            if choice is None:
+                return None
+            if beside is None and choice.step is None and not (weights_only or adopts):
+                raise known_to_all(without_state(choice, self.host.begin_anew))
+            with reading(choice):
+                return choice, beside, read(choice, beside)
+
+        was_read = read_undamaged(read_one)
+        if was_read is None:
+            return None
+        choice, beside, found = was_read
+        if not weights_only:
+            self.accept(found.choice or choice, beside, found)
+            self.resume()
+            self.goes_on_in(load_dir)
+        return found.result
+
+    def choose(
+        self, load_dir: str | os.PathLike[str], pick: Pick | None = None, damaged: Mapping[Path, str] | None = None
+    ) -> tuple[Choice | None, StepFile | None]:
+        """Rank 0 decides what to load; all ranks see the same there. Also a barrier: no rank may begin to load what
+        another refuses.
+
+        Args:
+            load_dir: the checkpoint root.
+            pick: decides, on rank 0; is given where the copies of this root are, if anywhere, and ``damaged``. None:
+                the newest complete checkpoint.
+            damaged: tag directories that could not be read, with the reason: passed over.
+
+        Returns:
+            the choice, its directory as this rank knows it, and the record beside it; None where there is no checkpoint
+            at all.
+
+        Raises, on every rank:
+            CheckpointError: what was asked for is not whole, nothing is, or the ranks see different directories.
+        """
+        self.host.settle()
+        root = Path(os.path.abspath(load_dir))
+        copies = self.copies_of(root)
+        roots = [root] if copies is None else [root, copies.shared]
+
+        def newest(shared: Path | None, damaged: Mapping[Path, str]) -> Choice | None:
+            if shared is None:
+                return choose(root, damaged=damaged)
+            return choose_of_two(root, shared, damaged=damaged)
+
+        def decide() -> tuple[Choice | None, int]:
+            if root.resolve() in self._claimed:
+                _put_back(root)
+            elif has_older(root):
+                _put_back_unclaimed(root)
+            choice = (pick or newest)(None if copies is None else copies.shared, passed)
+            return choice, 0 if choice is None else roots.index(choice.load_dir)
+
+        passed = dict(damaged or {})
+        while True:
+            choice, number = on_rank_0(decide)
+            if choice is not None:
+                # Each rank looks where it would read itself: its path may be another mount, or show what rank 0's does
+                # not.
+                choice = replace(choice, load_dir=roots[number])
+            broadcast = None if choice is None else choice.to_broadcast()
+            beside = on_all_ranks(lambda: confirm_choice(roots[number], broadcast))  # noqa: B023  runs here
+            words = None if choice is None or not self.verify_checkpoint else find_damage(choice)
+            if choice is None or words is None:
+                break
+            passed[choice.tag_dir] = words
+        if choice is None:
+            self.goes_on_in(root)
+            if is_rank_0():
+                print(f"megaresume: nothing is loaded: no checkpoint in {root}", flush=True)
+        elif is_rank_0():
+            for line in (*(f"passed over {rejected}" for rejected in choice.rejected), *choice.notes):
+                log.warning("megaresume: %s", line)
+            manifest = choice.manifest
+            if self.verify_checkpoint and manifest is not None and manifest.durable and not manifest.has_checksums:
+                log.warning("megaresume: %s was saved without checksums: only sizes could be compared", choice.tag)
+        return choice, beside
+
+    def goes_on_in(self, load_dir: str | os.PathLike[str]) -> None:
+        """What is in this directory is what the run goes on from: it may save there."""
+        self._own.add(Path(load_dir).resolve())
+
+    def accept(self, choice: Choice, beside: StepFile | None, read: Reading) -> None:
+        """Take what was read as what the run goes on from.
+
+        Raises, on every rank:
+            StateError: there is no data state; or it is of another step than the weights, or not the one beside them.
+        """
+
+        def check() -> Envelope:
+            if read.envelope is None:
+                raise without_state(choice, self.host.begin_anew)
+            check_same(read.envelope, read, beside, choice)
+            return read.envelope
+
+        envelope = on_all_ranks(check)
+        topology = read.topology or (None if beside is None else beside.topology)
+        self.loaded = Loaded(choice=choice, envelope=envelope, topology=topology)
+
+    def resume(self, *, position: int | None = None, words: str | None = None) -> None:
+        """Let the data go on from what was loaded, put the random state back, and say so.
+
+        Args:
+            position: samples after which the data goes on; None: those of the state.
+            words: of the random state, if that is the framework's own business.
+
+        Raises, on every rank:
+            StateError: the state does not fit the data, or the ranks were given different ones.
+        """
+        loaded, data = self.loaded, self.data
+        assert loaded is not None and data is not None
+        choice, state = loaded.choice, loaded.envelope.state
+        on_all_ranks(lambda: data.restore(state, choice))
+        goes_on = state if position is None else on_all_ranks(lambda: data.snapshot(position))
+        same_on_all_ranks(
+            f"sample {goes_on.samples}, digest {goes_on.digest}",
+            "the restored data state",
+            cause="ranks have read different files",
+            action="mount the same directory on every node",
+        )
+        now = self.host.topology()
+        if self.random is not None:
+            words = self.random.restore(choice, loaded.topology, now, seed=seed_of(state))
+        self._first = self.host.iteration(), goes_on.samples
+        self.settled_step = self._first[0]
+        self.committed = self.settled_step, goes_on, now
+        self._recorded.clear()
+        self.goes_on_in(choice.load_dir)
+        self.resumed = Resume(
+            step=self.settled_step,
+            samples=goes_on.samples,
+            digest=goes_on.digest,
+            tag=choice.tag,
+            before=loaded.topology,
+            now=now,
+            random=words,
+            repeated=max(state.samples - goes_on.samples, 0),
+            skipped=max(goes_on.samples - state.samples, 0),
+            order_changed=data.changed,
+        )
+        if is_rank_0():
+            # Printed, not logged: it must be in the job's output whatever the program does with its logging.
+            print(self.resumed.line(), flush=True)
+            for line in data.describe():
+                print(line, flush=True)
+
+    # Steps
+
+    def step_begins(self) -> None:
+        """Before the first batch of a step: stop if that was asked for; and before the very first, see `begin`.
+
+        Raises, on every rank:
+            Stopped: the run was asked to stop, and has saved.
+        """
+        if self.stopper is not None and (reason := self.stopper.agreed()) is not None:
+            self._stop(self.stopper, reason)
+        if not self._begun:
+            self.begin()
+        if self.random is not None:
+            self.random.step_begins()
+
+    def begin(self, *, trains: bool = True, save_interval: int | None = None) -> None:
+        """Put this start into the ledger of ``save_dir``, once.
+
+        Args:
+            trains: False: nothing is left to train; such a start does not count as one without progress.
+            save_interval: steps between saves, if that is known.
+
+        Raises, on every rank:
+            UsageError: nothing was loaded, and the run would save over what is there.
+            CheckpointError: starts lead to no save, or the directory cannot be written.
+        """
+        iteration, _ = self._began()
+        if (root := self.save_dir) is not None:
+            self._record_start(root, trains=trains)
+            if trains:
+                most = self.max_starts
+                on_rank_0(
+                    lambda: check_progress(root, iteration=iteration, save_interval=save_interval, max_starts=most)
+                )
+        self._begun = True
+
+    def _began(self) -> tuple[int, int]:
+        """Optimizer steps and samples at which this process began."""
+        if self._first is None:
+            self._first = self.host.iteration(), self.host.samples()
+        return self._first
+
+    def _record_start(self, root: Path, *, trains: bool = True) -> None:
+        place, copies, data = root.resolve(), self.copies_of(root), self.data
+        if place in self._recorded:
+            return
+        assert data is not None
+        iteration, samples = self._began()
+        places = [] if place in self._own else [place] if copies is None else [place, copies.shared]
+        topology = self.host.topology()
+
+        def record() -> tuple[int, list[tuple[int, str, str]]]:
+            for directory in places:
+                check_fresh_start(directory, cause=self.host.forgotten, load=self.host.load.format(directory=str(root)))
+            if copies is not None:
+                copies.adopt(is_fresh=bool(places))
+            # What the marker of a killed save says is settled here, before the next save could overwrite it.
+            record_start(
+                root,
+                iteration=iteration,
+                state=data.snapshot(samples),
+                choice=None if self.loaded is None else self.loaded.choice,
+                topology=topology,
+                details=None if trains else {NOTHING_TO_TRAIN: True},
+            )
+            if copies is not None:
+                copies.start()
+            elif not trains:
+                release(root)  # nothing more is written
+            left = not_durable(root) if trains else ()
+            starts = sum(entry.kind == "start" for entry in read_ledger(ledger_path(root)).entries)
+            return starts, [(manifest.iteration, manifest.tag, manifest.save_id) for manifest in left]
+
+        self.attempt, left = on_rank_0(record)
+        for old_iteration, tag, save_id in left:  # of a process that was killed meanwhile
+            self.durability.submit(root, iteration=old_iteration, tag=tag, save_id=save_id)
+        self._own.add(place)
+        self._recorded.add(place)
+
+    # Save
+
+    def snapshot(self, iteration: int | None = None) -> Envelope:
+        """The state of what is trained, the same on every rank.
+
+        Args:
+            iteration: optimizer steps done, where the host does not count them by itself.
+
+        Raises, on every rank:
+            StateError: what was handed out and what was trained do not fit, or the ranks' states differ.
+        """
+        data, samples = self.data, self.host.samples()
+        assert data is not None
+        data.prepare()
+        state = on_all_ranks(lambda: data.snapshot(samples))
+        envelope = Envelope(
+            state=state,
+            iteration=self.host.iteration() if iteration is None else iteration,
+            framework=self.host.framework,
+        )
+        same_on_all_ranks(
+            f"iteration {envelope.iteration}, sample {state.samples}, digest {state.digest}, "
+            f"checksum {envelope.to_dict()['checksum']}",
+            "the data that was trained",
+            cause="the ranks have read different corpora, or count different optimizer steps",
+            action="compare the corpora on the nodes: megaresume stream DATA.yaml",
+        )
+        return envelope
+
+    def save(
+        self,
+        save_dir: str | os.PathLike[str],
+        write: Callable[[Save], Any],
+        *,
+        tag: str,
+        envelope: Envelope | None = None,
+        is_untouched: bool = False,
+        latest: bool = True,
+        tracker: bool = True,
+    ) -> Any:
+        """Save a checkpoint, and commit it.
+
+        Args:
+            save_dir: the checkpoint root.
+            write: writes the model files of this rank, with ``save.envelope`` among them; may `Save.defer`. What can
+                fail on one rank alone it does in `on_all_ranks`: only what all of them raise is tried again.
+            tag: name of the tag directory.
+            envelope: of `snapshot`, if it was taken already.
+            is_untouched: whether nothing of the step that began is trained; for the random state.
+            latest, tracker: whether the commit moves DeepSpeed's pointer, and Megatron's.
+
+        Returns:
+            what ``write`` did; None: the save failed, and the run is to go on (see `Retries`).
+
+        Raises, on every rank:
+            StateError: see `snapshot`.
+            UsageError: the directory holds checkpoints that this run did not go on from.
+            CheckpointError: files are missing or empty, another job writes there, or the disk refuses. The pointers
+                stay as they were.
+            SetupError: a node does not see the directory.
+        """
+        root = Path(os.path.abspath(save_dir))
+        # Before anything else could draw.
+        random = None if self.random is None else self.random.at_save(is_untouched=is_untouched)
+        state = envelope or self.snapshot()
+        self.host.settle()
+        written = self._with_retries(
+            lambda: self._write(root, write, tag, state, random, latest=latest, tracker=tracker),
+            root,
+            state.iteration,
+            tag,
+        )
+        if written is None:
+            return None
+        save, expected, result = written
+        if not save.is_deferred:
+            gather(None)  # all ranks have written
+            if not self.commit(save):
+                return None
+        self.durability.submit(
+            root,
+            iteration=state.iteration,
+            tag=tag,
+            save_id=save.save_id,
+            expected=expected,
+            # Where copies are made, the old ones go after they are copied.
+            retention=self.retention if self.copies_of(root) is None else KEEP_ALL,
+        )
+        self.settled_step = state.iteration
+        return result
+
+    def commit(self, save: Save) -> bool:
+        """Make a save count whose files are there. Tried again by itself: a host's own pointer may name them already.
+
+        Returns:
+            whether it does; False: it failed, and the run is to go on (see `Retries`).
+
+        Raises, on every rank:
+            CheckpointError: see `Save.commit`.
+        """
+        step = save.pending.step
+        return self._with_retries(lambda: on_rank_0(save.commit), save.save_dir, step.iteration, step.tag) is not None
+
+    def _with_retries(self, attempt: Callable[[], T], root: Path, iteration: int, tag: str) -> T | None:
+        stopper = self.stopper
+        return self._retries.run(
+            attempt,
+            tag=tag,
+            is_last=stopper is not None and stopper.stopping,
+            seconds_left=lambda: None if stopper is None else stopper.seconds_left(),
+            give_up=lambda: _give_up(root, iteration, tag),
+        )
+
+    def _write(
+        self,
+        root: Path,
+        write: Callable[[Save], Any],
+        tag: str,
+        state: Envelope,
+        random: Snapshot | None,
+        *,
+        latest: bool,
+        tracker: bool,
+    ) -> tuple[Save, list[Sequence[str] | None], Any]:
+        """All files of a save, once; the save, the files that each rank was to write, and what ``write`` did."""
+        began, data = time.monotonic(), self.data
+        assert data is not None
+        self._claim(root)
+        self._record_start(root)
+
+        def announce() -> PendingCheckpoint:
+            take(root)  # held since the start, unless the session was closed meanwhile
+            self.durability.wait_for(root, tag)
+            make_room(root, state.iteration, tag)
+            return begin_save(
+                root,
+                tag=tag,
+                iteration=state.iteration,
+                state=state.state,
+                framework=state.framework,
+                topology=topology,
+                latest=latest,
+                tracker=tracker,
+            )
+
+        def write_rank_files() -> tuple[FileEntry, ...]:
+            files = data.write_files(root, state.iteration, tag)
+            if self.random is None or random is None:
+                return files
+            return (*files, self.random.write(random, root, state.iteration, tag))
+
+        topology, _ = self.host.topology(), self.durability.machines
+        save = Save(self, state, on_rank_0(announce), began)
+        save.rank_files = written_by_all(write_rank_files)
+        expected = gather(self.host.expected_files(root, tag))
+        if None not in expected:
+            save.expected = tuple(sorted({name for names in expected for name in names}))
+        with writing(root / tag):
+            return save, expected, write(save)
+
+    def is_saved(self, began: float) -> None:
+        """A save is over that began then, by the monotonic clock. On rank 0."""
+        self.save_seconds = time.monotonic() - began
+        if self.stopper is not None and self.stopper.stopping:
+            self.stopper.saved()
+
+    # Stop, close
+
+    def _stop(self, stopper: Stopper, reason: str) -> None:
+        step = self.host.iteration()
+        if step and step != self.settled_step and self._on_stop is not None:
+            self._on_stop()
+        # While signals are still caught: what is in flight when the program ends dies of the next one.
+        self.host.settle()
+        stopper.saved()
+        status = stopper.conditions.status
+        if is_rank_0():
+            saved = "saved" if step == self.settled_step else "nothing saved"
+            print(f"megaresume: {reason}: {saved} at step {step}; exits with status {status}, not finished", flush=True)
+        self.close()
+        raise Stopped(reason, status)
+
+    def finish(self) -> None:
+        """Nothing is left to train: put that into the ledger of ``save_dir``. After the last save, before `close`.
+
+        A program that ends with status 0 may have been stopped, or given a number of minutes: launch scripts take a
+        run for finished only if this line is there.
+
+        Raises, on every rank:
+            CheckpointError: another job has the directory now, or it cannot be written.
+        """
+        root, data = self.save_dir, self.data
+        if root is None:
+            return
+        assert data is not None
+        self.host.settle()
+        iteration, samples, topology = self.host.iteration(), self.host.samples(), self.host.topology()
+
+        on_rank_0(lambda: _record_end(root, iteration, data.snapshot(samples), topology))
+
+    def finish_at_exit(self) -> None:
+        """The same with the checkpoint that was committed or loaded last. On rank 0, as the program ends and no ranks
+        meet any more; lets other jobs write. Raises CheckpointError."""
+        if self.save_dir is not None and self.committed is not None:
+            _record_end(self.save_dir, *self.committed)
+            release(self.save_dir)
+
+    def close(self) -> None:
+        """Wait until what was saved is durable and copied, stop listening, and let other jobs write. On any rank; a
+        later save takes the lock again."""
+        left = None
+        if self.stopper is not None:
+            left = self.stopper.seconds_left()
+            self.stopper.uninstall()
+        self.durability.close(left)
+        if self._copies is not None:
+            self._copies.close(left)
+        if not self.host.is_saving():
+            for directory in self._claimed:
+                release(directory)
+
+
+def _record_end(root: Path, iteration: int, state: DataState, topology: Topology) -> None:
+    """On rank 0."""
+    take(root)
+    record_end(root, iteration=iteration, state=state, topology=topology)
+
+
+def _put_back(root: Path) -> None:
+    """On rank 0, as the owner of the root."""
+    for tag in put_back(root):
+        log.warning("megaresume: the second save of %s did not end: the first one is put back", tag)
+
+
+def _give_up(root: Path, iteration: int, tag: str) -> None:
+    """On rank 0, after a save that failed: an older save of the step counts again, or the space is free."""
+    take(root)  # waiting to try again, this job may have lost it
+    _put_back(root)
+    abandon_save(root, iteration=iteration, tag=tag)
+
+
+def _put_back_unclaimed(root: Path) -> None:
+    """On rank 0, for a directory that this run only reads, so far: not what another job is saving there now."""
+    try:
+        take(root)
+    except CheckpointError as error:
+        log.warning("megaresume: a step is being saved again in %s, or was: %s", root, error.headline)
+        return
+    try:
+        _put_back(root)
+    finally:
+        release(root)

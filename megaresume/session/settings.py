@@ -1,0 +1,198 @@
+"""All settings, each declared once, in the groups in which `megaresume.attach` takes them.
+
+    attach(engine, data, checkpoints=Checkpoints(...), loader=Loader(...), data_options=DataOptions(...), stop=...)
+
+From here come the parameters of `attach`, the flags of Megatron's scripts, of `megaresume.training` and of ``megaresume
+plan`` (`megaresume.session.flags`), and the table in docs/settings.md.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megaresume.checkpoint.saving.retention import Retention
+from megaresume.checkpoint.start import MAX_STARTS
+from megaresume.session.flags import described, setting
+from megaresume.session.retries import OnSaveFailure, Retries
+from megaresume.session.stopping import StopConditions
+from megaresume.stream.config import OnChange
+
+
+@described
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataOptions:
+    """What the data config leaves open, and what a launch may change in the order of the data."""
+
+    seq_length: int | None = setting(None, "tokens in a sample, if the data config has none")
+    seed: int | None = setting(None, "seed of the order, if the data config has none")
+    split: str | None = setting(None, "shares of train, valid and test, for sources without a split of their own")
+    objects: Mapping[str, object] | None = setting(None, "sources that are Python objects, by name")
+    on_change: OnChange = setting(
+        "refuse",
+        "what to do if the data config differs from the checkpoint's. refuse: stop and name the differences. stage: "
+        "begin a new stage there; every source continues from its own position",
+        hosts="megatron training plan",
+    )
+    skip: Any = setting(
+        None,
+        "leave out samples A to B-1; later samples move up. A and B count from 0, and count left-out samples too. "
+        "Kept in the checkpoint; the flag may stay in the launch script. In Python also "
+        '{"samples": [...], "documents": {"web": [17]}}',
+        hosts="megatron training plan",
+        flag="skip-samples",
+        type=str,
+        nargs="+",
+        metavar="A:B",
+    )
+
+
+@described
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loader:
+    """How batches are read ahead, and what they are."""
+
+    num_workers: int = setting(0, "worker processes; 0: a thread, which is faster for text")
+    prefetch: int = setting(2, "micro-batches read ahead (by each worker); 0: on demand", hosts="training")
+    start_method: Literal["fork", "spawn", "forkserver"] | None = setting(
+        None, "how worker processes start; default: Python's", hosts="training"
+    )
+    pin_memory: bool | None = setting(None, "page-locked batches; default: on a CUDA device")
+    attention_mask: bool = setting(False, "add the document-diagonal mask, bool[m, 1, S, S], to every batch")
+    pad_id: int = setting(0, "token id of padding")
+    transform: Callable[[Any], Any] | None = setting(
+        None,
+        "turns a batch into what the model takes, for example ((tokens, position_ids), labels) for a pipeline engine",
+    )
+
+
+@described
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoints:
+    """Where a run saves, what it keeps, and what it may load."""
+
+    save_dir: str | os.PathLike[str] | None = setting(
+        None,
+        "where the run saves its checkpoints; no other job may write there. The ledger then records every start, even "
+        "one that dies before its first save",
+    )
+    keep_last: int | None = setting(
+        None,
+        "delete old checkpoints when a newer one is complete: keep the newest K",
+        hosts="megatron training",
+        metavar="K",
+    )
+    keep_every: int | None = setting(
+        None,
+        "with keep-last, also keep every checkpoint whose step is a multiple of N; Megatron's --save-retain-interval "
+        "does the same",
+        hosts="megatron training",
+        metavar="N",
+    )
+    stage_to: str | os.PathLike[str] | None = setting(
+        None,
+        "an existing directory on slower shared storage, to which checkpoints are copied in the background. A load "
+        "takes the newer of the two. save_dir must be seen by all ranks too",
+        hosts="training",
+        metavar="DIR",
+    )
+    save_retries: int = setting(
+        3,
+        "try a save again so many times if it failed for a reason that may pass: a full disk or quota, an I/O error, a "
+        "server that is away",
+        hosts="megatron training",
+        metavar="N",
+    )
+    save_retry_wait: float = setting(
+        15.0, "seconds before the first of these tries; twice as long before each later one", hosts="megatron training"
+    )
+    on_save_failure: OnSaveFailure = setting(
+        "end",
+        "what to do if they fail, too. end: raise the error. continue: go on without this checkpoint to the next save",
+        hosts="megatron training",
+    )
+    max_starts: int = setting(
+        MAX_STARTS,
+        "refuse to start more often than this from the same step without a save in between; 0: no limit",
+        hosts="megatron training",
+        metavar="N",
+    )
+    elastic: bool = setting(
+        False,
+        "when loading a ZeRO checkpoint saved by a different number of data-parallel ranks, convert it; otherwise it "
+        "is refused, with the command to run",
+        hosts="megatron training plan",
+    )
+    adopt: bool = setting(
+        False,
+        "continue from a checkpoint that was written without megaresume: with its weights, optimizer and step, and "
+        "after the samples that DeepSpeed counted. Changes nothing for checkpoints that have a data state",
+    )
+    verify: bool = setting(
+        True,
+        "compute checksums of all files after every save, in the background, and compare them at every load (otherwise "
+        "only sizes): a checkpoint that the storage damaged is passed over",
+        hosts="megatron training",
+        flag="verify-checkpoint",
+    )
+
+    @property
+    def retention(self) -> Retention:
+        """Which checkpoints stay. Raises UsageError for a number below 1."""
+        return Retention(keep_last=self.keep_last, keep_every=self.keep_every)
+
+    @property
+    def retries(self) -> Retries:
+        """How often a failed save is tried again. Raises UsageError for a negative number."""
+        return Retries(tries=self.save_retries, wait=self.save_retry_wait, on_failure=self.on_save_failure)
+
+
+#: stream: our samples. guard: Megatron's own datasets, recorded and pinned. off: the hooks do nothing.
+Mode = Literal["stream", "guard", "off"]
+
+
+@described
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchOptions:
+    """What only a command line sets, or `attach` takes as parameters of its own."""
+
+    data: str | None = setting(
+        None,
+        "data.yaml with sources, weights and packing: train on this stream, not on Megatron's datasets",
+        hosts="megatron training",
+        metavar="FILE",
+    )
+    mode: Mode | None = setting(
+        None,
+        "stream: train on a stream, of --megaresume-data or of Megatron's data flags (--data-path and others). guard: "
+        "keep Megatron's own datasets, and make sure that a resume rebuilds their order. off: do nothing. Default: "
+        "stream with --megaresume-data, otherwise guard",
+        hosts="megatron",
+    )
+    accept: tuple[str, ...] | None = setting(
+        None,
+        "accept these changes of the order of Megatron's own datasets, named as in the refusal: NAME@SAMPLES. The "
+        "checkpoints record them",
+        hosts="megatron",
+        nargs="+",
+        metavar="NAME",
+    )
+    log_samples: str | None = setting(
+        None,
+        "write a line per step and process to DIR: the samples that it was handed, for megaresume verify (only with "
+        "a stream)",
+        hosts="megatron",
+        metavar="DIR",
+    )
+
+
+#: of all settings, in the order in which help and docs show them.
+GROUPS: Mapping[str, type[Any]] = {
+    "launch": LaunchOptions,
+    "data_options": DataOptions,
+    "loader": Loader,
+    "checkpoints": Checkpoints,
+    "stop": StopConditions,
+}

@@ -1,0 +1,218 @@
+"""`SourceOrder`: which piece of which document comes at a position of a source.
+
+    position                0 ................. first ............ first ...........
+    eras of the source      | epoch 0 | epoch 1 | the rest of 2    | epoch 3 | ...
+
+An *era* is a run of positions with one set of pieces. Another one begins with the epoch after the sequence length has
+changed, or at once if nothing of an epoch was drawn: an epoch that has begun ends with the pieces that it began with,
+so that every token comes exactly once in it. A position never falls and counts one piece, through all eras.
+
+A corpus that grew takes part from the next epoch on in the same way; or at once, in an era that mixes what is left of
+the epoch with what is new by a permutation of its own (`Era.rest`):
+
+    slot j < rest      what would have come at position first + j of the era before
+    slot j >= rest     new piece j - rest: the first pieces of the new documents, then their later ones
+
+Everything is O(1) for a position, and O(log) in the number of long documents. ``reference.py`` says the same with
+lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from megaresume.stream.config import ShuffleConfig
+from megaresume.stream.documents.block_shuffle import index_of, items_at
+from megaresume.stream.documents.pieces import PieceLists
+from megaresume.stream.eras import Era, Eras
+from megaresume.stream.errors import StateError
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class SourceOrder(Eras):
+    """The order of one source, immutable.
+
+    Args:
+        name: of the source, its first one.
+        seed: of the stream.
+        shuffle: in two levels.
+        lists: of its long documents.
+        eras: of the source; none while nothing can be drawn from it.
+    """
+
+    def __init__(
+        self, name: str, seed: int, shuffle: ShuffleConfig | None, lists: PieceLists, eras: Sequence[Era] = ()
+    ) -> None:
+        super().__init__(eras)
+        self.name, self.seed, self.shuffle, self.lists = name, seed, shuffle, lists
+
+    def revised(self, position: int, *, documents: int, piece: int, now: bool = False) -> SourceOrder:
+        """The order from a position on with other pieces.
+
+        Args:
+            position: the next one to be drawn.
+            documents: of the source.
+            piece: tokens of the longest piece; 0: documents are whole.
+            now: new documents come into the epoch that has begun, and not from the next one on.
+        """
+        eras = [era for era in self.eras if era.first <= position]  # what was to come is decided anew
+        if not eras:
+            return self._with([self._era(0, 0, documents, piece)])
+        last = eras[-1]
+        if (last.documents, last.piece) == (documents, piece) and not last.rest:
+            return self._with(eras)
+        begin, end = self.epoch_bounds(last, position)
+        epoch = last.epoch + (begin - last.first) // last.pieces
+        if position == begin and not last.rest:
+            if last.first == position:
+                eras.pop()
+            return self._with([*eras, self._era(position, epoch, documents, piece)])
+        if now and documents > last.documents:
+            new = self.lists.num_pieces(documents, last.piece) - self.lists.num_pieces(last.documents, last.piece)
+            left = end - position
+            end += new
+            eras.append(replace(last, first=position, epoch=epoch, documents=documents, pieces=left + new, rest=left))
+        return self._with([*eras, self._era(end, epoch + 1, documents, piece)])
+
+    def _with(self, eras: Sequence[Era]) -> SourceOrder:
+        return SourceOrder(self.name, self.seed, self.shuffle, self.lists, eras)
+
+    def _era(self, first: int, epoch: int, documents: int, piece: int) -> Era:
+        pieces = self.lists.num_pieces(documents, piece)
+        return Era(first=first, epoch=epoch, documents=documents, piece=piece, pieces=pieces)
+
+    def check(self) -> None:
+        """Raise a `StateError` unless the eras, which were read from a state, are those of the corpus."""
+        for k, era in enumerate(self.eras):
+            before = self.eras[k - 1] if k else None
+            if before is None:
+                fits = (era.first, era.epoch, era.rest) == (0, 0, 0)
+            else:
+                begin, end = self.epoch_bounds(before, era.first)
+                epoch = before.epoch + (begin - before.first) // before.pieces
+                fits = era.first >= before.first and era.epoch == epoch
+                fits &= era.rest == end - era.first if era.rest else era.first == begin
+            num = self.lists.num_pieces(era.documents, era.piece)
+            if era.rest and before is not None:
+                num += era.rest - self.lists.num_pieces(before.documents, era.piece)
+            if not fits or era.pieces != num:
+                raise StateError(
+                    f"source '{self.name}' is not made of the pieces that the state knows",
+                    found=f"{num} pieces of {era.documents} documents, of at most {era.piece} tokens each",
+                    expected=f"{era}, after {before}",
+                    cause="the state was edited, or the list of long documents next to the corpus is damaged",
+                    action="remove PREFIX.megaresume.*.pieces next to the corpus, or load an older checkpoint",
+                )
+
+    def epochs(self, positions: Int64Array) -> Int64Array:
+        """The same for many: int64[n] to int64[n]."""
+        fields = np.array([[e.first, e.epoch, (1 << 62) if e.rest else e.pieces] for e in self.eras], np.int64)
+        first, epoch, pieces = fields.reshape(-1, 3)[np.searchsorted(self._firsts, positions, side="right") - 1].T
+        return np.asarray(epoch + (positions - first) // pieces, np.int64)
+
+    def pieces_at(self, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """What comes at some positions, all of one epoch and one era.
+
+        Returns:
+            int64[n] twice: the document, and the tokens of it that come before the piece.
+        """
+        k = self._number(int(positions[0]))
+        documents, parts = self._pieces(k, positions)
+        return documents, parts * self.eras[k].piece
+
+    def documents_at(self, positions: Int64Array) -> Int64Array:
+        """The documents at any positions: int64[n] to int64[n]."""
+        documents = np.empty_like(positions)
+        runs = np.stack([np.searchsorted(self._firsts, positions, side="right"), self.epochs(positions)], axis=1)
+        for run in np.unique(runs, axis=0):
+            here = (runs == run).all(axis=1)
+            documents[here] = self.pieces_at(positions[here])[0]
+        return documents
+
+    def _pieces(self, k: int, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Documents, and which of their pieces: int64[n] twice."""
+        era = self.eras[k]
+        if not era.rest:
+            turn = (int(positions[0]) - era.first) // era.pieces
+            indices = positions - (era.first + turn * era.pieces)
+            return self._resolve(era, self._items(indices, era, era.epoch + turn))
+        slots = self._items(positions - era.first, era, era.epoch)
+        documents, parts = np.empty_like(slots), np.empty_like(slots)
+        old = slots < era.rest
+        if old.any():
+            documents[old], parts[old] = self._pieces(k - 1, era.first + slots[old])
+        if not old.all():
+            known = self.eras[k - 1].documents
+            new = slots[~old] - era.rest
+            later = self.lists.num_pieces(known, era.piece) - known  # those of the documents that were there
+            numbers = np.where(new < era.documents - known, new + known, new + known + later)
+            documents[~old], parts[~old] = self._resolve(era, numbers)
+        return documents, parts
+
+    def _items(self, indices: Int64Array, era: Era, epoch: int) -> Int64Array:
+        return items_at(indices, era.pieces, self.seed, self.name, epoch, self.shuffle, _part(era))
+
+    def _resolve(self, era: Era, numbers: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """The documents of pieces by their numbers, and which of their pieces."""
+        if not era.piece:
+            return numbers, np.zeros_like(numbers)
+        return self.lists.of(era.piece).resolve(numbers, era.documents)
+
+    def positions_of(self, document: int, epoch: int) -> list[int]:
+        """The positions of all pieces of a document in an epoch, in the order of the document."""
+        return list(self._positions_of(document, epoch))
+
+    def _positions_of(self, document: int, epoch: int) -> Iterator[int]:
+        """None if the document came later than the epoch."""
+        first = next(k for k, e in reversed(list(enumerate(self.eras))) if e.epoch <= epoch and not e.rest)
+        base = self.eras[first]
+        joins = [e for e in self.eras[first + 1 :] if e.rest and e.epoch == epoch]
+        known = base.documents
+        for k, era in enumerate([base, *joins]):
+            if document >= era.documents:
+                known = era.documents
+                continue
+            later = self.lists.of(era.piece).of(document) if era.piece else range(0)
+            for number in [document, *(era.documents + j for j in later)]:
+                if k:
+                    before = self.lists.num_pieces(known, era.piece) - known
+                    new = number - known if number < era.documents else number - known - before
+                    position = era.first + index_of(era.rest + new, era.pieces, *self._key(epoch), _part(era))
+                else:
+                    position = self.start_of(epoch) + index_of(number, era.pieces, *self._key(epoch), _part(era))
+                yield self._moved(position, joins[k:])
+            return
+
+    def _moved(self, position: int, joins: Sequence[Era]) -> int:
+        """Where a piece comes once these have mixed what was left of its epoch."""
+        for era in joins:
+            if position >= era.first:
+                slot = position - era.first
+                position = era.first + index_of(slot, era.pieces, *self._key(era.epoch), _part(era))
+        return position
+
+    def _key(self, epoch: int) -> tuple[int, str, int, ShuffleConfig | None]:
+        return self.seed, self.name, epoch, self.shuffle
+
+
+def _part(era: Era) -> str:
+    """What the permutation of an era is keyed by beside its epoch."""
+    return f"grown to {era.documents} at {era.first}" if era.rest else ""
+
+
+class Orders(tuple[SourceOrder, ...]):
+    """Those of all sources."""
+
+    def epochs(self, sources: Int64Array, positions: Int64Array) -> Int64Array:
+        """The epochs of positions in sources: int64[n] twice to int64[n]."""
+        pieces = np.array([o.eras[0].pieces if len(o.eras) == 1 else 1 for o in self], np.int64)
+        epochs = positions // pieces[sources]
+        for i, order in enumerate(self):
+            if len(order.eras) > 1 and (mine := sources == i).any():
+                epochs[mine] = order.epochs(positions[mine])
+        return np.asarray(epochs, np.int64)

@@ -1,0 +1,163 @@
+"""`Feed`: the pieces of one source in stream order, a chunk at a time, with their lengths."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+from megaresume.stream.compiled import compiled
+from megaresume.stream.config import SourceConfig
+from megaresume.stream.documents.order import SourceOrder
+from megaresume.stream.errors import CorpusError
+from megaresume.stream.planning.masking import Masks, masked
+from megaresume.stream.source import LengthSource
+
+#: Longer documents would leave int64 in the arithmetic of the blend.
+MAX_DOCUMENT_TOKENS = (1 << 31) - 1
+
+#: Documents that the first look ahead fetches: few, so that a resume touches few pages of a large index.
+FIRST_CHUNK = 16
+#: Chunks remembered: a state a little before the front is planned again without asking the source.
+RECENT_CHUNKS = 2
+
+log = logging.getLogger(__name__)
+
+
+class Feed:
+    """Looks ahead in one source. Holds no state of the stream: all follows from the position asked for.
+
+    Not safe to use from several threads at once.
+    """
+
+    def __init__(self, source: LengthSource, name: str) -> None:
+        self.source = source
+        self.name = name
+        self.num_documents = len(source)
+        self.chunk = FIRST_CHUNK
+        #: (first position, position after the last, int64[n, 4] rows of `fill`, its masks, its order), the latest last.
+        self._recent: deque[tuple[int, int, npt.NDArray[np.int64], Masks, SourceOrder]] = deque(maxlen=RECENT_CHUNKS)
+
+    def fill(
+        self,
+        position: int,
+        out: npt.NDArray[np.int64],
+        config: SourceConfig,
+        order: SourceOrder,
+        masks: Masks = (),
+    ) -> int:
+        """Write the next pieces that are not empty, from ``position`` on.
+
+        Args:
+            position: in the source, epochs included.
+            out: int64[A, 4]: position, document, offset, length.
+            config: how often the source is gone through, in the stage at hand.
+            order: what comes at a position.
+            masks: documents to pass over as if they were empty.
+
+        Returns:
+            Rows written: at least 1, or 0 when the source has no more documents.
+
+        Raises:
+            CorpusError: a length that is negative or too large; nothing but empty documents.
+        """
+        ends = config.max_epochs is not None and config.on_exhausted != "repeat"
+        limit = order.start_of(config.max_epochs or 0) if ends else None
+        if limit is not None and position >= limit:
+            return 0
+        if rows := self._remembered(position, out, masks, order):
+            return rows
+        start = begin = position
+        while limit is None or position < limit:
+            self._note_repeat(position, config, order)
+            num = min(self.chunk, len(out), order.left(position))
+            rows = self._look_up(position, num, out, order, masks)
+            self.chunk = min(2 * self.chunk, len(out))
+            if rows:
+                self._recent.append((position, position + num, out[:rows].copy(), masks, order))
+                return rows
+            position += num
+            # Two epochs hold a whole one wherever they begin; a single one may miss its only document.
+            if position >= order.end_of_epoch(order.end_of_epoch(begin)):
+                begin = position = self._after_skips(position, order, masks)
+        if start == 0:
+            raise self._only_empty()
+        return 0
+
+    def _after_skips(self, position: int, order: SourceOrder, masks: Masks) -> int:
+        """Where after a whole epoch of nothing other documents are skipped than in it: it is the same until then."""
+        epoch = order.epoch_of(position)
+        following = min((bound for mask in masks for bound in mask.epochs or () if bound >= epoch), default=None)
+        if following is None:
+            raise self._only_empty()
+        return max(order.start_of(following), position)
+
+    def _look_up(self, position: int, num: int, out: npt.NDArray[np.int64], order: SourceOrder, masks: Masks) -> int:
+        """Write those of ``num`` pieces of one epoch that are not empty; how many they are."""
+        positions = np.arange(position, position + num)
+        documents, offsets = order.pieces_at(positions)
+        found = lengths = np.ascontiguousarray(self.source.lengths(documents), np.int64)
+        if masks:
+            lengths = masked(lengths, documents, order.epoch_of(position), masks)
+        rows = _write(out, position, documents, offsets, lengths, order.piece_length(position))
+        if rows < 0:
+            raise self._impossible(documents, found)
+        return int(rows)
+
+    def _only_empty(self) -> CorpusError:
+        return CorpusError(
+            f"source '{self.name}' has only empty documents",
+            found=f"{self.num_documents} documents, all without a token or skipped by number",
+            expected="at least one token, since its weight is positive",
+            action="give it weight 0, or check how it was prepared and what is skipped",
+        )
+
+    def _remembered(self, position: int, out: npt.NDArray[np.int64], masks: Masks, order: SourceOrder) -> int:
+        """Answer from a remembered chunk; 0 if there is none."""
+        for first, stop, known, its_masks, its_order in self._recent:
+            if first <= position < stop and its_masks == masks and its_order is order:
+                # Empty documents are not among the rows: the first at or after the position.
+                rows = known[int(known[:, 0].searchsorted(position)) :][: len(out)]
+                out[: len(rows)] = rows
+                return len(rows)
+        return 0
+
+    def _impossible(self, documents: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> CorpusError:
+        worst = int(np.flatnonzero((lengths < 0) | (lengths > MAX_DOCUMENT_TOKENS))[0])
+        return CorpusError(
+            f"source '{self.name}' has a document of an impossible length",
+            found=f"document {documents[worst]} with {lengths[worst]} tokens",
+            expected=f"0 to {MAX_DOCUMENT_TOKENS} tokens",
+            cause="the index is damaged",
+            action="build the index again: megaresume prepare",
+        )
+
+    def _note_repeat(self, position: int, config: SourceConfig, order: SourceOrder) -> None:
+        if config.max_epochs is None or config.on_exhausted != "repeat":
+            return
+        # Only where the epoch begins, or every checkpoint taken in it would say so again.
+        if position == order.start_of(config.max_epochs):
+            log.warning(
+                "source '%s' has been seen for max_epochs %d and is repeated (on_exhausted: repeat)",
+                self.name,
+                config.max_epochs,
+            )
+
+
+@compiled
+def _write(out, position, documents, offsets, lengths, piece):  # type: ignore[no-untyped-def]
+    """Write the rows of `Feed.fill` from ``position`` on; how many, or -1 for a length that cannot be."""
+    rows = 0
+    for k in range(documents.size):
+        length = lengths[k]
+        if length < 0 or length > MAX_DOCUMENT_TOKENS:
+            return -1
+        length -= offsets[k]
+        if piece:
+            length = min(length, piece)
+        if length > 0:
+            out[rows, 0], out[rows, 1], out[rows, 2], out[rows, 3] = position + k, documents[k], offsets[k], length
+            rows += 1
+    return rows

@@ -1,0 +1,418 @@
+"""The planning loop: draw documents by the blend, pack them, emit samples. One compiled function, no allocation.
+
+It works on ids and lengths alone and is a pure function of its arrays. ``reference.py`` says the same in plain
+Python; the tests hold this loop against it, sample by sample.
+
+Blend. Source i with integer weight ``w`` of ``W`` parts has drawn ``c`` units (tokens, or documents) of the ``T`` of
+all sources since its stage began, and its next document has ``l`` units. In the ideal blend that document occupies
+the units from ``c*W/w`` (its *release*) to ``(c+l)*W/w`` (its *deadline*) of all those drawn. The next document is
+the one with the earliest deadline among those released (ties: by name). This is WF2Q (Bennett and Zhang,
+"WF2Q: worst-case fair weighted fair queueing", INFOCOM 1996), for documents of one unit the quota method that solves
+the chairman assignment problem (Tijdeman 1980): no source is ever a document ahead of its share or behind it,
+whatever the number of sources. (Always taking the largest deficit instead is off by 1.8 documents with 100 equal
+sources beside a large one.) Release and deadline are kept as exact integer quotients and remainders; what lies beyond
+`LATE` counts as `LATE`. Of a few sources all are looked at; of many the next is the winner of a tournament, so that a
+thousand cost little more than three.
+
+What is drawn is a *piece*: a document, or a part of one that is longer than a sample (``order.py``). A later piece of a
+document counts as no further document.
+
+Packing. A drawn piece is *pending* until it lies in a bin. ``split`` concatenates and cuts; what it cuts off at the end
+of a sample waits until `TAILS` others were, and begins another one, so that both parts are in different batches. What
+fills a sample passes by uncut. ``best_fit`` puts a piece into the open bin that it fills best; where it fits nowhere it
+opens a bin, after closing the fullest if all are in use, or if `OPEN_SEGMENTS` lie in them: tiny documents need few.
+``knapsack`` lets every document wait in a bin of its own, or with the one before it as long as both are small
+(`Config.group`), and when all are in use it makes a sample of those that fill it best. Bins are kept in opening order,
+and every tie goes to the oldest, so that the state needs no slot numbers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megaresume.stream.compiled import compiled
+from megaresume.stream.documents.mixing import GOLDEN, mix
+from megaresume.stream.planning.knapsack import choose
+from megaresume.stream.planning.prefetch import prefetch
+from megaresume.stream.planning.tournament import NEVER, READY, play, select, tournament
+
+Int64Array = npt.NDArray[np.int64]
+UInt64Array = npt.NDArray[np.uint64]
+
+# Packing modes.
+BEST_FIT, SPLIT, NONE, KNAPSACK = 0, 1, 2, 3
+MODES = {"best_fit": BEST_FIT, "split": SPLIT, "none": NONE, "knapsack": KNAPSACK}
+
+# What `advance` returns: it is done, or its caller must do something and call again.
+DONE, REFILL, GROW_BINS, GROW_OUT, EXHAUSTED = 0, 1, 2, 3, 4
+
+# Rows of `Arrays.scalars`. SAMPLES: closed, those that are left out included (see `trained_samples`).
+SAMPLES, DOCUMENTS, TOKENS, STAGE_UNITS, NUM_OPEN = 0, 1, 2, 3, 4
+REFILL_SOURCE, OUT_SAMPLES, OUT_SEGMENTS = 5, 6, 7
+PENDING = 8  # and the four after it: a segment; its length is 0 when nothing is pending
+STAGE, NEXT_CARRIED = 13, 14
+LEFT_OUT = 15  # of SAMPLES: closed, and left out of the stream
+NUM_WAITING, FREE = 16, 17  # segments in open bins; the first free row of `Arrays.segments`, or -1
+FIRST_TAIL, NUM_TAILS = 18, 19
+NUM_SCALARS = 20
+
+# Columns of a segment.
+SOURCE, POSITION, DOCUMENT, OFFSET, LENGTH = 0, 1, 2, 3, 4
+SEGMENT_WIDTH = 5
+
+# Columns of `Arrays.sources`; what a draw touches comes first, so that it lies in few lines of the cache.
+NEXT, DRAWN_PIECES, DRAWN_DOCUMENTS, DRAWN_TOKENS, DRAWN_IN_STAGE = 0, 1, 2, 3, 4
+RELEASE, RELEASE_REST = 5, 6
+NEXT_RELEASE, NEXT_RELEASE_REST, DEADLINE = 7, 8, 9
+HEAD, NUM_AHEAD = 10, 11
+WEIGHT = 12
+SHARE, SHARE_REST = 13, 14  # quotient and remainder of all weights by its own: units of all sources to one of its own
+SHARE_FRACTION = 15  # of SHARE_REST: in units of 2**-32 of the weight, rounded down
+ACTIVE = 16  # 1 while the source is drawn
+IS_EXHAUSTED = 17
+LEFT_OUT_DOCUMENTS, LEFT_OUT_TOKENS = 18, 19  # of those drawn
+SOURCE_WIDTH = 20
+
+#: Bits for the index of a bin: `config.MAX_OPEN_BINS` is below 2**INDEX_BITS.
+INDEX_BITS = 11
+#: Segments in open bins from which ``best_fit`` opens no further one.
+OPEN_SEGMENTS = 2048
+#: Ends of documents that ``split`` keeps back: about so many samples later each begins one.
+TAILS = 256
+#: Units that no stream comes to: later releases and deadlines count as this one.
+LATE = 1 << 61
+#: Sources up to which looking at all is quicker than a tournament.
+FEW = 16
+
+_GOLDEN = np.uint64(GOLDEN)
+_S32 = np.uint64(32)
+_INDEX_BITS, _INDEX_MASK = np.uint64(INDEX_BITS), np.uint64((1 << INDEX_BITS) - 1)
+_ALL, _HALF = np.uint64(0xFFFFFFFFFFFFFFFF), np.uint64(1 << 63)
+
+
+class Config(NamedTuple):
+    """The constants of one stage."""
+
+    mode: int
+    seq_length: int
+    open_bins: int
+    max_age: int
+    align: int
+    by_tokens: bool
+    #: ``knapsack``: tokens up to which documents wait together.
+    group: int
+
+
+class Arrays(NamedTuple):
+    """Everything that `advance` changes. K: open bins and a spare one, n: sources, P: rows of the pool."""
+
+    #: int64[NUM_SCALARS].
+    scalars: Int64Array
+    #: uint64[1]: rolling digest.
+    digest: UInt64Array
+    #: int64[n, SOURCE_WIDTH].
+    sources: Int64Array
+    #: int64[K]: tokens left, in opening order; at least 1 of an open bin, else 0.
+    room: Int64Array
+    #: int64[K]: samples closed when the bin was opened, in opening order.
+    opened: Int64Array
+    #: int64[K]: first and last row of `segments`, in opening order.
+    head: Int64Array
+    tail: Int64Array
+    #: int64[P, SEGMENT_WIDTH]: the pool of all bins.
+    segments: Int64Array
+    #: int64[P]: the next row of the same bin, or the next one that is free; -1 at the end.
+    link: Int64Array
+    #: int64[w, SEGMENT_WIDTH]: taken out of the bins of the stage before, to be placed before anything is drawn.
+    carried: Int64Array
+    #: int64[TAILS, SEGMENT_WIDTH], of other packings than ``split`` int64[0, SEGMENT_WIDTH]: a ring of NUM_TAILS ends
+    #: of documents, the oldest at FIRST_TAIL.
+    tails: Int64Array
+
+
+def trained_samples(arrays: Arrays) -> int:
+    """The number of the next sample, counted without those that were left out."""
+    return int(arrays.scalars[SAMPLES] - arrays.scalars[LEFT_OUT])
+
+
+def set_shares(sources: Int64Array) -> None:
+    """Compute the shares of the sources that are drawn, from their weights."""
+    active = sources[:, ACTIVE] > 0
+    weights = sources[active, WEIGHT]
+    sources[active, SHARE], rests = np.divmod(weights.sum(), weights)
+    sources[active, SHARE_REST] = rests
+    pairs = zip(rests.tolist(), weights.tolist(), strict=True)
+    sources[active, SHARE_FRACTION] = [(rest << 32) // weight for rest, weight in pairs]
+
+
+@compiled
+def set_deadline(sources, i, units):  # type: ignore[no-untyped-def]
+    """Compute the deadline of the next document of source i: the release of the one after it, rounded up.
+
+    ``units * W / w`` for W of up to 61 bits: ``units * (W // w)``, and ``units * (W % w) / w``, which is below 2**31.
+    The latter is estimated by `SHARE_FRACTION`, which loses less than one, and then corrected by its exact remainder,
+    which lies between 0 and 3 w; the products wrap around, but the remainder, their difference, is 63 bits long.
+    """
+    weight, share = sources[i, WEIGHT], sources[i, SHARE]
+    quotient = (units * sources[i, SHARE_FRACTION]) >> 32
+    taken = np.uint64(quotient) * np.uint64(weight)
+    rest = np.int64(np.uint64(units) * np.uint64(sources[i, SHARE_REST]) + np.uint64(sources[i, RELEASE_REST]) - taken)
+    over = np.int64(rest >= weight) + np.int64(rest >= 2 * weight)  # no branch: nothing predicts it
+    quotient += over
+    rest -= weight * over
+    too_far = (share >> 30) > 0 and share > LATE // max(units, 1)
+    release = np.int64(LATE) if too_far else sources[i, RELEASE] + units * share + quotient
+    if release >= LATE:
+        release, rest = np.int64(LATE), np.int64(0)
+    sources[i, NEXT_RELEASE], sources[i, NEXT_RELEASE_REST] = release, rest
+    sources[i, DEADLINE] = release + (1 if rest else 0)
+
+
+@compiled
+def _select_of_few(release, deadline, stage_units):  # type: ignore[no-untyped-def]
+    """The same as `tournament.select`, but looks at every source: int64[n] twice, by place."""
+    best, earliest = -1, NEVER
+    for k in range(release.size):
+        # No branch: which source comes next is what no processor can predict.
+        its = deadline[k] if release[k] <= stage_units else NEVER
+        best = k if its < earliest else best
+        earliest = min(earliest, its)
+    return best
+
+
+@compiled
+def _best_fit(room, length):  # type: ignore[no-untyped-def]
+    """The open bin that ``length`` tokens, at least one, fill best (ties: the oldest), or -1."""
+    # What is left and the index in one number, without a sign: what does not fit is larger than all that does. So it is
+    # a plain minimum, which the compiler turns into vector instructions. Over all bins, as those that are not open have
+    # no room: always as many, so that the processor foresees the end.
+    best = _ALL
+    for b in range(room.size):
+        best = min(best, (np.uint64(room[b] - length) << _INDEX_BITS) | np.uint64(b))
+    return np.int64(best & _INDEX_MASK) if best < _HALF else np.int64(-1)
+
+
+@compiled
+def hash_sample(segments, first, stop, keys):  # type: ignore[no-untyped-def]
+    """Hash of the identity of one sample: its segments, in order.
+
+    Args:
+        segments: int64[rows, SEGMENT_WIDTH], of which ``first .. stop`` are the sample's.
+        keys: uint64[n], hash of each source's name.
+    """
+    h = np.uint64(0)
+    for k in range(first, stop):
+        h = mix(h ^ keys[segments[k, SOURCE]])
+        h = mix(h ^ np.uint64(segments[k, DOCUMENT]) ^ (np.uint64(segments[k, POSITION]) * _GOLDEN))
+        h = mix(h ^ np.uint64(segments[k, OFFSET]) ^ (np.uint64(segments[k, LENGTH]) << _S32))
+    return h
+
+
+@compiled
+def _remove_bin(which, num_open, room, opened, head, tail):  # type: ignore[no-untyped-def]
+    """Take a bin out of the opening order."""
+    for b in range(which, num_open - 1):
+        room[b], opened[b], head[b], tail[b] = room[b + 1], opened[b + 1], head[b + 1], tail[b + 1]
+    room[num_open - 1] = 0
+
+
+@compiled
+def advance(a, config, keys, by_name, ahead, want, out, starts, hashes, digests):  # type: ignore[no-untyped-def]
+    """Plan until ``a.scalars[OUT_SAMPLES] == want`` or until the caller must help.
+
+    Args:
+        a: `Arrays`, changed in place.
+        config: `Config`.
+        keys: uint64[n], hash of each source's name.
+        by_name: int64[n], the sources in the order of their names: its inverse breaks ties.
+        ahead: int64[n, A, 4], the next pieces of each source: position, document, offset, length (never 0).
+        want: samples.
+        out: int64[capacity, SEGMENT_WIDTH], segments of the samples planned.
+        starts: int64[want + 1], first segment of each sample.
+        hashes: uint64[want], identity of each sample.
+        digests: uint64[want], rolling digest after each sample.
+
+    Returns:
+        DONE; REFILL (``ahead`` of source ``scalars[REFILL_SOURCE]`` is used up); GROW_BINS; GROW_OUT; EXHAUSTED.
+    """
+    scalars, sources, segments, link = a.scalars, a.sources, a.segments, a.link
+    room, opened, head, tail = a.room, a.opened, a.head, a.tail
+    free, num_waiting = scalars[FREE], scalars[NUM_WAITING]
+    # By place in the order of names.
+    release, deadline = sources[:, RELEASE][by_name], sources[:, DEADLINE][by_name]
+    many = by_name.size > FEW
+    matches = tournament(release, deadline, scalars[STAGE_UNITS])
+    # Scalars live in registers while the loop runs.
+    samples, documents, tokens = scalars[SAMPLES], scalars[DOCUMENTS], scalars[TOKENS]
+    carried, next_carried = a.carried, scalars[NEXT_CARRIED]
+    tails, first_tail, num_tails = a.tails, scalars[FIRST_TAIL], scalars[NUM_TAILS]
+    stage_units, num_open = scalars[STAGE_UNITS], scalars[NUM_OPEN]
+    num_out, num_segments = scalars[OUT_SAMPLES], scalars[OUT_SEGMENTS]
+    source, position, document = scalars[PENDING], scalars[PENDING + 1], scalars[PENDING + 2]
+    offset, length = scalars[PENDING + 3], scalars[PENDING + 4]
+    digest = a.digest[0]
+    status = DONE
+    ending = False  # nothing is drawn any more
+    knapsack = config.mode == KNAPSACK
+    chosen = np.zeros(room.size, np.bool_)
+    order, tried = np.empty(room.size, np.int64), np.empty(room.size, np.int64)
+    num_sums, words = (room.size + 1, config.seq_length // config.align // 64 + 1) if knapsack else (0, 0)
+    sums = np.empty((num_sums, words), np.uint64)
+
+    while num_out < want:
+        if num_segments + num_waiting + 1 > out.shape[0]:
+            status = GROW_OUT
+            break
+
+        close = -1  # the bin that becomes the next sample
+        gather = False  # those of the bins that fill it best become the next sample
+        overdue = num_open > 0 and samples - opened[0] >= config.max_age
+        if overdue and not knapsack:
+            close = 0
+        elif length > 0:
+            # A segment is pending. Where does it go?
+            # (A whole sample of one document passes the open bins by, through the one spare slot.)
+            b = -1
+            fits_a_bin = (config.mode == BEST_FIT or knapsack) and length < config.seq_length
+            if fits_a_bin and not knapsack:
+                b = _best_fit(room, length)
+            elif config.mode == SPLIT and length < config.seq_length:
+                b = num_open - 1
+            elif fits_a_bin and num_open > 0:
+                used = config.seq_length - room[num_open - 1] + -(-length // config.align) * config.align
+                b = num_open - 1 if used <= config.group else -1
+            enough = num_open == config.open_bins or (not knapsack and num_waiting >= OPEN_SEGMENTS)
+            if b < 0 and fits_a_bin and enough:
+                gather = knapsack
+                close = -1 if knapsack else _best_fit(room, 1)  # the fullest
+            else:
+                if free < 0:
+                    status = GROW_BINS
+                    break
+                if b < 0:
+                    b = num_open
+                    room[b], opened[b] = config.seq_length, samples
+                    num_open += 1
+                k = free
+                free = link[k]
+                put = min(length, room[b])
+                segments[k, SOURCE], segments[k, POSITION], segments[k, DOCUMENT] = source, position, document
+                segments[k, OFFSET], segments[k, LENGTH] = offset, put
+                if room[b] == config.seq_length:
+                    head[b] = k
+                else:
+                    link[tail[b]] = k
+                tail[b], link[k] = k, -1
+                num_waiting += 1
+                offset += put
+                length -= put
+                room[b] -= put if config.align == 1 else -(-put // config.align) * config.align
+                if length > 0 and num_tails < tails.shape[0]:
+                    row = (first_tail + num_tails) % tails.shape[0]
+                    tails[row, 0], tails[row, 1], tails[row, 2] = source, position, document
+                    tails[row, 3], tails[row, 4] = offset, length
+                    num_tails += 1
+                    length = 0
+                if room[b] == 0 or config.mode == NONE:
+                    close = b
+        elif next_carried < carried.shape[0]:
+            source, position, document = carried[next_carried, 0], carried[next_carried, 1], carried[next_carried, 2]
+            offset, length = carried[next_carried, 3], carried[next_carried, 4]
+            next_carried += 1
+        elif num_tails > 0 and ((num_tails == tails.shape[0] and num_open == 0) or ending):
+            source, position, document = tails[first_tail, 0], tails[first_tail, 1], tails[first_tail, 2]
+            offset, length = tails[first_tail, 3], tails[first_tail, 4]
+            first_tail = (first_tail + 1) % tails.shape[0]
+            num_tails -= 1
+        else:
+            if many:
+                place = select(matches, deadline, stage_units)
+            else:
+                place = _select_of_few(release, deadline, stage_units)
+            if place >= 0:
+                i = by_name[place]
+                at = sources[i, HEAD]
+                if at == sources[i, NUM_AHEAD]:
+                    scalars[REFILL_SOURCE] = i
+                    status = REFILL
+                    break
+                source, position, document = i, ahead[i, at, 0], ahead[i, at, 1]
+                offset, length = ahead[i, at, 2], ahead[i, at, 3]
+                units = length if config.by_tokens else np.int64(offset == 0)
+                stage_units += units
+                sources[i, NEXT] = position + 1
+                sources[i, DRAWN_PIECES] += 1
+                sources[i, DRAWN_DOCUMENTS] += offset == 0
+                sources[i, DRAWN_TOKENS] += length
+                sources[i, DRAWN_IN_STAGE] += units
+                sources[i, RELEASE] = sources[i, NEXT_RELEASE]
+                sources[i, RELEASE_REST] = sources[i, NEXT_RELEASE_REST]
+                sources[i, HEAD] = at + 1
+                if at + 1 == sources[i, NUM_AHEAD]:
+                    scalars[REFILL_SOURCE] = i
+                    status = REFILL
+                    break
+                units = ahead[i, at + 1, 3] if config.by_tokens else np.int64(ahead[i, at + 1, 2] == 0)
+                set_deadline(sources, i, units)
+                release[place], deadline[place] = sources[i, RELEASE], sources[i, DEADLINE]
+                if many:
+                    play(matches, place, release[place], deadline[place], stage_units)
+                    # The pieces of this source after the next one, and the row of the source that will likely be next.
+                    prefetch(ahead, i, at + 3)  # type: ignore[call-arg]
+                    likely = by_name[matches[1, READY]]
+                    prefetch(sources, likely, NEXT)
+                    prefetch(sources, likely, NEXT + 8)
+            elif num_tails > 0:
+                ending = True
+            elif num_open > 0:
+                gather = knapsack
+                close = -1 if knapsack else 0  # the stream ends: what is open goes out, oldest first
+            else:
+                status = EXHAUSTED
+                break
+
+        if gather:
+            choose(room, num_open, config.seq_length, config.align, overdue, order, tried, sums, chosen)
+        elif close >= 0:
+            chosen[close] = True
+        if close >= 0 or gather:
+            first = num_segments
+            begin, stop = (0, num_open) if gather else (close, close + 1)
+            for b in range(begin, stop):
+                if not chosen[b]:
+                    continue
+                k = head[b]
+                while k >= 0:
+                    for column in range(SEGMENT_WIDTH):
+                        out[num_segments, column] = segments[k, column]
+                    tokens += segments[k, LENGTH]
+                    documents += segments[k, OFFSET] == 0
+                    num_segments += 1
+                    k = link[k]
+                link[tail[b]] = free
+                free = head[b]
+            num_waiting -= num_segments - first
+            hashes[num_out] = hash_sample(out, first, num_segments, keys)
+            digest = mix(digest ^ hashes[num_out])
+            digests[num_out] = digest
+            num_out += 1
+            starts[num_out] = num_segments
+            samples += 1
+            for b in range(stop - 1, begin - 1, -1):
+                if chosen[b]:
+                    chosen[b] = False
+                    _remove_bin(b, num_open, room, opened, head, tail)
+                    num_open -= 1
+
+    scalars[SAMPLES], scalars[DOCUMENTS], scalars[TOKENS] = samples, documents, tokens
+    scalars[STAGE_UNITS], scalars[NUM_OPEN], scalars[NEXT_CARRIED] = stage_units, num_open, next_carried
+    scalars[OUT_SAMPLES], scalars[OUT_SEGMENTS] = num_out, num_segments
+    scalars[FREE], scalars[NUM_WAITING] = free, num_waiting
+    scalars[FIRST_TAIL], scalars[NUM_TAILS] = first_tail, num_tails
+    scalars[PENDING], scalars[PENDING + 1], scalars[PENDING + 2] = source, position, document
+    scalars[PENDING + 3], scalars[PENDING + 4] = offset, length
+    a.digest[0] = digest
+    return status

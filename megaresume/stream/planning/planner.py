@@ -1,0 +1,377 @@
+"""`Planner`: drives the planning loop forward from a snapshot, feeding it documents.
+
+A planner only moves forward, from stage to stage. `snapshot` is a copy of its few small arrays (microseconds); a
+planner built on a snapshot goes on exactly from there, whatever was looked ahead before.
+
+Samples that the run leaves out are planned as all others and then given up, just before the next sample that stays: so
+a planner that stands before them has not decided about them yet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from megaresume.stream.config import StreamConfig
+from megaresume.stream.documents.order import Orders, SourceOrder
+from megaresume.stream.documents.pieces import PieceLists, may_be_cut
+from megaresume.stream.errors import CorpusError
+from megaresume.stream.growth import AbsentSource
+from megaresume.stream.planning import kernel
+from megaresume.stream.planning.bins import fresh_bins, grown, segments_of, with_bins
+from megaresume.stream.planning.feed import Feed
+from megaresume.stream.planning.kernel import Arrays
+from megaresume.stream.planning.masking import without_documents
+from megaresume.stream.planning.plan import Plan, concatenate
+from megaresume.stream.planning.stages import Course, Stage, enter, fresh_tails, kernel_config
+from megaresume.stream.planning.tournament import NEVER
+from megaresume.stream.source import LengthSource
+from megaresume.stream.state import StreamState
+
+#: Documents looked ahead in all sources together, and at least and at most in each.
+LOOK_AHEAD, LOOK_AHEAD_LOW, LOOK_AHEAD_HIGH = 1 << 19, 32, 4096
+#: A source is nearly used up when less than one part in so many is left of what was looked ahead.
+TOP_UP = 16
+#: Samples to be left out that are planned at a time.
+LEAVE_OUT = 1 << 13
+#: And at most in each by a planner that shares feeds: it goes a few samples, over what they remember.
+LOOK_AGAIN = 256
+
+
+@lru_cache(maxsize=4096)
+def source_key(name: str) -> int:
+    """64-bit hash of a source's name: its part in the identity of a sample."""
+    digest = hashlib.blake2b(f"megaresume.source.1|{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def fresh_arrays(config: StreamConfig) -> Arrays:
+    """The arrays at sample 0."""
+    sources = np.zeros((len(config.sources), kernel.SOURCE_WIDTH), np.int64)
+    sources[:, kernel.WEIGHT] = [s.weight for s in config.sources]
+    sources[:, kernel.ACTIVE] = sources[:, kernel.WEIGHT] > 0
+    scalars = np.zeros(kernel.NUM_SCALARS, np.int64)
+    scalars[kernel.FREE] = -1
+    return Arrays(
+        scalars=scalars,
+        digest=np.zeros(1, np.uint64),
+        sources=sources,
+        carried=np.zeros((0, kernel.SEGMENT_WIDTH), np.int64),
+        tails=fresh_tails(config),
+        **fresh_bins(kernel_config(config).open_bins + 1),
+    )
+
+
+def orders_of(state: StreamState | None, config: StreamConfig, sources: Sequence[LengthSource]) -> Orders:
+    """Those that a state knows; of the other sources, and without a state, nothing is known yet.
+
+    Raises:
+        StateError: what the state knows is not of these sources.
+    """
+    cursors = {} if state is None else state.sources
+    orders = Orders(
+        SourceOrder(
+            entry.name,
+            config.seed,
+            entry.shuffle,
+            PieceLists(source),
+            cursors[entry.name].eras if entry.name in cursors else (),
+        )
+        for entry, source in zip(config.sources, sources, strict=True)
+    )
+    for order, entry in zip(orders, config.sources, strict=True):
+        if entry.weight > 0 and not isinstance(order.lists.source, AbsentSource):
+            order.check()
+    return orders
+
+
+def revised_orders(orders: Orders, stage: Stage, sources: Sequence[LengthSource], arrays: Arrays) -> Orders:
+    """Those of the sources from the beginning of a stage on: of the ones that are drawn in it."""
+    config = stage.config
+    positions = arrays.sources[:, kernel.NEXT].tolist()
+    return Orders(
+        order.revised(
+            position,
+            documents=len(source),
+            piece=config.seq_length if may_be_cut(source) else 0,
+            now=entry.name in stage.grown_now,
+        )
+        if entry.weight > 0
+        else order
+        for order, entry, source, position in zip(orders, config.sources, sources, positions, strict=True)
+    )
+
+
+class Planner:
+    """Plans samples one after another.
+
+    Args:
+        course: the stages of the stream.
+        sources: lengths by document, in the order of the sources of every stage.
+        arrays: where to start (`snapshot`, or ``cursor.arrays_of`` a state); None: at sample 0. Copied.
+        feeds: those of another planner of the same sources, which remember what they looked up last.
+
+    Raises:
+        CorpusError: a source with a positive weight has no documents.
+    """
+
+    def __init__(
+        self,
+        course: Course,
+        sources: Sequence[LengthSource],
+        arrays: Arrays | None = None,
+        *,
+        feeds: Sequence[Feed] | None = None,
+    ) -> None:
+        first = course.config(0)
+        self.course = course
+        self._sources = sources
+        self.feeds = feeds or [Feed(source, entry.name) for source, entry in zip(sources, first.sources, strict=True)]
+        self._keys = np.array([source_key(s.name) for s in first.sources], np.uint64)
+        most = LOOK_AHEAD_HIGH if feeds is None else LOOK_AGAIN
+        num = min(max(LOOK_AHEAD // len(sources), LOOK_AHEAD_LOW), most)
+        self._ahead = np.zeros((len(sources), num, 4), np.int64)
+        self._arrays = _copy(arrays or fresh_arrays(first))
+        #: int64[n]: ties go by name.
+        self._by_name = np.array(sorted(range(len(sources)), key=lambda i: first.sources[i].name), np.int64)
+        self._masks = course.masks_at(self.position)
+        #: called with samples that are left out; ``first`` of such a plan is an absolute number.
+        self.on_left_out: Callable[[Plan], object] = lambda plan: None
+        self._set_stage()
+        # A stage that begins right here may lack a source of the one before: only then is anything looked ahead.
+        if not self._arrive():
+            self._look_ahead()
+
+    def _set_stage(self) -> None:
+        self._stage = int(self._arrays.scalars[kernel.STAGE])
+        self._config = self.course.config(self._stage)
+        self._constants = self.course.constants(self._stage)
+        for entry, source in zip(self._config.sources, self._sources, strict=True):
+            if entry.weight > 0 and len(source) == 0:
+                raise CorpusError(
+                    f"source '{entry.name}' has no documents",
+                    found="0 documents",
+                    expected="at least one, since its weight is positive",
+                    action="give it weight 0, or check its path and split",
+                )
+        orders = self.course.orders
+        if self._stage not in orders:
+            past = self.course.past
+            before = orders.get(self._stage - 1) or orders_of(past, self._config, self._sources)
+            known = past is not None and self._stage < len(past.stages)
+            stage = self.course.stages[self._stage]
+            orders[self._stage] = before if known else revised_orders(before, stage, self._sources, self._arrays)
+        self._orders = orders[self._stage]
+
+    def _arrive(self) -> bool:
+        """Begin what begins here, so that every snapshot is one of the stage that the next sample is of."""
+        entered = False
+        masks = self.course.masks_at(self.position)
+        if masks is not self._masks:
+            self._masks, entered = masks, True
+        if new := self.course.masks_from(self.position):
+            self._arrays = without_documents(self._arrays, self._constants, new, self._orders)
+        while self.course.is_due(self._stage + 1, self._arrays):
+            self._arrays = enter(self._arrays, self._config, self.course.config(self._stage + 1))
+            self.course.reached(self._stage + 1, self.position)
+            self._set_stage()
+            entered = True
+        if entered:
+            self._refill_all()
+        return entered
+
+    @property
+    def position(self) -> int:
+        """Number of the next sample."""
+        return kernel.trained_samples(self._arrays)
+
+    @property
+    def reached(self) -> int:
+        """The same, counted with the samples that were left out."""
+        return int(self._arrays.scalars[kernel.SAMPLES])
+
+    @property
+    def digest(self) -> int:
+        """Rolling digest of all samples so far."""
+        return int(self._arrays.digest[0])
+
+    def snapshot(self) -> Arrays:
+        """Where the planner is: a copy of its arrays, with a pool of just the segments in open bins."""
+        now = self._arrays
+        num_open, next_carried = int(now.scalars[kernel.NUM_OPEN]), int(now.scalars[kernel.NEXT_CARRIED])
+        arrays = now._replace(
+            scalars=now.scalars.copy(),
+            digest=now.digest.copy(),
+            sources=now.sources.copy(),
+            carried=now.carried[next_carried:].copy(),
+            tails=now.tails.copy(),
+        )
+        arrays.scalars[kernel.NEXT_CARRIED] = 0
+        return with_bins(arrays, now.room[:num_open], now.opened[:num_open], *segments_of(now))
+
+    def advance(self, num_samples: int) -> Plan:
+        """Plan the next samples: as many as asked for, fewer only where the stream ends."""
+        plans: list[Plan] = []
+        while True:
+            if num_samples and not self._leave_out():
+                return concatenate([*plans, self._advance(0)])
+            num = min([num_samples, *self._limits()])
+            plan = self._advance(num)
+            plans.append(plan)
+            num_samples -= len(plan)
+            self._arrive()
+            if not num_samples or len(plan) < num:
+                return concatenate(plans)
+
+    def _limits(self) -> list[int]:
+        """Samples until something else begins: a stage, a list of documents to skip, samples to leave out."""
+        left = self.course.samples_left(self._stage, self._arrays)
+        changes, ranges = self.course.changes, self.course.skips.ranges
+        limits = [] if left is None else [left]
+        if (k := bisect_right(changes, self.position)) < len(changes):
+            limits.append(changes[k] - self.position)
+        if (k := bisect_left(ranges, (self.reached,))) < len(ranges):
+            limits.append(ranges[k][0] - self.reached)
+        return limits
+
+    def _leave_out(self) -> bool:
+        """Give up the samples that are left out here; False, with nothing done, where the stream ends in them."""
+        ranges = self.course.skips.ranges
+        k = bisect_right(ranges, self.reached, key=lambda r: r[0]) - 1
+        if k < 0 or self.reached >= ranges[k][1]:
+            return True
+        before, first, stop = self.snapshot(), self.reached, ranges[k][1]
+        while self.reached < stop:
+            num = min(stop - self.reached, LEAVE_OUT)
+            at = self.reached
+            plan = self._advance(num)
+            if len(plan) < num:
+                self._arrays = before
+                self._set_stage()
+                self._refill_all()
+                return False
+            source, length = plan.table[:, kernel.SOURCE], plan.table[:, kernel.LENGTH]
+            np.add.at(self._arrays.sources[:, kernel.LEFT_OUT_TOKENS], source, length)
+            np.add.at(self._arrays.sources[:, kernel.LEFT_OUT_DOCUMENTS], source, plan.table[:, kernel.OFFSET] == 0)
+            self.on_left_out(replace(plan, first=at))
+        scalars = self._arrays.scalars
+        scalars[kernel.LEFT_OUT] += stop - first
+        for counter in (kernel.DOCUMENTS, kernel.TOKENS):
+            scalars[counter] = before.scalars[counter]
+        self._arrays.digest[:] = before.digest
+        return True
+
+    def _advance(self, num_samples: int) -> Plan:
+        """Plan samples of the stage at hand."""
+        scalars = self._arrays.scalars
+        scalars[kernel.OUT_SAMPLES] = scalars[kernel.OUT_SEGMENTS] = 0
+        first = self.position
+        table = np.empty((16 * num_samples + len(self._arrays.link) + 1, kernel.SEGMENT_WIDTH), np.int64)
+        starts = np.zeros(num_samples + 1, np.int64)
+        hashes = np.empty(num_samples, np.uint64)
+        digests = np.empty(num_samples, np.uint64)
+        while True:
+            status = kernel.advance(
+                self._arrays,
+                self._constants,
+                self._keys,
+                self._by_name,
+                self._ahead,
+                num_samples,
+                table,
+                starts,
+                hashes,
+                digests,
+            )
+            if status == kernel.REFILL:
+                self._refill(int(scalars[kernel.REFILL_SOURCE]))
+                if len(self._by_name) > kernel.FEW:  # few are looked far ahead in, and seldom used up
+                    self._top_up()
+            elif status == kernel.GROW_OUT:
+                table = np.concatenate([table, np.empty_like(table), np.empty_like(self._arrays.segments)])
+            elif status == kernel.GROW_BINS:
+                self._arrays = grown(self._arrays)
+            else:
+                break
+        num, num_segments = int(scalars[kernel.OUT_SAMPLES]), int(scalars[kernel.OUT_SEGMENTS])
+        return Plan(
+            first=first,
+            starts=starts[: num + 1],
+            table=table[:num_segments].copy(),  # plans are kept, most of what was set aside for this one is not needed
+            hashes=hashes[:num],
+            digests=digests[:num],
+            orders=self._orders,
+        )
+
+    def _look_ahead(self) -> None:
+        """A snapshot knows the deadlines: the documents are looked up when they are drawn, not of all sources now."""
+        sources = self._arrays.sources
+        num_ahead = sources[sources[:, kernel.ACTIVE] > 0, kernel.NUM_AHEAD]
+        if len(num_ahead) and num_ahead.all():
+            sources[:, kernel.HEAD] = sources[:, kernel.NUM_AHEAD]
+        else:
+            self._refill_all()
+
+    def _refill_all(self) -> None:
+        sources = self._arrays.sources
+        sources[:, kernel.HEAD] = sources[:, kernel.NUM_AHEAD] = 0
+        self._activate()
+        for i in np.flatnonzero(sources[:, kernel.ACTIVE]).tolist():
+            self._refill(i)
+
+    def _activate(self) -> None:
+        """Set the shares of the sources that are drawn, and never release the others."""
+        sources = self._arrays.sources
+        kernel.set_shares(sources)
+        sources[sources[:, kernel.ACTIVE] == 0, kernel.RELEASE] = NEVER
+
+    def _refill(self, i: int) -> None:
+        sources = self._arrays.sources
+        num = self._fill(i, int(sources[i, kernel.NEXT]), self._ahead[i])
+        sources[i, kernel.HEAD], sources[i, kernel.NUM_AHEAD] = 0, num
+        if num:
+            self._set_deadline(i)
+        else:
+            self._exhaust(i)
+
+    def _fill(self, i: int, position: int, out: npt.NDArray[np.int64]) -> int:
+        return self.feeds[i].fill(position, out, self._config.sources[i], self._orders[i], self._masks.get(i, ()))
+
+    def _top_up(self) -> None:
+        """Look further ahead in all sources that are nearly used up, so that the loop is left for few of them alone."""
+        sources = self._arrays.sources
+        heads, stops = sources[:, kernel.HEAD], sources[:, kernel.NUM_AHEAD]
+        nearly = (heads < stops) & ((stops - heads) * TOP_UP < stops)
+        for i in np.flatnonzero(nearly).tolist():
+            ahead, left = self._ahead[i], int(stops[i] - heads[i])
+            ahead[:left] = ahead[heads[i] : stops[i]]
+            heads[i], stops[i] = 0, left + self._fill(i, int(ahead[left - 1, 0]) + 1, ahead[left:])
+
+    def _set_deadline(self, i: int) -> None:
+        _, _, offset, length = self._ahead[i, self._arrays.sources[i, kernel.HEAD]].tolist()
+        kernel.set_deadline(self._arrays.sources, i, length if self._constants.by_tokens else int(offset == 0))
+
+    def _exhaust(self, i: int) -> None:
+        """A source has ended: the stream ends with it, or the others go on with deficits from zero."""
+        sources = self._arrays.sources
+        sources[i, kernel.IS_EXHAUSTED] = 1
+        stop = self._config.sources[i].on_exhausted == "stop"
+        sources[slice(None) if stop else i, kernel.ACTIVE] = 0
+        sources[:, kernel.DRAWN_IN_STAGE : kernel.RELEASE_REST + 1] = 0
+        self._arrays.scalars[kernel.STAGE_UNITS] = 0
+        self._activate()
+        for j in np.flatnonzero(sources[:, kernel.ACTIVE]).tolist():
+            if sources[j, kernel.HEAD] < sources[j, kernel.NUM_AHEAD]:
+                self._set_deadline(j)
+            elif sources[j, kernel.NUM_AHEAD]:  # not looked up yet: see `_look_ahead`
+                self._refill(j)
+
+
+def _copy(arrays: Arrays) -> Arrays:
+    return Arrays._make(array.copy() for array in arrays)

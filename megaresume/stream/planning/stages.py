@@ -1,0 +1,241 @@
+"""The stages of a run: those that were, and those that are declared to come.
+
+A stage is a range of the stream with one blend and one packing. Where one ends and the next begins (`enter`), every
+source goes on at its own position and the deficits of the blend start at zero, so that a new weight causes no burst of
+catch-up. Documents in open bins are kept: as they are where the packing stays the same, else they are taken out, in
+the order in which they were put in, and are the first to be packed anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megaresume.stream.batches import BatchSchedule
+from megaresume.stream.config import StageConfig, StageUnit, StreamConfig
+from megaresume.stream.errors import ConfigError
+from megaresume.stream.skips import NO_SKIPS, DocumentList, Skips
+from megaresume.stream.state import StageRecord, StreamState
+
+if TYPE_CHECKING:
+    # Compiled code, half a second to import: `megaresume plan` decides about stages without it.
+    from megaresume.stream.documents.order import Orders
+    from megaresume.stream.planning import kernel
+    from megaresume.stream.planning.kernel import Arrays
+    from megaresume.stream.planning.masking import Masks
+
+#: name of the stage at the beginning of a run.
+FIRST = "start"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """One stage; its config has no stages of its own."""
+
+    name: str
+    config: StreamConfig
+    #: it begins with the first sample before which the stream holds ``at`` of these.
+    unit: StageUnit
+    at: int
+    #: sources whose corpora have grown, and take part with all their documents at once.
+    grown_now: frozenset[str] = frozenset()
+
+    @classmethod
+    def recorded(cls, record: StageRecord) -> Stage:
+        """One that was."""
+        return cls(name=record.name, config=StreamConfig.recorded(record.config), unit="samples", at=record.first)
+
+
+def declared(before: StreamConfig, changes: Sequence[StageConfig]) -> list[Stage]:
+    """The stages that follow one with the config ``before``, change by change."""
+    stages = []
+    for change in changes:
+        before = before.changed_by(change)
+        stages.append(Stage(name=change.name, config=before, unit=change.unit, at=change.at))
+    return stages
+
+
+@dataclass
+class Course:
+    """The stages of a stream, in order, and where those that were reached began.
+
+    Shared by all planners of a stream, which find the same beginnings.
+    """
+
+    stages: tuple[Stage, ...]
+    #: first sample of each stage that was reached.
+    began: list[int]
+    #: maps steps to samples, for stages that are declared by step.
+    schedule: BatchSchedule | None = None
+    #: what is left out.
+    skips: Skips = NO_SKIPS
+    #: of the sources in each stage that was reached, by its number.
+    orders: dict[int, Orders] = field(default_factory=dict)
+    #: a state of the run that has gone through the first stages: its sources know which pieces their epochs had.
+    past: StreamState | None = None
+    _constants: dict[int, kernel.Config] = field(default_factory=dict)
+    _masks: dict[tuple[int, ...], Mapping[int, Masks]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: StreamConfig) -> Course:
+        """The stages that a config declares, from sample 0."""
+        first = Stage(name=FIRST, config=config.without_stages(), unit="samples", at=0)
+        return cls((first, *declared(first.config, config.stages)), [0])
+
+    @classmethod
+    def recorded(cls, past: StreamState) -> Course:
+        """What led to a state, to be planned again from sample 0."""
+        return cls(tuple(Stage.recorded(record) for record in past.stages), [0], skips=past.skips, past=past)
+
+    def config(self, index: int) -> StreamConfig:
+        """Of the stage with this number."""
+        return self.stages[index].config
+
+    def constants(self, index: int) -> kernel.Config:
+        """What the loop needs to know of a stage."""
+        if index not in self._constants:
+            self._constants[index] = kernel_config(self.config(index))
+        return self._constants[index]
+
+    def index_at(self, sample: int) -> int:
+        """Number of the stage that a sample which was planned belongs to."""
+        return max(k for k, first in enumerate(self.began) if first <= sample)
+
+    @property
+    def changes(self) -> tuple[int, ...]:
+        """Samples, ascending, at which another list of documents is skipped than before."""
+        return self.skips.changes()
+
+    def masks_at(self, sample: int) -> Mapping[int, Masks]:
+        """The documents that are passed over from a sample on, by source number: one object for each such set."""
+        return self._masks_of(tuple(k for k, d in enumerate(self.skips.documents) if d.holds_at(sample)))
+
+    def masks_from(self, sample: int) -> Mapping[int, Masks]:
+        """Of those, the ones that were declared right there."""
+        return self._masks_of(tuple(k for k, d in enumerate(self.skips.documents) if d.at == sample))
+
+    def _masks_of(self, which: tuple[int, ...]) -> Mapping[int, Masks]:
+        if which not in self._masks:
+            names = [source.name for source in self.config(0).sources]
+            self._masks[which] = masks_of([self.skips.documents[k].documents for k in which], names)
+        return self._masks[which]
+
+    def is_due(self, index: int, arrays: Arrays) -> bool:
+        """Whether stage ``index`` begins where these arrays are."""
+        if index >= len(self.stages) or (self.stages[index].unit == "step" and self.schedule is None):
+            return False
+        return self.samples_left(index - 1, arrays) == 0
+
+    def samples_left(self, index: int, arrays: Arrays) -> int | None:
+        """Samples of stage ``index`` that can be planned before the next one may begin; None: there is no next.
+
+        Raises:
+            ConfigError: the next is declared by step, and the batch sizes are not known.
+        """
+        if index + 1 >= len(self.stages):
+            return None
+        from megaresume.stream.planning import kernel
+
+        stage = self.stages[index + 1]
+        samples, tokens = kernel.trained_samples(arrays), int(arrays.scalars[kernel.TOKENS])
+        if stage.unit == "tokens":
+            # A sample holds at most seq_length tokens: so many cannot go too far.
+            left = stage.at - tokens
+            return 0 if left <= 0 else max(left // self.config(index).seq_length, 1)
+        return max(self._first_sample(stage) - samples, 0)
+
+    def _first_sample(self, stage: Stage) -> int:
+        if stage.unit == "samples":
+            return stage.at
+        if self.schedule is None:
+            raise ConfigError(
+                f"stage '{stage.name}' begins at a step, but the batch sizes are not known here",
+                found=f"from_step: {stage.at}",
+                expected="the schedule of global batch sizes",
+                cause="the stream alone does not know which samples a step trains",
+                action="declare the stage with from_samples or from_tokens",
+            )
+        return self.schedule.after(0, stage.at)
+
+    def reached(self, index: int, sample: int) -> None:
+        """Stage ``index`` begins with ``sample``."""
+        if index == len(self.began):
+            self.began.append(sample)
+
+    def records(self, index: int) -> tuple[StageRecord, ...]:
+        """The stages up to number ``index``, for a state."""
+        return tuple(
+            StageRecord(first=first, name=stage.name, config=stage.config.to_dict())
+            for first, stage in zip(self.began, self.stages[: index + 1], strict=False)
+        )
+
+
+def masks_of(lists: Sequence[DocumentList], names: Sequence[str]) -> Mapping[int, Masks]:
+    """Lists of documents as the planner needs them, by source number."""
+    if not lists:
+        return {}
+    from megaresume.stream.planning.masking import Mask
+
+    masks: dict[int, list[Mask]] = {}
+    for documents in lists:
+        ids = np.array(documents.numbers(), np.int64)
+        masks.setdefault(names.index(documents.source), []).append(Mask(ids, documents.epochs))
+    return masks
+
+
+def kernel_config(config: StreamConfig) -> kernel.Config:
+    """The constants that the loop needs."""
+    from megaresume.stream.planning import kernel
+
+    packing = config.packing
+    # What waits together has a bin of its own.
+    open_bins = {"best_fit": packing.open_bins, "knapsack": packing.lookahead}.get(packing.mode, 1)
+    group = min(2 * config.seq_length // packing.lookahead, config.seq_length) if packing.mode == "knapsack" else 0
+    return kernel.Config(
+        mode=kernel.MODES[config.packing.mode],
+        seq_length=config.seq_length,
+        open_bins=open_bins,
+        max_age=packing.max_age if packing.mode in ("best_fit", "knapsack") else (1 << 62),
+        align=config.packing.align,
+        by_tokens=config.blend.unit == "tokens",
+        group=group,
+    )
+
+
+def fresh_tails(config: StreamConfig) -> Any:
+    """Room for what packing ``split`` keeps back: int64[t, SEGMENT_WIDTH]."""
+    from megaresume.stream.planning import kernel
+
+    return np.zeros((kernel.TAILS if config.packing.mode == "split" else 0, kernel.SEGMENT_WIDTH), np.int64)
+
+
+def enter(arrays: Arrays, before: StreamConfig, after: StreamConfig) -> Arrays:
+    """The planner's arrays at the beginning of a stage.
+
+    Args:
+        arrays: at the end of the stage before.
+        before, after: the configs of the two stages, with the same sources in the same order.
+    """
+    from megaresume.stream.planning import kernel
+    from megaresume.stream.planning.bins import fresh_bins, waiting_segments
+
+    scalars, sources = arrays.scalars.copy(), arrays.sources.copy()
+    scalars[kernel.STAGE] += 1
+    sources[:, kernel.WEIGHT] = [s.weight for s in after.sources]
+    sources[:, kernel.ACTIVE] = sources[:, kernel.WEIGHT] > 0
+    sources[:, kernel.IS_EXHAUSTED] = 0
+    sources[:, kernel.DRAWN_IN_STAGE : kernel.RELEASE_REST + 1] = 0
+    scalars[kernel.STAGE_UNITS] = 0
+    arrays = arrays._replace(scalars=scalars, sources=sources)
+    if (before.packing, before.seq_length) == (after.packing, after.seq_length):
+        return arrays
+    waiting = waiting_segments(arrays)
+    for row in (kernel.NUM_OPEN, kernel.NUM_WAITING, kernel.NUM_TAILS, kernel.FIRST_TAIL):
+        scalars[row] = 0
+    scalars[kernel.FREE] = -1
+    scalars[kernel.PENDING : kernel.PENDING + kernel.SEGMENT_WIDTH] = 0
+    scalars[kernel.NEXT_CARRIED] = 0
+    return arrays._replace(carried=waiting, tails=fresh_tails(after), **fresh_bins(kernel_config(after).open_bins + 1))

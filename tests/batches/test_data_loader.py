@@ -1,0 +1,328 @@
+"""`megaresume.DataLoader`: any map-style dataset in the exact order of a stream.
+
+What the ranks are handed is written down by this file's own loops, and put together by `merged`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from itertools import islice, zip_longest
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.data
+
+import megaresume
+from megaresume.batches.items import item_hash
+from megaresume.stream.errors import CorpusError, StateError, UsageError
+
+ITEMS = 37
+
+
+class Numbers(torch.utils.data.Dataset[Any]):
+    """Item i is the number ``first + i``."""
+
+    def __init__(self, items: int = ITEMS, first: int = 0) -> None:
+        self.items, self.first = items, first
+
+    def __len__(self) -> int:
+        return self.items
+
+    def __getitem__(self, i: int) -> Any:
+        return {"number": torch.tensor(self.first + i)}
+
+
+def numbers(batch: Any) -> list[int]:
+    return batch["number"].tolist()
+
+
+def merged(loaders: list[Any], micro_batches: int) -> list[int]:
+    """What the ranks were handed in so many micro-batches, over epochs, in the order of the stream."""
+    of_ranks = [[numbers(batch) for batch in islice(endless(loader), micro_batches)] for loader in loaders]
+    return [number for batches in zip_longest(*of_ranks, fillvalue=[]) for batch in batches for number in batch]
+
+
+def endless(loader: Any) -> Any:
+    while True:
+        empty = True
+        for batch in loader:
+            empty = False
+            yield batch
+        if empty:
+            return
+
+
+def ranks(dp: int, batch_size: int, state: Any = None, dataset: Any = None, **options: Any) -> list[Any]:
+    dataset = Numbers() if dataset is None else dataset
+    loaders = [megaresume.DataLoader(dataset, batch_size, dp_rank=rank, dp_size=dp, **options) for rank in range(dp)]
+    for loader in loaders:
+        if state is not None:
+            loader.load_state_dict(state)
+    return loaders
+
+
+@pytest.fixture(scope="module")
+def order() -> list[int]:
+    """Three epochs of one rank, item by item."""
+    return merged(ranks(1, 1), 3 * ITEMS)
+
+
+def test_every_epoch_is_another_permutation(order: list[int]) -> None:
+    epochs = [order[ITEMS * e : ITEMS * (e + 1)] for e in range(3)]
+    assert all(sorted(epoch) == list(range(ITEMS)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != list(range(ITEMS))
+
+
+@pytest.mark.parametrize("before", [(1, 4, 1), (2, 3, 1), (3, 2, 2)])
+@pytest.mark.parametrize("after", [(1, 4, 1), (4, 2, 1), (2, 5, 3)])
+def test_ranks_batch_and_accumulation_change_between_save_and_resume(
+    order: list[int], before: tuple[int, int, int], after: tuple[int, int, int]
+) -> None:
+    dp, size, accumulation = before
+    loaders = ranks(dp, size, accumulation=accumulation)
+    first = merged(loaders, 8)  # in the second epoch, of most layouts
+    states = [loader.state_dict() for loader in loaders]
+    assert all(state == states[0] for state in states)
+    assert first == order[: 8 * dp * size]
+    assert states[0]["batches"] == [[0, dp * size * accumulation]]
+
+    dp, size, accumulation = after
+    rest = merged(ranks(dp, size, json.loads(json.dumps(states[0])), accumulation=accumulation), 4)
+    assert rest == order[len(first) : len(first) + 4 * dp * size]
+
+
+def test_a_for_ends_with_the_step_that_reaches_the_end_of_the_epoch(order: list[int]) -> None:
+    loader = megaresume.DataLoader(Numbers(), 5, accumulation=2)
+    handed = []
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        handed.append([number for batch in loader for number in numbers(batch)])
+    # 37 items in steps of 10: to 40, 80, 120
+    assert [len(one) for one in handed] == [40, 40, 40]
+    assert len(loader) == 8
+    assert [number for one in handed for number in one][:111] == order
+
+
+def test_max_epochs_end_with_a_batch_that_is_dealt_out_evenly(order: list[int]) -> None:
+    loaders = ranks(2, 8, max_epochs=2)  # 74 items: four steps of 16, and 10
+    assert merged(loaders, 100) == order[:74]
+    assert [loader.samples for loader in loaders] == [74, 74]
+    assert loaders[0].state_dict()["batches"] == [[0, 16], [64, 10]]
+    assert loaders[0].epoch == 2
+    assert merged(loaders, 1) == []
+
+
+def test_drop_last_drops_the_short_step_alone(order: list[int]) -> None:
+    assert merged(ranks(2, 8, max_epochs=2, drop_last=True), 100) == order[:64]
+    assert merged(ranks(1, 5, max_epochs=1, drop_last=True), 100) == order[:35]
+
+
+def test_fewer_items_than_ranks_at_the_end_are_said(order: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    assert merged(ranks(3, 4, max_epochs=1), 100) == order[:36]
+    assert "the last 1 items of the stream are not trained: there are 3 ranks" in caplog.text
+
+
+def test_blend_by_item_with_an_end_each() -> None:
+    blend = {"small": (Numbers(10), 1), "large": (Numbers(90, first=100), 3)}
+    handed = merged(ranks(1, 4, dataset=blend), 10)
+    assert sum(number < 100 for number in handed) == 10
+    ended = merged(ranks(2, 2, dataset=blend, max_epochs={"small": 2, "large": 1}), 1000)
+    assert Counter(ended) == Counter([*range(10), *range(10), *range(100, 190)])
+
+
+def test_a_blend_goes_on_exactly_and_its_weights_may_change() -> None:
+    blend = {"a": (Numbers(50), 1), "b": (Numbers(50, first=100), 1)}
+    order = merged(ranks(1, 1, dataset=blend), 100)
+    loaders = ranks(2, 3, dataset=blend)
+    assert merged(loaders, 5) == order[:30]
+    state = loaders[0].state_dict()
+    assert merged(ranks(1, 7, state, dataset=blend), 10) == order[30:100]
+    heavy = {"a": (Numbers(50), 3), "b": (Numbers(50, first=100), 1)}
+    with pytest.raises(StateError, match="weight"):
+        ranks(1, 4, state, dataset=heavy)
+    changed = merged(ranks(1, 4, state, dataset=heavy, on_change="stage"), 10)
+    assert sum(number < 100 for number in changed) == 30
+    assert not set(changed) & set(order[:30])
+
+
+def test_a_for_that_was_left_goes_on(order: list[int]) -> None:
+    loader = megaresume.DataLoader(Numbers(), 2)
+    handed = []
+    for batch in loader:
+        handed += numbers(batch)
+        if loader.samples == 6:
+            break
+    assert loader.state_dict()["samples"] == 6
+    for batch in loader:
+        handed += numbers(batch)
+    assert handed == order[:38]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_change_nothing_and_what_they_read_ahead_does_not_count(order: list[int], persistent: bool) -> None:
+    options: dict[str, Any] = {"num_workers": 2, "prefetch_factor": 3, "persistent_workers": persistent}
+    loader = megaresume.DataLoader(Numbers(), 2, **options)
+    handed = []
+    for batch in loader:
+        handed += numbers(batch)
+        if len(handed) == 8:
+            break
+    state = loader.state_dict()
+    assert state["samples"] == 8
+    for batch in loader:  # left, and gone on with
+        handed += numbers(batch)
+    assert handed == order[:38]
+    assert merged(ranks(1, 2, state, num_workers=1), 20) == order[8:48]
+
+
+def test_the_state_is_small_whatever_was_trained() -> None:
+    loader = megaresume.DataLoader(Numbers(10_000), 100)
+    sizes = [len(json.dumps(loader.state_dict())) for _ in loader]
+    assert max(sizes) < 2000
+
+
+@pytest.mark.parametrize("append", ["next_epoch", "now"])
+def test_new_items_of_a_dataset_come_once(order: list[int], append: Any) -> None:
+    loaders = ranks(1, 4)
+    first = merged(loaders, 5)
+    state = loaders[0].state_dict()
+    with pytest.raises(StateError, match=r"source 'data' is not the corpus.*\n.*documents 41"):
+        ranks(1, 4, state, dataset=Numbers(41))
+    rest = merged(ranks(1, 1, state, dataset=Numbers(41), append=append), 62)
+    (grown,) = ranks(1, 1, state, dataset=Numbers(41), append=append)
+    lengths = [(sum(1 for _ in grown), grown.epoch) for _ in range(2)]
+    assert lengths == [(17 if append == "next_epoch" else 21, 1), (41, 2)]
+    if append == "next_epoch":
+        assert rest[:17] == order[20:37]
+        assert sorted(rest[17:58]) == list(range(41))
+    else:
+        assert sorted(first + rest[:21]) == list(range(41))
+
+
+def test_other_contents_and_fewer_items_are_refused() -> None:
+    loaders = ranks(1, 4)
+    state = loaders[0].state_dict()
+    with pytest.raises(StateError, match=r"data\.contents"):
+        ranks(1, 4, state, dataset=Numbers(first=1))
+    with pytest.raises(StateError, match=r"documents 36"):
+        ranks(1, 4, state, dataset=Numbers(36))
+
+
+class Random(Numbers):
+    def __getitem__(self, i: int) -> Any:
+        return super().__getitem__(i) | {"noise": torch.rand(3) + np.random.rand() + random.random()}
+
+
+def test_a_dataset_that_draws_is_told_by_its_length_and_draws_nothing_before_training(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+    loaders = ranks(1, 4, dataset=Random())
+    assert "different each time" in caplog.text
+    drawn = torch.rand(1).item(), np.random.rand(), random.random()
+    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+    assert drawn == (torch.rand(1).item(), np.random.rand(), random.random())
+    ranks(1, 4, loaders[0].state_dict(), dataset=Random())
+    with pytest.raises(StateError, match="documents 36"):
+        ranks(1, 4, loaders[0].state_dict(), dataset=Random(36))
+
+
+class Lines(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(range(10))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "words"),
+    [
+        ((Lines(),), {}, "attach_loader"),
+        (((n for n in range(3)),), {}, "attach_loader"),
+        ((Numbers(),), {"sampler": torch.utils.data.RandomSampler(Numbers())}, "sampler"),
+        ((Numbers(),), {"batch_sampler": [[0]]}, "batch_sampler"),
+        ((Numbers(),), {"shuffle": False}, "always shuffled"),
+        ((Numbers(),), {"in_order": False}, "in_order"),
+        ((Numbers(), 38), {}, "a step is larger than the dataset"),
+        ((Numbers(), 0), {}, "batch_size"),
+        (({"train": Numbers()},), {}, "without weights"),
+        ((Numbers(0),), {}, "is empty"),
+    ],
+)
+def test_refused(arguments: Any, options: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        megaresume.DataLoader(*arguments, **options)
+
+
+def test_another_epoch_than_the_next_is_refused() -> None:
+    loader = megaresume.DataLoader(Numbers(), 4)
+    next(iter(loader))
+    loader.set_epoch(0)
+    with pytest.raises(UsageError, match="epoch 1 is not the one that comes next"):
+        loader.set_epoch(1)
+
+
+def test_two_loops_at_a_time_are_refused() -> None:
+    loader = megaresume.DataLoader(Numbers(), 4)
+    one, other = iter(loader), iter(loader)
+    next(one), next(other)
+    with pytest.raises(StateError, match="moved while it was being read"):
+        next(one)
+    next(other)
+    loader.load_state_dict(loader.state_dict())
+    with pytest.raises(StateError, match="moved while it was being read"):
+        next(other)
+
+
+def test_a_collate_fn_that_drops_a_batch_is_refused() -> None:
+    with pytest.raises(UsageError, match="collate_fn gave nothing"):
+        next(iter(megaresume.DataLoader(Numbers(), 4, collate_fn=lambda items: None)))
+
+
+class Batched(Numbers):
+    """Reads many at once, as a table of Hugging Face does."""
+
+    lost = 0
+
+    def __getitems__(self, items: list[int]) -> list[Any]:
+        return [self[i] for i in items][self.lost :]
+
+
+def test_a_dataset_that_reads_many_at_once(order: list[int]) -> None:
+    assert merged(ranks(2, 3, dataset=Batched()), 4) == order[:24]
+    dataset = Batched()
+    dataset.lost = 1
+    with pytest.raises(CorpusError, match="another number of items"):
+        next(iter(megaresume.DataLoader(dataset, 4)))
+
+
+def test_a_damaged_state_is_refused_and_the_loader_stays(order: list[int]) -> None:
+    loaders = ranks(1, 4)
+    first = merged(loaders, 2)
+    state = loaders[0].state_dict()
+    with pytest.raises(StateError, match="damaged"):
+        loaders[0].load_state_dict(state | {"samples": 4})
+    assert first + merged(loaders, 2) == order[:16]
+
+
+def test_the_hash_of_an_item_sees_what_it_holds() -> None:
+    items: list[Any] = [
+        {"a": 1, "b": "x"},
+        {"a": 1, "b": "y"},
+        {"a": [1], "b": "x"},
+        {"a": 1.0, "b": "x"},
+        {"a": torch.tensor(1), "b": "x"},
+        {"a": torch.tensor(1.0, dtype=torch.bfloat16), "b": "x"},
+        {"a": torch.tensor([1]), "b": "x"},
+        {"a": np.array([1]), "b": "x"},
+        {"a": b"1", "b": "x"},
+        {"a": None, "b": "x"},
+        Numbers(3),
+        Numbers(4),
+    ]
+    assert len({item_hash(item) for item in items}) == len(items)
+    assert item_hash({"b": "x", "a": 1}) == item_hash(items[0])
+    assert item_hash(items[0]) == 772195177145917370  # in every process, on every machine

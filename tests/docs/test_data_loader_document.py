@@ -1,0 +1,68 @@
+"""docs/data-loader.md: its programs, stopped in the second epoch and gone on with."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.process
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "data-loader.md"
+
+
+class Stopped(Exception):
+    pass
+
+
+class Recorder:
+    """Stands where the document's dataset, collate function and model are."""
+
+    def __init__(self, stop: int | None) -> None:
+        self.stop = stop
+        self.handed: list[list[int]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.stop == len(self.handed):
+            self.stop = None
+            raise Stopped
+        return {}
+
+
+def run(block: str, tmp_path: Path, *, stop: int | None = None, resumed: bool = False) -> list[list[int]]:
+    recorder = Recorder(stop)
+    # What the `...` of the document stands for.
+    block = block.replace("...  # one step", "recorder.handed.append(batch)")
+    if resumed:
+        block = block.replace("for epoch in", 'loader.load_state_dict(torch.load(path)["data"])\nfor epoch in', 1)
+    path = tmp_path / "checkpoint.pt"
+    names = {"recorder": recorder, "model": recorder, "torch": torch, "path": path}
+    with contextlib.suppress(Stopped):
+        exec(block, names | {"dataset": list(range(100, 130)), "collate": list})
+    return recorder.handed
+
+
+def test_the_loop_of_the_document(tmp_path: Path) -> None:
+    block, _ = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    assert "loader.load_state_dict(torch.load(path)" in DOCUMENT.read_text()
+    whole = run(block, tmp_path)
+    handed = list(chain.from_iterable(whole))
+    assert sorted(handed[:30]) == sorted(handed[30:60]) == sorted(handed[60:90]) == list(range(100, 130))
+    cut = run(block, tmp_path, stop=6)  # the sixth was trained, and not saved
+    rest = run(block, tmp_path, resumed=True)
+    assert cut[:5] + rest == whole
+
+
+def test_the_blend_of_the_document() -> None:
+    _, block = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    import megaresume
+
+    names: dict[str, Any] = {"megaresume": megaresume, "web": list(range(600)), "code": list(range(1000, 1050))}
+    exec(block, names)
+    handed = [n for _, batch in zip(range(50), names["loader"], strict=False) for n in batch.tolist()]
+    assert sum(n >= 1000 for n in handed) == 100

@@ -1,0 +1,101 @@
+"""A program with Hugging Face's Trainer, and what it trains written down: run by tests in their own process, or as
+
+    torchrun ... program.py OUTPUT_DIR JSON-OPTIONS
+
+The recorder stands in the training step and reads the number of an item from its tokens; it shares no code with
+megaresume.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+import megaresume
+
+ITEMS, BASE = 100, 32
+
+
+class Numbers(torch.utils.data.Dataset[Any]):
+    """Item i is a text of four tokens that hold i."""
+
+    def __init__(self, items: int = ITEMS, first: int = 0) -> None:
+        self.items, self.first = items, first
+
+    def __len__(self) -> int:
+        return self.items
+
+    def __getitem__(self, i: int) -> dict[str, list[int]]:
+        tokens = [(self.first + i) // BASE, (self.first + i) % BASE, 1, 2]
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class Recorder(Trainer):
+    """A Trainer that writes down the items of every training step, and may be killed."""
+
+    record: Path
+    #: number of the process that trains, as the test counts them.
+    attempt: int
+    kill: tuple[str, int] = ("", 0)
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
+        items = (inputs["input_ids"][:, 0] * BASE + inputs["input_ids"][:, 1]).tolist()
+        step = self.state.global_step + 1
+        loss = super().training_step(model, inputs, *args, **more)
+        rank = self.args.process_index
+        line = {"attempt": self.attempt, "step": step, "rank": rank, "items": items, "loss": loss.item()}
+        with self.record.with_name(f"{self.record.name}.{rank}").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        self.die("step", step)
+        return loss
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self.die("save", self.state.global_step)
+        super()._save_optimizer_and_scheduler(output_dir)
+
+    def die(self, where: str, step: int) -> None:
+        if self.kill == (where, step):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.kill == ("interrupt", step) and where == "step":
+            raise KeyboardInterrupt
+        if self.kill == ("stop", step):
+            self.record.with_name("stop").touch()
+
+
+def make(
+    output: Path, *, attempt: int = 1, kill: tuple[str, int] = ("", 0), data: Any = None, **options: Any
+) -> Recorder:
+    """A Trainer of a small model with dropout, saving every 5 steps; its record lies beside its output."""
+    torch.manual_seed(1)
+    config = GPT2Config(vocab_size=BASE, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    defaults: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 3,
+        "save_strategy": "steps",
+        "save_steps": 5,
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    args = TrainingArguments(output_dir=str(output), **defaults | options)
+    data = Numbers() if data is None else data
+    trainer = Recorder(GPT2LMHeadModel(config), args, train_dataset=data, eval_dataset=Numbers(4))
+    trainer.record, trainer.attempt, trainer.kill = output.with_suffix(".record"), attempt, kill
+    return trainer
+
+
+if __name__ == "__main__":
+    asked = json.loads(sys.argv[2])
+    attached = asked.pop("attach", {})
+    trainer = make(Path(sys.argv[1]), kill=tuple(asked.pop("kill", ("", 0))), **asked)
+    megaresume.attach_trainer(trainer, **attached)
+    trainer.train(resume_from_checkpoint=True)

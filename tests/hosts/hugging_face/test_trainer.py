@@ -1,0 +1,348 @@
+"""Hugging Face's Trainer: killed with two ranks in the middle of a save, and gone on with in many ways.
+
+One launch with torchrun is killed; its directory is copied for every test, which goes on from it in its own process,
+with one rank. What was trained is put together from the lines that the training steps wrote: `trained`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import torch
+
+import megaresume
+from megaresume.checkpoint import choose, read_ledger
+from megaresume.checkpoint.paths import ledger_path
+from megaresume.cli.main import main
+from megaresume.stream.errors import StateError, UsageError
+from tests.hosts.hugging_face.program import ITEMS, Numbers, Recorder, make
+
+pytestmark = pytest.mark.process
+
+PROGRAM = Path(__file__).with_name("program.py")
+ROOT = PROGRAM.parents[3]
+
+
+def launch(output: Path, ranks: int, **options: Any) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    words += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(PROGRAM), str(output), json.dumps(options)]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(words, env=env, capture_output=True, text=True)
+
+
+def run(output: Path, *, attach: Any = None, resume: Any = True, **options: Any) -> Recorder:
+    """Train in this process, with one rank, to the end."""
+    trainer = make(output, **options)
+    megaresume.attach_trainer(trainer, **attach or {})
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def lines(output: Path) -> list[dict[str, Any]]:
+    paths = sorted(output.parent.glob(f"{output.stem}.record.*"))
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+def trained(output: Path) -> list[list[int]]:
+    """The items of each step, in the order of the stream; what a later process did again counts once."""
+    steps: dict[int, dict[int, list[list[int]]]] = {}
+    written = lines(output)
+    for attempt in sorted({line["attempt"] for line in written}):
+        mine = [line for line in written if line["attempt"] == attempt]
+        first = min(line["step"] for line in mine)
+        steps = {step: of_ranks for step, of_ranks in steps.items() if step < first}
+        for line in mine:
+            steps.setdefault(line["step"], {}).setdefault(line["rank"], []).append(line["items"])
+    assert sorted(steps) == list(range(1, len(steps) + 1))
+    return [
+        [item for of_ranks in zip_longest(*steps[step].values(), fillvalue=[]) for items in of_ranks for item in items]
+        for step in sorted(steps)
+    ]
+
+
+def items(steps: list[list[int]]) -> list[int]:
+    return list(chain.from_iterable(steps))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three epochs with one rank, which nobody stops."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    run(output, per_device_train_batch_size=4)
+    return output
+
+
+@pytest.fixture(scope="module")
+def order(whole: Path) -> list[int]:
+    """The items of its steps."""
+    steps = trained(whole)
+    assert [len(step) for step in steps] == [8] * 37 + [4]
+    return items(steps)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with two ranks, killed in the second epoch: rank 0 in the middle of the save of step 20."""
+    output = tmp_path_factory.mktemp("killed") / "run"
+    done = launch(output, 2, kill=("save", 20))
+    assert done.returncode != 0 and "SIGKILL" in done.stderr, done.stderr[-3000:]
+    assert (output / "checkpoint-20").is_dir()
+    return output
+
+
+@pytest.fixture
+def copy(killed: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    for path in killed.parent.iterdir():
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / path.name)
+    return tmp_path / "run"
+
+
+def test_every_epoch_has_every_item_once(order: list[int]) -> None:
+    epochs = [order[ITEMS * e : ITEMS * (e + 1)] for e in range(3)]
+    assert all(sorted(epoch) == list(range(ITEMS)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_what_two_ranks_trained_before_the_kill(killed: Path, order: list[int]) -> None:
+    steps = trained(killed)
+    assert len(steps) == 20
+    assert items(steps) == order[:160]
+
+
+def test_the_same_two_ranks(copy: Path, order: list[int], capfd: pytest.CaptureFixture[str]) -> None:
+    done = launch(copy, 2, attempt=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "resumed at sample 120" in done.stdout and "repeated 0 skipped 0" in done.stdout
+    assert "from checkpoint-15 | random state restored" in done.stdout
+    assert "included callbacks not included" not in done.stderr
+    assert items(trained(copy)) == order
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (8, {"per_device_train_batch_size": 4}),
+        (8, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}),
+        (8, {"per_device_train_batch_size": 4, "dataloader_num_workers": 2}),
+        (4, {"per_device_train_batch_size": 2}),  # the global batch halved
+        (7, {"per_device_train_batch_size": 7, "gradient_accumulation_steps": 1}),  # the last batch is short
+    ],
+    ids=["same", "accumulation", "workers", "halved", "odd"],
+)
+def test_one_rank(copy: Path, order: list[int], size: int, options: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    left = copy / "checkpoint-20" / "rng_state_1.pth"  # of the second rank, by the save that was killed
+    left.touch()
+    trainer = run(copy, attempt=2, **options)
+    assert not left.exists() and left.with_name("trainer_state.json").exists()
+    said = capfd.readouterr().out
+    assert f"resumed at sample 120 | digest {digest_of(copy, 15)} | dp 2->1" in said
+    assert f"gbs 8->{size} | repeated 0 skipped 0 | step 15 from checkpoint-15" in said
+    steps = trained(copy)
+    assert items(steps) == order
+    assert [len(step) for step in steps[15:]] == [size] * (180 // size) + ([180 % size] if 180 % size else [])
+    epochs = {log["step"]: log["epoch"] for log in trainer.state.log_history if "loss" in log}
+    assert epochs[16] == pytest.approx((120 + size) / ITEMS) and trainer.state.epoch == 3
+    entries = read_ledger(ledger_path(copy)).entries
+    assert [(e.iteration, e.samples) for e in entries if e.kind == "finished"] == [(len(steps), 300)]
+
+
+def digest_of(output: Path, step: int) -> str:
+    return json.loads((output / "megaresume" / f"step_{step:07d}.manifest.json").read_text())["digest"]
+
+
+def test_more_data(copy: Path, order: list[int]) -> None:
+    with pytest.raises(StateError, match=r"has grown by 10 documents(.|\n)*append: next_epoch"):
+        run(copy, attempt=2, data=Numbers(110))
+    run(copy, attempt=2, data=Numbers(110), attach={"append": "next_epoch"}, per_device_train_batch_size=4)
+    handed = items(trained(copy))
+    assert handed[:200] == order[:200]
+    assert sorted(handed[200:]) == list(range(110))
+
+
+def test_other_data_is_refused(copy: Path) -> None:
+    with pytest.raises(StateError, match=r"data\.contents"):
+        run(copy, attempt=2, data=Numbers(first=1))
+    with pytest.raises(StateError, match="documents 99"):
+        run(copy, attempt=2, data=Numbers(99))
+
+
+def test_from_one_epoch_to_three(tmp_path: Path, order: list[int]) -> None:
+    output = tmp_path / "run"
+    options = {"per_device_train_batch_size": 4, "save_strategy": "epoch"}
+    trainer = run(output, num_train_epochs=1, **options)
+    assert items(trained(output)) == order[:100]  # 12 steps of 8, and one of 4
+    assert trainer.state.global_step == 13
+    run(output, attempt=2, **options)
+    assert items(trained(output)) == order
+    assert [e.iteration for e in read_ledger(ledger_path(output)).entries if e.kind == "checkpoint"] == [13, 26, 38]
+
+
+def test_the_program_knows_the_run(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", str(whole), "--steps", "14:16", "--json"]) == 0
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [s["segments"][0]["document"] for s in said] == items(trained(whole)[13:15])
+    assert main(["verify", str(whole)]) == 0
+    assert main(["latest", str(whole)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(whole / "checkpoint-38")
+
+
+@pytest.mark.release
+def test_killed_again_and_again_on_one_rank_and_on_two(tmp_path: Path, order: list[int]) -> None:
+    output = tmp_path / "run"
+    for attempt, (ranks, step, where, size, workers) in enumerate(
+        [(1, 7, "step", 4, 0), (2, 10, "save", 2, 1), (1, 13, "step", 3, 2), (2, 20, "save", 1, 0), (2, 0, "", 3, 1)]
+    ):
+        options = {"per_device_train_batch_size": size, "dataloader_num_workers": workers}
+        done = launch(output, ranks, attempt=attempt, kill=(where, step), **options)
+        assert (done.returncode == 0) == (not where), done.stderr[-3000:]
+    assert items(trained(output)) == order
+
+
+def test_the_losses_are_those_of_a_run_that_nobody_stopped(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    # The first epoch ends with step 13, which is saved and then evaluated.
+    options = {"per_device_train_batch_size": 4, "save_steps": 13, "eval_strategy": "epoch"}
+    run(tmp_path / "whole", **options)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "cut", kill=("interrupt", 17), **options)
+    run(tmp_path / "cut", attempt=2, **options)
+    assert last_losses(tmp_path / "cut") == last_losses(tmp_path / "whole")
+    said = capfd.readouterr().out
+    assert "step 13 from checkpoint-13" in said and "random numbers were drawn" not in said
+
+
+def last_losses(output: Path) -> dict[int, list[float]]:
+    losses: dict[tuple[int, int], list[float]] = {}
+    for line in lines(output):
+        losses.setdefault((line["step"], line["attempt"]), []).append(line["loss"])
+    return {step: losses[step, attempt] for step, attempt in sorted(losses)}
+
+
+def test_max_steps_and_a_checkpoint_by_its_path(tmp_path: Path, order: list[int]) -> None:
+    output = tmp_path / "run"
+    options = {"per_device_train_batch_size": 4, "max_steps": 20}
+    run(output, **options)
+    assert items(trained(output)) == order[:160]
+    trainer = run(output, attempt=2, resume=str(output / "checkpoint-5"), **options | {"max_steps": 14})
+    assert trainer.state.global_step == 14
+    assert items(trained(output)) == order[:112]
+    # checkpoint-15 and 20 are of a branch that was given up
+    run(output, attempt=3, **options)
+    assert next(line["step"] for line in lines(output) if line["attempt"] == 3) == 15
+    assert items(trained(output)) == order[:160]
+    run(output, attempt=4, **options)  # nothing is left to train
+    assert not [line for line in lines(output) if line["attempt"] == 4]
+
+
+def test_save_total_limit_keeps_the_newest_complete_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "run"
+    limits: list[Any] = []  # the Trainer deletes before the newer one is complete: it must be told of none
+    monkeypatch.setattr(
+        "transformers.trainer.rotate_checkpoints", lambda **more: limits.append(more["save_total_limit"])
+    )
+    trainer = run(output, num_train_epochs=1, save_total_limit=2, per_device_train_batch_size=4, save_steps=3)
+    assert trainer.args.save_total_limit == 2
+    assert limits == [None] * 5
+    assert sorted(path.name for path in output.glob("checkpoint-*")) == ["checkpoint-12", "checkpoint-13"]
+
+
+def test_a_damaged_checkpoint_is_passed_over(copy: Path, order: list[int]) -> None:
+    (copy / "checkpoint-15" / "model.safetensors").write_bytes(b"")
+    run(copy, attempt=2, per_device_train_batch_size=4)
+    assert next(line["step"] for line in lines(copy) if line["attempt"] == 2) == 11
+    assert items(trained(copy)) == order
+
+
+def test_checkpoints_are_not_saved_over_or_begun_without_their_data(copy: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="did not load a checkpoint"):
+        run(copy, resume=None)
+    shutil.rmtree(copy / "megaresume")
+    state = copy / "checkpoint-15" / "trainer_state.json"
+    plain = json.loads(state.read_text())
+    plain["stateful_callbacks"].pop("megaresume")
+    state.write_text(json.dumps(plain))
+    shutil.rmtree(copy / "checkpoint-20")
+    (copy / "latest").unlink()
+    with pytest.raises(StateError, match="the checkpoint has no data state"):
+        run(copy)
+
+
+def test_it_saves_and_stops_when_asked(tmp_path: Path, order: list[int]) -> None:
+    output = tmp_path / "run"
+    stop = megaresume.StopConditions(file=str(tmp_path / "stop"), status=3)
+    with pytest.raises(megaresume.Stopped):
+        run(output, attach={"stop": stop}, per_device_train_batch_size=4, kill=("stop", 7))
+    choice = choose(output)
+    assert choice is not None and choice.iteration == len(trained(output)) == 7
+    run(output, attempt=2, per_device_train_batch_size=4)
+    assert items(trained(output)) == order
+
+
+class OwnSampler(Recorder):
+    def _get_train_sampler(self, *args: Any, **more: Any) -> Any:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+class Lines(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy"),
+        ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy"),
+        ({"dataloader_drop_last": True}, "dataloader_drop_last"),
+        ({"accelerator_config": {"split_batches": True}}, "split_batches"),
+        ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        (
+            {"save_total_limit": 1, "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 5},
+            "load_best_model_at_end",
+        ),
+        ({"data": Lines(), "max_steps": 5}, "attach_loader"),
+    ],
+)
+def test_refused(tmp_path: Path, options: Any, words: str) -> None:
+    trainer = make(tmp_path / "run", **options)
+    with pytest.raises(UsageError, match=words):
+        megaresume.attach_trainer(trainer)
+
+
+def test_a_sampler_of_its_own_is_refused(tmp_path: Path) -> None:
+    trainer = make(tmp_path / "run")
+    trainer.__class__ = OwnSampler
+    with pytest.raises(UsageError, match="a sampler of its own"):
+        megaresume.attach_trainer(trainer)
+
+
+def test_a_trainer_without_a_method_that_is_needed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(tmp_path / "run")
+    monkeypatch.delattr("transformers.Trainer._run_epoch")
+    with pytest.raises(UsageError, match=r"another Trainer(.|\n)*without _run_epoch"):
+        megaresume.attach_trainer(trainer)
+
+
+def test_attached_once_and_trained_once(tmp_path: Path) -> None:
+    trainer = make(tmp_path / "run", max_steps=2)
+    megaresume.attach_trainer(trainer)
+    with pytest.raises(UsageError, match="already"):
+        megaresume.attach_trainer(trainer)
+    trainer.train()
+    with pytest.raises(UsageError, match="one training"):
+        trainer.train()
+    with pytest.raises(UsageError, match="this is no Trainer"):
+        megaresume.attach_trainer(torch.nn.Linear(1, 1))

@@ -1,0 +1,68 @@
+"""What cannot be restored exactly is refused: run by one process over a checkpoint of two. See test_deepspeed.py."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+import kit  # noqa: E402
+import torch.utils.data  # noqa: E402
+import toy  # noqa: E402
+
+import megaresume  # noqa: E402
+
+save = toy.ROOT / "killed"
+toy.start()
+found: dict[str, Any] = {}
+
+
+def loads(directory: Path, dp: int = 2, **options: Any) -> list[str]:
+    engine = toy.engine_of(micro=2, batch=4)
+    from megaresume.hosts.deepspeed import loaders
+
+    data_size, loaders.facts.data_size = loaders.facts.data_size, lambda engine: dp
+    try:
+        megaresume.attach_loader(
+            engine, options.pop("loader", None) or kit.energon_loader(toy.DATA, world=2, **options)
+        )
+        return toy.error_of(lambda: engine.load_checkpoint(str(directory)))
+    finally:
+        loaders.facts.data_size = data_size
+
+
+def copy(name: str) -> Path:
+    return Path(shutil.copytree(save, toy.ROOT / name))
+
+
+found["dp"] = loads(save, dp=1)
+found["workers"] = loads(save, workers=1)
+found["batch_size"] = loads(save, batch_size=1)
+found["kind"] = loads(save, loader=kit.torchdata_loader("map", workers=2))
+
+damaged = copy("damaged")
+states = sorted((damaged / "megaresume").glob("step_*.loader/rank_*.pkl"))
+for state in states:
+    state.write_bytes(state.read_bytes()[:-1] + b"?")
+found["damaged"] = loads(damaged)
+missing = copy("missing")
+for state in (missing / "megaresume").glob("step_*.loader/rank_00001.pkl"):
+    state.unlink()
+found["missing"] = loads(missing)
+
+engine = toy.engine_of(micro=2, batch=4)
+engine.load_checkpoint(str(save))
+data = megaresume.attach_loader(engine, kit.torchdata_loader("map"))
+found["attached_late"] = toy.error_of(lambda: next(data))
+found["no_state"] = toy.error_of(
+    lambda: megaresume.attach_loader(toy.engine_of(micro=2, batch=4), torch.utils.data.DataLoader([1, 2]))
+)
+engine = toy.engine_of(micro=2, batch=2)
+data = megaresume.attach_loader(engine, None)
+found["no_loader"] = toy.error_of(lambda: next(data))
+toy.result("refusals", found)
+os._exit(0)

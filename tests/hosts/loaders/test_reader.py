@@ -1,0 +1,147 @@
+"""One loader, killed again and again, against an uninterrupted run: every batch, in order, by its content."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import energon_loader, torchdata_loader
+from lives import lives
+
+from megaresume.hosts.loaders import adapters as module
+from megaresume.hosts.loaders.adapters import EnergonAdapter, LoaderReader, adapter_of
+from megaresume.stream.errors import StateError, UsageError
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["iterable", "map", "shuffle"])
+def test_torchdata(kind: str, workers: int) -> None:
+    make = functools.partial(torchdata_loader, kind, workers=workers)
+    # 15 batches an epoch of the maps: stops in, at the end of, and right behind an epoch; twice in a row.
+    stops = [7, 8, 15, 30, 31, 50]
+    assert lives(make, stops) == lives(make, stops[-1:])
+
+
+@pytest.mark.process
+def test_torchdata_read_ahead() -> None:
+    make = functools.partial(torchdata_loader, "iterable", workers=2)
+    assert lives(make, [5, 40, 41, 60], ahead=3) == lives(make, [60])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"workers": 2, "every": 60}, {"workers": 2, "packing": 9}, {"workers": 0}],
+    ids=["two", "packing", "none"],
+)
+def test_energon(energon_dataset: Path, options: dict[str, Any]) -> None:
+    make = functools.partial(energon_loader, energon_dataset, **options)
+    # 7, 8, 9: fewer batches between two deaths than workers, where Energon alone forgets what to pass over. It keeps a
+    # state a minute (`every`), and an offset since: that is what it forgets.
+    stops = [7, 8, 9, 30]
+    assert lives(make, stops) == lives(make, stops[-1:])
+
+
+class Counter:
+    """A loader of numbers whose state is what it would count next: it shows when a state is taken."""
+
+    def __init__(self, length: int = 1 << 60) -> None:
+        self.length, self.next, self.saves = length, 0, 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.next < self.length:
+            self.next += 1
+            yield self.next - 1
+        self.next = 0
+
+    def state_dict(self) -> dict[str, int]:
+        self.saves += 1
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+def reader_of(loader: Any, trained: Callable[[], int]) -> LoaderReader:
+    return LoaderReader(adapter_of(loader), trained)
+
+
+def test_state_is_of_the_trained_batches_and_not_of_those_handed_out() -> None:
+    for handed, trained in itertools.product((0, 1, 31, 33, 70), (0, 1, 5, 32, 40, 70)):
+        if trained > handed:
+            continue
+        done = 0
+        reader = reader_of(Counter(), lambda: done)  # noqa: B023
+        for step in range(handed):
+            assert next(reader) == step
+            done = min(step + 1, trained)
+        state, skip = reader.state()
+        assert skip < module.SNAPSHOT_EVERY + handed - trained
+        again = reader_of(Counter(), lambda: done)  # noqa: B023
+        again.restore(state, skip)
+        assert [next(again) for _ in range(3)] == [trained, trained + 1, trained + 2]
+
+
+def test_nothing_ahead_takes_one_state_and_skips_nothing() -> None:
+    loader, done = Counter(), 0
+    reader = reader_of(loader, lambda: done)
+    for _ in range(10):
+        next(reader)
+        done += 1
+    assert reader.state()[1] == 0 and reader.state()[1] == 0 and loader.saves == 1
+
+
+def test_an_ended_loader_begins_again_and_an_empty_one_is_refused() -> None:
+    reader = reader_of(Counter(3), lambda: 0)
+    assert [next(reader) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    with pytest.raises(UsageError, match="the loader has no batches"):
+        next(reader_of(Counter(0), lambda: 0))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("kind", "workers"), [("map", 0), ("iterable", 2)])
+def test_a_restored_loader_draws_nothing_that_a_whole_run_did_not(kind: str, workers: int) -> None:
+    """A DataLoader draws the seed of its workers when it begins: dropout on a CPU would change."""
+    done = 0
+    reader = reader_of(torchdata_loader(kind, workers=workers), lambda: done)
+    for _ in range(20):  # into the second epoch, which draws once more
+        next(reader)
+        done += 1
+    state = reader.state()
+    at_save = torch.get_rng_state()
+    expected = [next(reader) for _ in range(15)], torch.rand(1)
+    again = reader_of(torchdata_loader(kind, workers=workers), lambda: done)
+    again.restore(*state)
+    torch.set_rng_state(at_save)
+    found = [next(again) for _ in range(15)], torch.rand(1)
+    assert repr(found) == repr(expected)
+
+
+def test_refusals() -> None:
+    reader = reader_of(Counter(), lambda: 2)
+    next(reader)
+    with pytest.raises(StateError, match="more batches were trained than this loader handed out"):
+        reader.state()
+    with pytest.raises(UsageError, match="restored after it has handed out batches"):
+        reader.restore(*reader_of(Counter(), lambda: 0).state())
+    with pytest.raises(StateError, match="does not take its state back"):
+        state = pickle.dumps({"state": {"loader": {"other": 1}, "generator": None}, "handed": 1, "epoch": 0})
+        reader_of(Counter(), lambda: 1).restore(state, 0)
+    with pytest.raises(UsageError, match="no state that could be saved"):
+        adapter_of([1, 2])
+
+
+def test_a_state_of_energon_that_is_not_after_the_last_batch_is_refused(energon_dataset: Path) -> None:
+    loader = energon_loader(energon_dataset, workers=0)
+    adapter = adapter_of(loader)
+    assert isinstance(adapter, EnergonAdapter)
+    next(adapter.batches(0))
+    assert adapter.save(1, 0) is not None
+    with pytest.raises(StateError, match="is not the one after the batch that was handed out last"):
+        adapter.save(2, 0)

@@ -1,0 +1,59 @@
+"""Our flags in Megatron's parser."""
+
+from __future__ import annotations
+
+import argparse
+from argparse import Namespace
+
+import pytest
+
+from megaresume.hosts.megatron.arguments import Settings, add_arguments, around_add_data_args
+from megaresume.session.retries import Retries
+from megaresume.stream.errors import UsageError
+
+
+def parse(*words: str) -> Settings:
+    def add_data_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser.add_argument("--data-path")
+        return parser
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    # An extra_args_provider of ours on top of the hook: the flags are added once.
+    add_arguments(around_add_data_args(add_data_args)(parser))
+    args = parser.parse_args(list(words))
+    assert args.data_path is None  # Megatron's own are there too
+    return Settings.from_args(args, argv=[])
+
+
+def test_modes() -> None:
+    assert parse() == Settings(mode="guard", verify_checkpoint=True)
+    assert parse("--megaresume-data", "d.yaml") == Settings(mode="stream", data="d.yaml", verify_checkpoint=True)
+    assert parse("--megaresume_data=d.yaml") == Settings(mode="stream", data="d.yaml", verify_checkpoint=True)
+    assert parse("--megaresume-mode", "stream") == Settings(mode="stream", verify_checkpoint=True)
+    assert parse("--megaresume_mode", "off", "--megaresume-data", "d.yaml").mode == "off"
+    assert parse("--megaresume-accept", "weights", "split").accept == ("weights", "split")
+
+
+def test_contradiction() -> None:
+    with pytest.raises(UsageError, match="contradict"):
+        parse("--megaresume-mode", "guard", "--megaresume-data", "d.yaml")
+    with pytest.raises(SystemExit):
+        parse("--megaresume-mode", "strem")
+
+
+def test_yaml_runs() -> None:
+    """No parser defaults; values from the YAML file, or else from the command line, which Megatron drops."""
+    settings = Settings.from_args(Namespace(), argv=["--yaml-cfg", "x", "--lr", "1"])
+    assert settings == Settings(mode="guard", verify_checkpoint=True)
+    assert Settings.from_args(Namespace(megaresume_data="d.yaml"), argv=[]).mode == "stream"
+    argv = ["--yaml-cfg", "x.yaml", "--megaresume-data", "d.yaml"]
+    assert Settings.from_args(Namespace(), argv=argv) == Settings(mode="stream", data="d.yaml", verify_checkpoint=True)
+    assert Settings.from_args(Namespace(megaresume_accept="weights"), argv=[]).accept == ("weights",)
+    with pytest.raises(UsageError, match="unknown mode"):
+        Settings.from_args(Namespace(megaresume_mode="streams"), argv=[])
+    assert Settings.from_args(Namespace(megaresume_data="d.yaml"), argv=[]).verify_checkpoint
+    assert not Settings.from_args(Namespace(megaresume_verify_checkpoint=False), argv=[]).verify_checkpoint
+    saves = Namespace(megaresume_save_retries=1, megaresume_on_save_failure="continue")
+    assert Settings.from_args(saves, argv=[]).retries == Retries(tries=1, on_failure="continue")
+    with pytest.raises(UsageError, match="unknown answer"):
+        Settings.from_args(Namespace(megaresume_on_save_failure="stop"), argv=[])

@@ -1,0 +1,52 @@
+"""What fails inside DeepSpeed on a file is raised with what it means; what is known already goes through."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from traceback import StackSummary
+
+import pytest
+import torch
+from torch.distributed.checkpoint import CheckpointException
+
+from megaresume.checkpoint import Choice, FileEntry, Manifest
+from megaresume.session.file_errors import reading, writing
+from megaresume.stream.errors import CheckpointError, StateError
+
+
+def choice(directory: Path, checksum: str | None) -> Choice:
+    files = (FileEntry(path="a.pt", size=4, checksum=checksum),)
+    manifest = Manifest(iteration=4, tag="global_step4", save_id="0", digest="0", files=files)
+    return Choice(load_dir=directory, tag="global_step4", iteration=4, step=None, manifest=manifest)
+
+
+@pytest.mark.parametrize(("checksum", "words"), [("0" * 32, "files; to go on"), (None, "that were saved with")])
+def test_a_file_that_torch_cannot_read(tmp_path: Path, checksum: str | None, words: str) -> None:
+    (tmp_path / "a.pt").write_bytes(b"PK\3\4")
+    refused = pytest.raises(CheckpointError, match="the checkpoint global_step4 cannot be read")
+    with refused as caught, reading(choice(tmp_path, checksum)):
+        torch.load(tmp_path / "a.pt")
+    assert "PytorchStreamReader" in str(caught.value) and words in str(caught.value.action)
+    assert f"megaresume inspect {tmp_path} --checksums" in str(caught.value.action)
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    refused = pytest.raises(CheckpointError, match="the files of the checkpoint global_step4 could not be written")
+    with refused as caught, writing(tmp_path / "global_step4"):
+        raise OSError(28, "No space left on device")
+    assert "No space left on device" in str(caught.value) and "GB are free in" in str(caught.value)
+
+
+def test_what_a_rank_has_said_in_a_distributed_load(tmp_path: Path) -> None:
+    """torch's own first line names the ranks, and not what is wrong."""
+    failed = CheckpointException("read", {1: (EOFError("Ran out of input"), StackSummary())})
+    with pytest.raises(CheckpointError) as caught, reading(choice(tmp_path, None)):
+        raise RuntimeError(str(failed)) from failed
+    assert caught.value.found == "rank 1: EOFError: Ran out of input"
+
+
+def test_what_is_known_goes_through(tmp_path: Path) -> None:
+    for error in (StateError("ours"), RuntimeError("[.../gloo/transport/tcp/pair.cc] Connection closed by peer")):
+        with pytest.raises(type(error)) as caught, reading(choice(tmp_path, None)):
+            raise error
+        assert caught.value is error

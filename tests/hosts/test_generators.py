@@ -1,0 +1,243 @@
+"""The generators of a process, as they go into a checkpoint and come back; in this process, without an engine."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed_checkpointing
+
+from megaresume.checkpoint.choosing.search import Choice
+from megaresume.checkpoint.manifest import FileEntry, Manifest
+from megaresume.checkpoint.paths import rank_file, rank_file_words
+from megaresume.checkpoint.saving import rank_files
+from megaresume.checkpoint.topology import Topology
+from megaresume.session import random_state
+from megaresume.session.random_state import RandomState
+from megaresume.stream.errors import StateError
+
+CPU = torch.device("cpu")
+ONE = Topology(world_size=1)
+
+
+@pytest.fixture(autouse=True)
+def tracker() -> Iterator[Any]:
+    found = deepspeed_checkpointing.get_cuda_rng_tracker()
+    before = random_state.take(CPU)
+    found.reset()
+    found.add("mine", 5)
+    yield found
+    found.reset()
+    random_state.put(before, CPU)
+
+
+def draw(tracker: Any) -> list[Any]:
+    """Some numbers of every generator; an odd number of normal ones, so that one is left over."""
+    with tracker.fork("mine"):
+        mine = torch.rand(3).tolist()
+    return [random.random(), random.gauss(), np.random.randn(3).tolist(), torch.randn(5).tolist(), mine]
+
+
+def test_every_generator_goes_on_where_it_was(tracker: Any) -> None:
+    draw(tracker)
+    text = json.dumps(random_state.to_plain(random_state.take(CPU)), allow_nan=False)
+    expected = [draw(tracker), draw(tracker)]
+    random_state.put(random_state.from_plain(json.loads(text)), CPU)
+    assert [draw(tracker), draw(tracker)] == expected
+    assert len(text) < 40_000
+
+
+def test_taking_and_keeping_draw_nothing(tracker: Any) -> None:
+    before = random_state.to_plain(random_state.take(CPU))
+    with random_state.kept():
+        draw(tracker)
+    assert random_state.to_plain(random_state.take(CPU)) == before
+
+
+def test_taking_is_cheap_enough_for_every_step(tracker: Any) -> None:
+    times = []
+    for _ in range(200):
+        began = time.perf_counter()
+        random_state.take(CPU)
+        times.append(time.perf_counter() - began)
+    assert min(times) < 1e-3  # some 30 us
+
+
+def test_seeds_are_those_of_the_name_and_of_nothing_else(tracker: Any) -> None:
+    now = random_state.take(CPU)
+    first = random_state.seeded(now, CPU, lambda name: f"a {name}")
+    draw(tracker)
+    again = random_state.seeded(random_state.take(CPU), CPU, lambda name: f"a {name}")
+    other = random_state.seeded(now, CPU, lambda name: f"b {name}")
+    first, again, other = (random_state.to_plain(s) for s in (first, again, other))
+    assert first == again and first.keys() == now.keys()
+    assert all(first[name] != other[name] for name in first)
+    random_state.put(random_state.from_plain(first), CPU)
+    assert random_state.to_plain(random_state.take(CPU)) == first
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_devices_generator_goes_on_where_it_was() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.rand(3, device=device)
+    plain = json.loads(json.dumps(random_state.to_plain(random_state.take(device))))
+    expected = torch.rand(5, device=device)
+    random_state.put(random_state.from_plain(plain), device)
+    assert torch.equal(torch.rand(5, device=device), expected)
+    seeds = random_state.seeded(random_state.take(device), device, str)
+    random_state.put(seeds, device)
+    assert torch.equal(random_state.take(device)["cuda"], seeds["cuda"])
+
+
+def state_at(step: int, replica: int = 0) -> RandomState:
+    """Of a run that has made so many steps; ``_iteration`` changes that."""
+    return RandomState(lambda: step, CPU, lambda: f"replica {replica}")
+
+
+def saved(root: Path, state: RandomState, step: int) -> Choice:
+    """A save, as far as random state is concerned."""
+    entry = state.write(state.at_save(), root, step, f"global_step{step}")
+    manifest = Manifest(iteration=step, tag=f"global_step{step}", save_id="", digest="", files=(), beside=(entry,))
+    return Choice(load_dir=root, tag=manifest.tag, iteration=step, step=None, manifest=manifest)
+
+
+def test_what_is_drawn_between_load_and_loop_does_not_matter(tmp_path: Path, tracker: Any) -> None:
+    state = state_at(7)
+    choice = saved(tmp_path, state, 7)
+    state.step_begins()
+    expected = draw(tracker)
+    for drawn in (0, 3):
+        state = state_at(7)
+        assert state.restore(choice, ONE, ONE, seed=1) == "random state restored"
+        assert draw(tracker) == expected  # at the load already
+        for _ in range(drawn):
+            draw(tracker)
+        state.step_begins()
+        assert draw(tracker) == expected
+        state.step_begins()  # the other micro-batches of the step
+        assert draw(tracker) != expected
+        state.step_begins_again()  # it was only a look
+        state.step_begins()
+        assert draw(tracker) == expected
+    state._iteration = lambda: 8
+    after = random_state.to_plain(random_state.take(CPU))
+    assert random_state.to_plain(state.at_save()) == after
+    state.step_begins()
+    state.step_begins_again()
+    assert random_state.to_plain(random_state.take(CPU)) == after
+
+
+def test_a_save_within_a_step_holds_the_state_with_which_it_began(tmp_path: Path, tracker: Any) -> None:
+    """The step is done again after a resume, and draws again."""
+    state = state_at(7)
+    state.step_begins()
+    expected = draw(tracker)
+    choice = saved(tmp_path, state, 7)
+    state.restore(choice, ONE, ONE, seed=1)
+    assert draw(tracker) == expected
+
+
+def test_a_load_that_is_saved_again_at_once_is_the_same(tmp_path: Path, tracker: Any) -> None:
+    state = state_at(7)
+    choice = saved(tmp_path / "a", state, 7)
+    state.restore(choice, ONE, ONE, seed=1)
+    draw(tracker)  # not the business of the next step
+    again = saved(tmp_path / "b", state, 7)
+    assert again.manifest is not None and choice.manifest is not None
+    assert again.manifest.beside == choice.manifest.beside
+    assert rank_files.random_digest(again.manifest) == rank_files.random_digest(choice.manifest) is not None
+
+
+def test_draws_between_a_save_and_the_next_step_are_said_once(
+    tmp_path: Path, tracker: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = state_at(0)
+    for step in (1, 2, 3):
+        state.step_begins()
+        state._iteration = lambda step=step: step
+        saved(tmp_path, state, step)
+        if step > 1:
+            random.random()
+    state.step_begins()
+    out = capsys.readouterr().out
+    assert out.count("random numbers were drawn between save_checkpoint and the next step (python)") == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "reason"),
+    [
+        (Topology(world_size=2, dp=2), "world 2->1, dp 2->1"),
+        (Topology(world_size=1, tp=2), "tp 2->1"),
+        (None, "none in global_step7"),
+    ],
+)
+def test_another_layout_is_seeded_by_seed_step_and_rank(
+    tmp_path: Path, tracker: Any, before: Topology | None, reason: str
+) -> None:
+    choice = saved(tmp_path, state_at(7), 7)
+    found: dict[Any, list[Any]] = {}
+    for key in [(1, 7, 0), (1, 7, 0), (2, 7, 0), (1, 8, 0), (1, 7, 1)]:
+        seed, step, replica = key
+        state = state_at(step, replica)
+        assert state.restore(choice, before, ONE, seed=seed) == f"random state seeded anew ({reason})"
+        state.step_begins()
+        numbers = draw(tracker)[:4]
+        assert found.setdefault(key, numbers) == numbers
+    assert len({json.dumps(numbers) for numbers in found.values()}) == 4
+
+
+def test_another_type_of_device_is_seeded(tmp_path: Path, tracker: Any) -> None:
+    state = state_at(7)
+    snapshot = state.at_save()
+    state._device = SimpleNamespace(type="cuda")
+    entry = state.write(snapshot, tmp_path, 7, "global_step7")
+    manifest = Manifest(iteration=7, tag="global_step7", save_id="", digest="", files=(), beside=(entry,))
+    choice = Choice(load_dir=tmp_path, tag="global_step7", iteration=7, step=None, manifest=manifest)
+    assert state_at(7).restore(choice, ONE, ONE, seed=1) == "random state seeded anew (cuda -> cpu)"
+
+
+def test_a_rank_whose_file_is_missing_or_damaged_is_named(tmp_path: Path, tracker: Any) -> None:
+    state = state_at(7)
+    choice = saved(tmp_path, state, 7)
+    path = tmp_path / "megaresume" / rank_file(7, "global_step7", "random", 0)
+    data = path.read_bytes()
+    for content in (None, b"", data[:-1], bytes([data[0] ^ 1]) + data[1:]):
+        path.unlink(missing_ok=True)
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(StateError, match=r"the random state of rank 0 is (missing|damaged)"):
+            state.restore(choice, ONE, ONE, seed=1)
+    other = FileEntry(path=rank_file(7, "global_step7", "random", 1), size=1, checksum="")
+    assert choice.manifest is not None
+    manifest = Manifest(iteration=7, tag="global_step7", save_id="", digest="", files=(), beside=(other,))
+    without = Choice(load_dir=tmp_path, tag="global_step7", iteration=7, step=None, manifest=manifest)
+    with pytest.raises(StateError, match="the checkpoint has no random state of rank 0"):
+        state.restore(without, ONE, ONE, seed=1)
+
+
+def test_files_of_ranks_go_with_their_checkpoint(tmp_path: Path) -> None:
+    root = tmp_path / "save"
+    for step, tag in ((1, "global_step1"), (2, "global_step2"), (2, "best.v2"), (3, "iter_0000003")):
+        for kind in ("random", "loader"):
+            rank_files.write(root, rank_file(step, tag, kind, 0), b"state")  # type: ignore[arg-type]
+    (root / "best.v2").mkdir()
+    (root / "iter_0000003").mkdir()
+    (root / "megaresume" / "step_0000002.saving.json").touch()
+    rank_files.remove_orphans(root)
+    kept = sorted(path.name for path in (root / "megaresume").iterdir() if path.is_dir())
+    expected = [
+        f"{name}.{kind}"
+        for name in ("step_0000002", "step_0000002@best.v2", "step_0000003")
+        for kind in ("loader", "random")
+    ]
+    assert kept == sorted(expected)
+    assert rank_file_words(rank_file(2, "best.v2", "random", 12)) == "the random state of rank 12"
+    assert rank_file_words("anything/else.json") == "anything/else.json"
