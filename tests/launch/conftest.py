@@ -211,6 +211,8 @@ def running_cluster(**settings: str) -> Iterator[Cluster]:
             stderr=subprocess.DEVNULL,
         )
         try:
+            # One whose pytest has died this moment, before its watcher had the lock, would be taken for this one.
+            _script("cluster.sh", root, "stop")
             done = _script("cluster.sh", root, "start", **settings)
             if done.returncode:
                 pytest.fail(f"the cluster does not start:\n{done.stdout}{done.stderr}", pytrace=False)

@@ -122,11 +122,15 @@ def test_nothing_is_left_when_its_pytest_is_killed(mode: str) -> None:
         root, found = holder.stdout.readline().split()
         assert mode in ("auto", found)
         env = os.environ | {"SLURM_CONF": f"{root}/slurm.conf"}
-        with subprocess.Popen(["srun", "-N2", "sleep", "600"], env=env, stderr=subprocess.PIPE) as job:
-            wait_for(lambda: any("sleep 600" in line for line in processes_of(Path(root)) if "srun" not in line))
-            holder.send_signal(signal.SIGKILL)
-            wait_for(lambda: script("cluster.sh", "status", CLUSTER_ROOT=root).returncode == 1)
-            job.kill()
+        with subprocess.Popen(["srun", "-N2", "sleep", "600"], env=env, start_new_session=True) as job:
+            try:
+                wait_for(lambda: any("sleep 600" in line for line in processes_of(Path(root)) if "srun" not in line))
+                holder.kill()
+                wait_for(lambda: script("cluster.sh", "status", CLUSTER_ROOT=root).returncode == 1)
+            finally:
+                holder.kill()
+                # With its child, which outlives it, and would look for a controller for minutes to end the job there.
+                os.killpg(job.pid, signal.SIGKILL)
     wait_for(lambda: not processes_of(Path(root)))
     # The kernel takes the bridge away a moment after the last process.
     wait_for(lambda: not Path(f"/sys/class/net/mrslurm{Path(root).name}").exists())

@@ -114,10 +114,17 @@ background() {
   wait_for 10 running "$name" || die "$name did not start: $(tail -n 3 "$LOGS/$name.out")"
 }
 
-all_gone() { [ -z "$(daemons)$(tasks)" ]; }
-
 end_processes() {
   [ $# = 0 ] || kill -KILL "$@" 2>/dev/null
+}
+
+# Whether there are none left. They are killed each time: some may have been started while the others were looked up.
+all_gone() {
+  local left
+  left=$(daemons; tasks)
+  # shellcheck disable=SC2086  # one word a process
+  end_processes $left
+  [ -z "$left" ]
 }
 
 # ---------------------------------------------------------------- configuration
@@ -406,8 +413,6 @@ check_settings() {
 # Also what an interrupted start, or a removed CLUSTER_ROOT, has left.
 end_everything() {
   local name
-  # shellcheck disable=SC2046  # one word a process
-  end_processes $(daemons) $(tasks)
   wait_for 20 all_gone || die "processes that do not die: $(daemons | xargs)"
   if namespaces || has_link "$CLUSTER_BRIDGE"; then
     for name in $(nodes); do ip link del "$(cable "$name")"; done 2>/dev/null
