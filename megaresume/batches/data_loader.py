@@ -12,15 +12,16 @@ rank. A micro-batch of all ranks is a run of consecutive samples:
     samples  0 ............... W ............... 2W        W = batch_size * ranks
              rank 0 | rank 1 | rank 0 | rank 1 |
 
-so the order knows nothing of ranks, workers or batch sizes, and a state is a number of samples.
+so the order knows nothing of ranks, workers or batch sizes, and a state is a number of samples. A sample is an item;
+with ``seq_length`` it is as many items as that holds.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,26 +29,19 @@ import torch.distributed as dist
 import torch.utils.data
 import xxhash
 
-from megaresume.batches.items import ItemReader, ItemSource, check_map_style
+from megaresume.batches.items import options
+from megaresume.batches.items.epochs import Epochs
+from megaresume.batches.items.lengths import lengths_of, token_count
+from megaresume.batches.items.packed import flatten
+from megaresume.batches.items.planned import Places, Share
+from megaresume.batches.items.reader import ItemReader
+from megaresume.batches.items.source import ItemSource
 from megaresume.batches.loader import outlive_signals
 from megaresume.stream.batches import BatchSchedule
-from megaresume.stream.config import Append, OnChange, StreamConfig
-from megaresume.stream.errors import StateError, StreamExhausted, UsageError
-from megaresume.stream.planning.kernel import DOCUMENT, SOURCE
+from megaresume.stream.config import Append, BlendUnit, OnChange, StreamConfig
+from megaresume.stream.errors import StateError, UsageError
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
-
-#: name of the source, if only one dataset is given.
-ONLY = "data"
-#: samples planned at a time.
-BLOCK = 4096
-#: options of torch's ``DataLoader`` that would be another order, and what stands in their place.
-_REFUSED = {
-    "sampler": "the order is the stream's: leave the sampler out; weigh datasets by {name: (dataset, weight)}",
-    "batch_sampler": "the order is the stream's: leave it out, and pass batch_size",
-    "generator": "the order follows from seed=",
-    "in_order": "batches come in the order of the stream",
-}
 
 log = logging.getLogger(__name__)
 
@@ -61,10 +55,10 @@ class DataLoader:
 
     Args:
         dataset: with ``len(dataset)`` and ``dataset[i]``; or several, blended by item: ``{name: (dataset, weight)}``.
-        batch_size: items that this rank is given at a time.
+        batch_size: samples that this rank is given at a time.
         shuffle: True.
         seed: of the order.
-        collate_fn: list of items to a batch; default: torch's.
+        collate_fn: list of items to a batch; default: torch's, or `flatten` with ``seq_length``.
         num_workers, pin_memory, persistent_workers: as of torch's ``DataLoader``.
         drop_last: drop the last step if it is short. Without ``max_epochs`` none is.
         accumulation: micro-batches of an optimizer step: a ``for`` ends with a whole step.
@@ -72,13 +66,22 @@ class DataLoader:
             out evenly.
         append: what a resume does if a dataset has grown: its new items come from the next epoch on
             (``next_epoch``), or mixed into the rest of this one (``now``); None: it is refused.
-        on_change: what a resume does if weights or datasets changed: ``refuse`` it, or begin a ``stage`` there.
+        on_change: what a resume does if weights, packing or datasets changed: ``refuse`` it, or begin a ``stage``
+            there.
+        seq_length: pack items into samples of so many tokens; None: an item is a sample.
+        packing: ``best_fit`` or ``knapsack``, with whole items; ``split``, which cuts them; or as in a data.yaml.
+        lengths: tokens of each item: name of a column, a list, or a function of an item; or by dataset. None:
+            ``len(item["input_ids"])``, counted once.
+        lengths_dir: directory where counted lengths are kept.
+        blend: what weights count: ``tokens`` or ``documents`` (items). Default: tokens of packed items, else items.
         dp_rank, dp_size: this rank among the data-parallel ranks; default: those of torch.distributed.
         torch_options: others of torch's ``DataLoader``: timeout, worker_init_fn, prefetch_factor, ...
 
     Raises:
-        UsageError: an IterableDataset, a sampler, ``shuffle=False``, or a step that is larger than the dataset.
-        ConfigError: weights or epochs that are none.
+        UsageError: an IterableDataset, a sampler, ``shuffle=False``, a step that is larger than the dataset, or lengths
+            that are none.
+        ConfigError: weights or epochs that are none, or an item that is longer than a sample and is not to be cut.
+        CorpusError: an item of which the tokens cannot be counted.
     """
 
     def __init__(
@@ -97,47 +100,43 @@ class DataLoader:
         max_epochs: int | Mapping[str, int] | None = None,
         append: Append | None = None,
         on_change: OnChange = "refuse",
+        seq_length: int | None = None,
+        packing: str | Mapping[str, Any] = "best_fit",
+        lengths: Any = None,
+        lengths_dir: str | Path | None = None,
+        blend: BlendUnit | None = None,
         dp_rank: int | None = None,
         dp_size: int | None = None,
         **torch_options: Any,
     ) -> None:
-        _check_options(torch_options, shuffle=shuffle)
-        datasets = _named(dataset)
-        self.dataset, self.batch_size, self.num_workers = dataset, _count("batch_size", batch_size), num_workers
-        self.drop_last, self.accumulation = drop_last, _count("accumulation", accumulation)
-        distributed = dist.is_available() and dist.is_initialized()
-        self.dp_rank = (dist.get_rank() if distributed else 0) if dp_rank is None else dp_rank
-        self.dp_size = (dist.get_world_size() if distributed else 1) if dp_size is None else dp_size
-        sources: dict[str, Any] = {}
-        for name, (_, weight) in datasets.items():
-            epochs = max_epochs.get(name) if isinstance(max_epochs, Mapping) else max_epochs
-            sources[name] = {"weight": weight, "max_epochs": epochs, "append": append}
-        config = {"seed": seed, "seq_length": 1, "packing": "none", "blend": {"unit": "documents"}, "sources": sources}
-        opened = {name: ItemSource(one, name) for name, (one, _) in datasets.items()}
-        self._items = sum(len(source) for source in opened.values())
-        if self.step_samples > self._items:
-            raise UsageError(
-                "a step is larger than the dataset",
-                found=f"{self.step_samples} items a step ({self.batch_size} * {self.dp_size} ranks * "
-                f"{self.accumulation} micro-batches), of {self._items}",
-                expected=f"at most {self._items}",
-                action="use a smaller batch_size, fewer ranks or fewer micro-batches a step",
-            )
+        options.check_torch_options(torch_options, shuffle=shuffle)
+        named = options.named(dataset)
+        self.dataset, self.num_workers = dataset, num_workers
+        self._share = _share(batch_size, accumulation, dp_rank, dp_size, drop_last=drop_last)
+        self._packing = options.Packing(seq_length=seq_length, how=packing)
+        options.check_packing(self._packing, lengths, list(named))
+        of_each = lengths if isinstance(lengths, Mapping) else dict.fromkeys(named, lengths)
+        directory = None if lengths_dir is None else Path(lengths_dir)
+        sources = {name: self._source(name, one, of_each[name], directory) for name, (one, _) in named.items()}
+        self._items = self._size(sources)
+        config = options.config_of(named, self._packing, seed=seed, blend=blend, max_epochs=max_epochs, append=append)
         #: the order, for `Stream.plan` and the like.
-        self.stream = Stream(StreamConfig.from_dict(config), list(opened.values()), on_change=on_change)
+        self.stream = Stream(StreamConfig.from_dict(config), list(sources.values()), on_change=on_change)
         self.stream.fingerprints  # noqa: B018  reads items: now, not in the middle of the first save
+        self._epochs = Epochs(self.stream, self._items, item_by_item=seq_length is None)
         #: sample with which the run ends, at most; None: no end but those of the datasets.
         self.stop: int | None = None
         self._position = 0
         #: of the ``for`` that runs: only the last one may.
         self._turn: object = None
         self._generator = torch.Generator()
-        self._batches = _Batches(self)
+        self._places = Places(self.stream, self._epochs, sources, self._share, whole_rows=seq_length is not None)
+        measures = {name: one if callable(one) else token_count for name, one in of_each.items()}
         worker_init_fn = torch_options.pop("worker_init_fn", None)
         self._torch = torch.utils.data.DataLoader(
-            ItemReader({name: one for name, (one, _) in datasets.items()}),
-            batch_sampler=self._batches,
-            collate_fn=collate_fn,
+            ItemReader({name: one for name, (one, _) in named.items()}, None if seq_length is None else measures),
+            batch_sampler=self._places,
+            collate_fn=flatten if collate_fn is None and seq_length is not None else collate_fn,
             num_workers=num_workers,
             pin_memory=pin_memory,
             persistent_workers=persistent_workers,
@@ -147,9 +146,39 @@ class DataLoader:
             **torch_options,
         )
 
+    def _source(self, name: str, dataset: Any, lengths: Any, directory: Path | None) -> ItemSource:
+        if self._packing.seq_length is None or not len(dataset):
+            return ItemSource(dataset, name)
+        tokens = lengths_of(dataset, name, lengths, directory=directory, num_workers=self.num_workers)
+        return ItemSource(dataset, name, tokens, whole=not self._packing.cuts)
+
+    def _size(self, sources: Mapping[str, ItemSource]) -> int:
+        """Samples that one epoch of all datasets makes; if they are packed, nearly."""
+        size = sum(len(source) for source in sources.values())
+        if (seq_length := self._packing.seq_length) is not None:
+            size = -(
+                -sum(int(source.tokens.sum()) for source in sources.values() if source.tokens is not None) // seq_length
+            )
+        if self.step_samples > size:
+            what = "items" if seq_length is None else f"samples of {seq_length} tokens"
+            share = self._share
+            raise UsageError(
+                "a step is larger than the dataset",
+                found=f"{share.step} {what} a step ({share.batch_size} * {share.dp_size} ranks * "
+                f"{share.accumulation} micro-batches), of {size}",
+                expected=f"at most {size}",
+                action="use a smaller batch_size, fewer ranks or fewer micro-batches a step",
+            )
+        return size
+
     @property
-    def origin(self) -> dict[str, Any]:
-        """A data config of the same order, for questions about the run: it knows the items by their numbers."""
+    def origin(self) -> dict[str, Any] | None:
+        """A data config of the same order, for questions about the run: it knows the items by their numbers.
+
+        None if they are packed: it does not know their lengths.
+        """
+        if self._packing.seq_length is not None:
+            return None
         mapping = self.stream.config.to_dict()
         for name, fingerprint in self.stream.fingerprints.items():
             mapping["sources"][name] |= {"kind": "items", "items": fingerprint.documents}
@@ -158,9 +187,29 @@ class DataLoader:
         return mapping
 
     @property
+    def batch_size(self) -> int:
+        """Samples of a micro-batch of this rank."""
+        return self._share.batch_size
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a step."""
+        return self._share.accumulation
+
+    @property
+    def dp_rank(self) -> int:
+        """This rank among the data-parallel ranks."""
+        return self._share.dp_rank
+
+    @property
+    def dp_size(self) -> int:
+        """How many data-parallel ranks there are."""
+        return self._share.dp_size
+
+    @property
     def step_samples(self) -> int:
         """Samples of one step, all ranks and micro-batches together."""
-        return self.batch_size * self.dp_size * self.accumulation
+        return self._share.step
 
     @property
     def samples(self) -> int:
@@ -169,25 +218,17 @@ class DataLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next sample, from 0. Of a blend: as many samples as all datasets together have items."""
-        return self._epoch_and_end()[0]
-
-    def _epoch_and_end(self) -> tuple[int, int]:
-        """The epoch of the next sample, and the sample with which the one after it begins."""
-        cursors = list(self.stream.fields_at(self._position)["sources"].values())
-        if len(cursors) == 1:
-            return cursors[0].epoch, self._position + cursors[0].left
-        epoch = self._position // self._items
-        return epoch, (epoch + 1) * self._items
+        """The epoch of the next sample, from 0. Of a blend: as many samples as all datasets together make."""
+        return self._epochs.of(self._position)
 
     @property
     def epoch_end(self) -> int:
         """The sample with which the epoch after that of the next sample begins."""
-        return self._epoch_and_end()[1]
+        return self._epochs.end_from(self._position)
 
     @property
     def items(self) -> int:
-        """Items of all datasets together."""
+        """Samples that one epoch of all datasets makes: its items; if they are packed, about so many."""
         return self._items
 
     def set_epoch(self, epoch: int) -> None:
@@ -247,6 +288,7 @@ class DataLoader:
             UsageError: ``collate_fn`` gave nothing.
         """
         turn = self._turn = object()
+        self._places.start, self._places.stop = self._position, self.stop
         text = f"{self.stream.config.seed} {self._position}"
         self._generator.manual_seed(xxhash.xxh3_64_intdigest(text.encode()) >> 1)
         for batch in self._torch:
@@ -265,60 +307,8 @@ class DataLoader:
                     cause="it drops items that it cannot use: they would never be trained",
                     action="remove such items from the dataset before training",
                 )
-            self._position = self._batches.ahead.popleft()
+            self._position = self._places.ahead.popleft()
             yield batch
-
-
-class _Batches:
-    """What torch asks for the places of the items of each batch, far ahead of the batches themselves."""
-
-    def __init__(self, loader: DataLoader) -> None:
-        self._loader = loader
-        #: where each batch that is on its way ends, in samples.
-        self.ahead: deque[int] = deque()
-
-    def __iter__(self) -> Iterator[list[tuple[str, int]]]:
-        ahead: deque[int] = deque()
-        self.ahead = ahead
-        loader = self._loader
-        position, (_, stop) = loader.samples, loader._epoch_and_end()
-        everybody = loader.batch_size * loader.dp_size
-        while position < stop:
-            steps = min(-(-(stop - position) // loader.step_samples), max(BLOCK // loader.step_samples, 1))
-            wanted = steps * loader.step_samples
-            there = self._there(position, wanted if loader.stop is None else min(wanted, loader.stop - position))
-            samples = there - there % loader.step_samples if loader.drop_last else there
-            table = loader.stream.plan(position, position + samples).table[:, [SOURCE, DOCUMENT]]
-            names = [source.name for source in loader.stream.config.sources]
-            for first in range(0, samples, everybody):
-                size = min(everybody, samples - first)
-                if size < loader.dp_size:
-                    log.warning(
-                        "megaresume: the last %d items of the stream are not trained: there are %d ranks",
-                        size,
-                        loader.dp_size,
-                    )
-                    return
-                # Evenly: of a whole micro-batch, batch_size each.
-                begin, end = (first + size * rank // loader.dp_size for rank in (loader.dp_rank, loader.dp_rank + 1))
-                ahead.append(position + first + size)
-                yield [(names[source], item) for source, item in table[begin:end].tolist()]
-            if there < wanted:
-                return
-            position += samples
-
-    def _there(self, first: int, wanted: int) -> int:
-        """How many of these samples the stream still has."""
-        stream = self._loader.stream
-        low, high = 0, wanted + 1  # there are low; there are not high
-        while high - low > 1:
-            middle = wanted if high > wanted else (low + high) // 2
-            try:
-                stream.plan(first, first + middle)
-                low = middle
-            except StreamExhausted:
-                high = middle
-        return low
 
 
 def _begin_worker(worker_init_fn: Callable[[int], object] | None, worker: int) -> None:
@@ -327,44 +317,12 @@ def _begin_worker(worker_init_fn: Callable[[int], object] | None, worker: int) -
         worker_init_fn(worker)
 
 
-def _named(dataset: Any) -> dict[str, tuple[Any, Any]]:
-    """Datasets and weights by name."""
-    if not isinstance(dataset, Mapping):
-        named = {ONLY: (dataset, 1)}
-    else:
-        pairs = {name: value for name, value in dataset.items() if isinstance(value, tuple) and len(value) == 2}
-        if not dataset or len(pairs) != len(dataset):
-            raise UsageError(
-                "datasets without weights",
-                found=", ".join(f"{name}: {type(value).__name__}" for name, value in dataset.items()) or "no dataset",
-                expected="{name: (dataset, weight), ...}",
-                action="give each its weight, as in {'web': (web, 3), 'code': (code, 1)}; or pass one dataset alone",
-            )
-        named = dict(pairs)
-    for name, (one, _) in named.items():
-        check_map_style(one, name)
-    return named
-
-
-def _count(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"bad {name}", found=repr(value), expected="a whole number, at least 1")
-    return value
-
-
-def _check_options(options: Mapping[str, Any], *, shuffle: bool) -> None:
-    for name, instead in _REFUSED.items():
-        if options.get(name) is not None and not (name == "in_order" and options[name]):
-            raise UsageError(
-                f"{name} cannot be used with an exact stream",
-                found=f"{name}={options[name]!r:.60}",
-                expected=f"no {name}",
-                action=instead,
-            )
-    if not shuffle:
-        raise UsageError(
-            "the stream is always shuffled",
-            found="shuffle=False",
-            expected="shuffle=True, the default",
-            action="use torch.utils.data.DataLoader for data that is read once from front to back, as in validation",
-        )
+def _share(batch_size: int, accumulation: int, dp_rank: int | None, dp_size: int | None, *, drop_last: bool) -> Share:
+    distributed = dist.is_available() and dist.is_initialized()
+    return Share(
+        batch_size=options.count("batch_size", batch_size),
+        accumulation=options.count("accumulation", accumulation),
+        dp_rank=(dist.get_rank() if distributed else 0) if dp_rank is None else dp_rank,
+        dp_size=(dist.get_world_size() if distributed else 1) if dp_size is None else dp_size,
+        drop_last=drop_last,
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -62,13 +64,17 @@ class ItemNumbers:
         return item_fingerprint(items, self._contents if items == self._items else None, self.name)
 
 
-def item_fingerprint(items: int, contents: str | None, name: str) -> Fingerprint:
-    """Of so many documents of length 1.
+def item_fingerprint(
+    items: int, contents: str | None, name: str, lengths: Callable[[Int64Array], Int64Array] | None = None
+) -> Fingerprint:
+    """Of so many documents.
 
     Args:
         items: how many.
         contents: hash of what they hold; None: not known.
         name: for the progress.
+        lengths: int64[n] numbers to int64[n] tokens; None: 1 each.
     """
-    print_ = scan_fingerprint(lambda ids: np.ones(len(ids), np.int64), items, f"fingerprint of {name}")
-    return Fingerprint(documents=items, tokens=items, lengths=print_.lengths, contents=contents)
+    known = lengths or (lambda ids: np.ones(len(ids), np.int64))
+    print_ = scan_fingerprint(known, items, f"fingerprint of {name}")
+    return Fingerprint(documents=items, tokens=print_.tokens, lengths=print_.lengths, contents=contents)

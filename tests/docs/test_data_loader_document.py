@@ -48,7 +48,7 @@ def run(block: str, tmp_path: Path, *, stop: int | None = None, resumed: bool = 
 
 
 def test_the_loop_of_the_document(tmp_path: Path) -> None:
-    block, _ = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    block, *_ = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
     assert "loader.load_state_dict(torch.load(path)" in DOCUMENT.read_text()
     whole = run(block, tmp_path)
     handed = list(chain.from_iterable(whole))
@@ -59,10 +59,23 @@ def test_the_loop_of_the_document(tmp_path: Path) -> None:
 
 
 def test_the_blend_of_the_document() -> None:
-    _, block = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    _, block, *_ = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
     import megaresume
 
     names: dict[str, Any] = {"megaresume": megaresume, "web": list(range(600)), "code": list(range(1000, 1050))}
     exec(block, names)
     handed = [n for _, batch in zip(range(50), names["loader"], strict=False) for n in batch.tolist()]
     assert sum(n >= 1000 for n in handed) == 100
+
+
+def test_the_packing_of_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[2]
+    import megaresume
+
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"megaresume": megaresume, "dataset": [{"input_ids": [n] * 1000} for n in range(30)]}
+    exec(block, names)
+    batch = next(iter(names["loader"]))
+    assert batch["input_ids"].shape == batch["labels"].shape == batch["position_ids"].shape == (1, 8000)
+    assert batch["cu_seq_lens_q"].tolist() == list(range(0, 9000, 1000)) and batch["max_length_q"] == 1000
+    assert len(list((tmp_path / "lengths").iterdir())) == 1

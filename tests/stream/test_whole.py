@@ -38,7 +38,7 @@ def test_whole_documents_stay_whole(packing: str) -> None:
 
 
 def test_split_is_refused() -> None:
-    with pytest.raises(ConfigError, match="would cut the images of source 'pairs'"):
+    with pytest.raises(ConfigError, match="would cut documents of source 'pairs' that must stay whole"):
         _stream(packing="split")
     _stream(packing="split", sources={"text": 1, "pairs": 0})  # nothing of it is drawn
 

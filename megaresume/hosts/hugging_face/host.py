@@ -160,7 +160,7 @@ class Items:
         self.loader = loader
 
     @property
-    def origin(self) -> Mapping[str, Any]:
+    def origin(self) -> Mapping[str, Any] | None:
         """See `Data`: the items by their numbers."""
         return self.loader.origin
 

@@ -20,7 +20,8 @@ def check_whole(config: StreamConfig, sources: Sequence[LengthSource]) -> None:
     Args:
         config: with the stages to come.
         sources: one for each of the config's. Those whose documents are never cut say so by ``whole`` (True); they may
-            say by ``longest`` how many tokens the longest has, or else every length is asked for.
+            say by ``longest`` how many tokens the longest has, or else every length is asked for; and by ``advice``
+            what to do about a document that is too long.
 
     Raises:
         ConfigError: packing ``split`` with such a source, or samples shorter than its longest document.
@@ -31,7 +32,7 @@ def check_whole(config: StreamConfig, sources: Sequence[LengthSource]) -> None:
         where = "" if stage is None else f" in stage '{stage.name}'"
         for entry, source in zip(current.sources, sources, strict=True):
             if entry.weight and getattr(source, "whole", False):
-                _check(entry.name, _longest(source), current, where)
+                _check(entry.name, _longest(source), current, where, getattr(source, "advice", None))
 
 
 def _longest(source: LengthSource) -> int:
@@ -43,20 +44,21 @@ def _longest(source: LengthSource) -> int:
     return max((int(source.lengths(ids).max()) for ids in chunks), default=0)
 
 
-def _check(name: str, longest: int, config: StreamConfig, where: str) -> None:
+def _check(name: str, longest: int, config: StreamConfig, where: str, advice: str | None) -> None:
     if config.packing.mode == "split":
         raise ConfigError(
-            f"packing 'split' would cut the images of source '{name}'{where}",
+            f"packing 'split' would cut documents of source '{name}' that must stay whole{where}",
             found="packing.mode split, which cuts documents anywhere",
             expected="knapsack, best_fit or none: whole documents",
-            action="set packing: knapsack in the data config",
+            action="set packing: knapsack",
         )
     if longest > config.seq_length:
         raise ConfigError(
             f"source '{name}' has documents that are longer than a sample{where}",
             found=f"up to {longest} tokens, and samples of {config.seq_length}",
-            expected=f"documents of at most {config.seq_length} tokens: one with images is never cut",
-            cause="large or many images, a long text, or a shorter seq_length than the images were prepared for",
-            action=f"raise seq_length to {longest}; or hold the documents to a sample: max_tokens: {config.seq_length} "
+            expected=f"documents of at most {config.seq_length} tokens: these are never cut",
+            cause="a long text, large or many images, or a shorter seq_length than they were prepared for",
+            action=advice
+            or f"raise seq_length to {longest}; or hold the documents to a sample: max_tokens: {config.seq_length} "
             "with too_long: truncate (cut the text) or drop (leave the document out); or prepare smaller images",
         )

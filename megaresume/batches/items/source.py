@@ -1,15 +1,11 @@
-"""Any map-style dataset as a source of the stream: one item is one document of length 1.
-
-`ItemSource` tells the stream how many items there are, and what they are; `ItemReader` reads those that it has planned,
-in the training process or in its workers, which are handed names and numbers and plan nothing.
-"""
+"""`ItemSource`: any map-style dataset as a source of the stream. One item is one document."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +16,7 @@ import xxhash
 
 from megaresume.corpora.contents import contents_hash
 from megaresume.corpora.items import item_fingerprint
-from megaresume.stream.errors import CorpusError, UsageError
+from megaresume.stream.errors import UsageError
 from megaresume.stream.state import Fingerprint
 
 Int64Array = npt.NDArray[np.int64]
@@ -57,10 +53,15 @@ class ItemSource:
     Args:
         dataset: has ``__len__`` and ``__getitem__``.
         name: for errors and progress.
+        lengths: int64[items] tokens of each item; None: an item is a sample.
+        whole: items are never cut.
     """
 
-    def __init__(self, dataset: Any, name: str) -> None:
-        self.dataset, self.name = dataset, name
+    #: what to do about an item that is longer than a sample.
+    advice = "raise seq_length; or shorten the items or leave them out; or let packing='split' cut them"
+
+    def __init__(self, dataset: Any, name: str, lengths: Int64Array | None = None, *, whole: bool = False) -> None:
+        self.dataset, self.name, self.tokens, self.whole = dataset, name, lengths, whole
         self._items = len(dataset)
         if not self._items:
             raise UsageError(f"dataset '{name}' is empty", found="0 items", expected="at least one item")
@@ -69,34 +70,51 @@ class ItemSource:
         """Items, as they were when the loader was made."""
         return self._items
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest item."""
+        return 1 if self.tokens is None else int(self.tokens.max())
+
     def lengths(self, ids: Int64Array) -> Int64Array:
-        """1 for each: int64[n] to int64[n]."""
-        return np.ones(len(ids), np.int64)
+        """Tokens of each, or 1: int64[n] to int64[n]."""
+        return np.ones(len(ids), np.int64) if self.tokens is None else self.tokens[ids]
 
     def fingerprint(self, *, first: int | None = None) -> Fingerprint:
-        """The number of items, and a hash of `PLACES` of them.
+        """The number of items, their lengths, and a hash of `PLACES` of them.
 
         Each is read twice: if one comes out differently, the dataset draws random numbers, and its contents cannot be
         compared (``contents`` is None).
         """
         items = len(self) if first is None else first
-        with _drawing_nothing():
-            once, again = (contents_hash(items, self.lengths, self._hashes, PLACES) for _ in range(2))
-        if once != again:
+        contents = items_hash(self.dataset, items)
+        if contents is None:
             log.warning(
-                "megaresume: items of dataset '%s' are different each time they are read: only their number is "
+                "megaresume: items of dataset '%s' are different each time they are read: only their number%s "
                 "compared at a resume",
                 self.name,
+                " is" if self.tokens is None else " and lengths are",
             )
-        return item_fingerprint(items, once if once == again else None, self.name)
+        return item_fingerprint(items, contents, self.name, self.lengths)
 
-    def _hashes(self, item: int, _offset: int, _count: int) -> Int64Array:
-        return np.array([item_hash(self.dataset[item])], np.uint64).view(np.int64)
+
+def items_hash(dataset: Any, items: int) -> str | None:
+    """The hash of what `PLACES` of the first ``items`` items hold; None if they are not the same when read again."""
+
+    def read(item: int, _offset: int, _count: int) -> Int64Array:
+        return np.array([item_hash(dataset[item])], np.uint64).view(np.int64)
+
+    with generators_kept():
+        once, again = (contents_hash(items, _ones, read, PLACES) for _ in range(2))
+    return once if once == again else None
+
+
+def _ones(ids: Int64Array) -> Int64Array:
+    return np.ones(len(ids), np.int64)
 
 
 @contextlib.contextmanager
-def _drawing_nothing() -> Iterator[None]:
-    """What a dataset draws within it from the global generators was never drawn."""
+def generators_kept() -> Iterator[None]:
+    """What is drawn within it from the generators of Python, NumPy and torch (of the CPU) was never drawn."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -104,48 +122,6 @@ def _drawing_nothing() -> Iterator[None]:
         random.setstate(before[0])
         np.random.set_state(before[1])
         torch.set_rng_state(before[2])
-
-
-class ItemReader(torch.utils.data.Dataset[Any]):
-    """Items by (name of the dataset, number): what torch's ``DataLoader`` is given.
-
-    Args:
-        datasets: by name.
-    """
-
-    def __init__(self, datasets: Mapping[str, Any]) -> None:
-        self._datasets = dict(datasets)
-
-    def __getitem__(self, place: tuple[str, int]) -> Any:
-        """One item."""
-        name, item = place
-        return self._datasets[name][item]
-
-    def __getitems__(self, places: Sequence[tuple[str, int]]) -> list[Any]:
-        """Items in this order; by the dataset's own ``__getitems__`` if it has one.
-
-        Raises:
-            CorpusError: it answers with more or fewer items.
-        """
-        items: list[Any] = [None] * len(places)
-        by_name: dict[str, list[int]] = {}
-        for k, (name, _) in enumerate(places):
-            by_name.setdefault(name, []).append(k)
-        for name, mine in by_name.items():
-            numbers = [places[k][1] for k in mine]
-            dataset = self._datasets[name]
-            many = getattr(dataset, "__getitems__", None)
-            read = many(numbers) if callable(many) else [dataset[number] for number in numbers]
-            if len(read) != len(numbers):
-                raise CorpusError(
-                    f"dataset '{name}' gives another number of items than it was asked for",
-                    found=f"{len(read)} items from __getitems__({numbers})",
-                    expected=f"{len(numbers)}",
-                    action="correct __getitems__ of the dataset: one item for each number, in that order",
-                )
-            for k, item in zip(mine, read, strict=True):
-                items[k] = item
-        return items
 
 
 def item_hash(item: Any) -> int:

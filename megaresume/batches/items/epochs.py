@@ -1,0 +1,89 @@
+"""Where an epoch of a stream ends, in samples.
+
+Of one dataset: with the sample before which its last item was drawn; the last epoch of all, with the stream. Of a
+blend: after as many samples as all datasets together make.
+"""
+
+from __future__ import annotations
+
+import copy
+
+from megaresume.stream.errors import StreamExhausted
+from megaresume.stream.stream import Stream
+
+#: samples looked at in one go.
+STRIDE = 4096
+
+
+class Epochs:
+    """The epochs of a stream.
+
+    Args:
+        stream: of items.
+        size: samples that one epoch of all datasets makes; if they are packed, about so many.
+        item_by_item: an item is a sample.
+    """
+
+    def __init__(self, stream: Stream, size: int, *, item_by_item: bool) -> None:
+        self.stream, self.size = stream, size
+        self._item_by_item = item_by_item
+
+    def of(self, sample: int) -> int:
+        """The epoch of a sample, from 0."""
+        return self._of(self.stream, sample)
+
+    def _of(self, stream: Stream, sample: int) -> int:
+        fields = stream.fields_at(sample)
+        if len(fields["sources"]) > 1:
+            return sample // self.size
+        (cursor,), (source,) = fields["sources"].values(), stream.config.sources
+        if source.max_epochs is None or source.on_exhausted == "repeat":
+            return int(cursor.epoch)
+        waits = fields["bins"] or fields["pending"] or fields["tails"]
+        return int(min(cursor.epoch, source.max_epochs - 1) if waits else cursor.epoch)
+
+    def end(self, first: int, stop: int) -> int | None:
+        """The first sample after ``first``, up to ``stop``, that is of a later epoch; None: there is none."""
+        return self._end(self.stream, first, stop)
+
+    def _end(self, stream: Stream, first: int, stop: int) -> int | None:
+        epoch = self._of(stream, first)
+        if self._of(stream, stop) == epoch:
+            return None
+        low, high = first, stop  # low is of the epoch, high is of a later one
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._of(stream, middle) == epoch:
+                low = middle
+            else:
+                high = middle
+        return high
+
+    def end_from(self, first: int) -> int:
+        """The same, however far it is; the end of the stream, if that comes before."""
+        cursors = list(self.stream.fields_at(first)["sources"].values())
+        if len(cursors) > 1:
+            return (first // self.size + 1) * self.size
+        if self._item_by_item and not self.stream.skips:
+            return first + int(cursors[0].left)
+        stream = copy.copy(self.stream)  # which a loop that reads from it does not notice
+        stream.restore(self.stream.state_at(first))
+        while True:
+            there = available(stream, first, STRIDE)
+            end = self._end(stream, first, first + there)
+            if end is not None or there < STRIDE:
+                return first + there if end is None else end
+            first += there
+
+
+def available(stream: Stream, first: int, wanted: int) -> int:
+    """How many of the samples from ``first`` on the stream has, at most ``wanted``."""
+    low, high = 0, wanted + 1  # there are low; there are not high
+    while high - low > 1:
+        middle = wanted if high > wanted else (low + high) // 2
+        try:
+            stream.plan(first, first + middle)
+            low = middle
+        except StreamExhausted:
+            high = middle
+    return low

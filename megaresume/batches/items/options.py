@@ -1,0 +1,142 @@
+"""What `megaresume.DataLoader` is given, checked, and as the data config of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megaresume.batches.items.source import check_map_style
+from megaresume.stream.errors import UsageError
+from megaresume.stream.schema import check_keys
+
+#: name of the source, if only one dataset is given.
+ONLY = "data"
+#: what may be said of a dataset, as in a data.yaml.
+OF_A_DATASET = ("weight", "max_epochs", "on_exhausted", "append", "shuffle", "was")
+#: options of torch's ``DataLoader`` that would be another order, and what stands in their place.
+_REFUSED = {
+    "sampler": "the order is the stream's: leave the sampler out; weigh datasets by {name: (dataset, weight)}",
+    "batch_sampler": "the order is the stream's: leave it out, and pass batch_size",
+    "generator": "the order follows from seed=",
+    "in_order": "batches come in the order of the stream",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packing:
+    """How items become samples."""
+
+    #: tokens of a sample; None: an item is a sample.
+    seq_length: int | None
+    #: ``packing`` of a data.yaml.
+    how: str | Mapping[str, Any]
+
+    @property
+    def mode(self) -> str:
+        """Its mode."""
+        return "none" if self.seq_length is None else self.how if isinstance(self.how, str) else self.how["mode"]
+
+    @property
+    def cuts(self) -> bool:
+        """Whether items are cut."""
+        return self.mode == "split"
+
+
+def named(dataset: Any) -> dict[str, tuple[Any, Mapping[str, Any]]]:
+    """Datasets, and what is said of each, by name.
+
+    Raises:
+        UsageError: no weights, or not map-style.
+        ConfigError: an option that a dataset does not have.
+    """
+    if not isinstance(dataset, Mapping):
+        check_map_style(dataset, ONLY)
+        return {ONLY: (dataset, {"weight": 1})}
+    pairs = {name: value for name, value in dataset.items() if isinstance(value, tuple) and len(value) == 2}
+    if not dataset or len(pairs) != len(dataset):
+        raise UsageError(
+            "datasets without weights",
+            found=", ".join(f"{name}: {type(value).__name__}" for name, value in dataset.items()) or "no dataset",
+            expected="{name: (dataset, weight), ...}",
+            action="give each its weight, as in {'web': (web, 3), 'code': (code, 1)}; or pass one dataset alone",
+        )
+    datasets: dict[str, tuple[Any, Mapping[str, Any]]] = {}
+    for name, (one, said) in pairs.items():
+        check_map_style(one, name)
+        options = said if isinstance(said, Mapping) else {"weight": said}
+        check_keys(options, OF_A_DATASET, f"dataset '{name}'")
+        datasets[name] = one, options
+    return datasets
+
+
+def config_of(
+    datasets: Mapping[str, tuple[Any, Mapping[str, Any]]],
+    packing: Packing,
+    *,
+    seed: int,
+    blend: str | None,
+    max_epochs: int | Mapping[str, int] | None,
+    append: str | None,
+) -> dict[str, Any]:
+    """The data config of a stream of these datasets."""
+    packed = packing.seq_length is not None
+    sources = {
+        name: {
+            "max_epochs": max_epochs.get(name) if isinstance(max_epochs, Mapping) else max_epochs,
+            "append": append,
+            **options,
+        }
+        for name, (_, options) in datasets.items()
+    }
+    return {
+        "seed": seed,
+        "seq_length": packing.seq_length if packed else 1,
+        "packing": packing.how if packed else "none",
+        "blend": {"unit": blend or ("tokens" if packed else "documents")},
+        "sources": sources,
+    }
+
+
+def count(name: str, value: int) -> int:
+    """A whole number, at least 1; else a UsageError."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"bad {name}", found=repr(value), expected="a whole number, at least 1")
+    return value
+
+
+def check_torch_options(options: Mapping[str, Any], *, shuffle: bool) -> None:
+    """Refuse what would be another order."""
+    for name, instead in _REFUSED.items():
+        if options.get(name) is not None and not (name == "in_order" and options[name]):
+            raise UsageError(
+                f"{name} cannot be used with an exact stream",
+                found=f"{name}={options[name]!r:.60}",
+                expected=f"no {name}",
+                action=instead,
+            )
+    if not shuffle:
+        raise UsageError(
+            "the stream is always shuffled",
+            found="shuffle=False",
+            expected="shuffle=True, the default",
+            action="use torch.utils.data.DataLoader for data that is read once from front to back, as in validation",
+        )
+
+
+def check_packing(packing: Packing, lengths: Any, names: Sequence[str]) -> None:
+    """Refuse lengths without packing, packing without lengths for each dataset, and packing that is none."""
+    if packing.seq_length is None and (lengths is not None or packing.how != "best_fit"):
+        raise UsageError(
+            "packing without the tokens of a sample",
+            found=f"packing={packing.how!r}, lengths={lengths!r:.60}, seq_length=None",
+            expected="seq_length=4096, for example",
+            action="pass seq_length, or neither packing nor lengths",
+        )
+    if isinstance(lengths, Mapping) and set(lengths) != set(names):
+        raise UsageError(
+            "lengths are not those of the datasets",
+            found=", ".join(map(str, lengths)) or "nothing",
+            expected=", ".join(names),
+            action="give lengths for every dataset, by its name; or one function or column for all",
+        )

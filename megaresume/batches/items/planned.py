@@ -1,0 +1,127 @@
+"""`Places`: planned samples -> the places of the items of each batch of this rank. See `ItemReader` for a place."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megaresume.batches.items.epochs import Epochs, available
+from megaresume.batches.items.source import ItemSource
+from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
+from megaresume.stream.planning.plan import Plan
+from megaresume.stream.stream import Stream
+
+#: samples planned at a time.
+BLOCK = 4096
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What one rank is given."""
+
+    #: samples of a micro-batch.
+    batch_size: int
+    #: micro-batches of a step.
+    accumulation: int
+    dp_rank: int
+    dp_size: int
+    #: a short step is dropped.
+    drop_last: bool
+
+    @property
+    def everybody(self) -> int:
+        """Samples of a micro-batch of all ranks."""
+        return self.batch_size * self.dp_size
+
+    @property
+    def step(self) -> int:
+        """Samples of a step of all ranks."""
+        return self.everybody * self.accumulation
+
+    def of(self, samples: int) -> tuple[int, int]:
+        """This rank's part of so many samples: batch_size of a whole micro-batch, else dealt out evenly."""
+        return samples * self.dp_rank // self.dp_size, samples * (self.dp_rank + 1) // self.dp_size
+
+
+class Places:
+    """What torch asks for the places of each batch, far ahead of the batches themselves: from `start` on, to the end of
+    the epoch.
+
+    Args:
+        stream, epochs: of the items.
+        sources: by the names of today, in the order in which places count them.
+        share: of this rank.
+        whole_rows: a place says epoch, offset and lengths as well.
+    """
+
+    def __init__(
+        self, stream: Stream, epochs: Epochs, sources: dict[str, ItemSource], share: Share, *, whole_rows: bool
+    ) -> None:
+        self._stream, self._epochs, self._share = stream, epochs, share
+        self._names, self._sources = list(sources), list(sources.values())
+        self._whole_rows = whole_rows
+        #: the next sample, and the one with which the run ends; None: no end but those of the datasets.
+        self.start = 0
+        self.stop: int | None = None
+        #: where each batch that is on its way ends, in samples.
+        self.ahead: deque[int] = deque()
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        """The places of each batch."""
+        ahead: deque[int] = deque()
+        self.ahead = ahead
+        share, position = self._share, self.start
+        wanted = max(BLOCK // share.step, 1) * share.step
+        while True:
+            there = available(self._stream, position, self._until(position, wanted))
+            end = self._epochs.end(position, position + there)
+            samples = there
+            if end is not None:  # the step that reaches it
+                samples = min(there, -(-(end - position) // share.step) * share.step)
+            if share.drop_last:
+                samples -= samples % share.step
+            plan = self._stream.plan(position, position + samples)
+            places, starts = self._places(plan), plan.starts.tolist()
+            for first in range(0, samples, share.everybody):
+                size = min(share.everybody, samples - first)
+                if size < share.dp_size:
+                    log.warning(
+                        "megaresume: the last %d items of the stream are not trained: there are %d ranks",
+                        size,
+                        share.dp_size,
+                    )
+                    return
+                begin, stop = share.of(size)
+                ahead.append(position + first + size)
+                yield places[starts[first + begin] : starts[first + stop]]
+            if end is not None or there < wanted:
+                return
+            position += samples
+
+    def _until(self, position: int, wanted: int) -> int:
+        return wanted if self.stop is None else max(min(wanted, self.stop - position), 0)
+
+    def _places(self, plan: Plan) -> list[Any]:
+        """Of all segments of a plan."""
+        table = plan.table
+        items = table[:, DOCUMENT]
+        if not self._whole_rows and len(self._names) == 1:
+            return list(items.tolist())
+        # A source that the run had before, and has no more, has no dataset.
+        labels = [source.label for source in self._stream.config.sources]
+        datasets = np.array([self._names.index(label) if label in self._names else -1 for label in labels])
+        columns = [datasets[table[:, SOURCE]], items]
+        if self._whole_rows:
+            tokens = np.empty_like(items)
+            for k, source in enumerate(self._sources):
+                mine = columns[0] == k
+                tokens[mine] = source.lengths(items[mine])
+            columns += [plan.epochs(), table[:, OFFSET], table[:, LENGTH], tokens]
+        return list(np.stack(columns, axis=1).tolist())
