@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from megaresume.checkpoint.choosing.search import Choice
-from megaresume.session.ranks import known_to_all, meet
+from megaresume.session.ranks import FailedElsewhereError, Failure, Meeting, is_known_to_all, known_to_all
 from megaresume.stream.errors import CheckpointError, MegaresumeError
 
 T = TypeVar("T")
@@ -49,16 +49,21 @@ def reading(choice: Choice) -> Iterator[None]:
     except Exception as error:
         if _is_known(error):
             raise
-        summed = choice.manifest is not None and choice.manifest.has_checksums
-        raise CheckpointError(
-            f"the checkpoint {choice.tag} cannot be read, although every file is there",
-            found=_words(error),
-            expected=f"the files in {choice.tag_dir} as they were saved, for this model and this parallel layout",
-            cause="the storage returns other bytes than were written; or the model, or its config, was changed",
-            action=f"megaresume inspect {choice.load_dir} --checksums names damaged files"
-            + ("" if summed else ", in checkpoints that were saved with checksums (the default)")
-            + "; to go on from an older one, ask for its tag",
-        ) from error
+        unreadable = _unreadable(choice, _words(error))
+        raise known_to_all(unreadable) if is_known_to_all(error) else unreadable from error
+
+
+def _unreadable(choice: Choice, found: str) -> CheckpointError:
+    summed = choice.manifest is not None and choice.manifest.has_checksums
+    return CheckpointError(
+        f"the checkpoint {choice.tag} cannot be read, although every file is there",
+        found=found,
+        expected=f"the files in {choice.tag_dir} as they were saved, for this model and this parallel layout",
+        cause="the storage returns other bytes than were written; or the model, or its config, was changed",
+        action=f"megaresume inspect {choice.load_dir} --checksums names damaged files"
+        + ("" if summed else ", in checkpoints that were saved with checksums (the default)")
+        + "; to go on from an older one, ask for its tag",
+    )
 
 
 class DamagedError(CheckpointError):
@@ -86,30 +91,37 @@ _DAMAGE = re.compile(
 )
 
 
-def read_on_all_ranks(read: Callable[[], T], choice: Choice) -> T:
+def read_on_all_ranks(read: Callable[[], T], choice: Choice, meeting: Meeting | None = None) -> T:
     """Run a framework's load. On every rank.
 
-    The ranks meet at the store of their process group: those that succeed may be in a collective of the framework's,
-    which no other collective may cross. Then, after a while, the rank that failed raises alone.
+    Args:
+        read: the load.
+        choice: what it loads.
+        meeting: at whose gates ``read`` waits before the framework's collectives; None: at none. Then a rank that is
+            in one of them learns of a failure only when that ends.
 
     Raises, on every rank:
         DamagedError: a rank could not read a file whose checksum was not compared before.
+        CheckpointError: a rank failed for another reason; what it was is raised on that rank.
     """
+    meeting = meeting or Meeting()
+    value: T | None = None
     error: Exception | None = None
     try:
         value = read()
-    except Exception as problem:
-        if not is_damage(problem, choice):
-            raise
+    except FailedElsewhereError:
+        pass
+    except Exception as problem:  # noqa: BLE001  raised below
         error = problem
-    words = meet(None if error is None else _words(error))
-    if words is not None:
-        damage = DamagedError(f"{choice.tag} cannot be read, although every file is there", found=words)
-        damage.tag_dir = choice.tag_dir
-        raise known_to_all(damage) from error
-    if error is not None:
-        raise error
-    return value
+        meeting.fail(Failure(words=_words(problem), is_final=not is_damage(problem, choice)))
+    failure = meeting.end()
+    if failure is None:
+        return value  # type: ignore[return-value]
+    if failure.is_final:
+        raise known_to_all(_unreadable(choice, failure.words) if error is None else error)
+    damage = DamagedError(f"{choice.tag} cannot be read, although every file is there", found=failure.words)
+    damage.tag_dir = choice.tag_dir
+    raise known_to_all(damage) from error
 
 
 def is_damage(error: BaseException, choice: Choice) -> bool:
@@ -118,7 +130,21 @@ def is_damage(error: BaseException, choice: Choice) -> bool:
         return True
     if choice.manifest is not None and choice.manifest.has_checksums:
         return False  # compared: it is the model that does not fit
-    return isinstance(error, (EOFError, pickle.UnpicklingError)) or _DAMAGE.search(str(error)) is not None
+    if isinstance(error, (EOFError, pickle.UnpicklingError)) or _DAMAGE.search(str(error)) is not None:
+        return True
+    return isinstance(error, _OF_PICKLES) and _raised_in(error) == "torch.serialization"
+
+
+#: what an unpickler also raises of other bytes, by the kind of what it takes them for.
+_OF_PICKLES = (ValueError, LookupError, OverflowError, TypeError)
+
+
+def _raised_in(error: BaseException) -> str | None:
+    """The module whose line has failed."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return None if place is None else place.tb_frame.f_globals.get("__name__")
 
 
 def _is_known(error: Exception) -> bool:

@@ -8,9 +8,11 @@ All of them are collectives of the default process group; without one, or withou
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from megaresume.checkpoint.manifest import FileEntry
@@ -104,31 +106,84 @@ def on_rank_0(function: Callable[[], T]) -> T:
 _meetings = itertools.count()
 
 
-def meet(trouble: str | None, *, patience_seconds: float = 300.0, poll_seconds: float = 0.1) -> str | None:
-    """Wait for all ranks, without a collective; what is in the way, if anything is.
+class FailedElsewhereError(CheckpointError):
+    """Another rank has failed; `Meeting.end` tells why."""
 
-    Returns:
-        the trouble of the lowest rank that has any; None: nobody has, or not all ranks came in time.
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """Why a rank has failed."""
+
+    words: str
+    #: whether all ranks give up; otherwise they go on together, once all are at the end.
+    is_final: bool
+
+
+class Meeting:
+    """Around work that has collectives of somebody else's in it, which no other collective may cross: the ranks meet at
+    the store of their process group. To be made on every rank.
+
+    Each calls `gate` where those collectives begin, `fail` if it fails, and, having failed or not, `end`.
+
+    Args:
+        patience_seconds: for ranks that do not come: as long as all is well, and once one has failed.
     """
-    if world_size() == 1:
-        return trouble
+
+    def __init__(self, *, patience_seconds: tuple[float, float] = (1800.0, 300.0)) -> None:
+        self._key, self._gates, self._patience = f"megaresume/meet/{next(_meetings)}", 0, patience_seconds
+        self._failures: list[Failure] = []
+
+    def fail(self, failure: Failure) -> None:
+        """Tell the others, wherever they wait."""
+        if world_size() == 1:
+            self._failures.append(failure)
+            return
+        _store().set(f"{self._key}/failed/{rank()}", json.dumps([failure.words, failure.is_final]))
+        _store().add(f"{self._key}/failures", 1)
+
+    def gate(self) -> None:
+        """Before a collective: wait for all ranks. Raises FailedElsewhereError if one has failed, and will not come."""
+        self._gates += 1
+        self._wait(f"gate {self._gates}", until=bool)
+        if self._failures:
+            raise FailedElsewhereError("another rank has failed")
+
+    def end(self) -> Failure | None:
+        """Wait for all ranks, or for one that has failed for good.
+
+        Returns:
+            a final failure, or that of the lowest rank: final, too, if not all ranks came; None: nobody has failed.
+        """
+        all_came = self._wait("end", until=lambda failures: any(failure.is_final for failure in failures))
+        first = min(self._failures, key=lambda failure: not failure.is_final, default=None)
+        return first if first is None or all_came else replace(first, is_final=True)
+
+    def _wait(self, place: str, *, until: Callable[[list[Failure]], bool]) -> bool:
+        """Whether all ranks came to this place; False: enough have failed, or nothing was heard for too long."""
+        if world_size() == 1:
+            return True
+        store, since, pause = _store(), time.monotonic(), 0.005
+        arrived = store.add(f"{self._key}/{place}", 1)
+        while True:
+            if store.add(f"{self._key}/failures", 0) > len(self._failures):
+                self._failures, since = self._read_failures(), time.monotonic()
+            waited = time.monotonic() - since
+            if arrived == world_size() or until(self._failures) or waited > self._patience[bool(self._failures)]:
+                return bool(arrived == world_size())
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.5)
+            arrived = store.add(f"{self._key}/{place}", 0)
+
+    def _read_failures(self) -> list[Failure]:
+        keys = [(number, f"{self._key}/failed/{number}") for number in range(world_size())]
+        found = [(number, *json.loads(_store().get(key))) for number, key in keys if _store().check([key])]
+        return [Failure(words=f"rank {number}: {words}", is_final=is_final) for number, words, is_final in found]
+
+
+def _store() -> Any:
     import torch.distributed as dist
 
-    store, key = dist.distributed_c10d._get_default_store(), f"megaresume/meet/{next(_meetings)}"
-    if trouble is not None:
-        store.set(f"{key}/{rank()}", f"rank {rank()}: {trouble}")
-        store.add(f"{key}/troubled", 1)
-    arrived = store.add(f"{key}/arrived", 1)
-    deadline = time.monotonic() + patience_seconds
-    while arrived < world_size():
-        if time.monotonic() > deadline:
-            return None
-        time.sleep(poll_seconds)
-        arrived = store.add(f"{key}/arrived", 0)
-    if not store.add(f"{key}/troubled", 0):
-        return None
-    first = next(number for number in range(world_size()) if store.check([f"{key}/{number}"]))
-    return str(store.get(f"{key}/{first}").decode())
+    return dist.distributed_c10d._get_default_store()
 
 
 #: calls so far: every rank counts the same ones.
@@ -157,9 +212,7 @@ def on_all_ranks_for_long(
     """
     if world_size() == 1:
         return function(lambda: None)
-    import torch.distributed as dist
-
-    store, key = dist.distributed_c10d._get_default_store(), f"megaresume/long/{next(_long)}"
+    store, key = _store(), f"megaresume/long/{next(_long)}"
     last = 0.0
 
     def beat() -> None:

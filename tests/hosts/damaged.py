@@ -28,17 +28,22 @@ def write(path: Path, *, where: int, data: bytes) -> None:
     path.write_bytes(content)
 
 
-def case(name: str, *, verify: bool, where: int, data: bytes) -> None:
+def case(name: str, *, verify: bool, where: int, data: bytes, stage: int = 1, catch: bool = False) -> None:
+    """Rank 1 alone reads the file. Catch: no older one is loaded either, and the program goes on to its next case."""
     root = toy.ROOT / name
     checkpoints = megaresume.Checkpoints(save_dir=root, verify=verify)
-    engine = toy.engine_of(stage=1)
+    engine = toy.engine_of(stage=stage)
     stream = megaresume.attach(engine, toy.DATA, checkpoints=checkpoints)
     seen = toy.train(engine, stream, 6, root)
     stream.close()
     damage(root / "global_step4" / "zero_pp_rank_1_mp_rank_00_optim_states.pt", where=where, data=data)
     damage(root / "global_step6" / "zero_pp_rank_1_mp_rank_00_optim_states.pt", where=where, data=data)
-    engine = toy.engine_of(stage=1)
+    engine = toy.engine_of(stage=stage)
     stream = megaresume.attach(engine, toy.DATA, checkpoints=checkpoints)
+    if catch:
+        toy.result(name, toy.error_of(lambda: engine.load_checkpoint(str(root))))
+        stream.close()
+        return
     engine.load_checkpoint(str(root))
     again = toy.train(engine, stream, 6)
     toy.result(name, {"line": stream.resume.line(), "same": again == [one for one in seen if one[0] > 2]})
@@ -89,5 +94,8 @@ copies_of_each_node()
 all_damaged("all damaged, loaded", load=True)
 all_damaged("all damaged, not loaded", load=False)
 case("torch cannot read it", verify=False, where=0, data=b"none")
+case("torch's older reader takes it for a number", verify=False, where=0, data=b"F")
+case("ZeRO 3", verify=False, where=0, data=b"none", stage=3)
 case("a zeroed page", verify=True, where=-1, data=bytes(512))
+case("a class that is not there", verify=False, where=0, data=b"cno_such\nname\n.", catch=True)
 toy.finish()

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.process
 @pytest.fixture(scope="module")
 def damaged(launch: Any, data_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     program = Path(__file__).with_name("damaged.py")
-    status, output = launch(str(program), data_yaml, tmp_path_factory.mktemp("damaged"), num_processes=2)
+    # Less than a rank waits for one of which it hears nothing.
+    status, output = launch(str(program), data_yaml, tmp_path_factory.mktemp("damaged"), num_processes=2, timeout=240)
     assert status == 0, output[-4000:]
     found = {}
     for line in output.splitlines():
@@ -25,12 +26,22 @@ def damaged(launch: Any, data_yaml: Path, tmp_path_factory: pytest.TempPathFacto
     return output, found
 
 
-@pytest.mark.parametrize("case", ["torch cannot read it", "a zeroed page"])
+@pytest.mark.parametrize(
+    "case", ["torch cannot read it", "torch's older reader takes it for a number", "ZeRO 3", "a zeroed page"]
+)
 def test_all_ranks_go_back_together(damaged: tuple[str, dict[str, Any]], case: str) -> None:
     output, found = damaged
     for rank in found[case]:
         assert "repeated 0 skipped 0 | step 2 from global_step2" in rank["line"] and rank["same"]
     assert "passed over global_step6" in output and "passed over global_step4" in output
+
+
+def test_what_one_rank_alone_cannot_load_all_ranks_raise(damaged: tuple[str, dict[str, Any]]) -> None:
+    """At once, and no older checkpoint: the files may be what was saved."""
+    _, found = damaged
+    for rank, (kind, headline, _, what) in enumerate(found["a class that is not there"]):
+        assert kind == "CheckpointError" and headline.startswith("the checkpoint global_step6 cannot be read")
+        assert what == ("" if rank else "rank 1: ") + "ModuleNotFoundError: No module named 'no_such'"
 
 
 def test_a_damaged_copy_on_the_disk_of_another_rank(damaged: tuple[str, dict[str, Any]]) -> None:

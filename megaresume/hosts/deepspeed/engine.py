@@ -185,6 +185,32 @@ def failing_late(engine: Any) -> Iterator[list[Exception]]:
 
 
 @contextlib.contextmanager
+def loading(engine: Any, gate: Callable[[], None]) -> Iterator[None]:
+    """Within it, ``load_checkpoint`` calls ``gate`` after a rank has read files of its own and before a collective: a
+    rank that cannot read a file does not come there."""
+
+    def after(collective: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(collective)
+        def instead(*args: Any, **kwargs: Any) -> Any:
+            gate()
+            return collective(*args, **kwargs)
+
+        return instead
+
+    places = (
+        (engine, "load_module_state_dict"),  # ZeRO 3: gathers parameters if weights alone are loaded
+        (engine.module, "_synchronize_tied_weights"),  # pipelines: broadcasts
+        (engine.optimizer, "checkpoint_event_epilogue"),  # ZeRO 3: gathers small parameters
+        (engine.optimizer, "update_lp_params"),  # ZeRO 1 and 2, universal: gathers weights
+    )
+    with contextlib.ExitStack() as hooks:
+        for owner, name in places:
+            if hasattr(owner, name):
+                hooks.enter_context(_replaced(owner, name, after))
+        yield
+
+
+@contextlib.contextmanager
 def _replaced(owner: Any, name: str, instead: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     own = vars(owner).get(name)
     setattr(owner, name, instead(getattr(owner, name)))

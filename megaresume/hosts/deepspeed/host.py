@@ -27,7 +27,7 @@ from megaresume.hosts.deepspeed.elastic.load_rules import BEGIN_ANEW, choose_to_
 from megaresume.session.file_errors import read_on_all_ranks, writing
 from megaresume.session.host import Reading, Save
 from megaresume.session.random_state import RandomState
-from megaresume.session.ranks import is_rank_0, on_all_ranks
+from megaresume.session.ranks import Meeting, is_rank_0, on_all_ranks
 from megaresume.session.session import Pick, Session
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
@@ -236,18 +236,23 @@ class EngineHost:
         Raises, on every rank:
             CheckpointError: see `elastic.load.conversion`; or DeepSpeed did not load it.
         """
-        engine, tag = self.engine, None
+        engine, tag, meeting = self.engine, None, Meeting()
+
+        def read_tag(tag: str) -> Any:
+            with facts.loading(engine, meeting.gate):
+                return read(choice.load_dir, tag=tag)
+
         if optimizer and not facts.loads_universal(engine):
             sizes = {"partitions": facts.partitions(engine), "zero_stage": facts.zero_stage(engine)}
             tag = conversion(choice, beside, **sizes, elastic=self.elastic)
         if tag is None:
-            path, client_state = read_on_all_ranks(lambda: read(choice.load_dir, tag=choice.tag), choice)
+            path, client_state = read_on_all_ranks(lambda: read_tag(choice.tag), choice, meeting)
             on_all_ranks(lambda: _check_loaded(path, choice))
             return choice, path, client_state
         on_all_ranks(lambda: check_restorable(engine))
-        choice = dataclasses.replace(choice, tag=tag)
         with facts.as_universal(engine):
-            path, client_state = read(choice.load_dir, tag=tag)
+            path, client_state = read_on_all_ranks(lambda: read_tag(tag), choice, meeting)
+        choice = dataclasses.replace(choice, tag=tag)
         on_all_ranks(lambda: _check_loaded(path, choice))
         on_all_ranks(lambda: restore_rest(engine, choice.tag_dir))
         return choice, path, client_state
