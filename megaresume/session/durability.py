@@ -2,8 +2,8 @@
 
     save     all ranks: which file is whose; each machine's thread is told            `Durability.submit`
     thread   waits for the manifest, which an asynchronous save writes much later
-             its machine's files: checksum, forced to the disk; its part written
-             rank 0's: waits for the parts, then says that the checkpoint is durable  (`checkpoint.saving.durable`)
+             its machine's files: checksum, forced to the disk; its part written   (`checkpoint.saving.durable`)
+             rank 0's: the checksums of all, then, when all are forced, that the checkpoint is durable
     close    waits for the thread, for a while; the end of the program does, too
 
 The threads talk through files alone: a collective would meet those of the training. What can pass (a full disk under
@@ -26,12 +26,16 @@ from pathlib import Path
 from megaresume.checkpoint import system
 from megaresume.checkpoint.manifest import Manifest
 from megaresume.checkpoint.saving.durable import (
+    GoneError,
     NotForcedError,
+    Part,
     committed,
     distrust,
     finish,
     force,
+    note_checksums,
     read_part,
+    take_checksums,
     write_part,
 )
 from megaresume.checkpoint.saving.retention import KEEP_ALL, Retention
@@ -78,10 +82,21 @@ class _Work:
     passed: float | None = field(default=None)
     #: whether the last try failed.
     failed: bool = False
+    #: files that could not be forced to the disk; why; whether all of them are there now.
+    lost: set[str] = field(default_factory=set)
+    error: str = ""
+    is_forced: bool = False
 
     def paths(self, manifest: Manifest) -> Iterable[str]:
         """What this machine has to do: its own files, and of those that are nobody's all of them, to be safe."""
         return [e.path for e in manifest.files if self.owners.get(e.path, self.machine) == self.machine]
+
+    def all_checksums(self, parts: Iterable[Part | None]) -> dict[str, str | None]:
+        """Those of this machine, and of the parts of others."""
+        found = dict(self.checksums or {})
+        for part in parts:
+            found.update(part.checksums if part is not None else {})
+        return found
 
 
 class Durability:
@@ -208,7 +223,7 @@ class Durability:
                     pause = FIRST_PAUSE
                 except FileNotFoundError:
                     is_over = True  # pruned or saved again meanwhile
-                except (MegaresumeError, OSError) as error:
+                except (MegaresumeError, NotForcedError, OSError) as error:
                     log.warning("megaresume: %s is complete but not durable yet: %s", work.tag, error)
                     is_over, seconds = False, pause
                     with self._changed:
@@ -234,27 +249,46 @@ class Durability:
             return work.passed is not None and time.monotonic() - work.passed >= PATIENCE_FOR_COMMIT
         if manifest.durable:
             return True
+        mine = list(work.paths(manifest))
+        if work.checksums is None:
+            work.checksums = take_checksums(work.root, manifest, mine, read=self._checksums)
+            # Nobody knows any more which of them could not be forced.
+            work.lost |= {path for path in mine if work.machine == 0 and not manifest.boots}
+        parts = self._exchange(work, manifest)
         try:
-            if work.checksums is None:
-                work.checksums = force(work.root, manifest, work.paths(manifest), checksums=self._checksums)
-            if work.machine != 0:
-                write_part(work.root, manifest, work.machine, work.checksums)
-                return True
-            parts = [read_part(work.root, manifest, machine) for machine in range(1, work.machines)]
-            if None in parts:
-                return False
-            for part in parts:
-                work.checksums.update(part or {})
-            finish(work.root, manifest, work.checksums, retention=work.retention)
-        except NotForcedError as error:
-            log.error(
-                "megaresume: %s could not be written to the disk, and no start takes it: %s. Make room, or look at the "
-                "storage, before the next save",
-                work.tag,
-                error,
-            )
-            if work.machine == 0:
-                distrust(work.root, manifest)
-            else:
-                write_part(work.root, manifest, work.machine, {}, error=str(error))
+            if not work.is_forced:
+                again = {path: work.checksums[path] for path in work.lost}
+                force(work.root, manifest, mine, again=again)
+                work.is_forced, work.error = True, ""
+        except (NotForcedError, GoneError) as error:
+            work.error = str(error)
+            if isinstance(error, NotForcedError):
+                work.lost |= error.paths
+            self._exchange(work, manifest)
+            if isinstance(error, NotForcedError):
+                raise
+            log.error("megaresume: %s is damaged, and no start takes it: %s", work.tag, error)
+            return True
+        if work.machine != 0:
+            self._exchange(work, manifest)
+            return True
+        if not all(part is not None and part.is_forced for part in parts):
+            return False
+        finish(work.root, manifest, work.all_checksums(parts), retention=work.retention)
         return True
+
+    def _exchange(self, work: _Work, manifest: Manifest) -> list[Part | None]:
+        """Tell rank 0 what this machine has done; on rank 0: put into the manifest what all of them have, and return
+        the parts of the others."""
+        assert work.checksums is not None
+        if work.machine != 0:
+            part = Part(checksums=work.checksums, is_forced=work.is_forced, error=work.error)
+            write_part(work.root, manifest, work.machine, part)
+            return []
+        parts = [read_part(work.root, manifest, machine) for machine in range(1, work.machines)]
+        checksums = work.all_checksums(parts)
+        if manifest.boots and (work.error or any(part is not None and part.error for part in parts)):
+            distrust(work.root, manifest, checksums)
+        elif not manifest.has_checksums and all(checksums.get(entry.path) for entry in manifest.files):
+            note_checksums(work.root, manifest, checksums)
+        return parts

@@ -10,9 +10,20 @@ import pytest
 
 from megaresume.checkpoint import Commit, begin_save, choose, commit_save, read_ledger, system
 from megaresume.checkpoint.manifest import Manifest, read_manifest
-from megaresume.checkpoint.saving import durable
-from megaresume.checkpoint.saving.durable import finish, force, make_durable, not_durable, read_part, write_part
+from megaresume.checkpoint.saving import copying, durable
+from megaresume.checkpoint.saving.durable import (
+    Part,
+    finish,
+    force,
+    make_durable,
+    not_durable,
+    note_checksums,
+    read_part,
+    take_checksums,
+    write_part,
+)
 from megaresume.checkpoint.saving.older import make_room, put_back
+from megaresume.session import durability
 from megaresume.session.durability import Durability
 from megaresume.stream.errors import CheckpointError
 from megaresume.stream.state import StreamState
@@ -79,38 +90,121 @@ def test_every_machine_that_wrote_it_must_be_up(
     assert taken(root) == 40
 
 
-def test_a_file_that_cannot_be_forced_makes_it_worthless(
+def sums_of(root: Path, manifest: Manifest) -> dict[str, str | None]:
+    return take_checksums(root, manifest, (entry.path for entry in manifest.files))
+
+
+def test_before_it_is_durable_checksums_tell(root: Path, complete: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a restart of the machine, too: what reached the disk as it was saved counts."""
+    note_checksums(root, complete, sums_of(root, complete))
+    reboot(monkeypatch)
+    assert taken(root) == 40
+    path = root / "global_step40" / complete.files[0].path
+    content = path.read_bytes()
+    path.write_bytes(bytes(len(content)))
+    choice = choose(root)
+    assert choice is not None and choice.iteration == 30 and "checksum is" in choice.rejected[0].reason
+    assert not_durable(root) == ()
+    path.write_bytes(content)
+    (left,) = not_durable(root)
+    make_durable(root, left)
+    assert taken(root) == 40 and not_durable(root) == ()
+
+
+class Disk:
+    """Where forcing a file with this in its name fails so often. Asked again, Linux says that all is well."""
+
+    def __init__(self, name: str, times: int = 1) -> None:
+        self.name, self.times, self.lost = name, times, set[int]()
+
+    def fsync(self, descriptor: int) -> None:
+        stat = os.fstat(descriptor)
+        if self.times and os.readlink(f"/proc/self/fd/{descriptor}").count(self.name):
+            self.times -= 1
+            self.lost.add(stat.st_ino)
+            raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_file_that_could_not_be_forced_is_written_again(
+    root: Path, complete: Manifest, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """A checkpoint that is complete is not lost with a moment of the disk's. What was lost is not called durable."""
+    name = complete.files[0].path
+    disk = Disk(name, times)
+    for module in (durable, copying):
+        monkeypatch.setattr(module, "fsync_file", disk.fsync)
+    work = Durability(checksums=True)
+    work.submit(root, iteration=40, tag="global_step40", save_id=complete.save_id)
+    work.wait_for(root, "global_step40")
+    before = read_manifest(root / "megaresume" / "step_0000040.manifest.json")
+    assert not before.durable and not before.boots and before.has_checksums and taken(root) == 40
+    work.close()
+    assert not_durable(root) == () and taken(root) == 40
+    assert (root / "global_step40" / name).stat().st_ino not in disk.lost
+    manifest = read_manifest(root / "megaresume" / "step_0000040.manifest.json")
+    assert manifest.durable and manifest.verify(root / "global_step40", mode="checksums") == []
+
+
+def test_what_could_not_be_forced_and_is_gone_from_memory_is_not_loaded(
     root: Path, complete: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Asked again, the system would say that all is well."""
-
-    def fails(descriptor: int) -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(durable, "fsync_file", fails)
+    path = root / "global_step40" / complete.files[0].path
+    monkeypatch.setattr(durable, "fsync_file", Disk(path.name).fsync)
     with pytest.raises(CheckpointError, match="could not be forced"):
         make_durable(root, complete)
     monkeypatch.undo()
-    assert taken(root) == 30
-    assert not_durable(root) == ()
+    (left,) = not_durable(root)
+    path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(CheckpointError, match="could not be forced") as caught:
+        make_durable(root, left)
+    assert "not in memory" in str(caught.value.found)
+    assert taken(root) == 30 and not_durable(root) == ()
+
+
+def test_without_checksums_a_file_that_cannot_be_forced_makes_it_worthless(
+    root: Path, complete: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durable, "fsync_file", Disk(complete.files[0].path).fsync)
+    with pytest.raises(CheckpointError, match="could not be forced"):
+        make_durable(root, complete, checksums=False)
+    assert taken(root) == 30 and not_durable(root) == ()
 
 
 def test_two_machines(root: Path, complete: Manifest) -> None:
     mine, its = (entry.path for entry in complete.files)
     assert read_part(root, complete, 1) is None
-    write_part(root, complete, 1, force(root, complete, [its]))
-    part = read_part(root, complete, 1)
-    assert part is not None and list(part) == [its]
-    finish(root, complete, force(root, complete, [mine]) | part)
-    assert read_manifest(root / "megaresume" / "step_0000040.manifest.json").has_checksums
-    assert not (root / "megaresume" / "step_0000040.synced").exists()
-    write_part(root, complete, 1, {}, error="disk full")
-    with pytest.raises(durable.NotForcedError, match="disk full"):
-        read_part(root, complete, 1)
+    part = Part(checksums=take_checksums(root, complete, [its]), is_forced=False, error="disk full")
+    write_part(root, complete, 1, part)
+    assert read_part(root, complete, 1) == part
+    first, work = Durability(checksums=True), _work(root, complete, machines=2)
+    assert not first._advance(work)
+    manifest_file = root / "megaresume" / "step_0000040.manifest.json"
+    manifest = read_manifest(manifest_file)
+    assert manifest.has_checksums and not manifest.boots and not manifest.durable
+    force(root, complete, [its])
+    write_part(root, complete, 1, Part(checksums=part.checksums, is_forced=True))
+    assert first._advance(work)
+    manifest = read_manifest(manifest_file)
+    assert manifest.durable and manifest.verify(root / "global_step40", mode="checksums") == []
+    assert not (root / "megaresume" / "step_0000040.synced").exists() and mine != its
+
+
+def _work(root: Path, manifest: Manifest, *, machines: int) -> durability._Work:
+    owners = {entry.path: number for number, entry in enumerate(manifest.files)}
+    return durability._Work(
+        root=root,
+        iteration=manifest.iteration,
+        tag=manifest.tag,
+        save_id=manifest.save_id,
+        machine=0,
+        machines=machines,
+        owners=owners,
+    )
 
 
 def test_saved_again_meanwhile(root: Path, complete: Manifest, save: Save) -> None:
-    sums = force(root, complete, (entry.path for entry in complete.files))
+    sums = sums_of(root, complete)
     again = save(root, 40, salt=1)
     finish(root, complete, sums)
     manifest = read_manifest(root / "megaresume" / "step_0000040.manifest.json")

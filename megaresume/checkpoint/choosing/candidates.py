@@ -34,7 +34,8 @@ from megaresume.stream.errors import CheckpointError, MegaresumeError, StateErro
 #: incomplete: its save was killed, is going on, or is being done over.
 #: damaged: it was complete, and is no longer.
 #: pruned: the weights were deleted, records are left.
-#: unsynced: complete, but not durable when a machine that wrote it went down: anything may be in its files.
+#: unsynced: complete, but not durable when a machine that wrote it went down, and without checksums: anything may be
+#: in its files.
 #: newer: a record was written by a newer megaresume (only `survey` says so; `examine` raises).
 Status = Literal["complete", "unmanaged", "incomplete", "damaged", "unsynced", "pruned", "newer"]
 
@@ -219,11 +220,13 @@ def examine(
             "damaged",
             f"state and manifest are of different saves (digest {step.state.digest}, manifest {manifest.digest})",
         )
-    mode: Literal["sizes", "checksums"] = "checksums" if checksums else "sizes"
+    # Of what may not have reached the disk checksums tell.
+    in_doubt = not manifest.is_safe
+    mode: Literal["sizes", "checksums"] = "checksums" if checksums or in_doubt else "sizes"
     problems = manifest.verify(root / tag, mode=mode, threads=threads, progress=progress)
     if problems:
         return verdict("damaged", *map(str, problems))
-    if not manifest.is_safe:
+    if in_doubt and not manifest.has_checksums:
         return verdict("unsynced", UNSYNCED)
     return verdict("complete")
 

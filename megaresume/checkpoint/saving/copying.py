@@ -63,7 +63,7 @@ def copy_checked(source: Path, target: Path, entry: FileEntry) -> str:
         if _checksum(target) == expected:
             return expected
     make_dir(target.parent)
-    written = _write(source, target)
+    written = write_copy(source, target)
     size = os.stat(source).st_size
     if size != entry.size or (entry.checksum is not None and written != entry.checksum):
         raise CheckpointError(
@@ -90,7 +90,8 @@ def _is_there(path: Path, size: int) -> bool:
         return False
 
 
-def _write(source: Path, target: Path) -> str:
+def write_copy(source: Path, target: Path) -> str:
+    """Copy a file and force it to the disk; the checksum of what was written. Raises CheckpointError."""
     hasher = xxhash.xxh3_128()
     buffer = memoryview(bytearray(_CHUNK))
     try:

@@ -1,11 +1,12 @@
 """From complete to durable: what a commit leaves in the memory of the machines is forced to their disks, and summed.
 
     commit_save     manifest: durable false, the boots of the machines that wrote      <- complete
-    each node       force: each of its files read (from memory, as a rule) for its checksum, and forced to the disk;
-                    the directories
+    each node       each of its files read (from memory, as a rule) for its checksum
                     its part          step_0000010.synced/node_00001.json      (the node of rank 0 needs none)
+    rank 0          all checksums     into the manifest
+    each node       its files and the directories forced to the disk; its part says so
     rank 0          all parts there?
-                    manifest: durable true, all checksums                              <- durable
+                    manifest: durable true                                             <- durable
                     ledger line
                     the older save of the same step removed, old checkpoints pruned, parts removed
 
@@ -13,23 +14,37 @@ The training does not wait for any of this. A kill in between costs nothing: mem
 start goes on with it. A power cut in between leaves files of the right size with anything in them: a checkpoint that is
 complete and not durable counts only while every machine that wrote it is up (`Manifest.is_safe`).
 
-What could not be forced is lost in part, and asking again would not say so: such a checkpoint never counts again.
+Once the manifest has the checksums, it counts without that, if every file has its checksum.
+
+Of what could not be forced the system says so once, and calls it written from then on. So such a file is written again
+from memory, by its checksum, until that succeeds; meanwhile the checkpoint counts only by its checksums (`distrust`).
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megaresume.checkpoint.choosing.candidates import examine, list_candidates
-from megaresume.checkpoint.files import fsync_file, make_dir, read_sealed, seal, text, write_atomic
+from megaresume.checkpoint.files import (
+    flag,
+    fsync_file,
+    leftover_name,
+    make_dir,
+    read_sealed,
+    seal,
+    text,
+    write_atomic,
+    write_error,
+)
 from megaresume.checkpoint.ledger import append_ledger
 from megaresume.checkpoint.lock import check_owned, write_fenced
 from megaresume.checkpoint.manifest import FileEntry, Manifest, checksum_file, read_manifest
-from megaresume.checkpoint.paths import ledger_path, manifest_path, part_path, step_path
+from megaresume.checkpoint.paths import ledger_path, manifest_path, part_path, records_dir, step_path
+from megaresume.checkpoint.saving.copying import write_copy
 from megaresume.checkpoint.saving.older import changing, remove_older
 from megaresume.checkpoint.saving.rank_files import remove_orphans
 from megaresume.checkpoint.saving.retention import KEEP_ALL, Retention, prune
@@ -40,7 +55,20 @@ FORMAT, VERSION = "megaresume.synced", 1
 
 
 class NotForcedError(Exception):
-    """A machine could not force a file to its disk: what the system's memory held of it may be lost."""
+    """A machine could not force files to its disk: what the system's memory held of them may be lost.
+
+    Args:
+        words: what the system said.
+        paths: of the files, relative to the tag directory.
+    """
+
+    def __init__(self, words: str, paths: Iterable[str] = ()) -> None:
+        super().__init__(words)
+        self.paths = frozenset(paths)
+
+
+class GoneError(Exception):
+    """A file that could not be forced to the disk is no longer in memory as it was saved."""
 
 
 def committed(root: Path, iteration: int, tag: str, save_id: str) -> Manifest | None:
@@ -56,83 +84,122 @@ def committed(root: Path, iteration: int, tag: str, save_id: str) -> Manifest | 
     return manifest if manifest.save_id == save_id else None
 
 
+def take_checksums(root: Path, manifest: Manifest, paths: Iterable[str], *, read: bool = True) -> dict[str, str | None]:
+    """Checksums of files that this machine wrote.
+
+    Args:
+        root: the checkpoint root.
+        manifest: of the checkpoint; what it has is taken from there.
+        paths: the files, relative to the tag directory.
+        read: False: no others.
+
+    Raises:
+        FileNotFoundError: the checkpoint is gone.
+        OSError: a file cannot be read.
+    """
+    known = {entry.path: entry.checksum for entry in manifest.files}
+    return {path: known[path] or (checksum_file(root / manifest.tag / path) if read else None) for path in paths}
+
+
+def note_checksums(root: Path, manifest: Manifest, checksums: Mapping[str, str | None]) -> None:
+    """Put the checksums of all files into the manifest. On rank 0. Raises CheckpointError."""
+    _replace(root, replace(manifest, files=_with(manifest, checksums)))
+
+
+def _with(manifest: Manifest, checksums: Mapping[str, str | None]) -> tuple[FileEntry, ...]:
+    return tuple(replace(entry, checksum=checksums.get(entry.path) or entry.checksum) for entry in manifest.files)
+
+
 def force(
-    root: Path,
-    manifest: Manifest,
-    paths: Iterable[str],
-    *,
-    checksums: bool = True,
-    wait: Callable[[], object] = lambda: None,
-) -> dict[str, str | None]:
-    """Read and force files of a checkpoint that this machine wrote, and all of its directories.
+    root: Path, manifest: Manifest, paths: Iterable[str], *, again: Mapping[str, str | None] | None = None
+) -> None:
+    """Force files of a checkpoint that this machine wrote, and all of its directories, to the disk.
 
     Args:
         root: the checkpoint root.
         manifest: of the checkpoint.
         paths: files of it, relative to the tag directory.
-        checksums: whether to take them.
-        wait: called between two files.
-
-    Returns:
-        by path: the checksum, or None.
+        again: those that could not be forced before, with their checksums: they are written again.
 
     Raises:
         FileNotFoundError: the checkpoint is gone.
         NotForcedError: the system could not write what it held.
-        OSError: a file cannot be read.
+        CheckpointError: the disk refuses what is written again.
+        GoneError: memory does not hold what was saved, or nobody knows.
     """
-    tag_dir = root / manifest.tag
-    found: dict[str, str | None] = {}
-    for path in paths:
-        found[path] = checksum_file(tag_dir / path) if checksums else None
-        _force(tag_dir / path, os.O_RDONLY)
-        wait()
+    tag_dir, mine, again, failed = root / manifest.tag, list(paths), again or {}, dict[str, str]()
+    for path in mine:
+        if path in again:
+            _write_again(root, tag_dir / path, again[path])
+        elif words := _force(tag_dir / path, os.O_RDONLY):
+            failed[path] = words
     inner = {parent for path in (entry.path for entry in manifest.files) for parent in (tag_dir / path).parents}
     for directory in sorted((d for d in inner if d.is_relative_to(root)), reverse=True):
-        _force(directory, os.O_RDONLY | os.O_DIRECTORY)
-    return found
+        if words := _force(directory, os.O_RDONLY | os.O_DIRECTORY):
+            raise NotForcedError(words, mine)  # their names may be lost
+    if failed:
+        raise NotForcedError("; ".join(failed.values()), failed)
 
 
-def _force(path: Path, flags: int) -> None:
+def _force(path: Path, flags: int) -> str:
+    """What the system says if it cannot."""
     descriptor = os.open(path, flags | os.O_CLOEXEC)
     try:
         fsync_file(descriptor)
     except OSError as error:
-        raise NotForcedError(f"{path}: {error.strerror or error}") from error
+        return f"{path}: {error.strerror or error}"
     finally:
         os.close(descriptor)
+    return ""
 
 
-def write_part(root: Path, manifest: Manifest, node: int, checksums: Mapping[str, str | None], error: str = "") -> None:
-    """What one node has done, for rank 0; with an ``error``, what it could not. Raises CheckpointError."""
+def _write_again(root: Path, path: Path, checksum: str | None) -> None:
+    draft = records_dir(root) / leftover_name(path.name)
+    try:
+        if checksum is None or write_copy(path, draft) != checksum:
+            raise GoneError(f"{path}: could not be written to the disk, and is not in memory as it was saved any more")
+        os.replace(draft, path)
+    except OSError as error:
+        raise write_error(path, error) from error
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """What one node has done."""
+
+    checksums: Mapping[str, str | None]
+    is_forced: bool
+    #: why it could not be, at the last try.
+    error: str = ""
+
+
+def write_part(root: Path, manifest: Manifest, node: int, part: Part) -> None:
+    """Tell rank 0. Raises CheckpointError."""
     path = part_path(root, manifest.iteration, manifest.tag, node)
     make_dir(path.parent)
     fields = {
         "format": FORMAT,
         "version": VERSION,
         "save_id": manifest.save_id,
-        "error": error,
-        "files": [[name, checksum] for name, checksum in checksums.items()],
+        "forced": part.is_forced,
+        "error": part.error,
+        "files": [[name, checksum] for name, checksum in part.checksums.items()],
     }
     write_atomic(path, seal(fields, depth=2))
 
 
-def read_part(root: Path, manifest: Manifest, node: int) -> dict[str, str | None] | None:
-    """What one node has done; None: it is not there yet.
-
-    Raises:
-        CheckpointError: it is damaged.
-        NotForcedError: that node could not.
-    """
+def read_part(root: Path, manifest: Manifest, node: int) -> Part | None:
+    """What one node has done; None: it is not there yet. Raises CheckpointError: it is damaged."""
     path = part_path(root, manifest.iteration, manifest.tag, node)
     if not path.exists():
         return None
     fields = read_sealed(path, what="the part of a node", format_name=FORMAT, version=VERSION, error=CheckpointError)
     if fields["save_id"] != manifest.save_id:
         return None
-    if fields["error"]:
-        raise NotForcedError(text(fields["error"]))
-    return {text(name): checksum for name, checksum in fields["files"]}
+    checksums = {text(name): checksum for name, checksum in fields["files"]}
+    return Part(checksums=checksums, is_forced=flag(fields["forced"]), error=text(fields["error"]))
 
 
 def finish(
@@ -152,8 +219,7 @@ def finish(
     Raises:
         CheckpointError: the disk refuses, or the root has another owner by now.
     """
-    files = tuple(FileEntry(path=e.path, size=e.size, checksum=checksums.get(e.path)) for e in manifest.files)
-    step = _replace(root, replace(manifest, files=files, durable=True, boots=()))
+    step = _replace(root, replace(manifest, files=_with(manifest, checksums), durable=True, boots=()))
     if step is None:
         return ()
     append_ledger(ledger_path(root), step.ledger_entry("durable", {"save_id": step.save_id}))
@@ -164,9 +230,10 @@ def finish(
     return pruned
 
 
-def distrust(root: Path, manifest: Manifest) -> None:
-    """A machine could not force its files: no start may take this checkpoint. On rank 0. Raises CheckpointError."""
-    _replace(root, replace(manifest, boots=()))
+def distrust(root: Path, manifest: Manifest, checksums: Mapping[str, str | None]) -> None:
+    """A machine could not force its files: from now on this checkpoint counts only by its checksums, if all its files
+    have one. On rank 0. Raises CheckpointError."""
+    _replace(root, replace(manifest, files=_with(manifest, checksums), boots=()))
 
 
 def _replace(root: Path, manifest: Manifest) -> StepFile | None:
@@ -189,13 +256,16 @@ def make_durable(
     retention: Retention = KEEP_ALL,
 ) -> tuple[str, ...]:
     """All of it at once, for a checkpoint that this machine wrote. Arguments, result and errors as of `finish`."""
-    place = Path(os.path.abspath(root))
+    place, paths = Path(os.path.abspath(root)), [entry.path for entry in manifest.files]
+    sums = take_checksums(place, manifest, paths, read=checksums)
+    if checksums:
+        note_checksums(place, manifest, sums)
     try:
-        sums = force(place, manifest, (entry.path for entry in manifest.files), checksums=checksums)
-    except NotForcedError as error:
-        distrust(place, manifest)
+        force(place, manifest, paths, again=None if manifest.boots else sums)
+    except (NotForcedError, GoneError) as error:
+        distrust(place, manifest, sums)
         raise CheckpointError(
-            f"{manifest.tag} could not be forced to the disk, and no start takes it",
+            f"{manifest.tag} could not be forced to the disk",
             found=str(error),
             cause="the disk is full or fails, or the quota is used up",
         ) from error
