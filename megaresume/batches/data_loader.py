@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from megaresume.batches.loader import outlive_signals
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import Append, BlendUnit, OnChange, StreamConfig
 from megaresume.stream.errors import StateError, UsageError
+from megaresume.stream.skips import SkipConfig
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 
@@ -74,6 +75,10 @@ class DataLoader:
             ``len(item["input_ids"])``, counted once.
         lengths_dir: directory where counted lengths are kept.
         blend: what weights count: ``tokens`` or ``documents`` (items). Default: tokens of packed items, else items.
+        stages: changes to come, as in a data.yaml: ``[{"from_samples": 10_000, "weights": {"web": 1, "code": 3}}]``.
+        skip: what to leave out: ``["80:88"]``, or ``{"samples": [...], "documents": {"data": [17]}}`` (items).
+        keyed: seed the generators of Python, NumPy and torch before each item by (seed, dataset, epoch, item), so that
+            a dataset that draws random numbers draws the same on any layout and after a resume.
         dp_rank, dp_size: this rank among the data-parallel ranks; default: those of torch.distributed.
         torch_options: others of torch's ``DataLoader``: timeout, worker_init_fn, prefetch_factor, ...
 
@@ -105,6 +110,9 @@ class DataLoader:
         lengths: Any = None,
         lengths_dir: str | Path | None = None,
         blend: BlendUnit | None = None,
+        stages: Sequence[Mapping[str, Any]] = (),
+        skip: Any = None,
+        keyed: bool = False,
         dp_rank: int | None = None,
         dp_size: int | None = None,
         **torch_options: Any,
@@ -119,10 +127,15 @@ class DataLoader:
         directory = None if lengths_dir is None else Path(lengths_dir)
         sources = {name: self._source(name, one, of_each[name], directory) for name, (one, _) in named.items()}
         self._items = self._size(sources)
-        config = options.config_of(named, self._packing, seed=seed, blend=blend, max_epochs=max_epochs, append=append)
+        config = options.config_of(
+            named, self._packing, seed=seed, blend=blend, max_epochs=max_epochs, append=append, stages=stages
+        )
         #: the order, for `Stream.plan` and the like.
         self.stream = Stream(StreamConfig.from_dict(config), list(sources.values()), on_change=on_change)
         self.stream.fingerprints  # noqa: B018  reads items: now, not in the middle of the first save
+        self.stream.schedule = BatchSchedule.constant(self.step_samples)
+        if asked := SkipConfig.from_dict(skip, list(named), "skip="):
+            self.stream.skip(asked)
         self._epochs = Epochs(self.stream, self._items, item_by_item=seq_length is None)
         #: sample with which the run ends, at most; None: no end but those of the datasets.
         self.stop: int | None = None
@@ -130,13 +143,14 @@ class DataLoader:
         #: of the ``for`` that runs: only the last one may.
         self._turn: object = None
         self._generator = torch.Generator()
-        self._places = Places(self.stream, self._epochs, sources, self._share, whole_rows=seq_length is not None)
+        packed = seq_length is not None
+        self._places = Places(self.stream, self._epochs, sources, self._share, whole_rows=packed or keyed)
         measures = {name: one if callable(one) else token_count for name, one in of_each.items()}
         worker_init_fn = torch_options.pop("worker_init_fn", None)
         self._torch = torch.utils.data.DataLoader(
-            ItemReader({name: one for name, (one, _) in named.items()}, None if seq_length is None else measures),
+            ItemReader({name: one for name, (one, _) in named.items()}, measures if packed else None, keyed=keyed),
             batch_sampler=self._places,
-            collate_fn=flatten if collate_fn is None and seq_length is not None else collate_fn,
+            collate_fn=flatten if packed and collate_fn is None else collate_fn,
             num_workers=num_workers,
             pin_memory=pin_memory,
             persistent_workers=persistent_workers,
@@ -256,10 +270,8 @@ class DataLoader:
 
     def state_at(self, sample: int) -> StreamState:
         """The state before a sample that lies at or after the one loaded."""
-        before = self.stream.base_state
-        schedule = BatchSchedule.constant(self.step_samples)
-        if before is not None:
-            schedule = schedule.resumed(before.batches, before.samples)
+        schedule = self.stream.schedule
+        assert schedule is not None
         batches, short = schedule.until(sample), (sample - self.stream.start) % self.step_samples
         if short:  # the last step of a run, or a part of one
             batches = (*schedule.until(sample - short), (sample - short, short))
@@ -276,6 +288,8 @@ class DataLoader:
     def restore(self, state: StreamState) -> None:
         """The same, of a state that is read already."""
         self.stream.restore(state)
+        schedule = BatchSchedule.constant(self.step_samples)
+        self.stream.schedule = schedule.resumed(state.batches, state.samples)
         self._position, self._turn = self.stream.start, None
         for line in self.stream.accepted:
             log.info("megaresume: %s", line)

@@ -69,7 +69,7 @@ def test_the_blend_of_the_document() -> None:
 
 
 def test_the_packing_of_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    block = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[2]
+    block = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[4]
     import megaresume
 
     monkeypatch.chdir(tmp_path)
@@ -79,3 +79,32 @@ def test_the_packing_of_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert batch["input_ids"].shape == batch["labels"].shape == batch["position_ids"].shape == (1, 8000)
     assert batch["cu_seq_lens_q"].tolist() == list(range(0, 9000, 1000)) and batch["max_length_q"] == 1000
     assert len(list((tmp_path / "lengths").iterdir())) == 1
+
+
+def test_the_changes_of_the_document() -> None:
+    block = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[2]
+    import megaresume
+
+    names: dict[str, Any] = {"megaresume": megaresume, "web": list(range(900)), "code": list(range(1000, 1200))}
+    exec(block, names)
+    handed = [n for batch in names["loader"] for n in batch.tolist()]
+    assert sum(n >= 1000 for n in handed[:384]) == 96  # 16 of the first 400 are not trained
+    assert sum(n >= 1000 for n in handed[400:600]) == 100 and 17 not in handed
+
+
+def test_the_keyed_loader_of_the_document() -> None:
+    block = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[3]
+    import megaresume
+
+    class Noise:
+        def __len__(self) -> int:
+            return 30
+
+        def __getitem__(self, i: int) -> torch.Tensor:
+            return torch.rand(1)
+
+    names: dict[str, Any] = {"megaresume": megaresume, "dataset": Noise()}
+    exec(block, names)
+    in_workers = [number for batch in names["loader"] for number in batch]
+    exec(block.replace("num_workers=4", "num_workers=0"), names)
+    assert [number for batch in names["loader"] for number in batch] == in_workers

@@ -78,9 +78,22 @@ def config_of(
     blend: str | None,
     max_epochs: int | Mapping[str, int] | None,
     append: str | None,
+    stages: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """The data config of a stream of these datasets."""
+    """The data config of a stream of these datasets.
+
+    Raises:
+        UsageError: a stage that packs items of which nobody knows the lengths.
+    """
     packed = packing.seq_length is not None
+    for stage in stages:
+        if not packed and {"seq_length", "packing"} & set(stage):
+            raise UsageError(
+                "a stage packs items that are not packed before",
+                found=repr(stage),
+                expected="a stage that changes weights alone",
+                action="pass seq_length, and packing='none' for the time before the stage",
+            )
     sources = {
         name: {
             "max_epochs": max_epochs.get(name) if isinstance(max_epochs, Mapping) else max_epochs,
@@ -95,6 +108,7 @@ def config_of(
         "packing": packing.how if packed else "none",
         "blend": {"unit": blend or ("tokens" if packed else "documents")},
         "sources": sources,
+        "stages": [dict(stage) for stage in stages],
     }
 
 

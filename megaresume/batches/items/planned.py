@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from megaresume.batches.items.epochs import Epochs, available
 from megaresume.batches.items.source import ItemSource
@@ -58,7 +59,7 @@ class Places:
         stream, epochs: of the items.
         sources: by the names of today, in the order in which places count them.
         share: of this rank.
-        whole_rows: a place says epoch, offset and lengths as well.
+        whole_rows: a place says epoch, offset, lengths and key as well.
     """
 
     def __init__(
@@ -115,7 +116,8 @@ class Places:
         if not self._whole_rows and len(self._names) == 1:
             return list(items.tolist())
         # A source that the run had before, and has no more, has no dataset.
-        labels = [source.label for source in self._stream.config.sources]
+        sources = self._stream.config.sources
+        labels = [source.label for source in sources]
         datasets = np.array([self._names.index(label) if label in self._names else -1 for label in labels])
         columns = [datasets[table[:, SOURCE]], items]
         if self._whole_rows:
@@ -123,5 +125,7 @@ class Places:
             for k, source in enumerate(self._sources):
                 mine = columns[0] == k
                 tokens[mine] = source.lengths(items[mine])
-            columns += [plan.epochs(), table[:, OFFSET], table[:, LENGTH], tokens]
+            seed = self._stream.config.seed
+            keys = np.array([xxhash.xxh3_64_intdigest(f"{seed} {s.name}".encode()) >> 1 for s in sources])
+            columns += [plan.epochs(), table[:, OFFSET], table[:, LENGTH], tokens, keys[table[:, SOURCE]]]
         return list(np.stack(columns, axis=1).tolist())

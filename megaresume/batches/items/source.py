@@ -124,6 +124,14 @@ def generators_kept() -> Iterator[None]:
         torch.set_rng_state(before[2])
 
 
+def seed_generators(key: str) -> None:
+    """Seed the generators of Python, NumPy and torch (of the CPU) by a hash of a text."""
+    seed = xxhash.xxh3_64_intdigest(key.encode())
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed >> 1)
+
+
 def item_hash(item: Any) -> int:
     """xxh3_64 of what an item holds: tensors, arrays, numbers, text, pictures, in mappings, lists and objects.
 

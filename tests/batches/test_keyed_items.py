@@ -1,0 +1,105 @@
+"""`megaresume.DataLoader(keyed=True)`: what a dataset draws follows from seed, dataset, epoch and item alone."""
+
+from __future__ import annotations
+
+import random
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.data
+
+import megaresume
+
+ITEMS = 20
+
+
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Item i, and a number from each generator."""
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __getitem__(self, i: int) -> Any:
+        return {"item": i, "noise": (random.random(), float(np.random.rand()), torch.rand(1).item())}
+
+
+class Batched(Noisy):
+    def __getitems__(self, items: list[int]) -> list[Any]:
+        raise AssertionError("one at a time")
+
+
+def drawn(micro_batches: int, state: Any = None, dataset: Any = None, **options: Any) -> tuple[list[Any], Any]:
+    """(item, what it drew), in order, and the state after them."""
+    loader = megaresume.DataLoader(
+        Noisy() if dataset is None else dataset, collate_fn=list, **{"keyed": True} | options
+    )
+    if state is not None:
+        loader.load_state_dict(state)
+    handed: list[Any] = []
+    taken = 0
+    while taken < micro_batches:
+        for batch in islice(loader, micro_batches - taken):
+            taken += 1
+            handed += [(item["item"], item["noise"]) for item in batch]
+    return handed, loader.state_dict()
+
+
+@pytest.fixture(scope="module")
+def order() -> list[Any]:
+    return drawn(3 * ITEMS)[0]
+
+
+def test_every_item_and_epoch_draws_other_numbers(order: list[Any]) -> None:
+    numbers = [number for _, noise in order for number in noise]
+    assert len(set(numbers)) == len(numbers) == 9 * ITEMS
+    assert drawn(3 * ITEMS)[0] == order
+    assert {noise for _, noise in drawn(ITEMS, seed=1)[0]}.isdisjoint(noise for _, noise in order)
+
+
+def test_the_same_on_any_layout_and_after_a_resume(order: list[Any]) -> None:
+    ranks = [drawn(5, batch_size=2, dp_rank=rank, dp_size=2) for rank in range(2)]
+    first = [pair for k in range(5) for handed, _ in ranks for pair in handed[2 * k : 2 * k + 2]]
+    assert first == order[:20]
+    rest, _ = drawn(5, ranks[0][1], batch_size=7)
+    assert rest == order[20:55]
+
+
+@pytest.mark.process
+def test_the_same_in_workers(order: list[Any]) -> None:
+    first, state = drawn(5, batch_size=4, num_workers=2)
+    assert first == order[:20]
+    assert drawn(3, state, batch_size=4, num_workers=1)[0] == order[20:32]
+
+
+def test_the_generators_of_training_are_left_alone() -> None:
+    def seed() -> None:
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+
+    loader = iter(megaresume.DataLoader(Noisy(), keyed=True, batch_size=4, collate_fn=list))
+    seed()
+    next(loader)
+    after = random.random(), np.random.rand(), torch.rand(1).item()
+    seed()
+    assert after == (random.random(), np.random.rand(), torch.rand(1).item())
+
+
+def test_one_item_is_read_at_a_time_and_each_dataset_has_a_key(order: list[Any]) -> None:
+    assert drawn(ITEMS, dataset=Batched())[0] == order[:ITEMS]
+    two, _ = drawn(2 * ITEMS, dataset={"a": (Noisy(), 1), "b": (Noisy(), 1)})
+    assert len({noise for _, noise in two}) == 2 * ITEMS
+    renamed, _ = drawn(ITEMS, dataset={"new": (Noisy(), {"weight": 1, "was": "data"})})
+    assert renamed == order[:ITEMS]
+
+
+class NoisyTexts(Noisy):
+    def __getitem__(self, i: int) -> Any:
+        return {"input_ids": [i] * (1 + i % 7), **super().__getitem__(i)}
+
+
+def test_packed_items_too(order: list[Any]) -> None:
+    options = {"dataset": NoisyTexts(), "seq_length": 16, "max_epochs": 1}
+    handed, _ = drawn(4, **options)
+    assert len(handed) >= 8 and set(handed) <= set(order[:ITEMS])
