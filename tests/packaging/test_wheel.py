@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -14,34 +13,9 @@ from pathlib import Path
 import pytest
 
 from megaresume.cli.main import COMMANDS
+from tests.packaging.conftest import ROOT, SAVE, Run
 
 pytestmark = pytest.mark.process
-
-ROOT = Path(__file__).parents[2]
-BUILD = "import setuptools.build_meta as b, sys; out = sys.argv[1]; print(b.build_sdist(out), b.build_wheel(out))"
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The archive, and the wheel that is built from what the archive holds."""
-    directory, source = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("source")
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
-    assert listed.returncode == 0, listed.stderr
-    for name in listed.stdout.splitlines():
-        if (ROOT / name).is_file():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((ROOT / name).read_bytes())
-
-    def build(at: Path) -> list[str]:
-        done = subprocess.run([sys.executable, "-c", BUILD, directory], cwd=at, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout.split()[-2:]
-
-    archive, _ = build(source)
-    with tarfile.open(directory / archive) as file:
-        file.extractall(directory, filter="data")
-    _, wheel = build(directory / archive.removesuffix(".tar.gz"))
-    return directory / archive, directory / wheel
 
 
 def test_the_archive_holds_what_a_developer_needs(built: tuple[Path, Path]) -> None:
@@ -73,44 +47,15 @@ def test_the_wheel(built: tuple[Path, Path]) -> None:
 
 
 @pytest.fixture(scope="module")
-def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[int, str]]:
-    """``installed("stream", "--help")``: the program in an environment that has the base dependencies alone."""
-    directory = tmp_path_factory.mktemp("venv")
-    subprocess.run([sys.executable, "-m", "venv", directory / "venv"], check=True)
-    pip = [directory / "venv/bin/python", "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", built[1]]
-    done = subprocess.run(pip, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-
-    def run(*words: object, program: str = "megaresume") -> tuple[int, str]:
-        command = [directory / "venv/bin" / program, *words]
-        done = subprocess.run([*map(str, command)], cwd=directory, env=env, capture_output=True, text=True)
-        return done.returncode, done.stdout + done.stderr
-
-    (directory / "text.txt").write_text("one\n\ntwo\n\nthree\n")
-    (directory / "data.yaml").write_text("seed: 1\nseq_length: 8\npacking: best_fit\nsources:\n  web: {path: web}\n")
-    status, text = run("prepare", "text.txt", "--output", "web")
-    assert status == 0 and "tokenizer bytes" in text, text
+def installed(environment: Callable[[str], Run]) -> Run:
+    """The program in an environment that has the base dependencies alone, with a save of one step."""
+    run = environment("")
     assert run("-c", SAVE, program="python") == (0, "")
     return run
 
 
-SAVE = """
-from pathlib import Path
-from megaresume import open_stream
-from megaresume.checkpoint import Topology, begin_save, commit_save, record_start
-stream, root, topology = open_stream("data.yaml"), Path("save"), Topology(dp=1, world_size=1, global_batch_size=1)
-record_start(root, iteration=0, state=stream.state_at(0), choice=None, topology=topology)
-state = stream.state_at(1, batches=[(0, 1)])
-pending = begin_save(root, tag="global_step1", iteration=1, state=state, topology=topology)
-pending.tag_dir.mkdir()
-(pending.tag_dir / "mp_rank_00_model_states.pt").write_bytes(b"weights")
-commit_save(pending, expected_files=["mp_rank_00_model_states.pt"])
-"""
-
-
 @pytest.mark.release
-def test_the_base_installation(installed: Callable[..., tuple[int, str]]) -> None:
+def test_the_base_installation(installed: Run) -> None:
     for command in ("", *COMMANDS):
         assert installed(*command.split(), "--help")[0] == 0, command
     for words, found in (
@@ -138,7 +83,7 @@ def test_the_base_installation(installed: Callable[..., tuple[int, str]]) -> Non
         ("report save", "report"),
     ],
 )
-def test_what_is_missing_is_named(installed: Callable[..., tuple[int, str]], words: str, extra: str) -> None:
+def test_what_is_missing_is_named(installed: Run, words: str, extra: str) -> None:
     code = "from pathlib import Path as P; P('pretrain.py').write_text('from megatron.training import pretrain\\n')"
     code += "; P('tokenizer.json').write_text('{}'); P('text.tar').touch()"
     assert installed("-c", code, program="python") == (0, "")

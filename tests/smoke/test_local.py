@@ -16,6 +16,7 @@ pytest.importorskip("megatron.core")
 MINI = ROOT / "tests" / "hosts" / "megatron" / "mini"
 
 
+@pytest.mark.release
 def test_torchrun_on_two_nodes_and_one(tmp_path: Path) -> None:
     kinds = ["sigkill", "node-down"]  # sigterm: tests/launch/test_scripts.py
     layouts = ["--nodes", "2,1", "--workers", "0,1", "--micro-batch-size", "2,4"]

@@ -13,7 +13,12 @@ pytestmark = pytest.mark.process
 
 
 @pytest.mark.parametrize(
-    ("checkpoint_format", "pattern"), [("torch_dist", "*.distcp"), ("torch_dist", ".metadata"), ("torch", "*/*.pt")]
+    ("checkpoint_format", "pattern"),
+    [
+        ("torch_dist", "*.distcp"),
+        pytest.param("torch_dist", ".metadata", marks=pytest.mark.release),
+        ("torch", "*/*.pt"),
+    ],
 )
 def test_all_ranks_go_back_together(
     mini: Mini, data_yaml: Path, tmp_path: Path, checkpoint_format: str, pattern: str

@@ -13,7 +13,10 @@ pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.process
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize(
+    "asynchronous",
+    [pytest.param(False, id="synchronous"), pytest.param(True, id="asynchronous", marks=pytest.mark.release)],
+)
 def test_a_disk_that_is_cleaned(mini: Mini, data_yaml: Path, small_disk: Path, asynchronous: bool) -> None:
     """Before Megatron's files, and after its tracker; and a commit that fails to the end takes none of its files."""
     save = small_disk / ("asynchronous" if asynchronous else "synchronous")

@@ -68,10 +68,14 @@ def test_one_run_through_all_of_it(mini: Any, data_yaml: Path, tmp_path: Path) -
     # A run that is over may be launched any number of times: these starts do not count.
     over = mini(*flags, *limit, "--train-iters", 5)
     assert over.status == 0 and over.steps() == {}, over.output[-3000:]
-    starts = [entry for entry in read_ledger(ledger_path(save)).entries if entry.kind == "start"]
+    entries = read_ledger(ledger_path(save)).entries
+    starts = [entry for entry in entries if entry.kind == "start"]
     assert [NOTHING_TO_TRAIN in entry.details for entry in starts] == [False] * 4 + [True]
+    # After the stops nothing said so.
+    assert [entry.iteration for entry in entries if entry.kind == "finished"] == [5]
 
 
+@pytest.mark.release
 def test_a_run_says_that_it_is_over_and_only_then(mini: Any, data_yaml: Path, tmp_path: Path) -> None:
     """By what the launch scripts read of its ledger: after a stop, an error, its end, an evaluation, its end again."""
     save = tmp_path / "save"

@@ -1,0 +1,90 @@
+"""Each extra alone, in an environment of its own: what it is for works, and nothing that it lacks is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.packaging.conftest import SAVE, Run
+
+pytestmark = pytest.mark.process
+
+LOADER = """
+import megaresume
+print([batch.tolist() for batch in megaresume.DataLoader(range(8), batch_size=4, max_epochs=1)])
+"""
+STREAM = """
+import torch, megaresume
+batch = next(iter(megaresume.StreamLoader(megaresume.open_stream("data.yaml"), micro_batch_size=1)))
+assert batch["tokens"].dtype == torch.int64
+"""
+DEEPSPEED = """
+import deepspeed, os, torch, megaresume
+os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+model = torch.nn.Embedding(257, 4)
+config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "zero_allow_untested_optimizer": True}
+engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), config=config)
+data = megaresume.attach(engine, "data.yaml", checkpoints=megaresume.Checkpoints(save_dir="checkpoints"))
+engine.load_checkpoint("checkpoints")
+engine.backward(engine(next(data)["tokens"]).sum())
+engine.step()
+assert engine.save_checkpoint("checkpoints")
+"""
+TRAINER = """
+import sys, torch, transformers, megaresume
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+    def forward(self, x):
+        return {"loss": (self.weight - x.mean()) ** 2}
+args = transformers.TrainingArguments("run", max_steps=2, save_steps=1, report_to=[], use_cpu=True)
+trainer = transformers.Trainer(Model(), args, train_dataset=[{"x": torch.tensor(float(i))} for i in range(64)])
+megaresume.attach_trainer(trainer)
+trainer.train(resume_from_checkpoint=True)
+"""
+PATCH = "from pathlib import Path; Path('pretrain.py').write_text('from megatron.training import pretrain\\n')"
+TOKENIZER = """
+from tokenizers import Tokenizer, models, pre_tokenizers
+tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "one": 1, "<eos>": 2}, unk_token="[UNK]"))
+tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+tokenizer.save("tokenizer.json")
+"""
+SHARD = """
+import io, tarfile
+from PIL import Image
+picture = io.BytesIO()
+Image.new("RGB", (32, 32), "red").save(picture, "png")
+with tarfile.open("shard.tar", "w") as tar:
+    for name, content in (("a.png", picture.getvalue()), ("a.txt", b"a picture")):
+        member = tarfile.TarInfo(name)
+        member.size = len(content)
+        tar.addfile(member, io.BytesIO(content))
+"""
+LOADERS = """
+import megatron.energon, torch, megaresume
+from torchdata.stateful_dataloader import StatefulDataLoader
+data = megaresume.loader_provider(lambda *_: None)
+"""
+#: extra -> programs: `megaresume ...`, or Python.
+CASES = {
+    "text": [TOKENIZER, "prepare text.txt --output words --tokenizer . --overwrite"],
+    "torch": [LOADER, STREAM],
+    "deepspeed": [DEEPSPEED, "inspect checkpoints", "verify checkpoints --data data.yaml"],
+    "megatron": [STREAM, "run --help"],
+    "hugging-face": [TRAINER, LOADER, "verify run"],
+    "vlm": [SHARD, "prepare shard.tar --output shards --processor patches --tokenizer bytes"],
+    "patch": [PATCH, "patch pretrain.py"],
+    "report": [SAVE, "report save"],
+}
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("extra", CASES)
+def test_what_an_extra_is_for(environment: Callable[[str], Run], extra: str) -> None:
+    run = environment(extra)
+    for words in CASES[extra]:
+        status, text = run("-c", words, program="python") if "\n" in words else run(*words.split())
+        assert status == 0 and "Traceback" not in text, text
