@@ -203,7 +203,7 @@ class EngineHost:
             found = session.load(
                 load_dir,
                 read_files,
-                pick=self.pick(session, load_dir, tag),
+                pick=self.pick(load_dir, tag),
                 weights_only=module_only,
                 adopts=self._adopt is not None or universal,
             )
@@ -213,7 +213,7 @@ class EngineHost:
             raise
         return (None, None) if found is None else found  # as DeepSpeed, without its warning on every rank
 
-    def pick(self, session: Session, load_dir: str, tag: str | None) -> Pick:
+    def pick(self, load_dir: str, tag: str | None) -> Pick:
         """For `Session.choose`."""
         universal = facts.loads_universal(self.engine)
         return lambda shared, damaged: choose_to_load(load_dir, tag, universal, shared=shared, damaged=damaged)

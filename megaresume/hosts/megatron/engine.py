@@ -125,7 +125,7 @@ def _load(
     root, is_universal = os.fspath(load_dir), facts.loads_universal(engine)
 
     def read_one(damaged: Mapping[Path, str]) -> tuple[StepFile | None, Choice, Any, Any] | None:
-        choice, beside = host.session.choose(root, engine_host.pick(host.session, root, tag), damaged)
+        choice, beside = host.session.choose(root, engine_host.pick(root, tag), damaged)
         if choice is None:
             return None
         on_all_ranks(lambda: _check_pointed(choice, explicit=tag is not None or is_universal))
