@@ -232,6 +232,14 @@ def split_root(directory: Path) -> tuple[Path, str | None]:
     return directory, None
 
 
+def same_place(first: Path, second: Path) -> bool:
+    """Whether two paths are of one directory, which exists."""
+    try:
+        return os.path.samefile(first, second)
+    except OSError:
+        return False
+
+
 def _own_tags(root: Path) -> set[str]:
     """Tags of the user's own that the records of a root name."""
     try:

@@ -23,7 +23,7 @@ from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import DataState
 from megaresume.checkpoint.files import make_dir, remove_leftovers
 from megaresume.checkpoint.ledger import LedgerEntry, append_ledger, read_ledger, with_attempt
-from megaresume.checkpoint.paths import ledger_path, marker_path, records_dir
+from megaresume.checkpoint.paths import ledger_path, marker_path, records_dir, same_place
 from megaresume.checkpoint.saving.commit import publish
 from megaresume.checkpoint.step_file import new_id, read_marker, remove_marker, run_of
 from megaresume.checkpoint.system import process_age, utc
@@ -69,7 +69,7 @@ def record_start(
     kept: dict[str, Any] = dict(details or {})
     if (seconds := process_age()) is not None:
         kept["startup_seconds"] = round(seconds, 1)
-    if choice is not None and not _same_place(choice.load_dir, root):
+    if choice is not None and not same_place(choice.load_dir, root):
         kept["loaded_from"] = {"digest": choice.digest, "run": None if choice.step is None else choice.step.run}
     entry = LedgerEntry(
         kind="start",
@@ -120,15 +120,8 @@ def record_end(
     return entry
 
 
-def _same_place(first: Path, second: Path) -> bool:
-    try:
-        return os.path.samefile(first, second)
-    except OSError:
-        return False
-
-
 def _settle(root: Path, choice: Choice | None) -> None:
-    own = choice if choice is not None and _same_place(choice.load_dir, root) else None
+    own = choice if choice is not None and same_place(choice.load_dir, root) else None
     for candidate in list_candidates(root):
         if "saving" not in candidate.records or candidate.iteration is None:
             continue

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Literal
 
-from megaresume.checkpoint.choosing.search import Choice
+from megaresume.checkpoint.choosing.search import Choice, Theirs
 from megaresume.checkpoint.data_state import stream_of
 from megaresume.checkpoint.paths import TRACKER, deepspeed_tag, megatron_tag
 from megaresume.checkpoint.topology import Topology
@@ -82,22 +82,22 @@ def _megatron(run: Run, flags: Flags, findings: Findings) -> tuple[Choice | None
     from megaresume.hosts.megatron.tracker import check_content, check_tracker
 
     root, iteration = run.root, flags.ckpt_step
-    instead: list[Choice] = []
+    chosen: list[Choice] = []
 
     def check() -> bool:
-        args = SimpleNamespace(load=str(root), save=str(root), ckpt_step=flags.ckpt_step)
-        choice, is_another = check_tracker(args)
-        instead.extend([choice] if choice is not None and is_another else [])
-        if (root / TRACKER).is_file():
+        found = check_tracker(SimpleNamespace(load=str(root), save=str(root), ckpt_step=flags.ckpt_step))
+        if isinstance(found, Choice):
+            chosen.append(found)
+        elif isinstance(found, Theirs) and (root / TRACKER).is_file():
             check_content(root / TRACKER)
         return True
 
     if not findings.attempt(check):
         return None, None, None
-    for other in instead:
-        iteration = other.iteration
-        for rejected in other.rejected:
-            findings.warn(f"passed over {rejected}")
+    for found in chosen:
+        iteration = found.iteration
+        for words in (*(f"passed over {rejected}" for rejected in found.rejected), *found.notes):
+            findings.warn(words)
     if iteration is None:
         iteration = run.pointers[1].iteration
     if iteration is None:

@@ -28,13 +28,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megaresume.checkpoint.choosing.choose import choose, choose_of_two, confirm_choice
-from megaresume.checkpoint.choosing.search import Choice
+from megaresume.checkpoint.choosing.search import Choice, Theirs
 from megaresume.checkpoint.data_state import DataState, Envelope
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.lock import release, take
 from megaresume.checkpoint.manifest import FileEntry
-from megaresume.checkpoint.paths import ledger_path
-from megaresume.checkpoint.saving.commit import PendingCheckpoint, abandon_save, begin_save
+from megaresume.checkpoint.paths import ledger_path, manifest_path, same_place, step_path
+from megaresume.checkpoint.saving.commit import PendingCheckpoint, abandon_save, begin_save, commit_save
 from megaresume.checkpoint.saving.durable import not_durable
 from megaresume.checkpoint.saving.older import has_older, make_room, put_back
 from megaresume.checkpoint.saving.retention import KEEP_ALL, Retention
@@ -46,7 +46,7 @@ from megaresume.checkpoint.start import (
     record_end,
     record_start,
 )
-from megaresume.checkpoint.step_file import StepFile
+from megaresume.checkpoint.step_file import StepFile, read_step_file
 from megaresume.checkpoint.topology import Topology
 from megaresume.session.clocks import check_clocks
 from megaresume.session.directory import Staged, claim_directory
@@ -73,7 +73,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 #: decides what to load: given where the copies are, and the tag directories that could not be read, with the reasons.
-Pick = Callable[[Path | None, Mapping[Path, str]], Choice | None]
+#: None: there is no checkpoint at all.
+Pick = Callable[[Path | None, Mapping[Path, str]], Choice | Theirs | None]
 
 
 class Session:
@@ -234,7 +235,7 @@ class Session:
 
         Returns:
             the choice, its directory as this rank knows it, and the record beside it; None where there is no checkpoint
-            at all.
+            at all, or ``pick`` leaves it to the framework.
 
         Raises, on every rank:
             CheckpointError: what was asked for is not whole, nothing is, or the ranks see different directories.
@@ -249,21 +250,21 @@ class Session:
                 return choose(root, damaged=damaged)
             return choose_of_two(root, shared, damaged=damaged)
 
-        def decide() -> tuple[Choice | None, int]:
+        def decide() -> tuple[Choice | Theirs | None, int]:
             if root.resolve() in self._claimed:
                 _put_back(root)
             elif has_older(root):
                 _put_back_unclaimed(root)
-            choice = (pick or newest)(None if copies is None else copies.shared, passed)
-            return choice, 0 if choice is None else roots.index(choice.load_dir)
+            found = (pick or newest)(None if copies is None else copies.shared, passed)
+            return found, roots.index(found.load_dir) if isinstance(found, Choice) else 0
 
         passed = dict(damaged or {})
         while True:
-            choice, number = on_rank_0(decide)
-            if choice is not None:
-                # Each rank looks where it would read itself: its path may be another mount, or show what rank 0's does
-                # not.
-                choice = replace(choice, load_dir=roots[number])
+            found, number = on_rank_0(decide)
+            if isinstance(found, Theirs):
+                return None, None
+            # Each rank looks where it would read itself: its path may be another mount, or show what rank 0's does not.
+            choice = None if found is None else replace(found, load_dir=roots[number])
             broadcast = None if choice is None else choice.to_broadcast()
             beside = on_all_ranks(lambda: confirm_choice(roots[number], broadcast))  # noqa: B023  runs here
             words = None if choice is None or not self.verify_checkpoint else find_damage(choice)
@@ -349,6 +350,42 @@ class Session:
             print(self.resumed.line(), flush=True)
             for line in data.describe():
                 print(line, flush=True)
+
+    def record_loaded(self, *, beside: Sequence[FileEntry] = (), replaces: bool = True) -> None:
+        """Write the records of what was loaded from ``save_dir``, if a kill or a copy lost them. After `resume`: for a
+        host whose framework moves a pointer of its own, after which a checkpoint counts.
+
+        Args:
+            beside: files of that save in ``<save>/megaresume``.
+            replaces: also in the place of those of another save of the step.
+
+        Raises, on every rank:
+            CheckpointError: see `commit_save`.
+        """
+        on_rank_0(lambda: self._record_loaded(beside, replaces))
+
+    def _record_loaded(self, beside: Sequence[FileEntry], replaces: bool) -> None:
+        loaded, root = self.loaded, self.save_dir
+        assert loaded is not None
+        envelope, tag = loaded.envelope, loaded.choice.tag
+        if root is None or not same_place(loaded.choice.load_dir, root) or not (root / tag).is_dir():
+            return
+        path = step_path(root, envelope.iteration, tag)
+        if path.exists() and manifest_path(root, envelope.iteration, tag).exists():
+            step = read_step_file(path, iteration=envelope.iteration, tag=tag)
+            if step.state == envelope.state or not replaces:
+                return
+        pending = begin_save(
+            root,
+            tag=tag,
+            iteration=envelope.iteration,
+            state=envelope.state,
+            framework=envelope.framework,
+            topology=loaded.topology,
+            latest=False,
+            tracker=False,
+        )
+        commit_save(pending, beside=beside)
 
     # Steps
 

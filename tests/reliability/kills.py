@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tests.reliability.harness import Harness, Lost, Run, newest_complete
-from tests.reliability.job import MEGATRON, Fault, Kind, Task
+from tests.reliability.job import Fault, Kind, Task
 
 #: the last step; a directory is left for a new one before a chain of kills gets there.
 STOP = 40
@@ -36,8 +36,6 @@ class Kill:
     #: the newest complete checkpoint before and after.
     before: int
     after: int
-    #: the tracker was empty: the next start named the checkpoint to go on from, and the one after it went on.
-    refused: bool = False
 
 
 class Chain:
@@ -86,25 +84,9 @@ class Chain:
             raise Lost(f"{self.name}, {fault}: step {now} is complete, after {self.at} and {save}")
         if run.said(0, "saved") and now != save and self.kind != "writer":  # whose save returns before it is written
             raise Lost(f"{self.name}, {fault}: the save of step {save} returned and is not complete")
-        refused = self._point(now) if self.kind in MEGATRON else False
         self.last = f"{fault or 'a random moment'} ({(run.operations or ('?',))[-1]})"
         self.at = now
-        self.refused = refused
         return run
-
-    def _point(self, step: int) -> bool:
-        """After a kill while Megatron wrote its tracker in place: the next start says that it is empty and what to
-        write there, and nothing else changes. Do that; whether it was so."""
-        tracker = self.directory / "latest_checkpointed_iteration.txt"
-        if not tracker.exists() or tracker.read_text():
-            return False
-        run = self.harness.run(self._task(step + 1, step + 1, None))
-        text = " ".join(str(error["text"]) for error in run.errors)
-        remedy = f"echo {step} >" if step else "echo ITERATION >"
-        if "says nothing that can be loaded" not in text or remedy not in text or run.restored is not None:
-            raise Lost(f"{self.name}: an empty tracker, step {step} is complete: {run.ends} {text}")
-        tracker.write_text(str(step)) if step else tracker.unlink()
-        return True
 
     def finish(self) -> None:
         """The last start goes to the end of the run; then a new directory."""
@@ -122,7 +104,7 @@ def _kill(chain: Chain, fault: Fault) -> Kill | None:
     run = chain.link(fault)
     if not run.stopped:
         return None
-    return Kill(fault=fault, operation=run.operations[-1], before=before, after=chain.at, refused=chain.refused)
+    return Kill(fault=fault, operation=run.operations[-1], before=before, after=chain.at)
 
 
 def in_saves(

@@ -95,6 +95,12 @@ class Choice:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Theirs:
+    """In place of a `Choice`: what is loaded is the framework's business. Weights from elsewhere, or a checkpoint that
+    no manifest vouches for. Nothing is said of the directory, which may hold checkpoints all the same."""
+
+
 class Search:
     """One decision: remembers what was examined and passed over. For `choose` and `survey`."""
 

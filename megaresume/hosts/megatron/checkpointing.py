@@ -8,7 +8,7 @@
            -> `Session.accept`; the data goes on from it when it is built -> `Session.resume`, `Session.begin`
 
 The state in the checkpoint is the truth: it is in the same file as the weights. What lies beside is its copy; a kill
-between Megatron's tracker and the copy costs nothing, since the next start writes it (`_write_missing`).
+between Megatron's tracker and the copy costs nothing, since the next start writes it (`Session.record_loaded`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import Envelope
 from megaresume.checkpoint.lock import check_owned
 from megaresume.checkpoint.manifest import FileEntry
-from megaresume.checkpoint.paths import manifest_path, marker_path, megatron_tag, step_path
-from megaresume.checkpoint.saving.commit import begin_save, commit_save
-from megaresume.checkpoint.step_file import StepFile, read_step_file
+from megaresume.checkpoint.paths import megatron_tag
 from megaresume.hosts.loaders.states import LoaderRecord
 from megaresume.hosts.megatron import checks
 from megaresume.hosts.megatron.hooks.calls import check_save
@@ -203,8 +201,8 @@ def _load(host: MegatronHost, read: Callable[[], Any]) -> tuple[Any, Any]:
         vars(host.args).update(before)
         host.session.loaded = None
         host.choice = host.beside = host.loaded_args = None
-        choice = checks.before_load(host, damaged)
-        host.is_loading = True
+        choice, host.beside = checks.before_load(host, damaged)
+        host.choice, host.is_loading = choice, True
         try:
             if choice is None:
                 return _read(host, read, None), host.loaded_args
@@ -274,12 +272,11 @@ def _accept(host: MegatronHost, iteration: int, seen: Any) -> None:
     trained = iteration, int(getattr(seen, "consumed_train_samples", 0))
     if getattr(args, "override_ckpt_iteration", None) is not None:  # asked for, and said when the data is built
         trained = envelope.iteration, envelope.samples
-    beside = on_all_ranks(lambda: _beside(host, envelope)) if host.choice is None else host.beside
-    root, tag = Path(os.path.abspath(args.load)), host.tag(iteration)
-    choice = host.choice or Choice(load_dir=root, tag=tag, iteration=iteration, step=beside, manifest=None)
+    root, tag = Path(os.path.abspath(args.load)), host.tag(trained[0])
+    choice = host.choice or Choice(load_dir=root, tag=tag, iteration=trained[0], step=None, manifest=None)
     topology = topology_of(seen, envelope.samples)
     host.session.accept(
-        choice, beside, Reading(envelope=envelope, iteration=trained[0], samples=trained[1], topology=topology)
+        choice, host.beside, Reading(envelope=envelope, iteration=trained[0], samples=trained[1], topology=topology)
     )
 
 
@@ -295,18 +292,6 @@ def _begin_anew(host: MegatronHost) -> None:
                 flush=True,
             )
         args.consumed_train_samples = 0
-
-
-def _beside(host: MegatronHost, envelope: Envelope) -> StepFile | None:
-    """What lies beside a checkpoint of Megatron-LM's; None: nothing, or something of another save of the same step."""
-    if not can_be_written(host.args.load):
-        return None
-    root, iteration, tag = Path(host.args.load), envelope.iteration, megatron_tag(envelope.iteration)
-    # Records are of persistent checkpoints. A marker: the save of this step was the last thing that happened.
-    if getattr(host.args, "non_persistent_ckpt_type", None) or marker_path(root, iteration, tag).exists():
-        return None
-    path = step_path(root, iteration, tag)
-    return read_step_file(path, iteration=iteration, tag=tag) if path.exists() else None
 
 
 # Start
@@ -331,7 +316,7 @@ def after_data_is_built(host: MegatronHost) -> None:
     iteration, position = host.iteration(), host.samples()
     if iteration and session.loaded is not None:
         session.resume(position=position, words=_random_state(args, host.loaded_args))
-        on_rank_0(lambda: _write_missing(host))
+        _record_loaded(host)
     elif iteration:
         session.goes_on_in(args.load)
         if is_rank_0():
@@ -342,6 +327,18 @@ def after_data_is_built(host: MegatronHost) -> None:
             )
     trains = not (host.is_over(iteration, position) or getattr(args, "skip_train", False))
     session.begin(trains=trains, save_interval=getattr(args, "save_interval", None))
+
+
+def _record_loaded(host: MegatronHost) -> None:
+    """Megatron moves its tracker by itself: a kill after that costs nothing but the records."""
+    loaded, args = host.session.loaded, host.args
+    if loaded is None or host.project.kind != "megatron-lm":
+        return
+    envelope = loaded.envelope
+    files: tuple[FileEntry, ...] = ()
+    if envelope.kind == "loader":  # whose states were written before Megatron's own files
+        files = LoaderRecord.from_state(envelope.state).entries(envelope.iteration, loaded.choice.tag)
+    host.session.record_loaded(beside=files, replaces=not getattr(args, "non_persistent_ckpt_type", None))
 
 
 def _random_state(args: Any, saved_with: Any) -> str | None:
@@ -359,41 +356,3 @@ def _warn_of_no_random_state(args: Any) -> None:
             "losses after a resume differ from those of a run that was never stopped",
             flush=True,
         )
-
-
-def _write_missing(host: MegatronHost) -> None:
-    """Write the records of the checkpoint that was loaded from ``--save``, if a kill or a copy lost them. On rank 0."""
-    loaded, root = host.session.loaded, host.session.save_dir
-    assert loaded is not None
-    envelope, tag = loaded.envelope, megatron_tag(loaded.envelope.iteration)
-    if host.project.kind != "megatron-lm" or root is None or not _same_place(loaded.choice.load_dir, root):
-        return
-    iteration = envelope.iteration
-    path = step_path(root, iteration, tag)
-    if not (root / tag).is_dir():
-        return
-    if path.exists() and manifest_path(root, iteration, tag).exists():
-        step = read_step_file(path, iteration=iteration, tag=tag)
-        if step.state == envelope.state or getattr(host.args, "non_persistent_ckpt_type", None):
-            return
-    pending = begin_save(
-        root,
-        tag=tag,
-        iteration=iteration,
-        state=envelope.state,
-        framework=envelope.framework,
-        topology=loaded.topology,
-        latest=False,
-        tracker=False,
-    )
-    files: tuple[FileEntry, ...] = ()
-    if envelope.kind == "loader":  # whose states were written before Megatron's own files
-        files = LoaderRecord.from_state(envelope.state).entries(iteration, tag)
-    commit_save(pending, beside=files)
-
-
-def _same_place(first: Path, second: Path) -> bool:
-    try:
-        return os.path.samefile(first, second)
-    except OSError:
-        return False

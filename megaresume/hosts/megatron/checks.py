@@ -8,21 +8,23 @@ after it        `after_load`: against the arguments in the checkpoint; `after_re
 from __future__ import annotations
 
 import functools
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.choosing.search import Choice
+from megaresume.checkpoint.choosing.search import Choice, Theirs
 from megaresume.checkpoint.data_state import Envelope
+from megaresume.checkpoint.step_file import StepFile
 from megaresume.hosts.megatron.arguments import Settings
-from megaresume.hosts.megatron.host import MegatronHost, switch_on
+from megaresume.hosts.megatron.host import MegatronHost, can_be_written, switch_on
 from megaresume.hosts.megatron.load_rules import BEGIN_ANEW
 from megaresume.hosts.megatron.project import Project, current_project, parse_version
 from megaresume.hosts.megatron.schedule import ignores_rampup
-from megaresume.hosts.megatron.tracker import check_tracker
-from megaresume.session.ranks import is_rank_0, on_all_ranks, on_rank_0
+from megaresume.hosts.megatron.tracker import check_tracker, mend_tracker
+from megaresume.session.ranks import is_rank_0, on_all_ranks
 from megaresume.stream.errors import CheckpointError, UsageError
 
 
@@ -109,38 +111,42 @@ def _check_stream_flags(args: Any, project: Project) -> None:
             )
 
 
-def before_load(current: MegatronHost, damaged: Mapping[Path, str]) -> Choice | None:
+def before_load(current: MegatronHost, damaged: Mapping[Path, str]) -> tuple[Choice | None, StepFile | None]:
     """Before Megatron loads ``args.load``. Collective.
 
-    Where the checkpoint of the tracker is damaged, ``args.ckpt_step`` is set to the newest complete one.
+    Where another checkpoint is to be loaded than the tracker names, ``args.ckpt_step`` is set to it.
 
     Args:
         current: the host.
         damaged: tag directories that could not be read, with the reason: passed over.
 
     Returns:
-        what Megatron will load; None: not known here, Megatron chooses by itself.
+        what Megatron will load, and what lies beside it; None: not known here, Megatron chooses by itself.
 
     Raises, on every rank:
         UsageError: see `check_flags`.
-        CheckpointError: there is nothing to load where something must be, nothing whole, or something is there without
-            its tracker; or another job writes to ``--save``.
+        CheckpointError: see `Session.choose` and `check_tracker`; or another job writes to ``--save``.
         SetupError: see `Session.start`.
     """
     check_arguments(current)
     current.start()
-    if current.project.kind != "megatron-lm":
-        return None
-    checksums = current.settings.verify_checkpoint
-    choice, is_another = on_rank_0(lambda: check_tracker(current.args, checksums=checksums, damaged=damaged))
-    if choice is None or not is_another:
-        return choice
-    current.args.ckpt_step = choice.iteration
-    if is_rank_0():
-        for rejected in choice.rejected:
-            print(f"megaresume: WARNING: passed over {rejected}", flush=True)
-        print(f"megaresume: going on from {choice.tag}, the newest complete checkpoint", flush=True)
-    return choice
+    args, load = current.args, str(getattr(current.args, "load", None) or "")
+    if current.project.kind != "megatron-lm" or not can_be_written(load):
+        return None, None
+    root, save = Path(os.path.abspath(load)), current.session.save_dir
+
+    def pick(_: Path | None, damaged: Mapping[Path, str]) -> Choice | Theirs | None:
+        found = check_tracker(args, damaged=damaged)
+        if root == save and not isinstance(found, Theirs) and not getattr(args, "ckpt_step", None):
+            mend_tracker(root, found)
+        return found
+
+    choice, beside = current.session.choose(root, pick, damaged)
+    if choice is not None and (choice.rejected or choice.notes):  # another one than is named
+        args.ckpt_step = choice.iteration
+        if is_rank_0():
+            print(f"megaresume: going on from {choice.tag}, the newest complete checkpoint", flush=True)
+    return choice, beside
 
 
 def after_load(current: MegatronHost, iteration: int, checkpoint_args: Any) -> None:

@@ -1,7 +1,12 @@
-"""Megatron's tracker, ``latest_checkpointed_iteration.txt``: empty, garbled or missing is an error, not a fresh start.
+"""Megatron's tracker, ``latest_checkpointed_iteration.txt``: what a load takes, and what if it does not say.
 
 Stock Megatron writes it in place, so that a kill leaves it empty; it then prints "Invalid metadata file" and exits
 with status 0, as if the training were over. Without a tracker it begins at iteration 0, whatever the directory holds.
+
+    it names a whole checkpoint     that one
+    one that is damaged             the newest that is whole
+    nothing, or what is not there   the same, and the tracker is mended; nothing was ever committed: a fresh start
+    there is no tracker             an error if there are checkpoints
 """
 
 from __future__ import annotations
@@ -15,37 +20,73 @@ from typing import Any
 
 from megaresume.checkpoint.choosing.candidates import Candidate, examine, list_candidates
 from megaresume.checkpoint.choosing.choose import choose
-from megaresume.checkpoint.choosing.search import Choice
+from megaresume.checkpoint.choosing.search import Choice, Theirs
 from megaresume.checkpoint.files import read_file
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import TRACKER, ledger_path, marker_path, megatron_tag
-from megaresume.checkpoint.pointers import read_pointer
+from megaresume.checkpoint.pointers import Pointer, read_pointer, write_tracker
 from megaresume.stream.errors import CheckpointError, MegaresumeError
 
 
 def around_read_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's ``read_metadata(tracker) -> (iteration, release)``, collective where the processes are a group.
 
+    If the tracker names nothing and was not mended (`mend_tracker`): the newest complete checkpoint.
+
     Raises, on every rank:
-        CheckpointError: the file says nothing that Megatron could load.
+        CheckpointError: the file says nothing that Megatron could load, nor does a manifest.
     """
 
     @functools.wraps(original)
     def read_metadata(tracker_filename: Any, *args: Any, **kwargs: Any) -> Any:
-        from megaresume.session.ranks import on_all_ranks  # deferred: torch, which `check_tracker` needs not
+        from megaresume.session.ranks import on_all_ranks, on_rank_0  # deferred: torch, which `check_tracker` needs not
 
+        path = Path(tracker_filename)
         if "://" not in str(tracker_filename):
-            on_all_ranks(lambda: check_content(Path(tracker_filename)))
+            instead = on_rank_0(lambda: _instead(path.parent, read_pointer(path.parent, TRACKER)))
+            if isinstance(instead, Choice):
+                return instead.iteration, False
+            on_all_ranks(lambda: check_content(path))
         try:
             return original(tracker_filename, *args, **kwargs)
         except SystemExit as error:
-            raise _invalid(Path(tracker_filename), "nothing that Megatron reads as an iteration") from error
+            raise _invalid(path, "nothing that Megatron reads as an iteration") from error
 
     return read_metadata
 
 
+def names_nothing(tracker: Pointer) -> bool:
+    """Whether a tracker does not say what to load: a kill or a full disk left it so, or what it names is gone."""
+    return tracker.status in ("empty", "garbled", "dangling") and tracker.tag != "release"
+
+
+def _instead(root: Path, tracker: Pointer, damaged: Mapping[Path, str] | None = None) -> Choice | Theirs | None:
+    """What a load takes in place of what a tracker should name: see `_newest`; `Theirs`: what it names."""
+    if not names_nothing(tracker):
+        return Theirs()
+    try:
+        choice = _newest(root, damaged)
+    except MegaresumeError:
+        if tracker.status != "dangling":
+            raise
+        choice = None
+    return Theirs() if choice is None and tracker.status == "dangling" else choice
+
+
+def _newest(root: Path, damaged: Mapping[Path, str] | None = None) -> Choice | None:
+    """The newest checkpoint that its manifest vouches for; None: nothing was ever committed.
+
+    Raises:
+        CheckpointError: there are, or were, others alone.
+    """
+    choice = choose(root, damaged=damaged)
+    if choice is not None and (choice.state is None or choice.tag != megatron_tag(choice.iteration or 0)):
+        raise _invalid(root / TRACKER, read_pointer(root, TRACKER).problem or "nothing that is complete")
+    return choice
+
+
 def check_content(path: Path) -> None:
-    """Raise a CheckpointError where the tracker says nothing that Megatron could load."""
+    """Raise a CheckpointError if this rank's view of the tracker says nothing that Megatron could load."""
     try:
         text = read_file(path).decode("utf-8", "backslashreplace").strip()
     except OSError as error:
@@ -70,34 +111,41 @@ def _invalid(path: Path, found: str) -> CheckpointError:
 
 def _remedy(root: Path) -> str:
     """Which checkpoint to point to, as far as the directory tells."""
-    iteration = None
-    with contextlib.suppress(MegaresumeError, OSError):
+    try:
         choice = choose(root)
-        iteration = None if choice is None else choice.iteration
-    if iteration is None:
+    except (MegaresumeError, OSError):
         return f"megaresume inspect {root}, then: echo ITERATION > {root / TRACKER}"
+    if choice is None:
+        return f"rm {root / TRACKER}    (no checkpoint was ever committed in {root}: the run begins anew)"
+    iteration = choice.iteration or 0
     return (
         f"echo {iteration} > {root / TRACKER}    (iter_{iteration:07d} is there; megaresume inspect {root} says more)"
     )
 
 
-#: what Megatron will load, as far as its manifest tells, and whether that is another one than its tracker names.
-Found = tuple[Choice | None, bool]
+def mend_tracker(root: Path, choice: Choice | None) -> None:
+    """Let a tracker that names nothing name what is gone on from; none is left if that is nothing. On rank 0, as the
+    owner of the root. Raises CheckpointError."""
+    if not names_nothing(read_pointer(root, TRACKER)):
+        return
+    if choice is not None and choice.iteration is not None:
+        write_tracker(root, choice.iteration)
+    else:
+        (root / TRACKER).unlink()
 
 
-def check_tracker(args: Any, *, checksums: bool = False, damaged: Mapping[Path, str] | None = None) -> Found:
-    """On rank 0, before Megatron's load: is what it will load whole, and is it all right if there is no tracker?
+def check_tracker(args: Any, *, damaged: Mapping[Path, str] | None = None) -> Choice | Theirs | None:
+    """What Megatron is to load, and is it all right if there is no tracker? Reads only; on rank 0, before its load.
 
     It is at the first start of a run that loads from where it will save, where nothing was ever finished. And where
     Megatron loads something else: ``--ckpt-step`` that is there, ``--pretrained-checkpoint``, a non-persistent one.
 
     Args:
         args: Megatron's namespace.
-        checksums: read every file that has a checksum in the manifest.
         damaged: tag directories that could not be read, with the reason.
 
     Returns:
-        the checkpoint, None if it has no manifest; and whether it takes the place of one that is damaged.
+        the checkpoint, `Theirs` if it has no manifest; None: there is none, and the run begins.
 
     Raises:
         CheckpointError: the iteration of ``--ckpt-step`` is not there, or not whole; no checkpoint is whole; there are
@@ -105,18 +153,20 @@ def check_tracker(args: Any, *, checksums: bool = False, damaged: Mapping[Path, 
     """
     load = getattr(args, "load", None)
     if not load or "://" in str(load):
-        return None, False
-    if os.path.isfile(os.path.join(load, TRACKER)):
-        _check_step(args, Path(os.path.abspath(load)))
-        return _check_whole(args, Path(os.path.abspath(load)), checksums, damaged or {})
-    if getattr(args, "pretrained_checkpoint", None):
-        return None, False
-    if getattr(args, "ckpt_step", None):
-        _check_step(args, Path(os.path.abspath(load)))
-        return None, False
-    if getattr(args, "non_persistent_ckpt_type", None) == "local" or _has_non_persistent(args, load):
-        return None, False
+        return Theirs()
     root = Path(os.path.abspath(load))
+    if os.path.isfile(root / TRACKER):
+        _check_step(args, root)
+        found = _named(args, root, damaged or {})
+        if found is not None:
+            return found
+    if getattr(args, "pretrained_checkpoint", None):
+        return Theirs()
+    if getattr(args, "ckpt_step", None):
+        _check_step(args, root)
+        return Theirs()
+    if getattr(args, "non_persistent_ckpt_type", None) == "local" or _has_non_persistent(args, load):
+        return Theirs()
     there = [c for c in list_candidates(root) if c.has_dir and not c.unfinished]
     finished = [entry.tag for entry in read_ledger(ledger_path(root)).entries if entry.kind == "checkpoint"]
     if there or finished:
@@ -132,7 +182,7 @@ def check_tracker(args: Any, *, checksums: bool = False, damaged: Mapping[Path, 
             action="correct --load; for a first start, leave it out or give it the same directory as --save"
             + (", without --exit-on-missing-checkpoint" if same else ""),
         )
-    return None, False
+    return None
 
 
 def _check_step(args: Any, root: Path) -> None:
@@ -166,32 +216,34 @@ def _nearest(root: Path, there: list[Candidate], step: int) -> str:
     return f"megaresume inspect {root} shows what is there"
 
 
-def _check_whole(args: Any, root: Path, checksums: bool, damaged: Mapping[Path, str]) -> Found:
-    """Compare the checkpoint that Megatron will load with its manifest, if it has one; if it is not whole, and was not
-    asked for by --ckpt-step, the newest one that is takes its place."""
-    tracker = read_pointer(root, TRACKER)
-    iteration = getattr(args, "ckpt_step", None) or tracker.iteration
-    if iteration is None or getattr(args, "non_persistent_ckpt_type", None):
-        return None, False
-    tag = megatron_tag(int(iteration))
+def _named(args: Any, root: Path, damaged: Mapping[Path, str]) -> Choice | Theirs | None:
+    """The checkpoint that the tracker or --ckpt-step names, compared with its manifest, if it has one. If it is not
+    whole, and was not asked for by --ckpt-step, the newest one that is takes its place; None: none was ever committed.
+    """
+    tracker, step = read_pointer(root, TRACKER), getattr(args, "ckpt_step", None)
+    if getattr(args, "non_persistent_ckpt_type", None):
+        return Theirs()
+    if not step and names_nothing(tracker):
+        return _instead(root, tracker, damaged)
+    if not step and tracker.iteration is None:
+        return Theirs()
+    tag = megatron_tag(int(step or tracker.iteration or 0))
     candidate = next((c for c in list_candidates(root) if c.tag == tag and c.has_dir), None)
     if candidate is None or "manifest" not in candidate.records:
-        return None, False
-    found, unread = examine(root, candidate, checksums=checksums), damaged.get(root / tag)
-    if unread is None and (
-        found.status == "complete" or (found.status == "incomplete" and _moved_since(root, candidate))
-    ):
-        manifest = found.manifest if found.status == "complete" else None
-        return Choice(load_dir=root, tag=tag, iteration=int(iteration), step=found.step, manifest=manifest), False
-    if not getattr(args, "ckpt_step", None):
+        return Theirs()
+    found, unread = examine(root, candidate), damaged.get(root / tag)
+    if unread is None and found.status == "complete":
+        return Choice(load_dir=root, tag=tag, iteration=candidate.iteration, step=found.step, manifest=found.manifest)
+    if unread is None and found.status == "incomplete" and _moved_since(root, candidate):
+        return Choice(load_dir=root, tag=tag, iteration=candidate.iteration, step=None, manifest=None)
+    if not step:
         with contextlib.suppress(MegaresumeError):
-            other = choose(root, checksums=checksums, damaged=damaged)
-            if other is not None and other.state is not None and other.tag == megatron_tag(other.iteration or 0):
-                return other, True
+            if (other := _newest(root, damaged)) is not None:
+                return other
     raise CheckpointError(
         f"the checkpoint {tag} is {found.status if unread is None else 'damaged'}",
         found=f"{root / tag}: {unread or found.reason}",
-        expected="every file of its manifest, with its size" + " and its checksum" * checksums,
+        expected="every file of its manifest, with its size and its checksum",
         cause="a second save of this step was killed, or was made without megaresume; the disk was full; or files "
         "were deleted or copied in part",
         action=_other(root, candidate),

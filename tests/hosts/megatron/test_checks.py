@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megaresume.batches.open import open_stream
+from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import Envelope
 from megaresume.checkpoint.ledger import LedgerEntry, append_ledger
 from megaresume.checkpoint.paths import ledger_path, marker_path
@@ -20,8 +21,9 @@ from megaresume.hosts.megatron import checks
 from megaresume.hosts.megatron.arguments import Settings
 from megaresume.hosts.megatron.host import MegatronHost
 from megaresume.hosts.megatron.project import Project
-from megaresume.hosts.megatron.tracker import around_read_metadata, check_tracker
+from megaresume.hosts.megatron.tracker import around_read_metadata, check_tracker, mend_tracker
 from megaresume.stream.errors import CheckpointError, UsageError
+from megaresume.stream.stream import Stream
 from tests.hosts.megatron.guard.loads import order_state
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -89,9 +91,13 @@ def test_tracker_that_says_nothing(tmp_path: Path, text: str) -> None:
 
     path = tmp_path / TRACKER
     path.write_text(text)
+    with pytest.raises(CheckpointError, match="pointers but no checkpoint"):
+        around_read_metadata(read_metadata)(str(path))
+    (tmp_path / "iter_0000010").mkdir()  # which no manifest vouches for
+    (tmp_path / "iter_0000010" / "common.pt").write_bytes(b"weights")
     with pytest.raises(CheckpointError) as error:
         around_read_metadata(read_metadata)(str(path))
-    assert f"megaresume inspect {tmp_path}" in str(error.value)
+    assert f"echo 10 > {path}" in str(error.value) and f"megaresume inspect {tmp_path}" in str(error.value)
 
 
 def test_tracker_that_is_fine(tmp_path: Path) -> None:
@@ -218,34 +224,86 @@ def test_ledger_without_checkpoints(tmp_path: Path) -> None:
     assert "the ledger knows of 1, the last of them iter_0000010" in str(error.value.found)
 
 
-def test_first_save_cut_short(tmp_path: Path) -> None:
-    (tmp_path / "iter_0000010").mkdir()
+def cut_short(root: Path) -> None:
+    """What a kill in the first save leaves."""
+    (root / "iter_0000010").mkdir()
+    (root / "iter_0000010" / "common.pt").write_bytes(b"weights")
     marker = Marker(
         iteration=10, tag="iter_0000010", save_id="0", run="0", began_at="then", latest=False, tracker=False
     )
-    (tmp_path / "megaresume").mkdir()
-    write_marker(marker_path(tmp_path, 10, "iter_0000010"), marker)
-    check_tracker(args_for(tmp_path, tmp_path))
+    (root / "megaresume").mkdir()
+    write_marker(marker_path(root, 10, "iter_0000010"), marker)
+
+
+def test_first_save_cut_short(tmp_path: Path) -> None:
+    cut_short(tmp_path)
+    assert check_tracker(args_for(tmp_path, tmp_path)) is None
+
+
+def test_first_save_killed_in_the_tracker(tmp_path: Path) -> None:
+    """A fresh start, if ledger and directory prove that nothing was ever committed."""
+    path = tmp_path / TRACKER
+    cut_short(tmp_path)
+    path.write_text("")
+    assert check_tracker(args_for(tmp_path, tmp_path)) is None and path.exists(), "reads only"
+    with pytest.raises(CheckpointError) as error:  # asked before the load, for the arguments in the checkpoint
+        around_read_metadata(lambda path: (path, False))(str(path))
+    assert f"rm {path}" in str(error.value)
+    with pytest.raises(CheckpointError, match="no checkpoint to load"):
+        check_tracker(args_for(tmp_path, tmp_path / "elsewhere"))
+    mend_tracker(tmp_path, None)
+    assert not path.exists()
+    path.write_text("")
+    append_ledger(ledger_path(tmp_path), entry("checkpoint"))
+    with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
+        check_tracker(args_for(tmp_path, tmp_path))
+    assert path.exists()
+
+
+def begin(root: Path, stream: Stream, iteration: int) -> PendingCheckpoint:
+    """A save with all its files."""
+    tag = f"iter_{iteration:07d}"
+    pending = begin_save(root, tag=tag, iteration=iteration, state=stream.state_at(8 * iteration), latest=False)
+    (root / tag).mkdir(exist_ok=True)
+    (root / tag / "common.pt").write_bytes(b"weights")
+    return pending
+
+
+def chosen(args: Namespace) -> Choice:
+    found = check_tracker(args)
+    assert isinstance(found, Choice)
+    return found
+
+
+@pytest.mark.parametrize("text", ["", "2", "1O"])
+def test_tracker_that_a_kill_has_left(tmp_path: Path, data_yaml: Path, text: str) -> None:
+    """The newest that a manifest vouches for, as under every other host; not the one that was being saved."""
+    stream, path = open_stream(data_yaml), tmp_path / TRACKER
+    for iteration in (10, 20):
+        commit_save(begin(tmp_path, stream, iteration))
+    begin(tmp_path, stream, 30)
+    path.write_text(text)
+    choice = chosen(args_for(tmp_path, tmp_path))
+    assert choice.tag == "iter_0000020" and [r.tag for r in choice.rejected] == ["iter_0000030"]
+    assert TRACKER in choice.notes[0]
+    assert around_read_metadata(lambda path: pytest.fail("asked"))(str(path)) == (20, False)
+    assert chosen(args_for(tmp_path, tmp_path, ckpt_step=10)).tag == "iter_0000010"
+    mend_tracker(tmp_path, choice)
+    assert path.read_text() == "20"
+    mend_tracker(tmp_path, None)
+    assert path.read_text() == "20", "it is whole"
 
 
 def test_damaged_checkpoint_is_named(tmp_path: Path, data_yaml: Path) -> None:
     stream = open_stream(data_yaml)
-
-    def begin(iteration: int) -> PendingCheckpoint:
-        tag = f"iter_{iteration:07d}"
-        pending = begin_save(tmp_path, tag=tag, iteration=iteration, state=stream.state_at(8 * iteration), latest=False)
-        (tmp_path / tag).mkdir(exist_ok=True)
-        (tmp_path / tag / "common.pt").write_bytes(b"weights")
-        return pending
-
     for iteration in (10, 20):
-        commit_save(begin(iteration))
+        commit_save(begin(tmp_path, stream, iteration))
     args = args_for(tmp_path, tmp_path)
-    choice, is_another = check_tracker(args)
-    assert choice is not None and choice.tag == "iter_0000020" and not is_another
+    choice = chosen(args)
+    assert choice.tag == "iter_0000020" and not choice.rejected and not choice.notes
     (tmp_path / "iter_0000020" / "common.pt").write_bytes(b"wei")
-    instead, is_another = check_tracker(args)
-    assert instead is not None and is_another and instead.tag == "iter_0000010"
+    instead = chosen(args)
+    assert instead.tag == "iter_0000010"
     assert [r.tag for r in instead.rejected] == ["iter_0000020"] and "common.pt: has 3 bytes" in str(
         instead.rejected[0]
     )
@@ -254,21 +312,22 @@ def test_damaged_checkpoint_is_named(tmp_path: Path, data_yaml: Path) -> None:
         check_tracker(args)
     assert "--ckpt-step 10" in str(error.value.action)
     args.ckpt_step = 10
-    choice, is_another = check_tracker(args)
-    assert choice is not None and choice.tag == "iter_0000010" and not is_another
+    choice = chosen(args)
+    assert choice.tag == "iter_0000010" and not choice.rejected
     # Being saved once more: mixed files, unless the tracker moved after that save began.
     args.ckpt_step = None
     tracker = tmp_path / TRACKER
-    begin(20)
+    begin(tmp_path, stream, 20)
     os.utime(tracker, ns=(1, 1))
-    instead, is_another = check_tracker(args)
-    assert instead is not None and is_another and instead.tag == "iter_0000010"
+    instead = chosen(args)
+    assert instead.tag == "iter_0000010"
     assert "did not end" in str(instead.rejected[0])
     (tmp_path / "iter_0000010" / "common.pt").unlink()
     with pytest.raises(CheckpointError, match="iter_0000020 is incomplete"):  # nothing is whole
         check_tracker(args)
     tracker.write_text("20")
-    check_tracker(args)
+    choice = chosen(args)
+    assert choice.tag == "iter_0000020" and choice.step is None
 
 
 # Against the arguments in the checkpoint

@@ -34,7 +34,7 @@ def test_all_ranks_go_back_together(
 
     second = mini(*flags, "--train-iters", 4)
     assert second.status == 0, second.output[-3000:]
-    assert second.output.count("WARNING: passed over iter_0000004: ") == 1
+    assert second.output.count("megaresume: passed over iter_0000004: ") == 1
     assert "repeated 0 skipped 0 | step 2 from iter_0000002" in second.output
     assert second.steps() == {step: batch for step, batch in first.steps().items() if step > 2}
     third = mini(*flags, "--train-iters", 4)

@@ -227,5 +227,5 @@ def test_a_real_run_refuses_once(mini: Any, data_yaml: Path, tmp_path: Path) -> 
     words += ["--train-iters", 4, "--micro-batch-size", 2, "--global-batch-size", 8, "--load", tmp_path / "run"]
     run = mini(*words, script=str(path), hooks=False)
     assert run.status == 1 and run.steps() == {}, run.output
-    assert run.output.count("megaresume: error: ") == 1 and "says nothing that can be loaded" in run.output
+    assert run.output.count("megaresume: error: ") == 1 and "there are pointers but no checkpoint" in run.output
     assert "Traceback" not in run.output

@@ -10,7 +10,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -295,25 +294,24 @@ def test_yaml_config(
     assert (tmp_path / "save" / "megaresume" / "step_0000004.json").exists()
 
 
-def _trackers() -> list[tuple[str, Callable[[Path], object], str]]:
-    tracker = "latest_checkpointed_iteration.txt"
-    return [
-        ("empty", lambda root: (root / tracker).write_text(""), "latest_checkpointed_iteration.txt says nothing"),
-        ("garbled", lambda root: (root / tracker).write_text("1O"), "'1O'"),
-        ("missing", lambda root: (root / tracker).unlink(), "there are checkpoints, but no tracker"),
-    ]
-
-
 def test_trackers(mini: Any, tmp_path: Path, guard_flags: list[object]) -> None:
     """Stock Megatron exits with 0, or begins at iteration 0."""
-    where = places(tmp_path / "save", form="torch")
+    where, tracker = places(tmp_path / "save", form="torch"), tmp_path / "save" / "latest_checkpointed_iteration.txt"
     assert mini(*guard_flags, *sizes(iterations=3), *where, num_processes=1).status == 0
-    for name, spoil, words in _trackers():
-        spoil(tmp_path / "save")
-        run = mini(*guard_flags, *sizes(), *where)
-        assert run.status not in (0, -9), name
-        assert words in run.output and "echo 3 >" in run.output, (name, run.output)
-        assert not run.rows()
+    tracker.unlink()
+    run = mini(*guard_flags, *sizes(), *where)
+    assert run.status not in (0, -9) and not run.rows()
+    assert "there are checkpoints, but no tracker" in run.output and "echo 3 >" in run.output, run.output
+    tracker.write_text("")
+    run = mini(*guard_flags, *sizes(iterations=3), *where)
+    assert run.status == 0 and "step 3 from iter_0000003" in run.output, run.output
+    assert f"{tracker.name} is empty" in run.output and tracker.read_text() == "3"
+    # Without writing to the directory of another run.
+    tracker.write_text("1O")
+    elsewhere = ["--save", tmp_path / "other", "--load", tmp_path / "save", "--ckpt-format", "torch"]
+    run = mini(*guard_flags, *sizes(iterations=3), *elsewhere)
+    assert run.status == 0 and "step 3 from iter_0000003" in run.output, run.output
+    assert "holds '1O'" in run.output and tracker.read_text() == "1O"
 
 
 def test_batch_size_left_out(mini: Any, tmp_path: Path, guard_flags: list[object]) -> None:

@@ -52,7 +52,7 @@ def test_one_run_through_all_of_it(mini: Any, data_yaml: Path, tmp_path: Path) -
     trigger.touch()
     second = mini(*flags, "--megaresume-stop-file", trigger)
     assert second.status == 0, second.output[-3000:]
-    assert second.output.count("WARNING: passed over iter_0000005") == 1 and "checksum is" in second.output
+    assert second.output.count("megaresume: passed over iter_0000005") == 1 and "checksum is" in second.output
     assert "step 4 from iter_0000004" in second.output
     assert list(second.steps()) == [5] and second.steps()[5] == first.steps()[5]
     assert f"megaresume: {trigger} is there: all ranks save and exit" in second.output and not trigger.exists()

@@ -188,7 +188,7 @@ SEAMS: tuple[Seam, ...] = (
         name="read_metadata",
         factory=Factory("tracker.around_read_metadata"),
         kinds=_READ_METADATA,
-        why="reads the tracker: an empty one is an error, not a fresh start",
+        why="reads the tracker: an empty one means the newest complete checkpoint",
     ),
     Seam(
         role="training",
