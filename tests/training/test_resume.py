@@ -103,10 +103,14 @@ def test_validation_is_the_same_samples_in_any_layout(runs: Any, twins: Any) -> 
     twin = twins[0].records
     assert sorted(twin.validations["valid"]) == [3, 6]
     flags = "--train-iters 6 --global-batch-size 8 --micro-batch-size 4 --eval-iters 2 --skip-train"
-    alone = runs("validation", flags + " --load {dir}/twin0", num_processes=1).records.validations["valid"]
+    flags += " --load {dir}/twin0 --save {dir}/validation"
+    alone = runs("validation", flags, num_processes=1).records.validations["valid"]
     assert alone[6]["tokens"] == twin.validations["valid"][6]["tokens"]
     assert alone[6]["digest"] == twin.validations["valid"][3]["digest"] == twin.validations["valid"][6]["digest"]
     assert alone[6]["loss"] == pytest.approx(twin.validations["valid"][6]["loss"], rel=1e-6)
+    # To the launch scripts such a run is over if it ends well; the ledger does not say that the training is.
+    (start,) = read_ledger(ledger_path(runs.directory / "validation")).entries
+    assert (start.kind, start.iteration, start.details[NOTHING_TO_TRAIN]) == ("start", 6, True)
 
 
 def test_the_end_is_that_of_the_batch_sizes_that_were(runs: Any, twins: Any) -> None:
