@@ -1,4 +1,4 @@
-"""What an attempt leaves for the next: attempts without progress, and nodes that are left out.
+"""What an attempt leaves for the next: attempts without progress, and nodes that are left out or were replaced.
 
 The file is written, and is on the disk, before anything is launched: an attempt that nobody sees end is counted, and
 a run directory that takes no more bytes refuses the launch instead of beginning for ever "for the first time".
@@ -6,7 +6,7 @@ a run directory that takes no more bytes refuses the launch instead of beginning
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ class Attempts:
     fruitless: int = 0
     #: nodes that are left out, and why.
     excluded: dict[str, str] = field(default_factory=dict)
+    #: nodes that spare ones have replaced, and why.
+    replaced: dict[str, str] = field(default_factory=dict)
 
 
 def read_attempts(path: Path) -> Attempts:
@@ -32,7 +34,8 @@ def read_attempts(path: Path) -> Attempts:
         return Attempts()
     try:
         fields = read_sealed(path, what="the count of attempts", format_name=FORMAT, version=VERSION, error=StateError)
-        return Attempts(fruitless=int(fields["fruitless"]), excluded=dict(fields["excluded"]))
+        nodes = {name: dict(fields[name]) for name in ("excluded", "replaced")}
+        return Attempts(fruitless=int(fields["fruitless"]), **nodes)
     except (StateError, KeyError, TypeError, ValueError) as error:
         raise SetupError(
             "the count of attempts cannot be read, so an endless loop could not be noticed",
@@ -44,7 +47,7 @@ def read_attempts(path: Path) -> Attempts:
 def write_attempts(path: Path, attempts: Attempts) -> None:
     """Write it, durably. Raises SetupError if the disk refuses."""
     fields: dict[str, Any] = {"format": FORMAT, "version": VERSION}
-    fields |= {"fruitless": attempts.fruitless, "excluded": attempts.excluded}
+    fields |= asdict(attempts)
     try:
         make_dir(path.parent)
         write_atomic(path, seal(fields))

@@ -1,10 +1,12 @@
-"""`decide`: what follows an attempt, from what is known when it has ended. Pure: it asks nobody and does nothing.
+"""`decide`: what follows an attempt, from what is known when it has ended; and `choose_nodes`, for those that spares
+replace. Pure: it asks nobody and does nothing.
 
     the run says that it is over                   finish
     somebody cancelled the job                     refuse
     a mistake in the flags or the data             refuse
     Slurm has queued the job again itself          requeue
     too many attempts without a new checkpoint     refuse
+    spare nodes, and nobody wants it to stop       again, in this job
     anything else                                  requeue; chain, if requeue is not allowed and a job follows
 
 An exit status of 0 is no proof of an end: srun gives it after a node failure, a run that was told to stop ends with it,
@@ -13,10 +15,11 @@ and a program that trains nothing does so for ever.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Action = Literal["finish", "requeue", "chain", "refuse"]
+Action = Literal["finish", "again", "requeue", "chain", "refuse"]
 #: why Slurm has ended an attempt. ``requeue``: somebody's `scontrol requeue`.
 Reason = Literal["cancelled", "time limit", "preemption", "node failure", "requeue"]
 #: nobody's fault that an attempt with such an end has saved nothing.
@@ -67,6 +70,9 @@ class SlurmState:
     successor: str | None = None
     #: nodes that the job could have in the place of its own.
     other_nodes: int = 0
+    #: nodes of this job that would be left over if it went on without those that failed; negative: too few to go on;
+    #: None: all of its nodes train (TRAIN_NODES is not given).
+    spares: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +107,7 @@ class Decision:
     why: str
     #: attempts in a row without a new checkpoint, with this one.
     fruitless: int = 0
-    #: nodes to leave out from now on.
+    #: nodes to leave out from now on; ``again``: that spare ones replace.
     exclude: tuple[BadNode, ...] = ()
 
 
@@ -134,6 +140,8 @@ def decide(status: Status, signal: str | None, slurm: SlurmState, progress: Prog
         return Decision(action="requeue", why=what, fruitless=fruitless)
     if fruitless > history.max_restarts:
         return Decision(action="refuse", why=what, fruitless=fruitless)
+    if slurm.spares is not None and slurm.spares >= 0 and not signal and slurm.reason is None:
+        return Decision(action="again", why=what, fruitless=fruitless, exclude=status.bad_nodes)
     if slurm.may_requeue:
         return Decision(action="requeue", why=what, fruitless=fruitless, exclude=exclude)
     if slurm.successor is not None:
@@ -148,6 +156,18 @@ def decide_start(history: History) -> Decision | None:
         return None
     why = f"{history.fruitless} attempts in a row without a new checkpoint, MAX_RESTARTS={history.max_restarts}"
     return Decision(action="refuse", why=why, fruitless=history.fruitless)
+
+
+def choose_nodes(nodes: Sequence[str], wanted: int, failed: Collection[str]) -> tuple[str, ...]:
+    """The nodes of a job that train; the others are spare ones.
+
+    Args:
+        nodes: that it has, in Slurm's order, which stays: the first one has number 0.
+        wanted: how many train.
+        failed: those that have failed are taken only if there are not enough others.
+    """
+    chosen = sorted(nodes, key=lambda node: node in failed)[:wanted]
+    return tuple(node for node in nodes if node in chosen)
 
 
 def _what(status: Status, signal: str | None, reason: Reason | None) -> str:

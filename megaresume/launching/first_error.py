@@ -57,6 +57,11 @@ class FirstError:
             return ""
         return self.lines[0] if self.lines[0].startswith("megaresume: ") else self.lines[-1]
 
+    @property
+    def is_victim(self) -> bool:
+        """Whether it only noticed that another rank is gone."""
+        return any(_VICTIM.search(line) for line in self.lines)
+
     def __str__(self) -> str:
         rank = "a rank" if self.rank is None else f"rank {self.rank}"
         return f"{rank} on {self.node} failed first"
@@ -79,9 +84,8 @@ def find_first_error(logs: Iterable[Path], said: str) -> FirstError | None:
         if found := _ROOT_CAUSE.search(text):
             lines = _error(text)
             says_nothing = not lines and found["exit"] not in _DIED
-            is_victim = any(_VICTIM.search(line) for line in lines) or says_nothing
-            at = (is_victim, found["time"], of_srun is not None and of_srun[0] != node)
             error = FirstError(node=node, rank=int(found["rank"]), exit=_status(int(found["exit"])), lines=lines)
+            at = (error.is_victim or says_nothing, found["time"], of_srun is not None and of_srun[0] != node)
             causes.append((at, node, error))
     if causes:
         return min(causes, key=lambda cause: cause[:2])[2]

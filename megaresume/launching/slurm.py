@@ -2,7 +2,8 @@
 
     settings refused, or        the count of attempts: written before anything starts
     nodes check themselves   -> training under srun; signals are passed on to the ranks
-    its end                  -> `decide` -> queued again, a chain goes on, the run is over, refused
+    its end                  -> `decide` -> queued again, a chain goes on, the run is over, refused, or
+                                            all of this again in the same job, where spare nodes are (TRAIN_NODES)
 
 Every event and every decision is one line, in the batch log and in RUN_DIR/logs/batch.log.
 """
@@ -10,6 +11,7 @@ Every event and every decision is one line, in the batch log and in RUN_DIR/logs
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -31,6 +33,7 @@ from megaresume.launching.decide import (
     Reason,
     SlurmState,
     Status,
+    choose_nodes,
     decide,
     decide_start,
 )
@@ -45,6 +48,8 @@ from megaresume.stream.errors import MegaresumeError
 _CHECK, _POLL = 180.0, 0.1
 #: seconds in which a task may have begun without ignoring signals.
 _YOUNG = 60.0
+#: nodes that Slurm has given up, as srun says it.
+_LOST = re.compile(r"Node failure on (\S+)")
 #: of the first job of a chain, and how many jobs may still follow; for the next job.
 _HEAD, _LEFT = "MEGARESUME_CHAIN_HEAD", "MEGARESUME_CHAIN_LEFT"
 
@@ -58,6 +63,7 @@ class Settings:
     python: str
     launcher: str
     procs_per_node: str
+    train_nodes: str
     requeue: str
     chain: str
     chain_options: str
@@ -102,14 +108,14 @@ def run(settings: Settings) -> int:
 
 
 class Driver:
-    """One attempt."""
+    """One start of the job by Slurm: one attempt, or several if it has spare nodes."""
 
     def __init__(self, settings: Settings, job: SlurmJob) -> None:
         self.settings, self.job = settings, job
         self.run_dir = Path(os.path.abspath(settings.run_dir))
-        self.logs = self.run_dir / "logs" / f"{job.id}.{job.attempt}"
         self.stop_file = self.run_dir / "stop"
-        self.attempt = f"{job.id}.{job.attempt}"
+        #: attempts that came before this one, without a requeue; the nodes that train in this one.
+        self.again, self.nodes = 0, job.nodes
         self.attempts = Attempts()
         self.successor: str | None = None
         #: signals that have come and are not looked at yet; the first one of all.
@@ -122,6 +128,7 @@ class Driver:
         self._done: Decision | None = None
         self._decide_by: float | None = None
         self._step: subprocess.Popen[bytes] | None = None
+        self._watch: subprocess.Popen[bytes] | None = None
         #: see `Tasks`; how many there are, and when they were started.
         self._ignoring, self._tasks, self._began = Path(), 0, 0.0
         self._batch_log, self._log_size = _batch_log()
@@ -129,13 +136,27 @@ class Driver:
     def say(self, words: str) -> None:
         """A line in both logs; one that the disk takes no more is lost."""
         words = "; ".join(line.strip() for line in words.splitlines())
-        line = f"{time.strftime('%FT%T')} [job {self.job.id}, attempt {self.job.attempt}] {words}"
+        line = f"{time.strftime('%FT%T')} [job {self.job.id}, attempt {self._number}] {words}"
         with suppress(OSError):
             print(line, flush=True)
         with suppress(OSError), open(self.run_dir / "logs" / "batch.log", "a", encoding="utf-8") as log:
             log.write(line + "\n")
 
     # ---- the attempt
+
+    @property
+    def _number(self) -> str:
+        return f"{self.job.attempt}.{self.again}" if self.again else str(self.job.attempt)
+
+    @property
+    def attempt(self) -> str:
+        """Its name, which no other attempt has."""
+        return f"{self.job.id}.{self._number}"
+
+    @property
+    def logs(self) -> Path:
+        """Of this attempt."""
+        return self.run_dir / "logs" / self.attempt
 
     def run(self) -> int:
         """See `run`.
@@ -145,6 +166,16 @@ class Driver:
         """
         listen(self._heard.append)
         ranks = self._check()
+        while True:
+            exit_status = self._run_once(ranks)
+            if self._done is None or self._done.action != "again":
+                return exit_status
+            self.again, self._done = self.again + 1, None
+
+    def _run_once(self, ranks: int) -> int:
+        self._count()
+        if self._has_spares:
+            self._choose_nodes()
         self.say_start(ranks)
         if self.settings.requeue == "no" and self._chain and self.successor is None:
             self._submit_successor()
@@ -157,7 +188,7 @@ class Driver:
         return self._end(status, ledgers)
 
     def _check(self) -> int:
-        """Look at the settings, and count this attempt; the ranks on a node."""
+        """Look at the settings; the ranks on a node."""
         settings, env = self.settings, os.environ
         if int(env.get("SLURM_HET_SIZE", "1")) > 1:
             raise Refused("this is a heterogeneous job, of which only the first part would train", "submit without ':'")
@@ -177,6 +208,8 @@ class Driver:
         for name in ("CHAIN", "MAX_RESTARTS", "SAVE_SECONDS", "EXCLUDE_NODES"):
             if not (value := getattr(settings, name.lower())).isdecimal():
                 raise Refused(f"{name}={value} is not a number")
+        if self._has_spares and not (settings.train_nodes.isdecimal() and int(settings.train_nodes)):
+            raise Refused(f"TRAIN_NODES={settings.train_nodes} is not a number of nodes, or: all")
         ranks = self._ranks_per_node()
         if not self._contained:
             if shutil.which(settings.python) is None:
@@ -186,6 +219,15 @@ class Driver:
                 )
             if settings.node_check == "no" and not Path(settings.data).is_file():
                 raise Refused(f"there is no DATA={settings.data}", "set DATA to your data.yaml, with its whole path")
+        self.head = env.get(_HEAD, self.job.id)
+        # Also if CHAIN was written over in the script, as every job of the chain then has it: it comes to an end.
+        self._chain = int(env.get(_LEFT, settings.chain))
+        with suppress(OSError):
+            self.successor = self._successor_file.read_text().strip() or None
+        return ranks
+
+    def _count(self) -> None:
+        """Count this attempt: on the disk before anything starts, also one that nobody sees end."""
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -193,17 +235,34 @@ class Driver:
                 f"RUN_DIR={self.run_dir} cannot be created: {error.strerror}",
                 "set RUN_DIR to a directory that all nodes can write to",
             ) from error
-        self.head = env.get(_HEAD, self.job.id)
-        # Also if CHAIN was written over in the script, as every job of the chain then has it: it comes to an end.
-        self._chain = int(env.get(_LEFT, settings.chain))
-        with suppress(OSError):
-            self.successor = self._successor_file.read_text().strip() or None
         self.attempts = read_attempts(self._attempts_file)
         if (decision := decide_start(self.history)) is not None:
             raise Refused(decision.why, "look at the logs of those attempts; the same sbatch command counts from 0")
-        # On the disk before anything starts: also an attempt that nobody sees end is counted.
         write_attempts(self._attempts_file, replace(self.attempts, fruitless=self.attempts.fruitless + 1))
-        return ranks
+
+    @property
+    def _has_spares(self) -> bool:
+        return self.settings.train_nodes != "all"
+
+    def _choose_nodes(self) -> None:
+        """Those that train, of those that are left; others look whether the node of this driver lives."""
+        left = self.job.nodes_left()
+        self.nodes = choose_nodes(left, int(self.settings.train_nodes), self.attempts.replaced)
+        others = [node for node in left if node != os.environ.get("SLURMD_NODENAME")]
+        if self._watch is not None:
+            self._watch.kill()
+            self._watch.wait()
+        if others:
+            watching = sorted(others, key=self.nodes.__contains__)[:2]
+            log = self.run_dir / "logs" / "batch.log"
+            self._watch = self.job.watch(watching, log, requeue=self.settings.requeue == "yes")
+
+    def _spares(self, bad: Sequence[BadNode]) -> int | None:
+        """See `SlurmState`."""
+        if not self._has_spares:
+            return None
+        failed = {*self.attempts.replaced, *(node.name for node in bad)}
+        return sum(node not in failed for node in self.job.nodes_left()) - len(self.nodes)
 
     def _ranks_per_node(self) -> int:
         words = self.settings.procs_per_node
@@ -250,19 +309,25 @@ class Driver:
         self.end = job.end_time()
         # By job and attempt, so that neither two jobs on one node nor what a lost attempt has left behind meet at it;
         # below the ports that the system gives to outgoing connections.
-        port = 10000 + (int(os.environ["SLURM_JOB_ID"]) + 7919 * job.attempt) % 20000
-        self.layout = Layout(nodes=job.nodes, ranks_per_node=ranks, address=job.head_address(), port=port)
+        port = 10000 + (int(os.environ["SLURM_JOB_ID"]) + 7919 * job.attempt + 613 * self.again) % 20000
+        self.layout = Layout(nodes=self.nodes, ranks_per_node=ranks, address=job.address_of(self.nodes[0]), port=port)
+        nodes = ",".join(self.nodes) + f" of {job.node_list}" if self._has_spares else job.node_list
         limit = "none" if self.end is None else time.strftime("%FT%T", time.localtime(self.end))
         self.say(
-            f"start: restart count {job.attempt}; {len(job.nodes)} node(s) {job.node_list}, {ranks} rank(s) on each, "
+            f"start: restart count {job.attempt}; {len(self.nodes)} node(s) {nodes}, {ranks} rank(s) on each, "
             f"meeting at {self.layout.address}:{port}; time limit {limit}; logs in {self.logs}"
         )
         for node, why in self.attempts.excluded.items():
             self.say(f"node {node} is left out: {why}")
+        for node, why in self.attempts.replaced.items():
+            self.say(f"node {node} is used only if there is no other: {why}")
 
     def _srun(self, per_node: int, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-        nodes, options = len(self.job.nodes), shlex.split(self.settings.srun_options)
+        nodes, options = len(self.nodes), shlex.split(self.settings.srun_options)
         command = ["srun", f"--nodes={nodes}", f"--ntasks={nodes * per_node}", f"--ntasks-per-node={per_node}"]
+        if self._has_spares:
+            # Slurm may hold the step of the last attempt for minutes after a node of it is gone.
+            command += [f"--nodelist={','.join(self.nodes)}", "--overlap"]
         if not any(option.startswith("--cpu-bind") for option in options):
             options.append("--cpu-bind=none")  # ranks use all CPUs of the job
         env = dict(os.environ) | {"PYTHONUNBUFFERED": "1"}
@@ -282,7 +347,7 @@ class Driver:
         gpus = ranks if self.job.asked_for_gpus() else 0
         words = [*self.settings.container, self.settings.python, "-m", "megaresume.launching.node_check"]
         words += [str(self.run_dir), self.settings.data, str(gpus)]
-        words += [self.layout.address, str(self.layout.port), str(len(self.job.nodes))]
+        words += [self.layout.address, str(self.layout.port), str(len(self.nodes))]
         command, env = self._srun(1, ["--export=ALL", *words])
         answers: dict[str, Mapping[str, Any]] = {}
         received: dict[str, float] = {}
@@ -307,12 +372,12 @@ class Driver:
             return Status(exit=1)
         if not answers:
             return Status(exit=1, unchecked=True, error=f"no node has answered: {' '.join(said[-3:])}")
-        if set(answers) == set(self.job.nodes):
-            bad, everywhere = judge(self.job.nodes, answers, received)
+        if set(answers) == set(self.nodes):
+            bad, everywhere = judge(self.nodes, answers, received)
         else:  # nodes of one machine may all have its name
             bad, everywhere = judge(tuple(answers), answers, received)
-            if len(answers) > 1 or len(set(answers) & set(self.job.nodes)):
-                bad = (*bad, *(BadNode(name=n, why="did not answer") for n in self.job.nodes if n not in answers))
+            if len(answers) > 1 or len(set(answers) & set(self.nodes)):
+                bad = (*bad, *(BadNode(name=n, why="did not answer") for n in self.nodes if n not in answers))
         if self.settings.data in everywhere:
             raise Refused(f"there is no DATA={self.settings.data}", "set DATA to your data.yaml, with its whole path")
         if not bad:
@@ -342,7 +407,7 @@ class Driver:
         said = self.logs / "srun.txt"
         with open(said, "wb") as file:
             self._step = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stderr=file)
-        self._ignoring, self._tasks = started.ignoring, started.per_node * len(self.job.nodes)
+        self._ignoring, self._tasks = started.ignoring, started.per_node * len(self.nodes)
         self._began = time.monotonic()
         if self.signal is not None:
             self._pass_on()
@@ -362,6 +427,10 @@ class Driver:
     def _status(self, exit_status: int, said: str) -> Status:
         if said.strip():
             print("\n".join(line[:240] for line in said.splitlines()[-20:]), flush=True)
+        if self._has_spares and (lost := set(_LOST.findall(said))):
+            # Ranks that srun has ended because of them have not failed.
+            bad = tuple(BadNode(name=node, why="Slurm has lost it") for node in self.nodes if node in lost)
+            return Status(exit=exit_status, bad_nodes=bad)
         if exit_status == 0 or self.reason is not None:
             return Status(exit=exit_status)
         error = find_first_error(sorted(self.logs.glob("*.log")), said)
@@ -371,7 +440,8 @@ class Driver:
         shown = error.lines or last_lines(self.logs / f"{error.node}.log")
         print("\n".join(f"  {line}" for line in shown), flush=True)
         # The log of a node may have the name of a machine that plays several nodes.
-        bad = (BadNode(name=error.node, why=f"{error}: {error.headline}"),) if error.node in self.job.nodes else ()
+        is_bad = error.node in self.nodes and not error.is_victim
+        bad = (BadNode(name=error.node, why=f"{error}: {error.headline}"),) if is_bad else ()
         return Status(exit=exit_status, rank_exit=error.exit, error=error.headline, bad_nodes=bad)
 
     # ---- signals
@@ -446,6 +516,7 @@ class Driver:
             may_requeue=self.settings.requeue == "yes",
             successor=self.successor,
             other_nodes=self.job.other_nodes(tuple(self.attempts.excluded)) if status.bad_nodes else 0,
+            spares=self._spares(status.bad_nodes) if self.reason is None else None,
         )
         return decide(status, self.signal, slurm, progress, self.history)
 
@@ -471,9 +542,11 @@ class Driver:
         return 0 if decision.action == "finish" else status.exit or int(decision.action == "refuse" and not self.signal)
 
     def _keep(self, decision: Decision) -> None:
-        excluded = self.attempts.excluded | {node.name: node.why for node in decision.exclude}
+        nodes = {node.name: node.why for node in decision.exclude}
+        kept = "replaced" if decision.action == "again" else "excluded"
+        attempts = replace(self.attempts, fruitless=decision.fruitless, **{kept: getattr(self.attempts, kept) | nodes})
         try:
-            write_attempts(self._attempts_file, Attempts(fruitless=decision.fruitless, excluded=excluded))
+            write_attempts(self._attempts_file, attempts)
         except MegaresumeError as error:
             self.say(f"{error.headline}: {error.found}")
 
@@ -487,6 +560,10 @@ class Driver:
         elif decision.action == "refuse":
             self.say(f"NOT queued again: {why}")
             self.cancel_successor(why)
+        elif decision.action == "again":
+            self.say(f"again in this job: {why}")
+            for node in decision.exclude:
+                self.say(f"node {node.name} is replaced by a spare one: {node.why}")
         elif decision.action == "chain":
             self.say(f"not queued again, REQUEUE=no, but job {self.successor} follows: {why}")
             self._leave_out(decision, self.successor or "")
@@ -517,6 +594,8 @@ class Driver:
         options = shlex.split(self.settings.chain_options)
         if self.attempts.excluded:
             options.append(f"--exclude={','.join(self.attempts.excluded)}")
+        if self._has_spares:
+            options.append("--no-kill")
         answer = self.job.submit(self.settings.script, self.settings.flags, options, variables)
         job = answer.split(";")[0].split("\n")[-1]
         if not job.isdecimal():

@@ -95,7 +95,7 @@ class Partition:
     max_nodes: int | None
 
 
-def _deaf() -> None:
+def ignore_signals() -> None:
     """A signal to all processes of a job must not end a command before its answer is known."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -105,7 +105,13 @@ def run(*words: str, env: Mapping[str, str] | None = None, timeout: float = 60.0
     """Run a command once; whatever its exit status, which is `NO_ANSWER` if it takes too long or cannot be run."""
     try:
         return subprocess.run(
-            words, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout, preexec_fn=_deaf
+            words,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            preexec_fn=ignore_signals,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return subprocess.CompletedProcess(words, NO_ANSWER, stdout="", stderr=f"{error}")

@@ -1,7 +1,7 @@
 """This job, as its batch script asks Slurm's commands about it. Array tasks are named ARRAY_TASK everywhere: the last
 task of an array has the number of the whole array in SLURM_JOB_ID, and what is done to that is done to all of them.
 
-    show job, show node, show config       what Slurm knows
+    show job, show node, show config       what Slurm knows, also of the nodes that the job still has
     requeue, cancel, submit, leave out     what is to happen
 """
 
@@ -10,13 +10,15 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 
 from megaresume.launching.decide import Reason
-from megaresume.launching.slurm_commands import NO_ANSWER, is_away, run, usable
+from megaresume.launching.slurm_commands import NO_ANSWER, ignore_signals, is_away, run, usable
 
 #: how often, and how many seconds apart, a controller that is away is asked to queue the job again.
 _TRIES, _PAUSE = 30, 5.0
@@ -38,6 +40,16 @@ _OPTIONS = {
     "cpus-per-task": "SLURM_CPUS_PER_TASK",
     "mem": "SLURM_MEM_PER_NODE",
 }
+
+
+#: $1: the job, $2: the command that ends it, $3: a log.
+_WATCH = r"""trap '' USR1
+while sleep 20; do
+  job=$(scontrol show job --oneliner "$1") || continue
+  [[ $job =~ \ NodeList=([^ ]+) ]] && left=$(scontrol show hostnames "${BASH_REMATCH[1]}") || continue
+  [[ $job =~ \ BatchHost=([^ ]+) ]] && host=${BASH_REMATCH[1]} && ! grep -qx -- "$host" <<<"$left" || continue
+  $2 "$1" && echo "$(date +%FT%T) [job $1, on $SLURMD_NODENAME] Slurm has lost $host, where the script was: $2" >>"$3"
+done"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,10 +98,31 @@ class SlurmJob:
         """Whether GPUs were asked for; ``--exclusive`` alone gives a job all of a node's."""
         return re.search(r"^\s*Tres(?:PerNode|PerJob|PerTask|PerSocket)=\S*gpu", self.show(), re.MULTILINE) is not None
 
-    def head_address(self) -> str:
-        """Of the first node, as Slurm reaches it: its name may not be known on the other nodes."""
-        found = re.search(r"NodeAddr=(\S+)", run("scontrol", "show", "node", "-o", self.nodes[0]).stdout)
-        return self.nodes[0] if found is None else found[1]
+    def address_of(self, node: str) -> str:
+        """As Slurm reaches it: its name may not be known on the other nodes."""
+        found = re.search(r"NodeAddr=(\S+)", run("scontrol", "show", "node", "-o", node).stdout)
+        return node if found is None else found[1]
+
+    def nodes_left(self) -> tuple[str, ...]:
+        """Those that it still has: of a job with ``--no-kill`` Slurm takes away the nodes that die."""
+        found = re.search(r" NodeList=(\S+)", self.show())
+        left = () if found is None else run("scontrol", "show", "hostnames", found[1]).stdout.split()
+        return tuple(node for node in self.nodes if node in left) or self.nodes
+
+    def watch(self, nodes: Sequence[str], log: Path, *, requeue: bool) -> subprocess.Popen[bytes]:
+        """Let other nodes end this job if that of its batch script dies: with ``--no-kill`` Slurm would keep it until
+        its time limit, without a script.
+
+        Args:
+            nodes: other ones, which do little for it.
+            log: of decisions.
+            requeue: queue it again; else it is cancelled, and a chain goes on.
+        """
+        count, end = len(nodes), "scontrol requeue" if requeue else "scancel"
+        words = ["srun", "--overlap", "--no-kill", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"]
+        words += [f"--nodelist={','.join(nodes)}", "bash", "-c", _WATCH, "watch", self.id, end, str(log)]
+        nothing = subprocess.DEVNULL
+        return subprocess.Popen(words, stdin=nothing, stdout=nothing, stderr=nothing, preexec_fn=ignore_signals)
 
     def kill_wait(self) -> float:
         """Seconds from TERM to KILL."""

@@ -5,6 +5,7 @@ The decisions themselves have a table of cases: tests/launching/test_decide.py. 
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -201,6 +202,47 @@ def test_a_node_that_lacks_the_data_is_left_out(slurm: Cluster, tmp_path: Path) 
     assert lines[2].startswith(f"queued again: nodes failed their check: n2: {why}, attempt 1 in a row")
     assert lines[3] == f"node n2 is left out from now on: {why}"
     assert "n2" not in lines[4].split("rank(s)")[0] and lines[-1].startswith("the run is over")
+
+
+def test_a_spare_node_takes_the_place_of_a_bad_one_in_the_same_job(slurm: Cluster, tmp_path: Path) -> None:
+    """One fails its check, and then a rank of another one fails; the third attempt is the end."""
+    if slurm.mode != "ns":
+        pytest.skip("the nodes share this machine's mounts: cluster.sh was not started as root")
+    data = tmp_path / "shared"
+    data.mkdir()
+    (data / "data.yaml").touch()
+    slurm.exec("n1", "mount", "-t", "tmpfs", "none", str(data))
+    play = """
+if node == "n2":
+    raise OSError("this node is broken")
+if node == "n4":
+    say("finished", 7)
+"""
+    try:
+        settings = {"NODE_CHECK": "yes", "TRAIN_NODES": "2", "DATA": str(data / "data.yaml")}
+        job = submit(slurm, tmp_path, play, "--nodes=4", "--no-kill", **settings)
+        lines = said(tmp_path, "the run is over")
+    finally:
+        slurm.exec("n1", "umount", str(data))
+    checked, failed = (
+        f"has no {data}/data.yaml, which other nodes have",
+        "on n2 failed first: OSError: this node is broken",
+    )
+    begin = [line.split(", 1 rank(s)")[0] for line in lines if line.startswith("start: ")]
+    assert begin == [f"start: restart count 0; 2 node(s) {nodes} of n[1-4]" for nodes in ("n1,n2", "n2,n3", "n3,n4")]
+    again = [line for line in lines if line.startswith("again in this job: ")]
+    without = "in a row without a new checkpoint, MAX_RESTARTS=3"
+    assert again == [
+        f"again in this job: nodes failed their check: n1: {checked}, attempt 1 {without}",
+        f"again in this job: failed with status 1, attempt 2 {without}",
+    ]
+    assert [line for line in lines if " replaced " in line] == [
+        f"node n1 is replaced by a spare one: {checked}",
+        f"node n2 is replaced by a spare one: rank 0 {failed}",
+    ]
+    assert len({re.search(r"meeting at \S+:(\d+);", line)[1] for line in lines if "meeting at" in line}) == 3  # type: ignore[index]
+    assert not (tmp_path / RUN_DIR / "logs" / f"{job}.1").exists()
+    assert (tmp_path / RUN_DIR / "logs" / f"{job}.0.2").is_dir()
 
 
 @pytest.mark.release  # two minutes; tests/launching proves of `decide` that no end without progress loops

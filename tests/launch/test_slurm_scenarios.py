@@ -44,6 +44,7 @@ DECISIONS = {
     r"queued again: ": "requeue",
     r"TERM came: Slurm ends this attempt and has queued the job again itself": "requeue",
     r"not queued again, REQUEUE=no, but job": "chain",
+    r"again in this job: ": "again",
     r"the run is over": "finish",
     r"NOT queued again: |refused, and not queued again: |TERM came: the job was cancelled": "refuse",
 }
@@ -144,7 +145,7 @@ class Run:
             if job and f"[job {job}," not in about:
                 continue
             words += [word for start, word in DECISIONS.items() if re.match(start, said)]
-            if found := re.match(r"node (\S+) is left out from now on", said):
+            if found := re.match(r"node (\S+) is (?:left out from now on|replaced by)", said):
                 words[-1] += f" without {found[1]}"
         counts = [(word, len([*group])) for word, group in groupby(words)]
         return ", ".join(word if count == 1 else f"{word} x {count}" for word, count in counts)
@@ -383,6 +384,46 @@ def a_firewall(cluster: Cluster, directory: Path) -> tuple[str, str]:
     return run.decisions(), samples_equal(run.control)
 
 
+def a_spare_node(cluster: Cluster, directory: Path) -> tuple[str, str]:
+    """It takes the place of a node without power, and of one whose rank fails; then there is none left."""
+    run = Run(cluster, directory)
+    job = run.submit("--no-kill", nodes=3, TRAIN_NODES="2")
+    run.until_trained()
+    dead = run.nodes_of(job)[1]
+    cluster.kill_node(dead)
+    try:
+        run.until_said("attempt 0.1] start: ")
+        run.until_trained()
+        cluster.slurm("scancel", "--batch", "--signal=USR1", job)
+        for attempt in ("1", "1.1"):
+            run.until_said(f"attempt {attempt}] start: ")
+            run.until_trained()
+            (run.control / "raise").touch()
+        run.until_said("attempt 2] start: ")
+        run.until_trained()
+        run.end()
+    finally:
+        cluster.start_node(dead)
+    return run.decisions(), samples_equal(run.control)
+
+
+def the_batch_node_beside_spares(cluster: Cluster, directory: Path) -> tuple[str, str]:
+    """Slurm would keep the job without its script; a spare node has it queued again."""
+    run = Run(cluster, directory)
+    job = run.submit("--no-kill", nodes=3, TRAIN_NODES="2")
+    run.until_trained()
+    dead = run.nodes_of(job)[0]
+    cluster.kill_node(dead)
+    try:
+        run.until_said("start: restart count 1;")
+        assert run.nodes_of(job) == [node for node in cluster.nodes if node != dead]
+        run.until_trained()
+        run.end()
+    finally:
+        cluster.start_node(dead)
+    return run.decisions(), samples_equal(run.control)
+
+
 def without_training(*options: str, fault: str = "", **settings: str) -> Callable[[Cluster, Path], tuple[str, str]]:
     """A job that ends before its first step."""
 
@@ -453,6 +494,16 @@ SCENARIOS = [
     Scenario("a bad node", "requeue without n1, finish", a_bad_node),
     Scenario(
         "a node whose firewall lets Slurm through, and not the ranks", "requeue without n2", a_firewall, trains=False
+    ),
+    Scenario(
+        "TRAIN_NODES=2 of three nodes: one loses its power; USR1; a rank fails, and one when no spare node is left",
+        "again without n2, requeue, again without n3, requeue, finish",
+        a_spare_node,
+    ),
+    Scenario(
+        "TRAIN_NODES=2 of three nodes: that of the batch script loses its power, and another one tells Slurm",
+        "finish",
+        the_batch_node_beside_spares,
     ),
     Scenario(
         "a time limit before any progress, MAX_RESTARTS=0",

@@ -14,6 +14,7 @@ from megaresume.launching.decide import (
     Progress,
     SlurmState,
     Status,
+    choose_nodes,
     decide,
     decide_start,
 )
@@ -342,6 +343,80 @@ CASES = [
         fruitless=1,
         exclude=("n2",),
     ),
+    # ---- spare nodes in the job: nobody waits in the queue
+    Case(
+        what="a rank dies, and there is a spare node",
+        seen="test_a_spare_node_takes_the_place_of_a_bad_one_in_the_same_job",
+        status=FAILED,
+        slurm=SlurmState(spares=0, other_nodes=2),
+        progress=SAVED,
+        then="again",
+        why="failed with status 1, new checkpoint at step 160",
+        exclude=("n2",),
+    ),
+    Case(
+        what="a node fails its check, and there is a spare node",
+        seen="test_a_spare_node_takes_the_place_of_a_bad_one_in_the_same_job",
+        status=Status(exit=1, bad_nodes=(BadNode(name="n2", why="full"),), unchecked=True),
+        slurm=SlurmState(spares=1),
+        then="again",
+        why="n2: full, attempt 1",
+        fruitless=1,
+        exclude=("n2",),
+    ),
+    Case(
+        what="a node loses its power, and there is a spare node",
+        seen="a_spare_node",
+        status=Status(exit=0, bad_nodes=(BadNode(name="n2", why="Slurm has lost it"),)),
+        slurm=SlurmState(spares=0),
+        progress=SAVED,
+        then="again",
+        why="not said that it is over, new checkpoint at step 160",
+        exclude=("n2",),
+    ),
+    Case(
+        what="no spare node is left: as without spare nodes",
+        seen="a_spare_node",
+        status=FAILED,
+        slurm=SlurmState(spares=-1, other_nodes=1),
+        then="requeue",
+        why="attempt 1",
+        fruitless=1,
+        exclude=("n2",),
+    ),
+    Case(
+        what="the fourth, in one job or several",
+        status=FAILED,
+        slurm=SlurmState(spares=2),
+        history=History(fruitless=3),
+        then="refuse",
+        why="attempt 4",
+        fruitless=4,
+    ),
+    Case(
+        what="USR1, and a rank fails in its save: the job is about to end",
+        status=FAILED,
+        signal="USR1",
+        slurm=SlurmState(spares=2),
+        then="requeue",
+        why="after USR1",
+        fruitless=1,
+    ),
+    Case(
+        what="the time limit, with spare nodes",
+        slurm=SlurmState(reason="time limit", spares=2),
+        progress=SAVED,
+        then="requeue",
+        why="time limit",
+    ),
+    Case(
+        what="a mistake in the flags, with spare nodes",
+        status=Status(exit=1, rank_exit=2),
+        slurm=SlurmState(spares=2),
+        then="refuse",
+        why="a mistake in the flags",
+        fruitless=1,
+    ),
 ]
 
 
@@ -379,6 +454,22 @@ def test_what_slurm_itself_brought_back_once_too_often_does_not_begin() -> None:
     assert refused is not None and refused.action == "refuse" and "4 attempts in a row" in refused.why
 
 
+@pytest.mark.parametrize(
+    ("nodes", "wanted", "failed", "chosen"),
+    [
+        ("n1 n2 n3", 2, "", "n1 n2"),
+        ("n1 n2 n3", 2, "n1", "n2 n3"),
+        ("n1 n2 n3", 2, "n2", "n1 n3"),  # in Slurm's order: the first one has number 0
+        ("n1 n3", 2, "n2", "n1 n3"),  # n2 is dead, and not the job's any more
+        ("n1 n2 n3 n4", 2, "n1 n4", "n2 n3"),
+        ("n1 n2 n3", 2, "n1 n2", "n1 n3"),  # rather one that has failed than no training
+        ("n1", 2, "", "n1"),
+    ],
+)
+def test_the_nodes_that_train(nodes: str, wanted: int, failed: str, chosen: str) -> None:
+    assert " ".join(choose_nodes(nodes.split(), wanted, failed.split())) == chosen
+
+
 def test_the_table_of_the_document_is_this_one() -> None:
     assert table() in DOCUMENT.read_text(), "python -m tests.launching.test_decide writes it anew"
 
@@ -393,7 +484,8 @@ def table() -> str:
     rows = ["| an attempt that ended so | is followed by | tried on Slurm |", "| --- | --- | --- |"]
     for case in CASES:
         decision = decide(case.status, case.signal, case.slurm, case.progress, case.history)
-        left_out = f"; {', '.join(case.exclude)} left out" if case.exclude else ""
+        then = "replaced" if decision.action == "again" else "left out"
+        left_out = f"; {', '.join(case.exclude)} {then}" if case.exclude else ""
         what = case.what.replace(" (seen)", "").replace(" (seen:", " (was:")
         rows.append(f"| {what} | **{decision.action}**{left_out}: {decision.why} | {'yes' if case.seen else ''} |")
     return "\n".join(rows) + "\n"

@@ -90,7 +90,7 @@ def test_where_a_command_saves_to(words: str, roots: list[str]) -> None:
 def test_attempts_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "attempts.json"
     assert read_attempts(path) == Attempts()
-    kept = Attempts(fruitless=2, excluded={"n2": "rank 3 failed first"})
+    kept = Attempts(fruitless=2, excluded={"n2": "rank 3 failed first"}, replaced={"n1": "has no /data"})
     write_attempts(path, kept)
     assert read_attempts(path) == kept
 

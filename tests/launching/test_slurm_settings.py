@@ -22,6 +22,7 @@ def driver(directory: Path, *, job: str = "17", **changes: str) -> Driver:
         "python": sys.executable,
         "launcher": "torchrun",
         "procs_per_node": "1",
+        "train_nodes": "all",
         "requeue": "yes",
         "chain": "0",
         "chain_options": "",
@@ -38,6 +39,12 @@ def driver(directory: Path, *, job: str = "17", **changes: str) -> Driver:
     return Driver(settings, slurm)
 
 
+def begin(driver: Driver) -> int:
+    ranks = driver._check()
+    driver._count()
+    return ranks
+
+
 @pytest.fixture(autouse=True)
 def in_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SLURM_HET_SIZE", "SLURM_ARRAY_TASK_ID", "MEGARESUME_CHAIN_HEAD", "MEGARESUME_CHAIN_LEFT"):
@@ -52,6 +59,7 @@ def in_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"chain": "some"}, "CHAIN=some is not a number"),
         ({"exclude_nodes": "-1"}, "EXCLUDE_NODES=-1 is not a number"),
         ({"procs_per_node": "0"}, "PROCS_PER_NODE=0 is not a number of ranks"),
+        ({"train_nodes": "0"}, "TRAIN_NODES=0 is not a number of nodes"),
         ({"python": "/nowhere/python"}, "there is no PYTHON=/nowhere/python"),
         ({"node_check": "no"}, "there is no DATA="),
         ({"run_dir": "/proc/run"}, "RUN_DIR=/proc/run cannot be created"),
@@ -59,7 +67,7 @@ def in_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_refusals(tmp_path: Path, changes: dict[str, str], words: str) -> None:
     with pytest.raises(Refused) as refused:
-        driver(tmp_path, **changes)._check()
+        begin(driver(tmp_path, **changes))
     assert refused.value.args[0].startswith(words)
     assert not (tmp_path / "run").exists()
 
@@ -80,18 +88,18 @@ def test_an_array_needs_directories_of_its_own(tmp_path: Path, monkeypatch: pyte
 
 
 def test_an_attempt_is_counted_before_it_begins(tmp_path: Path) -> None:
-    assert driver(tmp_path)._check() == 1
+    assert begin(driver(tmp_path)) == 1
     path = tmp_path / "run" / "logs" / "attempts.17.json"
     assert read_attempts(path) == Attempts(fruitless=1)
     write_attempts(path, Attempts(fruitless=4))
     with pytest.raises(Refused, match="4 attempts in a row without a new checkpoint, MAX_RESTARTS=3"):
-        driver(tmp_path)._check()
-    assert driver(tmp_path, job="18")._check() == 1  # submitted by hand: counts from 0
+        begin(driver(tmp_path))
+    assert begin(driver(tmp_path, job="18")) == 1  # submitted by hand: counts from 0
 
 
 def test_a_chain_counts_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGARESUME_CHAIN_HEAD", "15")
-    driver(tmp_path)._check()
+    begin(driver(tmp_path))
     assert read_attempts(tmp_path / "run" / "logs" / "attempts.15.json") == Attempts(fruitless=1)
 
 
