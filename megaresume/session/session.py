@@ -87,7 +87,7 @@ class Session:
         stage_to: where what is saved to ``save_dir`` is copied to.
         retention: which older checkpoints stay.
         max_starts: starts from one place without a save that are let through; 0: any number.
-        verify_checkpoint: take checksums of all files after a save, and compare them at a load.
+        checksums: take checksums of all files after a save, and compare them at a load.
         random: the generators of this rank; None: the framework saves them by itself.
         stop: when to save and exit.
         on_stop: how to save then; None: the host is told to stop by other means.
@@ -103,7 +103,7 @@ class Session:
         stage_to: str | os.PathLike[str] | None = None,
         retention: Retention = KEEP_ALL,
         max_starts: int = MAX_STARTS,
-        verify_checkpoint: bool = True,
+        checksums: bool = True,
         random: RandomState | None = None,
         stop: StopConditions | None = None,
         on_stop: Callable[[], None] | None = None,
@@ -111,10 +111,10 @@ class Session:
     ) -> None:
         self.host, self.data = host, data
         self.save_dir = None if save_dir is None else Path(os.path.abspath(save_dir))
-        self.retention, self.max_starts, self.verify_checkpoint = retention, max_starts, verify_checkpoint
+        self.retention, self.max_starts, self.checksums = retention, max_starts, checksums
         self.random, self._on_stop, self._retries = random, on_stop, retries or Retries()
         #: makes complete checkpoints durable, in the background.
-        self.durability = Durability(checksums=verify_checkpoint)
+        self.durability = Durability(checksums=checksums)
         self.stopper = None if stop is None else Stopper(stop, save_seconds=lambda: self.save_seconds)
         self.loaded: Loaded | None = None
         #: what the last load restored.
@@ -267,7 +267,7 @@ class Session:
             choice = None if found is None else replace(found, load_dir=roots[number])
             broadcast = None if choice is None else choice.to_broadcast()
             beside = on_all_ranks(lambda: confirm_choice(roots[number], broadcast))  # noqa: B023  runs here
-            words = None if choice is None or not self.verify_checkpoint else find_damage(choice)
+            words = None if choice is None or not self.checksums else find_damage(choice)
             if choice is None or words is None:
                 break
             passed[choice.tag_dir] = words
@@ -279,7 +279,7 @@ class Session:
             for line in (*(f"passed over {rejected}" for rejected in choice.rejected), *choice.notes):
                 log.warning("megaresume: %s", line)
             manifest = choice.manifest
-            if self.verify_checkpoint and manifest is not None and manifest.durable and not manifest.has_checksums:
+            if self.checksums and manifest is not None and manifest.durable and not manifest.has_checksums:
                 log.warning("megaresume: %s was saved without checksums: only sizes could be compared", choice.tag)
         return choice, beside
 

@@ -130,12 +130,11 @@ class Checkpoints:
         "continue from a checkpoint that was written without megaresume: with its weights, optimizer and step, and "
         "after the samples that DeepSpeed counted. Changes nothing for checkpoints that have a data state",
     )
-    verify: bool = setting(
+    checksums: bool = setting(
         True,
         "compute checksums of all files after every save, in the background, and compare them at every load (otherwise "
         "only sizes): a checkpoint that the storage damaged is passed over",
         hosts="megatron training",
-        flag="verify-checkpoint",
     )
 
     @property

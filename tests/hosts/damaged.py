@@ -31,7 +31,7 @@ def write(path: Path, *, where: int, data: bytes) -> None:
 def case(name: str, *, verify: bool, where: int, data: bytes, stage: int = 1, catch: bool = False) -> None:
     """Rank 1 alone reads the file. Catch: no older one is loaded either, and the program goes on to its next case."""
     root = toy.ROOT / name
-    checkpoints = megaresume.Checkpoints(save_dir=root, verify=verify)
+    checkpoints = megaresume.Checkpoints(save_dir=root, checksums=verify)
     engine = toy.engine_of(stage=stage)
     stream = megaresume.attach(engine, toy.DATA, checkpoints=checkpoints)
     seen = toy.train(engine, stream, 6, root)

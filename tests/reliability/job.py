@@ -253,7 +253,7 @@ def run(task: Task, rank: int, meeting: Path, report: Report, log: int) -> None:
         save_dir=directory if task.is_named else None,
         keep_last=task.keep,
         max_starts=0,
-        verify=task.verify,
+        checksums=task.verify,
         save_retry_wait=0.01,
         stage_to=task.stage_to,
     )

@@ -181,7 +181,7 @@ def session_of(host: EngineHost, checkpoints: Checkpoints, **more: Any) -> Sessi
         stage_to=checkpoints.stage_to,
         retention=checkpoints.retention,
         max_starts=checkpoints.max_starts,
-        verify_checkpoint=checkpoints.verify,
+        checksums=checkpoints.checksums,
         retries=checkpoints.retries,
         random=host.random_state(),
         **more,

@@ -35,7 +35,7 @@ def attach_trainer(
     append: Append | None = None,
     on_change: OnChange = "refuse",
     keep_every: int | None = None,
-    verify: bool = True,
+    checksums: bool = True,
     stop: StopConditions | None = None,
 ) -> DataLoader:
     """Give a Trainer its data in an exact order, and its checkpoints the state of that data. Call it on every rank,
@@ -51,7 +51,7 @@ def attach_trainer(
         append: what a resume does if a dataset has grown: see `megaresume.DataLoader`.
         on_change: what a resume does if weights or datasets changed: ``refuse`` it, or begin a ``stage`` there.
         keep_every: besides the newest, keep the checkpoints of every N-th step.
-        verify: take checksums of all files after a save, in the background, and compare them at a resume.
+        checksums: take checksums of all files after a save, in the background, and compare them at a resume.
         stop: when to save and exit, with `megaresume.Stopped`.
 
     Returns:
@@ -71,7 +71,7 @@ def attach_trainer(
         Items(loader),
         save_dir=args.output_dir,
         retention=Retention(keep_last=args.save_total_limit or None, keep_every=keep_every),
-        verify_checkpoint=verify,
+        checksums=checksums,
         random=RandomState(host.iteration, args.device, lambda: f"data-parallel rank {loader.dp_rank}"),
         stop=stop,
         on_stop=lambda: trainer._save_checkpoint(trainer.model, None),

@@ -103,7 +103,7 @@ class Hooks:
 
     def _exactly(self, path: Path) -> Pick:
         return lambda _shared, damaged: choose(
-            path.parent, tag=path.name, checksums=self.session.verify_checkpoint, damaged=damaged
+            path.parent, tag=path.name, checksums=self.session.checksums, damaged=damaged
         )
 
     def set_initial_training_values(self, values: Any, *args: Any, **more: Any) -> Any:

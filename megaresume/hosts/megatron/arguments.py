@@ -88,7 +88,7 @@ class Settings:
     #: starts from one iteration without a save; 0: any number.
     max_starts: int = MAX_STARTS
     #: checksums at every save and load.
-    verify_checkpoint: bool = True
+    checksums: bool = True
     #: what follows if a save fails for a reason that may pass.
     retries: Retries = Checkpoints().retries
 
@@ -150,7 +150,7 @@ class Settings:
             retention=_retention(args, said["keep_last"], said["keep_every"]),
             stop=_stop(args, said["stop_file"], said["stop_before_end"]),
             max_starts=MAX_STARTS if said["max_starts"] is None else int(said["max_starts"]),
-            verify_checkpoint=said["verify_checkpoint"] is not False,
+            checksums=said["checksums"] is not False,
             retries=_retries(said),
         )
 

@@ -80,7 +80,7 @@ class MegatronHost:
             save_dir=save_dir if can_be_written(save_dir) else None,
             retention=settings.retention,
             max_starts=settings.max_starts,
-            verify_checkpoint=settings.verify_checkpoint,
+            checksums=settings.checksums,
             stop=None if settings.mode == "off" else settings.stop,
             retries=settings.retries,
         )

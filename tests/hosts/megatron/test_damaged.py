@@ -26,7 +26,7 @@ def test_all_ranks_go_back_together(
     save = tmp_path / "save"
     flags = ["--megaresume-data", data_yaml, "--seed", 7, "--seq-length", 32, "--vocab-size", 65, "--save-interval", 2]
     flags += ["--micro-batch-size", 2, "--global-batch-size", 8, "--save", save, "--load", save]
-    flags += ["--ckpt-format", checkpoint_format, "--no-megaresume-verify-checkpoint"]
+    flags += ["--ckpt-format", checkpoint_format, "--no-megaresume-checksums"]
     first = mini(*flags, "--train-iters", 4)
     assert first.status == 0, first.output[-3000:]
     for path in (save / "iter_0000004").glob(pattern):

@@ -175,7 +175,7 @@ def test_the_users_own_data_is_left_alone(train: Train, tmp_path: Path) -> None:
 
 
 def test_files_that_only_the_load_finds_unreadable(train: Train, tmp_path: Path) -> None:
-    sizes_alone = "--no-megaresume-verify-checkpoint"
+    sizes_alone = "--no-megaresume-checksums"
     whole = train("x", sizes_alone)
     assert whole.status == 0, whole.output[-3000:]
     path = tmp_path / "x" / "global_step8" / "mp_rank_00_model_states.pt"

@@ -29,7 +29,7 @@ def test_one_run_through_all_of_it(mini: Any, data_yaml: Path, tmp_path: Path) -
     save, trigger = tmp_path / "save", tmp_path / "stop"
     flags = ["--megaresume-data", data_yaml, "--seed", 7, "--seq-length", 32, "--vocab-size", 65, "--train-iters", 9]
     flags += ["--micro-batch-size", 2, "--global-batch-size", 8, "--save", save, "--load", save, "--save-interval", 2]
-    flags += ["--megaresume-verify-checkpoint"]
+    flags += ["--megaresume-checksums"]
 
     # Rank 1 alone gets a signal that Megatron does not listen to: all ranks save and exit after step 5.
     keep = ["--megaresume-keep-last", 2, "--exit-signal-handler"]
