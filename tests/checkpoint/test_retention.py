@@ -143,6 +143,23 @@ def test_another_run_is_left_alone(tmp_path: Path, save: Save) -> None:
 
 
 @pytest.mark.process
+def test_a_program_waits_at_its_end_for_what_is_being_deleted(
+    tmp_path: Path, save: Save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a rule a daemon makes checkpoints durable, and whatever it starts is one."""
+    is_over, delete = threading.Event(), module._delete
+    monkeypatch.setattr(module, "_delete", lambda places: is_over.wait() and delete(places))
+    save(tmp_path, 10)
+    saver = threading.Thread(
+        target=save, args=(tmp_path, 20), kwargs={"retention": Retention(keep_last=1)}, daemon=True
+    )
+    saver.start()
+    saver.join()
+    assert [thread.daemon for thread in threading.enumerate() if thread.name == "megaresume-prune"] == [False]
+    is_over.set()
+    assert weights(tmp_path) == tags(20)
+
+
 def test_a_kill_in_the_middle_of_deleting(tmp_path: Path, save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 10)
     save(tmp_path, 20)

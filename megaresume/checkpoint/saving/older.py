@@ -183,7 +183,8 @@ def _discard(places: Iterable[Path]) -> None:
                 raise write_error(place, error) from error
             gone.append(away)
     if gone:
-        threading.Thread(target=_delete, args=(gone,), name="megaresume-delete").start()
+        # Not a daemon, as the thread may be that calls this: the program waits for it at its end.
+        threading.Thread(target=_delete, args=(gone,), name="megaresume-delete", daemon=False).start()
 
 
 def _delete(places: list[Path]) -> None:

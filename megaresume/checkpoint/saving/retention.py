@@ -104,7 +104,7 @@ def prune(root: Path, retention: Retention, committed: StepFile, *, copied_to: P
     except (MegaresumeError, OSError) as error:
         log.warning("megaresume: old checkpoints are kept: %s", error)
     if doomed:
-        threading.Thread(target=_delete, args=(doomed,), name="megaresume-prune").start()
+        threading.Thread(target=_delete, args=(doomed,), name="megaresume-prune", daemon=False).start()
     return tuple(gone)
 
 
