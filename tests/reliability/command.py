@@ -7,6 +7,8 @@ import itertools
 import json
 import logging
 import os
+import signal
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -180,6 +182,8 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.write:
             document.write_session(text)
         return 0
+    # Not in place of an end, but as one: ranks are killed, and directories removed.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     seed = int(time.time()) if arguments.seed is None else arguments.seed
     print(f"seed {seed}", flush=True)
     results = Results(arguments.results)

@@ -11,6 +11,7 @@ hundredth of a start.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import itertools
 import json
@@ -228,12 +229,21 @@ def warm(data: Path) -> None:
     gc.freeze()  # ZeRO 3 collects garbage when it begins: not that of all modules in every child
 
 
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+
 def _fork(task: Task, rank: int, base: Path, output: Path | None) -> int:
     sys.stdout.flush()
+    # What a signal raises in what Python runs after a fork is ignored.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     pid = os.fork()
     if pid:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         return pid
     try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         os.setsid()
         quiet = os.open(output or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(quiet, 1)

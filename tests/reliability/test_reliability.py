@@ -6,6 +6,10 @@ same random choices again.
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,3 +99,20 @@ def test_nothing_is_lost(results: dict[str, Any]) -> None:
     assert kills >= (70 if results["quick"] else 300)
     assert results["lost"] == [] and results["status"] == 0, results["output"][-3000:]
     assert sum(results["counts"][FLIP].values()) == (1 if results["quick"] else 4)
+
+
+def test_a_command_that_is_stopped_leaves_no_ranks_behind() -> None:
+    command = [sys.executable, "-m", "tests.reliability", "--quick", "--kills", "1", "--trials", "0"]
+    process = subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    try:
+        while len(ranks := children.read_text().split()) < 2:
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.terminate()
+        assert process.wait() == 143
+    finally:
+        process.kill()
+        process.wait()
+    while any(Path("/proc", rank).exists() for rank in ranks):
+        time.sleep(0.01)
