@@ -142,7 +142,6 @@ def test_another_run_is_left_alone(tmp_path: Path, save: Save) -> None:
     assert weights(root) == tags(10, 30)
 
 
-@pytest.mark.process
 def test_a_program_waits_at_its_end_for_what_is_being_deleted(
     tmp_path: Path, save: Save, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +159,7 @@ def test_a_program_waits_at_its_end_for_what_is_being_deleted(
     assert weights(tmp_path) == tags(20)
 
 
+@pytest.mark.process
 def test_a_kill_in_the_middle_of_deleting(tmp_path: Path, save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 10)
     save(tmp_path, 20)
