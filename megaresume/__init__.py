@@ -3,6 +3,7 @@
     megaresume.attach(engine, "data.yaml")     DeepSpeed: micro-batches, saved and restored with the model
     megaresume.attach_loader(engine, loader)   DeepSpeed: Energon's or torchdata's loader in the place of our stream
     megaresume.attach_trainer(trainer)         Hugging Face's Trainer: the same for its train_dataset
+    megaresume.attach_loop(loader, {...}, ...) a training loop of one's own in torch: complete checkpoints of it
     megaresume.Checkpoints(...), Loader(...), DataOptions(...)  settings of `attach`
     megaresume.StopConditions(...)             when an attached run saves and exits; it raises megaresume.Stopped
     megaresume.provider(base_provider)         Megatron: the script's datasets provider, with exact resume
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from megaresume.hosts.hugging_face.attach import attach_trainer
     from megaresume.hosts.megatron.data.loaders import loader_provider
     from megaresume.hosts.megatron.hooks.install import extra_args_provider, provider
+    from megaresume.hosts.torch.loop import attach_loop
     from megaresume.session.settings import Checkpoints, DataOptions, Loader
     from megaresume.session.stopping import StopConditions, Stopped
     from megaresume.stream.batches import BatchSchedule
@@ -77,6 +79,7 @@ __all__ = [
     "StreamState",
     "attach",
     "attach_loader",
+    "attach_loop",
     "attach_trainer",
     "extra_args_provider",
     "loader_provider",
@@ -100,6 +103,7 @@ _HOMES = {
     "StreamState": "megaresume.stream.state",
     "attach": "megaresume.hosts.deepspeed.attach",
     "attach_loader": "megaresume.hosts.deepspeed.loaders",
+    "attach_loop": "megaresume.hosts.torch.loop",
     "attach_trainer": "megaresume.hosts.hugging_face.attach",
     "extra_args_provider": "megaresume.hosts.megatron.hooks.install",
     "loader_provider": "megaresume.hosts.megatron.data.loaders",
@@ -111,6 +115,7 @@ _HOMES = {
 _EXTRAS = {
     "attach": "deepspeed",
     "attach_loader": "deepspeed",
+    "attach_loop": "torch",
     "attach_trainer": "hugging-face",
     "loader_provider": "megatron",
     "provider": "megatron",

@@ -2,6 +2,7 @@
 
     deepspeed/   a DeepSpeed engine in the user's own loop: `megaresume.attach`
     megatron/    Megatron-LM and Megatron-DeepSpeed: hooks in their functions
+    torch/       a loop of one's own in torch: `megaresume.attach_loop`
     hugging_face/ Hugging Face's Trainer: `megaresume.attach_trainer`
     loaders/     other people's loaders (Energon, torchdata), their states in the checkpoint, for both
 

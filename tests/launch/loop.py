@@ -1,4 +1,4 @@
-"""The training of the scenarios: the plain torch loop of docs/hosts.md on several ranks, with a recorder of its own.
+"""The training of the scenarios: a plain torch loop on several ranks, with a host and a recorder of its own.
 
     CONTROL/rank-R.txt   one line a step: number, hash of the samples, their number, loss   written by each rank
     CONTROL/last         the step after which the run is over; missing: it goes on

@@ -16,7 +16,8 @@ from typing import Any
 from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.saving.retention import Retention
 from megaresume.hosts.hugging_face.hooks import HOOKED, Hooks
-from megaresume.hosts.hugging_face.host import Items, TrainerHost
+from megaresume.hosts.hugging_face.host import TrainerHost
+from megaresume.hosts.torch.feeds import Items
 from megaresume.session.random_state import RandomState
 from megaresume.session.ranks import on_all_ranks, same_on_all_ranks
 from megaresume.session.session import Session

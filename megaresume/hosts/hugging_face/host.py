@@ -1,4 +1,4 @@
-"""`TrainerHost`: Hugging Face's Trainer as the host of a `Session`; `Items`: its dataset as the data.
+"""`TrainerHost`: Hugging Face's Trainer as the host of a `Session`.
 
 The data state lies in ``trainer_state.json`` of a checkpoint, beside the number of steps that the weights have made.
 """
@@ -8,16 +8,14 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.data_state import DataState, Envelope, stream_of
-from megaresume.checkpoint.manifest import FileEntry
+from megaresume.checkpoint.data_state import Envelope
 from megaresume.checkpoint.topology import Topology
-from megaresume.session.host import Reading, Save, change_lines
+from megaresume.session.host import Reading, Save
 from megaresume.session.ranks import on_all_ranks
 from megaresume.stream.errors import StateError
 
@@ -149,36 +147,3 @@ class TrainerHost:
 
     def _steps(self, batches: int) -> int:
         return -(-batches // self.loader.accumulation)
-
-
-class Items:
-    """See `megaresume.session.host.Data`: a loader of items."""
-
-    changed = ()
-
-    def __init__(self, loader: DataLoader) -> None:
-        self.loader = loader
-
-    @property
-    def origin(self) -> Mapping[str, Any] | None:
-        """See `Data`: the items by their numbers."""
-        return self.loader.origin
-
-    def prepare(self) -> None:
-        """See `Data`: every rank plans for all of them."""
-
-    def snapshot(self, samples: int) -> DataState:
-        """See `Data`."""
-        return self.loader.state_at(samples)
-
-    def write_files(self, save_dir: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
-        """See `Data`."""
-        return ()
-
-    def restore(self, state: DataState, choice: Choice) -> None:
-        """See `Data`."""
-        self.loader.restore(stream_of(state))
-
-    def describe(self) -> list[str]:
-        """See `Data`."""
-        return change_lines(self.loader.stream, self.loader.step_samples)

@@ -1,0 +1,259 @@
+"""The data of a loop: `Items` of a `DataLoader`, `Samples` of a `StreamLoader`.
+
+Each is the `Data` of a session, and a `Feed`: micro-batches from a sample on, and how many samples are a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
+
+from megaresume.batches.data_loader import DataLoader
+from megaresume.batches.documents import FaultEntry
+from megaresume.batches.loader import StreamLoader
+from megaresume.checkpoint.choosing.search import Choice
+from megaresume.checkpoint.data_state import DataState, stream_of
+from megaresume.checkpoint.manifest import FileEntry
+from megaresume.checkpoint.topology import Topology
+from megaresume.session.host import Data, change_lines
+from megaresume.session.ranks import gather, world_size
+from megaresume.stream.errors import StateError, StreamExhausted, UsageError
+from megaresume.stream.faults import NO_FAULTS
+from megaresume.stream.stream import Stream
+
+
+class Feed(Data, Protocol):
+    """The micro-batches of one rank. All positions are in samples of all ranks together."""
+
+    @property
+    def stream(self) -> Stream:
+        """The order."""
+
+    def read(self, sample: int) -> Iterator[Any]:
+        """The micro-batches from a sample on, with which a step begins, to the end of the epoch or of the data."""
+
+    def pass_end(self, sample: int) -> int | None:
+        """Where a ``for`` that begins there ends: with the first step that reaches it; None: with the data."""
+
+    def has(self, sample: int) -> bool:
+        """Whether the data has, from there on, a micro-batch for every rank."""
+
+    def after(self, batch: Any, sample: int) -> int:
+        """The sample after a micro-batch that was just read, and that begins there."""
+
+    def size_at(self, sample: int) -> int:
+        """Samples of the step that begins there, unless the data ends before."""
+
+    def topology(self, sample: int) -> Topology:
+        """How the run is laid out at the step that begins there."""
+
+    def trained(self, sample: int) -> None:
+        """A step has trained the samples before this one."""
+
+
+class Items:
+    """Those of a `DataLoader`.
+
+    Args:
+        loader: of this rank.
+    """
+
+    changed = ()
+
+    def __init__(self, loader: DataLoader) -> None:
+        self.loader = loader
+
+    @property
+    def stream(self) -> Stream:
+        """See `Feed`."""
+        return self.loader.stream
+
+    @property
+    def origin(self) -> Mapping[str, Any] | None:
+        """See `Data`: the items by their numbers."""
+        return self.loader.origin
+
+    def prepare(self) -> None:
+        """See `Data`: every rank plans for all of them."""
+
+    def snapshot(self, samples: int) -> DataState:
+        """See `Data`."""
+        return self.loader.state_at(samples)
+
+    def write_files(self, save_dir: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
+        """See `Data`."""
+        return ()
+
+    def restore(self, state: DataState, choice: Choice) -> None:
+        """See `Data`."""
+        self.loader.restore(stream_of(state))
+
+    def describe(self) -> list[str]:
+        """See `Data`."""
+        return change_lines(self.loader.stream, self.loader.step_samples)
+
+    def read(self, sample: int) -> Iterator[Any]:
+        """See `Feed`. Raises StateError: somebody else has read from the loader."""
+        if self.loader.samples != sample:
+            raise StateError(
+                "the loader was read by somebody else",
+                found=f"the DataLoader at sample {self.loader.samples}; the steps of the run at sample {sample}",
+                expected="the same",
+                cause="a `for` over the loader itself, or loader.load_state_dict",
+                action="take batches from what attach_loop returned: for batch in loop; make a second loader for "
+                "anything else",
+            )
+        return iter(self.loader)
+
+    def pass_end(self, sample: int) -> int:
+        """See `Feed`: the end of the epoch."""
+        return self.loader.epoch_end
+
+    def has(self, sample: int) -> bool:
+        """See `Feed`."""
+        loader = self.loader
+        needed = loader.step_samples if loader.drop_last else loader.dp_size
+        return _reaches(loader.stream, sample, sample + needed, loader.stop)
+
+    def after(self, batch: Any, sample: int) -> int:
+        """See `Feed`."""
+        return self.loader.samples
+
+    def size_at(self, sample: int) -> int:
+        """See `Feed`."""
+        return self.loader.step_samples
+
+    def topology(self, sample: int) -> Topology:
+        """See `Feed`."""
+        return _topology(self.loader, self.loader.batch_size, self.loader.step_samples)
+
+    def trained(self, sample: int) -> None:
+        """See `Feed`."""
+
+
+class Samples:
+    """Those of a `StreamLoader`.
+
+    Args:
+        loader: of this rank.
+    """
+
+    changed = ()
+
+    def __init__(self, loader: StreamLoader) -> None:
+        self.loader, self._planned = loader, loader.schedule
+        self.stream = loader.stream
+        self._set_base(loader.start)
+
+    def _set_base(self, sample: int) -> None:
+        before = self.stream.base_state
+        schedule = self._planned.resumed(() if before is None else before.batches, sample)
+        self.loader.schedule = self.stream.schedule = schedule
+        # Of all ranks up to a sample, and of this rank since then, samples included that are not trained yet.
+        self._known_faults, self._known_to = NO_FAULTS if before is None else before.faults, sample
+        self._new_faults: list[FaultEntry] = []
+        self._trained = sample
+
+    @property
+    def origin(self) -> Mapping[str, Any] | None:
+        """See `Data`."""
+        return self.stream.origin
+
+    def prepare(self) -> None:
+        """See `Data`: the faults of all ranks, each of which has read its own samples."""
+        trained = self._trained
+        everywhere = chain.from_iterable(gather([fault for fault in self._new_faults if fault[0] < trained]))
+        self._known_faults = self._known_faults.with_new(everywhere, self._known_to, trained)
+        self._new_faults = [fault for fault in self._new_faults if fault[0] >= trained]
+        self._known_to = trained
+
+    def snapshot(self, samples: int) -> DataState:
+        """See `Data`."""
+        state = self.stream.state_at(samples, batches=self.loader.schedule.until(samples))
+        return state.replace(faults=self._known_faults)
+
+    def write_files(self, save_dir: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
+        """See `Data`."""
+        return ()
+
+    def restore(self, state: DataState, choice: Choice) -> None:
+        """See `Data`."""
+        self.stream.restore(stream_of(state))
+        self._set_base(self.stream.start)
+
+    def describe(self) -> list[str]:
+        """See `Data`."""
+        return change_lines(self.stream, self.size_at(self.stream.start))
+
+    def read(self, sample: int) -> Iterator[Any]:
+        """See `Feed`."""
+        self.loader.start = sample
+        return iter(self.loader)
+
+    def pass_end(self, sample: int) -> int | None:
+        """See `Feed`."""
+        return self.loader.stop
+
+    def has(self, sample: int) -> bool:
+        """See `Feed`: whole steps alone."""
+        return _reaches(self.stream, sample, sample + self.size_at(sample), None)
+
+    def after(self, batch: Any, sample: int) -> int:
+        """See `Feed`."""
+        self._new_faults += batch.get("faults", ())
+        return sample + self.loader.micro_batch_size * self.loader.dp_size
+
+    def size_at(self, sample: int) -> int:
+        """See `Feed`."""
+        return self.loader.schedule.size_at(sample)
+
+    def topology(self, sample: int) -> Topology:
+        """See `Feed`."""
+        return _topology(self.loader, self.loader.micro_batch_size, self.size_at(sample))
+
+    def trained(self, sample: int) -> None:
+        """See `Feed`."""
+        self._trained = sample
+
+
+def feed_of(loader: Any, function: str) -> Feed:
+    """What a loop trains.
+
+    Raises:
+        UsageError: it is neither of megaresume's loaders.
+    """
+    if isinstance(loader, DataLoader):
+        return Items(loader)
+    if isinstance(loader, StreamLoader):
+        return Samples(loader)
+    raise UsageError(
+        f"{function} needs a loader of megaresume's",
+        found=f"{type(loader).__module__}.{type(loader).__qualname__}",
+        expected="a megaresume.DataLoader, or a megaresume.StreamLoader",
+        cause="a loader of torch's or torchdata's, a dataset, a stream, or a loader that was prepared or wrapped",
+        action="megaresume.DataLoader(dataset, batch_size) around a map-style dataset; "
+        "megaresume.StreamLoader(stream, schedule, micro_batch_size=...) around a stream",
+    )
+
+
+def _reaches(stream: Stream, sample: int, end: int, stop: int | None) -> bool:
+    """Whether a stream has these samples, and the run goes so far."""
+    if stop is not None and end > stop:
+        return False
+    try:
+        stream.plan(sample, end)
+    except StreamExhausted:
+        return False
+    return True
+
+
+def _topology(loader: DataLoader | StreamLoader, micro_batch_size: int, step_samples: int) -> Topology:
+    return Topology(
+        world_size=world_size(),
+        dp=loader.dp_size,
+        num_workers=loader.num_workers,
+        micro_batch_size=micro_batch_size,
+        global_batch_size=step_samples,
+    )

@@ -1,0 +1,238 @@
+"""What is in a checkpoint of a loop, and how it is written.
+
+    dcp          torch.distributed.checkpoint: every rank writes its shards; loads on any number of ranks
+    dcp_async    the same, while training goes on
+    torch        one file, torch.save, by rank 0: loads on any number of ranks
+
+Modules and optimizers are saved by the names of their parameters, without what DDP, FSDP and torch.compile add to them.
+Whatever else has a ``state_dict`` (a scheduler, a scaler) is the same on every rank: rank 0's is saved.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+from megaresume.session.ranks import is_rank_0, on_all_ranks
+from megaresume.stream.errors import StateError, UsageError
+
+Writer = Literal["dcp", "dcp_async", "torch"]
+
+#: in place of a name of the user's: what is no tensor.
+KEY = "megaresume"
+SINGLE, METADATA = "checkpoint.pt", ".metadata"
+
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a checkpoint holds besides tensors."""
+
+    #: the data state: see `Envelope.to_text`.
+    data: str
+    #: optimizer steps made, and samples that they trained.
+    step: int
+    samples: int
+
+
+class Objects:
+    """What a loop saves: modules, optimizers, and others with a ``state_dict`` and a ``load_state_dict``.
+
+    Args:
+        objects: by name.
+
+    Raises:
+        UsageError: one without these methods; no module; or an optimizer of parameters of none of the modules.
+    """
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        self.names = sorted(objects)
+        for name, one in objects.items():
+            if name == KEY or not all(callable(getattr(one, m, None)) for m in ("state_dict", "load_state_dict")):
+                raise UsageError(
+                    f"'{name}' cannot be saved",
+                    found=f"{type(one).__module__}.{type(one).__qualname__}",
+                    expected="an object with state_dict and load_state_dict"
+                    + (f", under another name than {KEY}" if name == KEY else ""),
+                    action="attach_loop(loader, {'model': model, 'optimizer': optimizer, ...}): the objects themselves",
+                )
+        self.modules = {n: one for n, one in objects.items() if isinstance(one, torch.nn.Module)}
+        optimizers = {n: one for n, one in objects.items() if isinstance(one, torch.optim.Optimizer)}
+        self.optimizers = {n: (one, _owner(n, one, self.modules)) for n, one in optimizers.items()}
+        self.others = {n: one for n, one in objects.items() if n not in self.modules and n not in self.optimizers}
+        if not self.modules:
+            raise UsageError(
+                "there is no model to save",
+                found=", ".join(self.names) or "nothing",
+                expected="at least one torch.nn.Module",
+                action="attach_loop(loader, {'model': model, 'optimizer': optimizer, ...})",
+            )
+
+    @property
+    def device(self) -> torch.device:
+        """Of the first parameter: that on which the models run."""
+        parameters = (p for module in self.modules.values() for p in module.parameters())
+        return next((p.device for p in parameters), torch.device("cpu"))
+
+    def states(self, *, full: bool = False) -> dict[str, Any]:
+        """Of modules and optimizers, by the names of the parameters; ``full``: all shards, on rank 0."""
+        options = StateDictOptions(full_state_dict=full, cpu_offload=full)
+        states: dict[str, Any] = {n: get_model_state_dict(one, options=options) for n, one in self.modules.items()}
+        for name, (optimizer, module) in self.optimizers.items():
+            states[name] = get_optimizer_state_dict(module, optimizer, options=options)
+        return states
+
+    def put(self, states: Mapping[str, Any], *, full: bool = False) -> None:
+        """Set those of modules and optimizers."""
+        options = StateDictOptions(full_state_dict=full)
+        for name, module in self.modules.items():
+            set_model_state_dict(module, states[name], options=options)
+        # A parameter that no step has used has no state.
+        options = StateDictOptions(full_state_dict=full, strict=False)
+        for name, (optimizer, module) in self.optimizers.items():
+            set_optimizer_state_dict(module, optimizer, states[name], options=options)
+            optimizer.zero_grad()  # of a step that is given up
+
+    def rest(self, held: Held) -> dict[str, Any]:
+        """What is no module and no optimizer, and what a checkpoint holds besides."""
+        others = {name: one.state_dict() for name, one in self.others.items()}
+        return {"names": self.names, "others": others, "data": held.data, "step": held.step, "samples": held.samples}
+
+    def put_rest(self, rest: Mapping[str, Any]) -> None:
+        """Set what is no module and no optimizer."""
+        for name, one in self.others.items():
+            one.load_state_dict(rest["others"][name])
+
+    def check_names(self, rest: Mapping[str, Any]) -> None:
+        """Raise a StateError if a checkpoint holds other objects."""
+        if rest["names"] != self.names:
+            raise StateError(
+                "the checkpoint holds other objects than the loop",
+                found=", ".join(rest["names"]),
+                expected=", ".join(self.names),
+                cause="attach_loop was given others, or under other names, when the checkpoint was saved",
+                action="give attach_loop the same names as then",
+            )
+
+
+def write(objects: Objects, directory: Path, held: Held, writer: Writer, group: Any) -> Future[Any] | None:
+    """Write a checkpoint. On every rank.
+
+    Args:
+        objects: what is saved.
+        directory: the tag directory.
+        held: what else it holds.
+        writer: see above.
+        group: a process group on the CPU, of the writer alone; None: there is one rank.
+
+    Returns:
+        of ``dcp_async``: done when this rank's part is written; on rank 0, when those of all ranks are.
+    """
+    states = objects.states(full=writer == "torch")
+    rest = on_all_ranks(lambda: objects.rest(held))
+    if writer == "torch":
+        if is_rank_0():
+            directory.mkdir(exist_ok=True)
+            torch.save({**states, KEY: rest}, directory / SINGLE)
+        return None
+    blob = io.BytesIO()
+    torch.save(rest, blob)
+    states[KEY] = blob.getvalue()
+    with _errors():
+        if writer == "dcp":
+            save(states, checkpoint_id=directory, process_group=group)
+            return None
+        future: Future[Any] = async_save(  # type: ignore[assignment]
+            states, checkpoint_id=directory, process_group=group
+        )
+    return future
+
+
+def wait(future: Future[Any]) -> None:
+    """Until an asynchronous write has ended. Raises what it raised."""
+    with _errors():
+        future.result()
+
+
+def read(objects: Objects, directory: Path, group: Any) -> Held:
+    """Read a checkpoint that any of the writers wrote, on any number of ranks. On every rank."""
+    if (directory / SINGLE).exists():
+        held = torch.load(directory / SINGLE, map_location="cpu", mmap=True, weights_only=False)
+        rest = _checked(objects, held.pop(KEY))
+        objects.put(held, full=True)
+    else:
+        first: dict[str, Any] = {KEY: b""}
+        with _errors():
+            load(first, checkpoint_id=directory, process_group=group)
+            rest = _checked(objects, torch.load(io.BytesIO(first[KEY]), map_location="cpu", weights_only=False))
+            states = objects.states()
+            saved = FileSystemReader(directory).read_metadata().state_dict_metadata
+            for name in objects.optimizers:
+                states[name]["state"] = _only_saved(states[name]["state"], f"{name}.state.", saved)
+            load(states, checkpoint_id=directory, process_group=group)
+        objects.put(states)
+    on_all_ranks(lambda: objects.put_rest(rest))
+    return Held(data=rest["data"], step=rest["step"], samples=rest["samples"])
+
+
+def _checked(objects: Objects, rest: dict[str, Any]) -> dict[str, Any]:
+    on_all_ranks(lambda: objects.check_names(rest))
+    return rest
+
+
+def _only_saved(state: Mapping[str, Any], prefix: str, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of those parameters that had one when it was saved."""
+    there = {key.removeprefix(prefix).rpartition(".")[0] for key in saved if key.startswith(prefix)}
+    return {name: one for name, one in state.items() if name in there}
+
+
+def _owner(name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
+    """The module whose parameters an optimizer trains."""
+    wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for module in modules.values():
+        if wanted <= {id(p) for p in module.parameters()}:
+            return module
+    raise UsageError(
+        f"the optimizer '{name}' trains parameters that no module of the loop has all of",
+        found=f"{len(wanted)} parameters; modules {', '.join(modules) or 'none'}",
+        expected="all of them in one of the modules",
+        cause="the optimizer was made before the model was wrapped (fully_shard replaces parameters), or it trains "
+        "several models",
+        action="make the optimizer after wrapping; put several models into one torch.nn.ModuleDict, and pass that",
+    )
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """torch's CheckpointException, which no ``except Exception`` sees, as an error with the cause of its first rank."""
+    try:
+        yield
+    except CheckpointException as failed:
+        number, (cause, _) = min(failed.failures.items())
+        raise RuntimeError(f"rank {number}: {type(cause).__name__}: {cause}") from cause
+
+
+def own_group() -> Any:
+    """A process group on the CPU, for the writer alone: it writes in the background while others train. Collective."""
+    return dist.new_group(backend="gloo") if dist.is_available() and dist.is_initialized() else None

@@ -1,0 +1,336 @@
+"""`attach_loop`: exact data resume for a training loop of one's own, in plain torch.
+
+    loop = megaresume.attach_loop(loader, {"model": model, "optimizer": optimizer}, Checkpoints(save_dir=...))
+    loop.load()
+    for epoch in range(loader.epoch, 3):
+        for batch in loop:
+            ...
+            optimizer.step()
+            loop.stepped()
+            if loop.step % 100 == 0:
+                loop.save()
+    loop.finish()
+
+See docs/torch.md.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from megaresume.batches.data_loader import DataLoader
+from megaresume.batches.loader import StreamLoader
+from megaresume.checkpoint.choosing.choose import choose
+from megaresume.checkpoint.choosing.search import Choice
+from megaresume.checkpoint.data_state import Envelope
+from megaresume.checkpoint.paths import deepspeed_tag
+from megaresume.checkpoint.step_file import StepFile
+from megaresume.checkpoint.topology import Topology
+from megaresume.hosts.torch import files
+from megaresume.hosts.torch.feeds import Feed, feed_of
+from megaresume.hosts.torch.steps import Steps
+from megaresume.session.file_errors import writing
+from megaresume.session.host import Reading, Resume, Save
+from megaresume.session.random_state import RandomState
+from megaresume.session.ranks import is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
+from megaresume.session.session import Session
+from megaresume.session.settings import Checkpoints
+from megaresume.session.stopping import StopConditions
+from megaresume.stream.errors import MegaresumeError, UsageError
+
+
+class LoopHost:
+    """See `megaresume.session.host.Host`.
+
+    Args:
+        steps: what the loop has trained.
+        objects: what it saves.
+        writer: how.
+    """
+
+    framework = f"torch {torch.__version__}"
+    forgotten = "loop.load() was not called"
+    load = "loop.load() before the first step"
+    begin_anew = "read its weights with torch.distributed.checkpoint or torch.load, and save to another directory"
+
+    def __init__(self, steps: Steps, objects: files.Objects, writer: files.Writer) -> None:
+        self.steps, self.objects, self.writer = steps, objects, writer
+        self._group = files.own_group()
+        #: the save that is being written in the background, and whether it counts already: known on rank 0.
+        self._flight: tuple[Future[Any], Save] | None = None
+        self._is_committed = False
+
+    def iteration(self) -> int:
+        """See `Host`."""
+        return self.steps.step
+
+    def samples(self) -> int:
+        """See `Host`."""
+        return self.steps.trained
+
+    def topology(self) -> Topology:
+        """See `Host`."""
+        return self.steps.feed.topology(self.steps.trained)
+
+    def expected_files(self, save_dir: Path, tag: str) -> Sequence[str]:
+        """See `Host`: what rank 0 writes last, after it has heard of the files of all ranks."""
+        last = files.SINGLE if self.writer == "torch" else files.METADATA
+        return [last] if is_rank_0() else []
+
+    def settle(self) -> None:
+        """See `Host`."""
+        flight = self._flight
+        if flight is None:
+            return
+        future, save = flight
+        self._flight = None
+        on_all_ranks(lambda: _written(future, save))
+        if not on_rank_0(lambda: self._is_committed):
+            self.steps.session.commit(save)
+
+    def is_saving(self) -> bool:
+        """See `Host`."""
+        return self._flight is not None and not self._is_committed
+
+    def committed(self, save_dir: Path) -> None:
+        """See `Host`."""
+
+    def look(self) -> None:
+        """Commit what was written in the background, if it is: rank 0 ends after all others. No collective."""
+        if self._flight is None or self._is_committed or not is_rank_0():
+            return
+        future, save = self._flight
+        if future.done() and future.exception() is None:
+            with contextlib.suppress(MegaresumeError):  # `settle` tries again, and says it on every rank
+                self._is_committed = save.commit()
+
+    def look_at_exit(self) -> None:
+        """The same at the end of a program that forgot `Loop.close`."""
+        if self._flight is None or not is_rank_0():
+            return
+        future, save = self._flight
+        try:
+            _written(future, save)
+            self.look()
+        except MegaresumeError as error:
+            print(f"megaresume: error: {error}", file=sys.stderr, flush=True)
+
+    def write(self, save: Save) -> None:
+        """Write the files of this rank: for `Session.save`."""
+        held = files.Held(data=save.envelope.to_text(), step=self.steps.step, samples=self.steps.trained)
+        directory = save.save_dir / save.tag
+
+        def write_files() -> Future[Any] | None:
+            with writing(directory):
+                return files.write(self.objects, directory, held, self.writer, self._group)
+
+        future = on_all_ranks(write_files)
+        if future is not None:
+            self._flight, self._is_committed = (future, save), False
+            save.defer()
+
+    def read(self, choice: Choice, beside: StepFile | None) -> Reading:
+        """Read the files of this rank: for `Session.load`."""
+        held = files.read(self.objects, choice.tag_dir, self._group)
+        self.steps.go_on(held.step, held.samples)
+        return Reading(envelope=Envelope.read(held.data), iteration=held.step, samples=held.samples)
+
+
+class Loop:
+    """A training loop and its checkpoints; made by `attach_loop`. Every method is called on every rank.
+
+    Iterate over it for batches: to the end of an epoch of a `DataLoader`, or of the data of a `StreamLoader`.
+    """
+
+    def __init__(self, steps: Steps, host: LoopHost, session: Session) -> None:
+        self.steps, self.host, self.session = steps, host, session
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps made, since the start of the run."""
+        return self.steps.step
+
+    @property
+    def samples(self) -> int:
+        """Samples that they trained, all ranks together."""
+        return self.steps.trained
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether the micro-batch handed out last is the last one of its step."""
+        return self.steps.is_whole
+
+    def __iter__(self) -> Iterator[Any]:
+        """The micro-batches of this rank: see `Steps`."""
+        return iter(self.steps)
+
+    def stepped(self) -> None:
+        """Say that an optimizer step was made, of all micro-batches since the one before; also one that a GradScaler
+        skipped. No collective.
+
+        Raises:
+            StateError: none was taken, or not all of a step's.
+        """
+        self.steps.stepped()
+        self.host.look()
+
+    def save(self) -> None:
+        """Save a checkpoint of this step.
+
+        Raises, on every rank:
+            StateError: in the middle of a step; or the ranks disagree on what they trained.
+            UsageError: the directory holds checkpoints that this run did not go on from.
+            CheckpointError: files are missing, another job writes there, or the disk refuses.
+        """
+        on_all_ranks(self.steps.check_save)
+        assert self.session.save_dir is not None
+        self.session.save(self.session.save_dir, self.host.write, tag=deepspeed_tag(self.step), tracker=False)
+
+    def load(self, directory: str | os.PathLike[str] | None = None, *, tag: str | None = None) -> Resume | None:
+        """Go on from the newest complete checkpoint, with what `attach_loop` was given to save.
+
+        Args:
+            directory: the checkpoint root; None: where the loop saves.
+            tag: exactly this checkpoint: ``global_step100``.
+
+        Returns:
+            where it goes on; None: there is no checkpoint, and it begins.
+
+        Raises, on every rank:
+            CheckpointError: what was asked for is not whole, or the ranks see different directories.
+            StateError: no data state, or of other data, or of other objects.
+        """
+        root = self.session.save_dir if directory is None else Path(os.path.abspath(directory))
+        assert root is not None
+        checksums = self.session.checksums
+        try:
+            self.session.load(
+                root,
+                self.host.read,
+                pick=None
+                if tag is None
+                else lambda _shared, damaged: choose(root, tag=tag, checksums=checksums, damaged=damaged),
+            )
+        except MegaresumeError as error:
+            self.steps.fail(error)  # the weights may be loaded, and the data is not
+            raise
+        return self.session.resumed
+
+    def finish(self) -> None:
+        """Nothing is left to train: say so in the ledger, by which launch scripts know it, and `close`."""
+        self.session.finish()
+        self.close()
+
+    def close(self) -> None:
+        """Wait until all saves are complete and on the disk, and let other jobs save there."""
+        self.host.settle()
+        self.session.close()
+
+
+def attach_loop(
+    loader: DataLoader | StreamLoader,
+    objects: Mapping[str, Any],
+    checkpoints: Checkpoints,
+    *,
+    writer: files.Writer = "dcp",
+    stop: StopConditions | None = None,
+) -> Loop:
+    """Give a training loop its data in an exact order, and complete checkpoints. Call it on every rank, after the model
+    is wrapped and the optimizer is made.
+
+    Args:
+        loader: the data: a `DataLoader`, or a `StreamLoader`.
+        objects: what a checkpoint holds, by name: modules (DDP, FSDP2 and torch.compile included), their optimizers,
+            and whatever else has ``state_dict`` and ``load_state_dict``, alike on every rank: schedulers, scalers.
+        checkpoints: where the run saves, ``save_dir``, what it keeps, and so on.
+        writer: ``dcp``: torch.distributed.checkpoint. ``dcp_async``: the same, while training goes on; the checkpoint
+            counts after the last byte of all ranks. ``torch``: one file, which rank 0 writes.
+        stop: when to save and exit, with `megaresume.Stopped`.
+
+    Raises, on every rank:
+        UsageError: another loader, objects that cannot be saved, or settings that do not fit.
+        CheckpointError: another job writes to the directory.
+        SetupError: directories or clocks differ between nodes.
+    """
+    on_all_ranks(lambda: _check(checkpoints, writer))
+    feed = on_all_ranks(lambda: feed_of(loader, "attach_loop"))
+    steps = Steps(feed)
+    host = LoopHost(steps, on_all_ranks(lambda: files.Objects(objects)), writer)
+    session = open_session(host, steps, checkpoints, host.objects.device, stop, lambda: loop.save())
+    loop = Loop(steps, host, session)
+    atexit.register(host.look_at_exit)
+    return loop
+
+
+def open_session(
+    host: Any,
+    steps: Steps,
+    checkpoints: Checkpoints,
+    device: Any,
+    stop: StopConditions | None,
+    on_stop: Callable[[], None],
+) -> Session:
+    """The session of a loop, started. Collective.
+
+    Args:
+        host: of the loop.
+        steps: what it has trained.
+        checkpoints: where it saves.
+        device: whose generators are saved, besides those on the CPU.
+        stop, on_stop: when it is to save and exit, and how it saves then.
+    """
+    feed: Feed = steps.feed
+    rank = feed.loader.dp_rank  # type: ignore[attr-defined]
+    session = Session(
+        host,
+        feed,
+        save_dir=checkpoints.save_dir,
+        stage_to=checkpoints.stage_to,
+        retention=checkpoints.retention,
+        max_starts=checkpoints.max_starts,
+        checksums=checkpoints.checksums,
+        retries=checkpoints.retries,
+        random=RandomState(host.iteration, device, lambda: f"data-parallel rank {rank}"),
+        stop=stop,
+        on_stop=on_stop,
+    )
+    steps.session = session
+    session.start()
+    stream = feed.stream
+    on_all_ranks(lambda: bool(stream.fingerprints))
+    same_on_all_ranks(
+        repr((stream.config.to_dict(), sorted(stream.fingerprints.items()))),
+        "the data",
+        cause="the nodes have different copies of it, or it was made with random numbers",
+        action="make the data from the same files, and with the same seed, on every rank",
+    )
+    if session.stopper is not None:
+        session.stopper.install()
+    return session
+
+
+def _check(checkpoints: Checkpoints, writer: str) -> None:
+    found = {"save_dir": checkpoints.save_dir, "elastic": checkpoints.elastic, "adopt": checkpoints.adopt}
+    if found["save_dir"] is None or found["elastic"] or found["adopt"]:
+        raise UsageError(
+            "these checkpoints are none of a loop's",
+            found=", ".join(f"{name}={value}" for name, value in found.items()),
+            expected="save_dir, and neither elastic nor adopt, which are DeepSpeed's",
+            action="Checkpoints(save_dir='checkpoints'); a checkpoint of any writer loads on any number of ranks",
+        )
+    if writer not in get_args(files.Writer):
+        raise UsageError("unknown writer", found=repr(writer), expected=", ".join(get_args(files.Writer)))
+
+
+def _written(future: Future[Any], save: Save) -> None:
+    with writing(save.save_dir / save.tag):
+        files.wait(future)

@@ -1,0 +1,314 @@
+"""Loops with bad habits: stopped before anything wrong is trained or saved. In this process, without any other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megaresume
+from megaresume import Checkpoints
+from megaresume.checkpoint import choose
+from megaresume.checkpoint.paths import deepspeed_tag
+from megaresume.hosts.torch.loop import Loop
+from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, UsageError
+from tests.hosts.torch.program import Numbers
+
+
+class Tried:
+    """A model, its optimizer, a loader, and the loop around them."""
+
+    def __init__(self, directory: Path, *, accumulation: int = 1, writer: Any = "dcp", **options: Any) -> None:
+        self.model = torch.nn.Linear(2, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.loader = megaresume.DataLoader(Numbers(), batch_size=4, accumulation=accumulation, **options)
+        objects = {"model": self.model, "optimizer": self.optimizer}
+        self.loop: Loop = megaresume.attach_loop(self.loader, objects, Checkpoints(save_dir=directory), writer=writer)
+
+    def train(self, batch: torch.Tensor) -> None:
+        self.model(batch.float()).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.loop.stepped()
+
+    def train_one(self) -> None:
+        for batch in self.loop:
+            self.train(batch)
+            break
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def tried(directory: Path) -> Iterator[Tried]:
+    one = Tried(directory)
+    yield one
+    one.loop.close()
+
+
+def look_first(t: Tried) -> None:
+    next(iter(t.loop))
+    for batch in t.loop:
+        t.train(batch)
+
+
+def pass_over(t: Tried) -> None:
+    for number, batch in enumerate(t.loop):
+        if number != 3:
+            t.train(batch)
+
+
+def forget_to_say(t: Tried) -> None:
+    for _ in t.loop:
+        t.optimizer.step()
+
+
+def train_twice(t: Tried) -> None:
+    for batch in t.loop:
+        t.train(batch)
+        t.train(batch)
+
+
+def read_the_loader(t: Tried) -> None:
+    for batch in t.loader:
+        t.train(batch)
+
+
+def evaluate_with_the_loader(t: Tried) -> None:
+    t.train_one()
+    for _ in t.loader:
+        pass
+    t.train_one()
+
+
+def evaluate_with_the_loop(t: Tried) -> None:
+    t.train_one()
+    with torch.no_grad():
+        for batch in t.loop:
+            t.model(batch.float())
+
+
+def save_before_the_step(t: Tried) -> None:
+    for batch in t.loop:
+        t.loop.save()
+        t.train(batch)
+
+
+def two_at_a_time(t: Tried) -> None:
+    one, other = iter(t.loop), iter(t.loop)
+    for batches in (one, other, one):
+        t.train(next(batches))
+
+
+def load_in_a_for(t: Tried) -> None:
+    t.train_one()
+    t.loop.save()
+    for batch in t.loop:
+        t.train(batch)
+        t.loop.load()
+
+
+def catch_the_error(t: Tried) -> None:
+    for batch in t.loop:
+        t.train(batch)
+        with pytest.raises(MegaresumeError):
+            t.loop.stepped()
+        t.loop.save()
+
+
+@pytest.mark.parametrize(
+    ("habit", "words"),
+    [
+        (look_first, "taken and not trained(.|\n)*samples 0 to 3 taken since step 0, and a new `for`"),
+        (pass_over, "taken and not trained(.|\n)*samples 12 to 15 taken since step 3"),
+        (forget_to_say, r"taken and not trained(.|\n)*loop\.stepped\(\) is missing"),
+        (train_twice, "no micro-batch was taken for it"),
+        (read_the_loader, r"no micro-batch was taken(.|\n)*for batch in loop"),
+        (evaluate_with_the_loader, "read by somebody else(.|\n)*sample 100; the steps of the run at sample 4"),
+        (evaluate_with_the_loop, "taken and not trained"),
+        (save_before_the_step, "in the middle of a step"),
+        (two_at_a_time, "moved while it was being read"),
+        (load_in_a_for, "moved while it was being read"),
+        (catch_the_error, "no micro-batch was taken"),
+    ],
+)
+def test_stopped(tried: Tried, habit: Callable[[Tried], None], words: str) -> None:
+    with pytest.raises(StateError, match=words):
+        habit(tried)
+    before = None if (choice := choose(tried.loop.session.save_dir or "")) is None else choice.tag
+    with pytest.raises(StateError):  # and nothing goes on
+        tried.train_one()
+    with pytest.raises(StateError):
+        tried.loop.save()
+    after = choose(tried.loop.session.save_dir or "")
+    assert (None if after is None else after.tag) == before
+
+
+def test_an_accumulation_that_the_loader_was_not_told(directory: Path) -> None:
+    four = Tried(directory, accumulation=4)
+    batches = iter(four.loop)
+    next(batches)
+    assert not four.loop.ends_step
+    with pytest.raises(StateError, match=r"without all of its micro-batches(.|\n)*samples 0 to 3(.|\n)*all 16 samples"):
+        four.loop.stepped()
+    four.loop.close()
+
+
+def test_a_save_in_the_middle_of_an_accumulation(directory: Path) -> None:
+    two = Tried(directory, accumulation=2)
+    for _ in two.loop:
+        with pytest.raises(StateError, match="in the middle of a step"):
+            two.loop.save()
+        break
+    two.loop.close()
+
+
+def test_forgotten_load_and_another_directory(directory: Path, tried: Tried) -> None:
+    tried.train_one()
+    tried.loop.save()
+    tried.loop.close()
+    forgetful = Tried(directory)
+    with pytest.raises(UsageError, match=r"did not load a checkpoint(.|\n)*loop\.load\(\)"):
+        forgetful.train_one()
+    assert forgetful.loop.step == 0
+    forgetful.loop.close()
+    other = Tried(directory.with_name("other"))
+    assert other.loop.load() is None
+    found = other.loop.load(directory)
+    assert found is not None and (found.step, found.samples) == (1, 4)
+    other.train_one()
+    other.loop.save()
+    assert other.loop.step == 2
+    other.loop.close()
+    wrong = Tried(directory.with_name("third"))
+    wrong.train_one()
+    wrong.loop.save()
+    wrong.loop.close()
+    again = Tried(directory)
+    again.loop.load(directory.with_name("third"))
+    with pytest.raises(UsageError, match="did not load a checkpoint"):  # of this directory
+        again.train_one()
+    again.loop.close()
+
+
+def test_what_is_fine(directory: Path, tried: Tried) -> None:
+    """A batch left over at the end; saves of one step, and loads, one after the other."""
+    for batch in tried.loop:
+        if tried.loop.step == 3:
+            break
+        tried.train(batch)
+    tried.loop.save()
+    tried.loop.save()
+    found = tried.loop.load()
+    assert found is not None and (found.step, found.samples) == (3, 12)
+    assert tried.loop.load(tag="global_step3") is not None
+    tried.train_one()
+    assert tried.loop.samples == 16
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"objects": {"model": 3}}, "'model' cannot be saved"),
+        ({"objects": {"megaresume": torch.nn.Linear(1, 1)}}, "under another name"),
+        ({"objects": {}}, "no model to save"),
+        ({"objects": {"m": torch.nn.Linear(1, 1), "o": torch.optim.SGD([torch.ones(1)])}}, "parameters that no module"),
+        ({"loader": torch.utils.data.DataLoader(Numbers())}, "a loader of megaresume's"),
+        ({"loader": Numbers()}, "a loader of megaresume's"),
+        ({"writer": "pickle"}, "unknown writer"),
+        ({"checkpoints": Checkpoints()}, "save_dir=None"),
+        ({"checkpoints": Checkpoints(save_dir="run", elastic=True)}, "DeepSpeed's"),
+    ],
+)
+def test_refused(directory: Path, change: dict[str, Any], words: str) -> None:
+    given: dict[str, Any] = {
+        "loader": megaresume.DataLoader(Numbers(), batch_size=4),
+        "objects": {"model": torch.nn.Linear(1, 1)},
+        "checkpoints": Checkpoints(save_dir=directory),
+        "writer": "dcp",
+    } | change
+    with pytest.raises(UsageError, match=words):
+        megaresume.attach_loop(given["loader"], given["objects"], given["checkpoints"], writer=given["writer"])
+
+
+def test_other_objects_than_were_saved(directory: Path, tried: Tried) -> None:
+    tried.train_one()
+    tried.loop.save()
+    tried.loop.close()
+    other = Tried(directory)
+    other.loop.host.objects.names.append("scheduler")
+    with pytest.raises(StateError, match=r"holds other objects(.|\n)*found: *model, optimizer"):
+        other.loop.load()
+    with pytest.raises(StateError, match="holds other objects"):  # caught, and trained on
+        other.train_one()
+    other.loop.close()
+
+
+# In the background
+
+
+@pytest.fixture
+def slow(directory: Path) -> Iterator[Tried]:
+    one = Tried(directory, writer="dcp_async")
+    yield one
+    one.loop.close()
+
+
+def test_a_save_in_the_background_counts_after_its_last_byte(
+    slow: Tried, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow.train_one()
+    slow.loop.save()
+    slow.loop.host.settle()
+    held, write = threading.Event(), torch.save
+
+    def wait_and_save(*args: Any, **more: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert held.wait(600)
+        write(*args, **more)
+
+    monkeypatch.setattr(torch, "save", wait_and_save)
+    slow.train_one()
+    saved = slow.model.weight.detach().clone()
+    slow.loop.save()
+    slow.train_one()  # while it is written
+    assert not torch.equal(saved, slow.model.weight)
+    choice = choose(directory)
+    assert choice is not None and choice.tag == deepspeed_tag(1)
+    held.set()
+    assert slow.loop.host._flight is not None
+    slow.loop.host._flight[0].result()
+    slow.train_one()  # notices it
+    choice = choose(directory)
+    assert choice is not None and choice.tag == deepspeed_tag(2)
+    found = slow.loop.load()
+    assert found is not None and found.samples == 8
+    assert torch.equal(saved, slow.model.weight)
+
+
+def test_a_save_in_the_background_that_fails(slow: Tried, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow.train_one()
+    slow.loop.save()
+    slow.loop.host.settle()
+
+    write = torch.save
+
+    def fail(*args: Any, **more: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError(28, "No space left on device")
+        write(*args, **more)
+
+    monkeypatch.setattr(torch, "save", fail)
+    slow.train_one()
+    slow.loop.save()
+    with pytest.raises(CheckpointError, match=r"global_step2 could not be written(.|\n)*No space left"):
+        slow.loop.save()
+    choice = choose(directory)
+    assert choice is not None and choice.tag == deepspeed_tag(1)

@@ -1,0 +1,250 @@
+"""`megaresume.attach_loop` in real loops on gloo: killed, and gone on with on other ranks, sizes and data.
+
+What a loop trained it writes down itself: `program.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megaresume
+from megaresume.checkpoint import choose, read_ledger
+from megaresume.checkpoint.paths import ledger_path
+from megaresume.cli.main import main
+from megaresume.stream.errors import StateError
+from tests.hosts.conftest import write_corpus
+from tests.hosts.torch.program import ITEMS, Numbers, run
+
+pytestmark = pytest.mark.process
+
+PROGRAM = Path(__file__).with_name("program.py")
+ROOT = PROGRAM.parents[3]
+
+
+def launch(directory: Path, ranks: int, **options: Any) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    words += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(PROGRAM), str(directory), json.dumps(options)]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(words, env=env, capture_output=True, text=True)
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    paths = sorted(directory.parent.glob(f"{directory.name}.record.*"))
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+def trained(directory: Path) -> list[list[int]]:
+    """The items of each step, in the order of the stream; what a later process did again counts once."""
+    steps: dict[int, dict[int, list[list[int]]]] = {}
+    written = lines(directory)
+    for attempt in sorted({line["attempt"] for line in written}):
+        mine = [line for line in written if line["attempt"] == attempt]
+        first = min(line["step"] for line in mine)
+        steps = {step: of_ranks for step, of_ranks in steps.items() if step < first}
+        for line in mine:
+            steps.setdefault(line["step"], {}).setdefault(line["rank"], []).append(line["items"])
+    assert sorted(steps) == list(range(1, len(steps) + 1))
+    return [
+        [item for of_ranks in zip_longest(*steps[step].values(), fillvalue=[]) for items in of_ranks for item in items]
+        for step in sorted(steps)
+    ]
+
+
+def items(steps: list[list[int]]) -> list[int]:
+    return list(chain.from_iterable(steps))
+
+
+def losses(directory: Path) -> dict[int, list[float]]:
+    """Of each step, as it was trained last."""
+    found: dict[tuple[int, int], list[float]] = {}
+    for line in lines(directory):
+        found.setdefault((line["step"], line["attempt"]), []).append(line["loss"])
+    return {step: found[step, attempt] for step, attempt in sorted(found)}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three epochs with one rank, which nobody stops."""
+    directory = tmp_path_factory.mktemp("whole") / "run"
+    run(directory, save_every=50)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def order(whole: Path) -> list[int]:
+    """The items of its steps."""
+    steps = trained(whole)
+    assert [len(step) for step in steps] == [8] * 37 + [4]
+    return items(steps)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with two ranks under DDP, killed in the second epoch: in the middle of the save of step 24."""
+    directory = tmp_path_factory.mktemp("killed") / "run"
+    done = launch(directory, 2, batch=2, save_every=8, kill=("save", 24))
+    assert done.returncode != 0 and "SIGKILL" in done.stderr, done.stderr[-3000:]
+    assert (directory / "global_step24").is_dir()
+    return directory
+
+
+@pytest.fixture
+def copy(killed: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    for path in killed.parent.iterdir():
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / path.name)
+    return tmp_path / "run"
+
+
+def test_every_epoch_has_every_item_once(order: list[int]) -> None:
+    epochs = [order[ITEMS * e : ITEMS * (e + 1)] for e in range(3)]
+    assert all(sorted(epoch) == list(range(ITEMS)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (8, {"batch": 4, "accumulation": 2}),
+        (8, {"batch": 8, "accumulation": 1, "writer": "torch"}),
+        (8, {"batch": 2, "accumulation": 4, "num_workers": 2}),
+        (4, {"batch": 4, "accumulation": 1, "writer": "dcp_async"}),  # the global batch halved
+        (7, {"batch": 7, "accumulation": 1}),  # the last batch is short
+    ],
+    ids=["same", "one_file", "workers", "halved", "odd"],
+)
+def test_two_ranks_to_one(
+    copy: Path, order: list[int], size: int, options: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run(copy, attempt=2, save_every=50, **options)
+    said = capfd.readouterr().out
+    assert f"gbs 8->{size} | repeated 0 skipped 0 | step 16 from global_step16 | random state seeded anew" in said
+    steps = trained(copy)
+    assert items(steps) == order
+    assert [len(step) for step in steps[16:]] == [size] * (172 // size) + ([172 % size] if 172 % size else [])
+    entries = read_ledger(ledger_path(copy)).entries
+    assert [(e.iteration, e.samples) for e in entries if e.kind == "finished"] == [(len(steps), 300)]
+    assert main(["verify", str(copy)]) == 0
+    choice = choose(copy)
+    assert choice is not None and choice.iteration == len(steps)
+
+
+def test_more_data(copy: Path, order: list[int]) -> None:
+    with pytest.raises(StateError, match=r"has grown by 10 documents(.|\n)*append: next_epoch"):
+        run(copy, attempt=2, data=Numbers(110))
+    run(copy, attempt=2, save_every=50, data=Numbers(110), append="next_epoch", steps=39)
+    handed = items(trained(copy))
+    assert handed[:200] == order[:200]
+    assert sorted(handed[200:310]) == list(range(110))
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, order: list[int]) -> None:
+    directory = tmp_path / "run"
+    run(directory, steps=4, save_every=2)
+    next((directory / "global_step4").glob("*.distcp")).write_bytes(b"")
+    run(directory, attempt=2, steps=6, save_every=50)
+    assert next(line["step"] for line in lines(directory) if line["attempt"] == 2) == 3
+    assert items(trained(directory)) == order[:48]
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("writer", ["dcp", "dcp_async", "torch"])
+def test_the_losses_are_those_of_a_run_that_nobody_stopped(whole: Path, tmp_path: Path, writer: str) -> None:
+    def interrupt(loop: Any) -> None:
+        if loop.step == 17:
+            loop.close()
+            raise Interrupted
+
+    directory = tmp_path / "run"
+    with pytest.raises(Interrupted):
+        run(directory, writer=writer, save_every=13, watch=interrupt, checkpoints={"keep_last": 1})
+    run(directory, attempt=2, writer=writer, save_every=13, checkpoints={"keep_last": 1})
+    assert next(line["step"] for line in lines(directory) if line["attempt"] == 2) == 14
+    assert losses(directory) == losses(whole)
+    assert [path.name for path in directory.glob("global_step*")] == ["global_step38"]
+
+
+def test_it_saves_and_stops_when_asked(tmp_path: Path, order: list[int]) -> None:
+    stop = megaresume.StopConditions(file=str(tmp_path / "stop"), status=3)
+
+    def ask(loop: Any) -> None:
+        if loop.step == 7:
+            (tmp_path / "stop").touch()
+
+    with pytest.raises(megaresume.Stopped):
+        run(tmp_path / "run", stop=stop, watch=ask, save_every=50)
+    choice = choose(tmp_path / "run")
+    assert choice is not None and choice.iteration == len(trained(tmp_path / "run")) == 7
+    run(tmp_path / "run", attempt=2, save_every=50, steps=10)
+    assert items(trained(tmp_path / "run")) == order[:80]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("text")
+    write_corpus(directory / "web", documents=200, seed=1)
+    (directory / "data.yaml").write_text("seed: 7\nseq_length: 32\nsources:\n  web: {path: web}\n")
+    return str(directory / "data.yaml")
+
+
+def test_packed_text_and_another_batch_size(text: str, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    run(directory, data=text, steps=6, save_every=3)
+    run(directory, attempt=2, data=text, steps=9, batch=2, accumulation=1, num_workers=1, load={"tag": "global_step3"})
+    assert items(trained(directory)) == list(range(36))
+    assert [len(step) for step in trained(directory)] == [8] * 3 + [2] * 6
+    assert main(["verify", str(directory)]) == 0
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("writer", ["dcp", "dcp_async", "torch"])
+def test_every_writer_and_wrapper_on_two_ranks(tmp_path: Path, order: list[int], writer: str, parallel: str) -> None:
+    options = {"batch": 2, "writer": writer, "parallel": parallel}
+    done = launch(tmp_path / "run", 2, kill=("save", 20), **options)
+    assert done.returncode != 0 and "SIGKILL" in done.stderr, done.stderr[-3000:]
+    done = launch(tmp_path / "run", 2, attempt=2, **options)
+    assert done.returncode == 0 and "random state restored" in done.stdout, done.stderr[-3000:]
+    assert items(trained(tmp_path / "run")) == order
+    whole = launch(tmp_path / "whole", 2, **options)
+    assert whole.returncode == 0, whole.stderr[-3000:]
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+@pytest.mark.release
+def test_killed_again_and_again_on_one_rank_and_on_two(tmp_path: Path, order: list[int]) -> None:
+    for attempt, (ranks, step, where, batch, workers, parallel, writer) in enumerate(
+        [
+            (1, 7, "step", 4, 0, "ddp", "dcp"),
+            (2, 10, "save", 2, 1, "fsdp2", "dcp_async"),
+            (1, 13, "step", 3, 2, "ddp", "torch"),
+            (2, 20, "save", 1, 0, "ddp", "dcp"),
+            (2, 0, "", 3, 1, "fsdp2", "torch"),
+        ]
+    ):
+        options = {"batch": batch, "num_workers": workers, "parallel": parallel, "writer": writer}
+        done = launch(tmp_path / "run", ranks, attempt=attempt, kill=(where, step), **options)
+        assert (done.returncode == 0) == (not where), done.stderr[-3000:]
+    assert items(trained(tmp_path / "run")) == order
+
+
+@pytest.mark.release
+def test_packed_text_on_two_ranks(text: str, tmp_path: Path) -> None:
+    options = {"data": text, "steps": 12, "batch": 2, "save_every": 5}
+    done = launch(tmp_path / "run", 2, kill=("save", 10), **options)
+    assert done.returncode != 0 and "SIGKILL" in done.stderr, done.stderr[-3000:]
+    done = launch(tmp_path / "run", 2, attempt=2, **options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert items(trained(tmp_path / "run")) == list(range(96))
