@@ -221,6 +221,11 @@ class DataLoader:
         return self._share.dp_size
 
     @property
+    def drop_last(self) -> bool:
+        """Whether a short last step is dropped."""
+        return self._share.drop_last
+
+    @property
     def step_samples(self) -> int:
         """Samples of one step, all ranks and micro-batches together."""
         return self._share.step
