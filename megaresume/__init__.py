@@ -3,6 +3,7 @@
     megaresume.attach(engine, "data.yaml")     DeepSpeed: micro-batches, saved and restored with the model
     megaresume.attach_loader(engine, loader)   DeepSpeed: Energon's or torchdata's loader in the place of our stream
     megaresume.attach_trainer(trainer)         Hugging Face's Trainer: the same for its train_dataset
+    megaresume.attach_accelerator(accelerator, loader)  a loop with Hugging Face's Accelerate: the same
     megaresume.attach_loop(loader, {...}, ...) a training loop of one's own in torch: complete checkpoints of it
     megaresume.Checkpoints(...), Loader(...), DataOptions(...)  settings of `attach`
     megaresume.StopConditions(...)             when an attached run saves and exits; it raises megaresume.Stopped
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from megaresume.batches.open import open_stream
     from megaresume.hosts.deepspeed.attach import attach
     from megaresume.hosts.deepspeed.loaders import attach_loader
+    from megaresume.hosts.hugging_face.accelerator import attach_accelerator
     from megaresume.hosts.hugging_face.attach import attach_trainer
     from megaresume.hosts.megatron.data.loaders import loader_provider
     from megaresume.hosts.megatron.hooks.install import extra_args_provider, provider
@@ -78,6 +80,7 @@ __all__ = [
     "StreamLoader",
     "StreamState",
     "attach",
+    "attach_accelerator",
     "attach_loader",
     "attach_loop",
     "attach_trainer",
@@ -102,6 +105,7 @@ _HOMES = {
     "StreamLoader": "megaresume.batches.loader",
     "StreamState": "megaresume.stream.state",
     "attach": "megaresume.hosts.deepspeed.attach",
+    "attach_accelerator": "megaresume.hosts.hugging_face.accelerator",
     "attach_loader": "megaresume.hosts.deepspeed.loaders",
     "attach_loop": "megaresume.hosts.torch.loop",
     "attach_trainer": "megaresume.hosts.hugging_face.attach",
@@ -114,6 +118,7 @@ _HOMES = {
 #: what needs more than torch -> the extra that installs all of it.
 _EXTRAS = {
     "attach": "deepspeed",
+    "attach_accelerator": "hugging-face",
     "attach_loader": "deepspeed",
     "attach_loop": "torch",
     "attach_trainer": "hugging-face",

@@ -55,6 +55,11 @@ class Steps:
         return error
 
     @property
+    def is_untouched(self) -> bool:
+        """Whether no micro-batch was handed out since the last step."""
+        return not self._out
+
+    @property
     def is_whole(self) -> bool:
         """Whether all micro-batches of the step are out; the last step of the data may have fewer."""
         if not self._out:

@@ -109,16 +109,13 @@ def run(
     loop = megaresume.attach_loop(loader, objects, settings, writer=writer, stop=stop)
     loop.load(**load or {})
     rank = dist.get_rank() if dist.is_initialized() else 0
-    record = directory.with_name(f"{directory.name}.record.{rank}")
     while loop.samples < epochs * ITEMS if steps is None else loop.step < steps:
         for micro in loop:
             is_text = isinstance(data, str)
             loss = model(micro["tokens"] if is_text else micro) / accumulation
             loss.backward()
             numbers = micro["samples"].tolist() if is_text else (micro[:, 0] * BASE + micro[:, 1]).tolist()
-            line = {"attempt": attempt, "step": loop.step + 1, "rank": rank, "items": numbers, "loss": loss.item()}
-            with record.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            write_down(directory, rank, attempt=attempt, step=loop.step + 1, items=numbers, loss=loss.item())
             if not loop.ends_step:
                 continue
             optimizer.step()
@@ -138,6 +135,12 @@ def run(
     loop.save()
     loop.finish()
     return loop
+
+
+def write_down(directory: Path, rank: int, **line: Any) -> None:
+    """A line of the record of a rank, beside the directory."""
+    with directory.with_name(f"{directory.name}.record.{rank}").open("a") as file:
+        file.write(json.dumps({"rank": rank, **line}) + "\n")
 
 
 def die_in_the_next_save() -> None:

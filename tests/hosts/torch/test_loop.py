@@ -5,12 +5,7 @@ What a loop trained it writes down itself: `program.py`.
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import subprocess
-import sys
-from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -23,52 +18,11 @@ from megaresume.cli.main import main
 from megaresume.stream.errors import StateError
 from tests.hosts.conftest import write_corpus
 from tests.hosts.torch.program import ITEMS, Numbers, run
+from tests.hosts.torch.record import items, launch, lines, losses, trained
 
 pytestmark = pytest.mark.process
 
 PROGRAM = Path(__file__).with_name("program.py")
-ROOT = PROGRAM.parents[3]
-
-
-def launch(directory: Path, ranks: int, **options: Any) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    words += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(PROGRAM), str(directory), json.dumps(options)]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(words, env=env, capture_output=True, text=True)
-
-
-def lines(directory: Path) -> list[dict[str, Any]]:
-    paths = sorted(directory.parent.glob(f"{directory.name}.record.*"))
-    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
-
-
-def trained(directory: Path) -> list[list[int]]:
-    """The items of each step, in the order of the stream; what a later process did again counts once."""
-    steps: dict[int, dict[int, list[list[int]]]] = {}
-    written = lines(directory)
-    for attempt in sorted({line["attempt"] for line in written}):
-        mine = [line for line in written if line["attempt"] == attempt]
-        first = min(line["step"] for line in mine)
-        steps = {step: of_ranks for step, of_ranks in steps.items() if step < first}
-        for line in mine:
-            steps.setdefault(line["step"], {}).setdefault(line["rank"], []).append(line["items"])
-    assert sorted(steps) == list(range(1, len(steps) + 1))
-    return [
-        [item for of_ranks in zip_longest(*steps[step].values(), fillvalue=[]) for items in of_ranks for item in items]
-        for step in sorted(steps)
-    ]
-
-
-def items(steps: list[list[int]]) -> list[int]:
-    return list(chain.from_iterable(steps))
-
-
-def losses(directory: Path) -> dict[int, list[float]]:
-    """Of each step, as it was trained last."""
-    found: dict[tuple[int, int], list[float]] = {}
-    for line in lines(directory):
-        found.setdefault((line["step"], line["attempt"]), []).append(line["loss"])
-    return {step: found[step, attempt] for step, attempt in sorted(found)}
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +45,7 @@ def order(whole: Path) -> list[int]:
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with two ranks under DDP, killed in the second epoch: in the middle of the save of step 24."""
     directory = tmp_path_factory.mktemp("killed") / "run"
-    done = launch(directory, 2, batch=2, save_every=8, kill=("save", 24))
+    done = launch(PROGRAM, directory, 2, batch=2, save_every=8, kill=("save", 24))
     assert done.returncode != 0 and "SIGKILL" in done.stderr, done.stderr[-3000:]
     assert (directory / "global_step24").is_dir()
     return directory
@@ -213,12 +167,12 @@ def test_packed_text_and_another_batch_size(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("writer", ["dcp", "dcp_async", "torch"])
 def test_every_writer_and_wrapper_on_two_ranks(tmp_path: Path, order: list[int], writer: str, parallel: str) -> None:
     options = {"batch": 2, "writer": writer, "parallel": parallel}
-    done = launch(tmp_path / "run", 2, kill=("save", 20), **options)
+    done = launch(PROGRAM, tmp_path / "run", 2, kill=("save", 20), **options)
     assert done.returncode != 0 and "SIGKILL" in done.stderr, done.stderr[-3000:]
-    done = launch(tmp_path / "run", 2, attempt=2, **options)
+    done = launch(PROGRAM, tmp_path / "run", 2, attempt=2, **options)
     assert done.returncode == 0 and "random state restored" in done.stdout, done.stderr[-3000:]
     assert items(trained(tmp_path / "run")) == order
-    whole = launch(tmp_path / "whole", 2, **options)
+    whole = launch(PROGRAM, tmp_path / "whole", 2, **options)
     assert whole.returncode == 0, whole.stderr[-3000:]
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
@@ -235,7 +189,7 @@ def test_killed_again_and_again_on_one_rank_and_on_two(tmp_path: Path, order: li
         ]
     ):
         options = {"batch": batch, "num_workers": workers, "parallel": parallel, "writer": writer}
-        done = launch(tmp_path / "run", ranks, attempt=attempt, kill=(where, step), **options)
+        done = launch(PROGRAM, tmp_path / "run", ranks, attempt=attempt, kill=(where, step), **options)
         assert (done.returncode == 0) == (not where), done.stderr[-3000:]
     assert items(trained(tmp_path / "run")) == order
 
@@ -243,8 +197,8 @@ def test_killed_again_and_again_on_one_rank_and_on_two(tmp_path: Path, order: li
 @pytest.mark.release
 def test_packed_text_on_two_ranks(text: str, tmp_path: Path) -> None:
     options = {"data": text, "steps": 12, "batch": 2, "save_every": 5}
-    done = launch(tmp_path / "run", 2, kill=("save", 10), **options)
+    done = launch(PROGRAM, tmp_path / "run", 2, kill=("save", 10), **options)
     assert done.returncode != 0 and "SIGKILL" in done.stderr, done.stderr[-3000:]
-    done = launch(tmp_path / "run", 2, attempt=2, **options)
+    done = launch(PROGRAM, tmp_path / "run", 2, attempt=2, **options)
     assert done.returncode == 0, done.stderr[-3000:]
     assert items(trained(tmp_path / "run")) == list(range(96))

@@ -1,0 +1,306 @@
+"""`AcceleratedLoop`: a training loop with Accelerate; `AcceleratorHost`: the host of its session.
+
+Hooked on the instances:
+
+    optimizer.step           where gradients are synchronised, a step was made
+    accelerator.save_state   saved by the session: commit, lock, ledger, retention
+    accelerator.load_state   the newest complete checkpoint, or the one that is asked for
+    accelerator.prepare, skip_first_batches   refused for this loader: it is prepared, and goes on by itself
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megaresume.checkpoint.choosing.choose import choose
+from megaresume.checkpoint.choosing.search import Choice
+from megaresume.checkpoint.data_state import Envelope
+from megaresume.checkpoint.paths import hugging_face_tag, parse_record_name, records_dir
+from megaresume.checkpoint.step_file import StepFile
+from megaresume.checkpoint.topology import Topology
+from megaresume.hosts.torch.steps import Steps
+from megaresume.session.file_errors import writing
+from megaresume.session.host import Reading, Resume, Save
+from megaresume.session.ranks import on_all_ranks, on_rank_0
+from megaresume.session.session import Session
+from megaresume.stream.errors import MegaresumeError, UsageError
+
+
+class DataRecord:
+    """What rides in a checkpoint of Accelerate's, as an object that is registered for checkpointing: the last one."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Data state, optimizer steps and samples."""
+        return self.held
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What `state_dict` gave."""
+        self.held = state
+
+
+class AcceleratorHost:
+    """See `megaresume.session.host.Host`.
+
+    Args:
+        accelerator: Accelerate's, with models and optimizers prepared.
+        steps: what the loop has trained.
+    """
+
+    forgotten = "accelerator.load_state() was not called"
+    load = "accelerator.load_state() before the first step"
+    begin_anew = "load its weights with safetensors.torch.load_model, and save to another directory"
+
+    def __init__(self, accelerator: Any, steps: Steps) -> None:
+        self.accelerator, self.steps, self.record = accelerator, steps, DataRecord()
+        self.framework = f"accelerate {importlib.metadata.version('accelerate')}"
+
+    def iteration(self) -> int:
+        """See `Host`."""
+        return self.steps.step
+
+    def samples(self) -> int:
+        """See `Host`."""
+        return self.steps.trained
+
+    def topology(self) -> Topology:
+        """See `Host`."""
+        return self.steps.feed.topology(self.steps.trained)
+
+    def expected_files(self, save_dir: Path, tag: str) -> None:
+        """See `Host`: what Accelerate writes depends on the model."""
+
+    def settle(self) -> None:
+        """See `Host`: nothing is written in the background."""
+
+    def is_saving(self) -> bool:
+        """See `Host`."""
+        return False
+
+    def committed(self, save_dir: Path) -> None:
+        """See `Host`."""
+
+    def write(self, save: Save, write: Callable[[str], Any]) -> Any:
+        """Write a checkpoint by Accelerate's own method ``write(directory)``."""
+        self.record.held = {
+            "data": save.envelope.to_text(),
+            "step": self.steps.step,
+            "samples": self.steps.trained,
+        }
+        directory = save.save_dir / save.tag
+
+        def write_files() -> Any:
+            with writing(directory):
+                return write(str(directory))
+
+        naming = self.accelerator.project_configuration
+        # It deletes old checkpoints before the new one is complete, and stumbles over the records beside them.
+        automatic, naming.automatic_checkpoint_naming = naming.automatic_checkpoint_naming, False
+        try:
+            return on_all_ranks(write_files)
+        finally:
+            naming.automatic_checkpoint_naming = automatic
+
+    def read(self, choice: Choice, read: Callable[[str], Any]) -> Reading:
+        """Read a checkpoint by Accelerate's own method ``read(directory)``."""
+        on_all_ranks(lambda: read(str(choice.tag_dir)))
+        held = self.record.held
+        self.steps.go_on(held["step"], held["samples"])
+        for optimizer in self.accelerator._optimizers:
+            optimizer.optimizer.zero_grad()  # of a step that is given up
+        return Reading(envelope=Envelope.read(held["data"]), iteration=held["step"], samples=held["samples"])
+
+
+class AcceleratedLoop:
+    """The micro-batches of a training loop, on the device of the accelerator; made by `attach_accelerator`.
+
+    Iterate over it: to the end of an epoch of a `DataLoader`, or of the data of a `StreamLoader`.
+    """
+
+    #: for Accelerate, of a loader that is read: nothing was added to fill up batches.
+    remainder = -1
+
+    def __init__(self, host: AcceleratorHost, session: Session) -> None:
+        self.host, self.session, self.steps = host, session, host.steps
+        accelerator = host.accelerator
+        self._optimizers = list(accelerator._optimizers)
+        #: those that have made the last step.
+        self._made: list[Any] = []
+        accelerator.register_for_checkpointing(host.record)
+        for optimizer in self._optimizers:
+            _hook(optimizer, "step", functools.partial(self._step, optimizer))
+        _hook(accelerator, "save_state", self._save_state)
+        _hook(accelerator, "load_state", self._load_state)
+        _hook(accelerator, "prepare", self._prepare)
+        _hook(accelerator, "skip_first_batches", self._skip)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps made, since the start of the run."""
+        return self.steps.step
+
+    @property
+    def samples(self) -> int:
+        """Samples that they trained, all ranks together."""
+        return self.steps.trained
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """For `Accelerator.accumulate`: whether the micro-batch handed out last is the last one of its step."""
+        return self.steps.is_whole
+
+    def __iter__(self) -> Iterator[Any]:
+        """The micro-batches of this rank: see `Steps`."""
+        from accelerate.utils import send_to_device
+
+        accelerator = self.host.accelerator
+        accelerator.gradient_state._add_dataloader(self)
+        try:
+            for batch in self.steps:
+                yield send_to_device(batch, accelerator.device) if accelerator.device_placement else batch
+        finally:
+            accelerator.gradient_state._remove_dataloader(self)
+
+    def finish(self) -> None:
+        """Nothing is left to train: say so in the ledger, by which launch scripts know it, and `close`."""
+        self.session.finish()
+        self.close()
+
+    def close(self) -> None:
+        """Wait until all saves are on the disk, and let other jobs save there."""
+        self.session.close()
+
+    # The hooks
+
+    def _step(self, optimizer: Any, step: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        result = step(*args, **more)
+        if self.host.accelerator.sync_gradients:
+            # Another optimizer of the same step makes no other one.
+            if not self.steps.is_untouched or any(optimizer is one for one in self._made) or not self._made:
+                self.steps.stepped()
+                self._made = []
+            self._made.append(optimizer)
+        return result
+
+    def save(self) -> None:
+        """As ``accelerator.save_state()``."""
+        self.host.accelerator.save_state()
+
+    def _save_state(self, write: Callable[..., Any], output_dir: Any = None, *args: Any, **more: Any) -> Any:
+        def check() -> Path:
+            self.steps.check_save()
+            self._check_prepared()
+            return self._place(output_dir)
+
+        directory = on_all_ranks(check)
+        on_rank_0(lambda: _check_name(directory, self.step))
+        return self.session.save(
+            directory.parent,
+            lambda save: self.host.write(save, lambda path: write(path, *args, **more)),
+            tag=directory.name,
+            tracker=False,
+        )
+
+    def _place(self, output_dir: Any) -> Path:
+        """The tag directory of a save."""
+        root = self.session.save_dir
+        assert root is not None
+        if output_dir is None or self.host.accelerator.project_configuration.automatic_checkpoint_naming:
+            return root / hugging_face_tag(self.step)
+        directory = Path(os.path.abspath(os.path.expanduser(output_dir)))
+        if directory.parent != root:
+            raise UsageError(
+                "all checkpoints of a run lie in one directory",
+                found=f"save_state({os.fspath(output_dir)!r})",
+                expected=f"a directory in {root}",
+                action="save_state() without a path; or Checkpoints(save_dir=...) of the directory that they lie in",
+            )
+        return directory
+
+    def _load_state(self, read: Callable[..., Any], input_dir: Any = None, *args: Any, **more: Any) -> Resume | None:
+        on_all_ranks(self._check_prepared)
+        checksums, pick = self.session.checksums, None
+        root = self.session.save_dir
+        if input_dir is not None:
+            directory = Path(os.path.abspath(os.path.expanduser(input_dir)))
+            root = directory.parent
+
+            def pick(_shared: Any, damaged: Any) -> Choice | None:
+                return choose(directory.parent, tag=directory.name, checksums=checksums, damaged=damaged)
+
+        def read_files(choice: Choice, beside: StepFile | None) -> Reading:
+            return self.host.read(choice, lambda path: read(path, *args, **more))
+
+        assert root is not None
+        try:
+            self.session.load(root, read_files, pick=pick)
+        except MegaresumeError as error:
+            self.steps.fail(error)  # the weights may be loaded, and the data is not
+            raise
+        return self.session.resumed
+
+    def _check_prepared(self) -> None:
+        found = self.host.accelerator._optimizers
+        if len(found) != len(self._optimizers) or any(a is not b for a, b in zip(found, self._optimizers, strict=True)):
+            raise UsageError(
+                "optimizers were prepared after attach_accelerator, or given up",
+                found=f"{len(found)} optimizers",
+                expected=f"the {len(self._optimizers)} that were prepared before",
+                action="call attach_accelerator after the last accelerator.prepare",
+            )
+        if self.host.accelerator._custom_objects[-1] is not self.host.record:
+            raise UsageError(
+                "an object was registered for checkpointing after attach_accelerator",
+                found=type(self.host.accelerator._custom_objects[-1]).__qualname__,
+                expected="register_for_checkpointing before attach_accelerator",
+                cause="Accelerate knows such objects by their number",
+                action="call attach_accelerator after the last register_for_checkpointing",
+            )
+
+    def _prepare(self, prepare: Callable[..., Any], *objects: Any, **more: Any) -> Any:
+        self._check_other(objects, "accelerator.prepare")
+        return prepare(*objects, **more)
+
+    def _skip(self, skip: Callable[..., Any], dataloader: Any, *args: Any, **more: Any) -> Any:
+        self._check_other((dataloader,), "accelerator.skip_first_batches")
+        return skip(dataloader, *args, **more)
+
+    def _check_other(self, objects: Any, function: str) -> None:
+        loader = self.steps.feed.loader  # type: ignore[attr-defined]
+        if any(one is self or one is loader for one in objects):
+            raise UsageError(
+                f"{function} is not for this loader",
+                found=f"{function} of what attach_accelerator was given, or returned",
+                expected="the loader as it is: it gives each rank its own batches, on the device of the accelerator, "
+                "and goes on after accelerator.load_state() by itself",
+                action="leave it out: for batch in loop",
+            )
+
+
+def _check_name(directory: Path, step: int) -> None:
+    """Refuse to write among the files of a checkpoint of another step. On rank 0."""
+    try:
+        records = [parse_record_name(name) for name in os.listdir(records_dir(directory.parent))]
+    except FileNotFoundError:
+        return
+    taken = [r.iteration for r in records if r and r.kind == "manifest" and r.tag == directory.name]
+    if any(other != step for other in taken):
+        raise UsageError(
+            "a checkpoint of another step has this name",
+            found=f"save_state to {directory}, which holds step {max(taken)}, at step {step}",
+            expected="a name of its own for each checkpoint",
+            cause="it would be overwritten in place: a kill in the middle leaves neither",
+            action="save_state() with automatic_checkpoint_naming; or a path with the number of the step in it",
+        )
+
+
+def _hook(target: Any, name: str, hook: Callable[..., Any]) -> None:
+    before = getattr(target, name)
+    setattr(target, name, functools.wraps(before)(functools.partial(hook, before)))

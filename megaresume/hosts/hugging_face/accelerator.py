@@ -1,0 +1,137 @@
+"""`attach_accelerator`: exact data resume for a training loop with Hugging Face's Accelerate.
+
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    loop = megaresume.attach_accelerator(accelerator, loader)
+    accelerator.load_state()
+    for batch in loop:
+        with accelerator.accumulate(model):
+            ...
+            optimizer.step()
+        if loop.step % 100 == 0: accelerator.save_state()
+    loop.finish()
+
+See docs/accelerate.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megaresume.batches.data_loader import DataLoader
+from megaresume.batches.loader import StreamLoader
+from megaresume.hosts.hugging_face.accelerated_loop import AcceleratedLoop, AcceleratorHost
+from megaresume.hosts.torch.feeds import feed_of
+from megaresume.hosts.torch.loop import open_session
+from megaresume.hosts.torch.steps import Steps
+from megaresume.session.ranks import on_all_ranks
+from megaresume.session.settings import Checkpoints
+from megaresume.session.stopping import StopConditions
+from megaresume.stream.errors import UsageError
+
+#: where an accelerator keeps what is attached to it.
+_SLOT = "_megaresume"
+
+
+def attach_accelerator(
+    accelerator: Any,
+    loader: DataLoader | StreamLoader,
+    checkpoints: Checkpoints = Checkpoints(),
+    *,
+    stop: StopConditions | None = None,
+) -> AcceleratedLoop:
+    """Give a loop with Accelerate its data in an exact order, and its checkpoints the state of that data. Call it on
+    every rank, after ``accelerator.prepare`` and ``register_for_checkpointing``, and before ``load_state``.
+
+    Args:
+        accelerator: Accelerate's.
+        loader: the data, not prepared: a `DataLoader`, or a `StreamLoader`.
+        checkpoints: where the run saves, what it keeps, and so on. ``save_dir`` and ``keep_last`` may be left to
+            ``ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=...)``.
+        stop: when to save and exit, with `megaresume.Stopped`.
+
+    Returns:
+        what the loop iterates over.
+
+    Raises, on every rank:
+        UsageError: nothing is prepared, or a setting under which the data would be other data, by name.
+        CheckpointError: another job writes to the directory.
+    """
+    on_all_ranks(lambda: check_accelerator(accelerator, loader))
+    checkpoints = on_all_ranks(lambda: _with_naming(checkpoints, accelerator.project_configuration))
+    steps = Steps(on_all_ranks(lambda: feed_of(loader, "attach_accelerator")), clock="optimizer.step()")
+    host = AcceleratorHost(accelerator, steps)
+    session = open_session(host, steps, checkpoints, accelerator.device, stop, lambda: loop.save())
+    loop = AcceleratedLoop(host, session)
+    setattr(accelerator, _SLOT, loop)
+    return loop
+
+
+def check_accelerator(accelerator: Any, loader: Any) -> None:
+    """Refuse what would be other data, or is not known to work.
+
+    Raises:
+        UsageError: naming the setting, and the way out.
+    """
+    if not hasattr(accelerator, "gradient_state"):
+        raise UsageError(
+            "this is no Accelerator",
+            found=f"{type(accelerator).__module__}.{type(accelerator).__qualname__}",
+            expected="an accelerate.Accelerator",
+            action="megaresume.attach_loop for a loop in plain torch",
+        )
+    if getattr(accelerator, _SLOT, None) is not None:
+        raise UsageError("this Accelerator has its data already", action="call attach_accelerator once")
+    if not accelerator._optimizers:
+        raise UsageError(
+            "nothing is prepared yet",
+            found="no optimizer of this Accelerator",
+            expected="model and optimizer = accelerator.prepare(model, optimizer), and attach_accelerator after it",
+            action="call attach_accelerator after the last accelerator.prepare",
+        )
+    accumulation = getattr(loader, "accumulation", accelerator.gradient_accumulation_steps)
+    kind = str(accelerator.distributed_type).removeprefix("DistributedType.")
+    leave = "leave it out"
+    refused = {
+        "split_batches": (accelerator.split_batches, f"{leave}, and divide the batch size by the number of ranks"),
+        "dispatch_batches": (accelerator.dispatch_batches, f"{leave}: every rank reads its own items"),
+        "sync_with_dataloader=False": (
+            not accelerator.gradient_state.sync_with_dataloader,
+            f"{leave}: a step ends with its last micro-batch",
+        ),
+        "gradient_accumulation_steps other than the loader's": (
+            accumulation != accelerator.gradient_accumulation_steps
+            and f"{accelerator.gradient_accumulation_steps}, and accumulation={accumulation}",
+            "give DataLoader(accumulation=...) and Accelerator(gradient_accumulation_steps=...) the same number",
+        ),
+        "this way to train on several devices": (
+            kind not in ("NO", "MULTI_CPU", "MULTI_GPU") and kind,
+            "train with DDP; with FSDP2 in a loop under megaresume.attach_loop; with DeepSpeed under megaresume.attach",
+        ),
+    }
+    for name, (found, action) in refused.items():
+        if found:
+            raise UsageError(
+                f"{name} cannot be used with attach_accelerator",
+                found=f"{name}: {found}",
+                expected="not set" if found is True else None,
+                action=action,
+            )
+
+
+def _with_naming(checkpoints: Checkpoints, naming: Any) -> Checkpoints:
+    """With what Accelerate's own settings say of directory and retention."""
+    if naming.automatic_checkpoint_naming:
+        if checkpoints.save_dir is None and naming.project_dir is not None:
+            checkpoints = replace(checkpoints, save_dir=Path(naming.project_dir) / "checkpoints")
+        if checkpoints.keep_last is None and naming.total_limit is not None:
+            checkpoints = replace(checkpoints, keep_last=naming.total_limit)
+    if checkpoints.save_dir is None or checkpoints.elastic or checkpoints.adopt:
+        raise UsageError(
+            "these checkpoints are none of Accelerate's",
+            found=f"save_dir={checkpoints.save_dir}, elastic={checkpoints.elastic}, adopt={checkpoints.adopt}",
+            expected="a directory, and neither elastic nor adopt",
+            action="ProjectConfiguration(project_dir, automatic_checkpoint_naming=True), or Checkpoints(save_dir=...)",
+        )
+    return checkpoints

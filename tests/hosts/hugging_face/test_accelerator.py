@@ -1,0 +1,355 @@
+"""`megaresume.attach_accelerator` in real loops with Accelerate, on gloo: killed, and gone on with.
+
+What a loop trained it writes down itself: `accelerated.py`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate")
+
+import torch
+from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
+
+import megaresume
+from megaresume import Checkpoints
+from megaresume.checkpoint import choose, read_ledger
+from megaresume.checkpoint.paths import ledger_path
+from megaresume.cli.main import main
+from megaresume.stream.errors import StateError, UsageError
+from tests.hosts.conftest import write_corpus
+from tests.hosts.hugging_face.accelerated import accelerator_of, run
+from tests.hosts.torch.program import Numbers
+from tests.hosts.torch.record import items, launch, lines, losses, trained
+
+pytestmark = pytest.mark.process
+
+PROGRAM = Path(__file__).with_name("accelerated.py")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three epochs with one rank, which nobody stops."""
+    directory = tmp_path_factory.mktemp("whole") / "run"
+    run(directory, save_every=50)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def order(whole: Path) -> list[int]:
+    """The items of its steps."""
+    steps = trained(whole)
+    assert [len(step) for step in steps] == [8] * 37 + [4]
+    order = items(steps)
+    assert all(sorted(order[100 * e : 100 * (e + 1)]) == list(range(100)) for e in range(3))
+    return order
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with two ranks, killed in the second epoch: rank 0 in the middle of the save of step 24."""
+    directory = tmp_path_factory.mktemp("killed") / "run"
+    done = launch(PROGRAM, directory, 2, batch=2, save_every=8, kill=("save", 24))
+    assert done.returncode != 0 and "SIGKILL" in done.stderr, done.stderr[-3000:]
+    assert (directory / "checkpoints" / "checkpoint-24").is_dir()
+    return directory
+
+
+@pytest.fixture
+def copy(killed: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    for path in killed.parent.iterdir():
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / path.name)
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (8, {"batch": 4, "accumulation": 2}),
+        (8, {"batch": 2, "accumulation": 4, "num_workers": 2}),
+        (4, {"batch": 4, "accumulation": 1}),  # the global batch halved
+        (6, {"batch": 2, "accumulation": 3}),  # the last step has fewer micro-batches
+    ],
+    ids=["same", "workers", "halved", "odd"],
+)
+def test_two_ranks_to_one(
+    copy: Path, order: list[int], size: int, options: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run(copy, attempt=2, save_every=50, **options)
+    said = capfd.readouterr().out
+    assert f"gbs 8->{size} | repeated 0 skipped 0 | step 16 from checkpoint-16 | random state seeded anew" in said
+    steps = trained(copy)
+    assert items(steps) == order
+    assert [len(step) for step in steps[16:]] == [size] * (172 // size) + ([172 % size] if 172 % size else [])
+    root = copy / "checkpoints"
+    entries = read_ledger(ledger_path(root)).entries
+    assert [(e.iteration, e.samples) for e in entries if e.kind == "finished"] == [(len(steps), 300)]
+    assert main(["verify", str(root)]) == 0
+    assert main(["latest", str(root)]) == 0
+    assert capfd.readouterr().out.splitlines()[-1] == str(root / f"checkpoint-{len(steps)}")
+
+
+def test_more_data(copy: Path, order: list[int]) -> None:
+    with pytest.raises(StateError, match=r"has grown by 10 documents(.|\n)*append: next_epoch"):
+        run(copy, attempt=2, data=Numbers(110))
+    run(copy, attempt=2, save_every=50, data=Numbers(110), append="next_epoch", steps=39)
+    handed = items(trained(copy))
+    assert handed[:200] == order[:200]
+    assert sorted(handed[200:310]) == list(range(110))
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_the_losses_are_those_of_a_run_that_nobody_stopped(whole: Path, tmp_path: Path) -> None:
+    def interrupt(loop: Any) -> None:
+        if loop.step == 17:
+            loop.close()
+            raise Interrupted
+
+    directory = tmp_path / "run"
+    with pytest.raises(Interrupted):
+        run(directory, save_every=13, watch=interrupt, limit=2)
+    run(directory, attempt=2, save_every=13, limit=2)
+    assert next(line["step"] for line in lines(directory) if line["attempt"] == 2) == 14
+    assert losses(directory) == losses(whole)
+    # total_limit, of complete ones
+    names = sorted(path.name for path in (directory / "checkpoints").glob("checkpoint-*"))
+    assert names == ["checkpoint-26", "checkpoint-38"]
+
+
+def test_it_saves_and_stops_when_asked(tmp_path: Path, order: list[int]) -> None:
+    stop = megaresume.StopConditions(file=str(tmp_path / "stop"), status=3)
+
+    def ask(loop: Any) -> None:
+        if loop.step == 7:
+            (tmp_path / "stop").touch()
+
+    with pytest.raises(megaresume.Stopped):
+        run(tmp_path / "run", stop=stop, watch=ask, save_every=50)
+    choice = choose(tmp_path / "run" / "checkpoints")
+    assert choice is not None and choice.iteration == len(trained(tmp_path / "run")) == 7
+    run(tmp_path / "run", attempt=2, save_every=50, steps=10)
+    assert items(trained(tmp_path / "run")) == order[:80]
+
+
+def test_packed_text_and_a_checkpoint_by_its_path(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "web", documents=200, seed=1)
+    (tmp_path / "data.yaml").write_text("seed: 7\nseq_length: 32\nsources:\n  web: {path: web}\n")
+    directory, text = tmp_path / "run", str(tmp_path / "data.yaml")
+    run(directory, data=text, steps=6, save_every=3)
+    third = str(directory / "checkpoints" / "checkpoint-3")
+    run(directory, attempt=2, data=text, steps=9, batch=2, accumulation=1, load=third)
+    assert items(trained(directory)) == list(range(36))
+    assert [len(step) for step in trained(directory)] == [8] * 3 + [2] * 6
+
+
+# Bad habits
+
+
+class Tried:
+    """A loop with Accelerate."""
+
+    def __init__(self, directory: Path, *, accumulation: int = 1, **options: Any) -> None:
+        self.accelerator = accelerator_of(directory, accumulation, **options)
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.loader = megaresume.DataLoader(Numbers(), batch_size=4, accumulation=accumulation)
+        self.loop = megaresume.attach_accelerator(self.accelerator, self.loader)
+
+    def train(self, batch: torch.Tensor) -> None:
+        with self.accelerator.accumulate(self.model):
+            self.accelerator.backward(self.model(batch.float()).sum())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def look_first(t: Tried) -> None:
+    next(iter(t.loop))
+    for batch in t.loop:
+        t.train(batch)
+
+
+def pass_over(t: Tried) -> None:
+    for number, batch in enumerate(t.loop):
+        if number != 3:
+            t.train(batch)
+
+
+def train_twice(t: Tried) -> None:
+    for batch in t.loop:
+        t.train(batch)
+        t.train(batch)
+
+
+def read_the_loader(t: Tried) -> None:
+    for batch in t.loader:
+        t.train(batch)
+
+
+def evaluate_with_the_loop(t: Tried) -> None:
+    for batch in t.loop:
+        t.train(batch)
+        break
+    for batch in t.loop:
+        t.model(batch.float())
+
+
+def save_before_the_step(t: Tried) -> None:
+    for batch in t.loop:
+        t.accelerator.save_state()
+        t.train(batch)
+
+
+@pytest.mark.parametrize(
+    ("habit", "words"),
+    [
+        (look_first, "taken and not trained(.|\n)*samples 0 to 3 taken since step 0"),
+        (pass_over, "taken and not trained(.|\n)*samples 12 to 15 taken since step 3"),
+        (train_twice, "no micro-batch was taken for it"),
+        (read_the_loader, "no micro-batch was taken for it"),
+        (evaluate_with_the_loop, "taken and not trained"),
+        (save_before_the_step, "in the middle of a step"),
+    ],
+)
+def test_stopped(tmp_path: Path, habit: Callable[[Tried], None], words: str) -> None:
+    tried = Tried(tmp_path / "run")
+    with pytest.raises(StateError, match=words):
+        habit(tried)
+    with pytest.raises(StateError):  # and nothing is saved
+        tried.accelerator.save_state()
+    assert choose(tmp_path / "run" / "checkpoints") is None
+    tried.loop.close()
+
+
+def test_a_save_in_the_middle_of_an_accumulation(tmp_path: Path) -> None:
+    tried = Tried(tmp_path / "run", accumulation=4)
+    for number, batch in enumerate(tried.loop):
+        tried.train(batch)
+        if number == 5:
+            with pytest.raises(StateError, match=r"in the middle of a step(.|\n)*samples 16 to 23 taken since step 1"):
+                tried.accelerator.save_state()
+            break
+    tried.loop.close()
+
+
+def test_two_optimizers_of_one_step(tmp_path: Path) -> None:
+    accelerator = accelerator_of(tmp_path / "run", 1)
+    model = torch.nn.Linear(2, 1)
+    made = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
+    model, one, other = accelerator.prepare(model, *made)
+    loop = megaresume.attach_accelerator(accelerator, megaresume.DataLoader(Numbers(), batch_size=4))
+    for batch in loop:
+        accelerator.backward(model(batch.float()).sum())
+        one.step()
+        other.step()
+        if loop.step == 3:
+            break
+    accelerator.save_state()
+    with pytest.raises(StateError, match="no micro-batch was taken"):
+        other.step()
+    loop.close()
+
+
+def test_forgotten_load_other_places_and_names(tmp_path: Path) -> None:
+    tried = Tried(tmp_path / "run")
+    root = tmp_path / "run" / "checkpoints"
+    tried.accelerator.load_state()  # there is none
+    for batch in tried.loop:
+        tried.train(batch)
+        if tried.loop.step == 2:
+            break
+    tried.accelerator.save_state()
+    tried.accelerator.save_state()
+    tried.accelerator.project_configuration.automatic_checkpoint_naming = False
+    with pytest.raises(UsageError, match="lie in one directory"):
+        tried.accelerator.save_state(str(tmp_path / "elsewhere"))
+    tried.accelerator.save_state(str(root / "best"))
+    for batch in tried.loop:
+        tried.train(batch)
+        break
+    with pytest.raises(UsageError, match=r"another step has this name(.|\n)*holds step 2, at step 3"):
+        tried.accelerator.save_state(str(root / "best"))
+    tried.accelerator.load_state(str(root / "best"))
+    assert tried.loop.step == 2
+    tried.loop.close()
+    forgetful = Tried(tmp_path / "run")
+    with pytest.raises(UsageError, match=r"did not load a checkpoint(.|\n)*load_state"):
+        next(iter(forgetful.loop))
+    forgetful.loop.close()
+
+
+def test_what_comes_after_attach(tmp_path: Path) -> None:
+    tried = Tried(tmp_path / "run")
+    for one in (tried.loader, tried.loop):
+        with pytest.raises(UsageError, match="prepare is not for this loader"):
+            tried.accelerator.prepare(one)
+        with pytest.raises(UsageError, match="skip_first_batches is not for this loader"):
+            tried.accelerator.skip_first_batches(one, 2)
+    other = torch.nn.Linear(1, 1)
+    tried.accelerator.prepare(torch.utils.data.DataLoader(Numbers(4)))  # for an evaluation
+    with pytest.raises(UsageError, match="already"):
+        megaresume.attach_accelerator(tried.accelerator, tried.loader)
+    tried.accelerator.register_for_checkpointing(other)
+    with pytest.raises(UsageError, match="registered for checkpointing after"):
+        tried.accelerator.save_state()
+    tried.accelerator._custom_objects.pop()
+    tried.accelerator.prepare(other, torch.optim.SGD(other.parameters()))
+    with pytest.raises(UsageError, match="prepared after attach_accelerator"):
+        tried.accelerator.load_state()
+    tried.loop.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dataloader_config": DataLoaderConfiguration(split_batches=True)}, "split_batches"),
+        ({"dataloader_config": DataLoaderConfiguration(dispatch_batches=True)}, "dispatch_batches"),
+        (
+            {"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False)},
+            "sync_with_dataloader",
+        ),
+    ],
+)
+def test_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        Tried(tmp_path / "run", **options)
+
+
+def test_refused_before_anything_is_prepared(tmp_path: Path) -> None:
+    accelerator, loader = accelerator_of(tmp_path / "run", 1), megaresume.DataLoader(Numbers(), batch_size=4)
+    with pytest.raises(UsageError, match="nothing is prepared yet"):
+        megaresume.attach_accelerator(accelerator, loader)
+    model = torch.nn.Linear(2, 1)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    with pytest.raises(UsageError, match="a loader of megaresume's"):
+        megaresume.attach_accelerator(accelerator, torch.utils.data.DataLoader(Numbers()))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="the same number"):
+        megaresume.attach_accelerator(accelerator, megaresume.DataLoader(Numbers(), batch_size=4, accumulation=2))
+    with pytest.raises(UsageError, match="none of Accelerate's"):
+        megaresume.attach_accelerator(accelerator, loader, Checkpoints(adopt=True))
+    accelerator.project_configuration = ProjectConfiguration()
+    with pytest.raises(UsageError, match=r"ProjectConfiguration\(project_dir"):
+        megaresume.attach_accelerator(accelerator, loader)
+    with pytest.raises(UsageError, match="this is no Accelerator"):
+        megaresume.attach_accelerator(model, loader)
+
+
+@pytest.mark.release
+def test_killed_again_and_again_on_one_rank_and_on_two(tmp_path: Path, order: list[int]) -> None:
+    for attempt, (ranks, step, where, batch, workers) in enumerate(
+        [(1, 7, "step", 4, 0), (2, 10, "save", 2, 1), (1, 13, "step", 3, 2), (2, 20, "save", 1, 0), (2, 0, "", 3, 1)]
+    ):
+        options = {"batch": batch, "num_workers": workers}
+        done = launch(PROGRAM, tmp_path / "run", ranks, attempt=attempt, kill=(where, step), **options)
+        assert (done.returncode == 0) == (not where), done.stderr[-3000:]
+    assert items(trained(tmp_path / "run")) == order

@@ -1,0 +1,57 @@
+"""What loops have written down of their training, read again: by `program.py` and those like it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+
+
+def launch(program: Path, directory: Path, ranks: int, **options: Any) -> subprocess.CompletedProcess[str]:
+    """``program DIRECTORY JSON-OPTIONS`` on so many ranks."""
+    words = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    words += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(program), str(directory), json.dumps(options)]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(words, env=env, capture_output=True, text=True)
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    """What the ranks have written down beside a directory, in all attempts."""
+    paths = sorted(directory.parent.glob(f"{directory.name}.record.*"))
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+def trained(directory: Path) -> list[list[int]]:
+    """The items of each step, in the order of the stream; what a later process did again counts once."""
+    steps: dict[int, dict[int, list[list[int]]]] = {}
+    written = lines(directory)
+    for attempt in sorted({line["attempt"] for line in written}):
+        mine = [line for line in written if line["attempt"] == attempt]
+        first = min(line["step"] for line in mine)
+        steps = {step: of_ranks for step, of_ranks in steps.items() if step < first}
+        for line in mine:
+            steps.setdefault(line["step"], {}).setdefault(line["rank"], []).append(line["items"])
+    assert sorted(steps) == list(range(1, len(steps) + 1))
+    return [
+        [item for of_ranks in zip_longest(*steps[step].values(), fillvalue=[]) for items in of_ranks for item in items]
+        for step in sorted(steps)
+    ]
+
+
+def items(steps: list[list[int]]) -> list[int]:
+    """Of all steps, one after the other."""
+    return list(chain.from_iterable(steps))
+
+
+def losses(directory: Path) -> dict[int, list[float]]:
+    """Of each step, as it was trained last."""
+    found: dict[tuple[int, int], list[float]] = {}
+    for line in lines(directory):
+        found.setdefault((line["step"], line["attempt"]), []).append(line["loss"])
+    return {step: found[step, attempt] for step, attempt in sorted(found)}
