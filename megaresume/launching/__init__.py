@@ -8,6 +8,7 @@
     tasks.py           the command on every node: torchrun, srun, deepspeed
     slurm_commands.py  Slurm's commands, asked and understood
     slurm_job.py       this job, through Slurm's commands
+    slurm_settings.py  the settings of the batch script, and what is refused
     slurm.py           the driver of a Slurm job
     local.py           the driver without a scheduler
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 
-from megaresume.launching import local, slurm
+from megaresume.launching import local, slurm, slurm_settings
 
 #: between the lists of words after ``--``.
 _SEPARATOR = ":::"
@@ -31,7 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             lists[-1].append(word)
     parser = argparse.ArgumentParser(prog="python -m megaresume.launching", allow_abbrev=False)
     drivers = parser.add_subparsers(dest="driver", required=True)
-    for driver, settings in (("slurm", slurm.Settings), ("torchrun", local.Settings), ("deepspeed", local.Settings)):
+    for driver, settings in (
+        ("slurm", slurm_settings.Settings),
+        ("torchrun", local.Settings),
+        ("deepspeed", local.Settings),
+    ):
         of_driver = drivers.add_parser(driver, allow_abbrev=False)
         for field in fields(settings):
             if field.name not in ("container", "train", "flags"):
@@ -46,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = os.path.basename(args["script"])
         print(f"{name} is a Slurm batch script: sbatch {name}; without Slurm use launch/torchrun.sh", file=sys.stderr)
         return 2
-    return slurm.run(slurm.Settings(**args, container=container, train=train, flags=flags))
+    return slurm.run(slurm_settings.Settings(**args, container=container, train=train, flags=flags))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,8 @@ from megaresume.launching.first_error import find_first_error, last_lines
 from megaresume.launching.node_check import answer_of, judge
 from megaresume.launching.progress import Ledgers, checkpoint_roots
 from megaresume.launching.slurm_job import SlurmJob, listen
-from megaresume.launching.tasks import LAUNCHERS, Layout, tasks
+from megaresume.launching.slurm_settings import Refused, Settings, check
+from megaresume.launching.tasks import Layout, tasks
 from megaresume.stream.errors import MegaresumeError
 
 #: seconds for the nodes to answer; between two looks at the ranks.
@@ -52,38 +53,6 @@ _YOUNG = 60.0
 _LOST = re.compile(r"Node failure on (\S+)")
 #: of the first job of a chain, and how many jobs may still follow; for the next job.
 _HEAD, _LEFT = "MEGARESUME_CHAIN_HEAD", "MEGARESUME_CHAIN_LEFT"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """Those of the batch script, which explains them; numbers as they were given."""
-
-    run_dir: str
-    data: str
-    python: str
-    launcher: str
-    procs_per_node: str
-    train_nodes: str
-    requeue: str
-    chain: str
-    chain_options: str
-    max_restarts: str
-    exclude_nodes: str
-    node_check: str
-    save_seconds: str
-    srun_options: str
-    #: of the batch script, as Slurm has copied it.
-    script: str
-    #: the signal that came to it before the driver listened; -: none.
-    heard: str
-    container: tuple[str, ...]
-    train: tuple[str, ...]
-    #: given to the script.
-    flags: tuple[str, ...]
-
-
-class Refused(Exception):
-    """A setting is wrong: ``args`` are what, and what to do."""
 
 
 def run(settings: Settings) -> int:
@@ -174,7 +143,7 @@ class Driver:
 
     def _run_once(self, ranks: int) -> int:
         self._count()
-        if self._has_spares:
+        if self.settings.has_spares:
             self._choose_nodes()
         self.say_start(ranks)
         if self.settings.requeue == "no" and self._chain and self.successor is None:
@@ -189,39 +158,10 @@ class Driver:
 
     def _check(self) -> int:
         """Look at the settings; the ranks on a node."""
-        settings, env = self.settings, os.environ
-        if int(env.get("SLURM_HET_SIZE", "1")) > 1:
-            raise Refused("this is a heterogeneous job, of which only the first part would train", "submit without ':'")
-        task = env.get("SLURM_ARRAY_TASK_ID")
-        if task is not None and not _ends_in(self.run_dir.name, task):
-            raise Refused(
-                f"the jobs of this array would all write to RUN_DIR={self.run_dir}",
-                "submit without --array, or edit RUN_DIR so that it ends in /$SLURM_ARRAY_TASK_ID",
-            )
-        for name, value, known in (
-            ("REQUEUE", settings.requeue, ("yes", "no")),
-            ("NODE_CHECK", settings.node_check, ("yes", "no")),
-            ("LAUNCHER", settings.launcher, LAUNCHERS),
-        ):
-            if value not in known:
-                raise Refused(f"{name}={value} is not known", " or ".join(f"{name}={word}" for word in known))
-        for name in ("CHAIN", "MAX_RESTARTS", "SAVE_SECONDS", "EXCLUDE_NODES"):
-            if not (value := getattr(settings, name.lower())).isdecimal():
-                raise Refused(f"{name}={value} is not a number")
-        if self._has_spares and not (settings.train_nodes.isdecimal() and int(settings.train_nodes)):
-            raise Refused(f"TRAIN_NODES={settings.train_nodes} is not a number of nodes, or: all")
-        ranks = self._ranks_per_node()
-        if not self._contained:
-            if shutil.which(settings.python) is None:
-                raise Refused(
-                    f"there is no PYTHON={settings.python} on {env.get('SLURMD_NODENAME')}",
-                    "set PYTHON to the one of your environment, the whole path",
-                )
-            if settings.node_check == "no" and not Path(settings.data).is_file():
-                raise Refused(f"there is no DATA={settings.data}", "set DATA to your data.yaml, with its whole path")
+        ranks, env = check(self.settings, self.job, self.run_dir), os.environ
         self.head = env.get(_HEAD, self.job.id)
         # Also if CHAIN was written over in the script, as every job of the chain then has it: it comes to an end.
-        self._chain = int(env.get(_LEFT, settings.chain))
+        self._chain = int(env.get(_LEFT, self.settings.chain))
         with suppress(OSError):
             self.successor = self._successor_file.read_text().strip() or None
         return ranks
@@ -240,10 +180,6 @@ class Driver:
             raise Refused(decision.why, "look at the logs of those attempts; the same sbatch command counts from 0")
         write_attempts(self._attempts_file, replace(self.attempts, fruitless=self.attempts.fruitless + 1))
 
-    @property
-    def _has_spares(self) -> bool:
-        return self.settings.train_nodes != "all"
-
     def _choose_nodes(self) -> None:
         """Those that train, of those that are left; others look whether the node of this driver lives."""
         left = self.job.nodes_left()
@@ -259,22 +195,10 @@ class Driver:
 
     def _spares(self, bad: Sequence[BadNode]) -> int | None:
         """See `SlurmState`."""
-        if not self._has_spares:
+        if not self.settings.has_spares:
             return None
         failed = {*self.attempts.replaced, *(node.name for node in bad)}
         return sum(node not in failed for node in self.job.nodes_left()) - len(self.nodes)
-
-    def _ranks_per_node(self) -> int:
-        words = self.settings.procs_per_node
-        if words == "auto":
-            words = os.environ.get("SLURM_GPUS_ON_NODE", "1") if self.job.asked_for_gpus() else "1"
-        if not words.isdecimal() or int(words) < 1:
-            raise Refused(f"PROCS_PER_NODE={words} is not a number of ranks")
-        return int(words)
-
-    @property
-    def _contained(self) -> bool:
-        return bool(self.settings.container) or "--container-image" in self.settings.srun_options
 
     @property
     def history(self) -> History:
@@ -311,7 +235,7 @@ class Driver:
         # below the ports that the system gives to outgoing connections.
         port = 10000 + (int(os.environ["SLURM_JOB_ID"]) + 7919 * job.attempt + 613 * self.again) % 20000
         self.layout = Layout(nodes=self.nodes, ranks_per_node=ranks, address=job.address_of(self.nodes[0]), port=port)
-        nodes = ",".join(self.nodes) + f" of {job.node_list}" if self._has_spares else job.node_list
+        nodes = ",".join(self.nodes) + f" of {job.node_list}" if self.settings.has_spares else job.node_list
         limit = "none" if self.end is None else time.strftime("%FT%T", time.localtime(self.end))
         self.say(
             f"start: restart count {job.attempt}; {len(self.nodes)} node(s) {nodes}, {ranks} rank(s) on each, "
@@ -325,13 +249,13 @@ class Driver:
     def _srun(self, per_node: int, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         nodes, options = len(self.nodes), shlex.split(self.settings.srun_options)
         command = ["srun", f"--nodes={nodes}", f"--ntasks={nodes * per_node}", f"--ntasks-per-node={per_node}"]
-        if self._has_spares:
+        if self.settings.has_spares:
             # Slurm may hold the step of the last attempt for minutes after a node of it is gone.
             command += [f"--nodelist={','.join(self.nodes)}", "--overlap"]
         if not any(option.startswith("--cpu-bind") for option in options):
             options.append("--cpu-bind=none")  # ranks use all CPUs of the job
         env = dict(os.environ) | {"PYTHONUNBUFFERED": "1"}
-        if (python := shutil.which(self.settings.python)) and not self._contained:
+        if (python := shutil.which(self.settings.python)) and not self.settings.contained:
             # DeepSpeed compiles at the start if it finds a ninja that is not that of its own environment.
             env["PATH"] = f"{Path(python).parent}:{env['PATH']}"
         if cpus := env.get("SLURM_CPUS_PER_TASK"):
@@ -427,7 +351,7 @@ class Driver:
     def _status(self, exit_status: int, said: str) -> Status:
         if said.strip():
             print("\n".join(line[:240] for line in said.splitlines()[-20:]), flush=True)
-        if self._has_spares and (lost := set(_LOST.findall(said))):
+        if self.settings.has_spares and (lost := set(_LOST.findall(said))):
             # Ranks that srun has ended because of them have not failed.
             bad = tuple(BadNode(name=node, why="Slurm has lost it") for node in self.nodes if node in lost)
             return Status(exit=exit_status, bad_nodes=bad)
@@ -594,7 +518,7 @@ class Driver:
         options = shlex.split(self.settings.chain_options)
         if self.attempts.excluded:
             options.append(f"--exclude={','.join(self.attempts.excluded)}")
-        if self._has_spares:
+        if self.settings.has_spares:
             options.append("--no-kill")
         answer = self.job.submit(self.settings.script, self.settings.flags, options, variables)
         job = answer.split(";")[0].split("\n")[-1]
@@ -614,8 +538,3 @@ def _batch_log() -> tuple[str, int]:
         return path, os.stat(path).st_size
     except OSError:
         return os.devnull, 0
-
-
-def _ends_in(name: str, task: str) -> bool:
-    """Whether a directory is that of one task of an array."""
-    return name.endswith(task) and not name[: -len(task)][-1:].isdigit()

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from megaresume.launching.attempts import Attempts, read_attempts, write_attempts
-from megaresume.launching.slurm import Driver, Refused, Settings
+from megaresume.launching.slurm import Driver
 from megaresume.launching.slurm_commands import usable
 from megaresume.launching.slurm_job import SlurmJob
+from megaresume.launching.slurm_settings import Refused, Settings
 from megaresume.launching.tasks import Layout, tasks
 
 
