@@ -348,7 +348,7 @@ def count(value: object) -> int:
 
 def text(value: object) -> str:
     """The value, if it is text without control characters; else ValueError."""
-    if not isinstance(value, str) or visible(value) != value:
+    if not isinstance(value, str) or not (value.isprintable() or visible(value) == value):
         raise ValueError(f"{value!r:.80} is not text")
     return value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -42,11 +43,10 @@ class Topology:
         """
         if not isinstance(data, dict):
             raise ValueError(f"topology is {data!r}, not an object")
-        known = {name: data[name] for name in _NAMES if name in data}
-        for name, value in known.items():
-            if type(value) is not int:
-                raise ValueError(f"topology: {name} is {value!r}, not an integer")
-        return cls(**known)
+        try:
+            return _topology(**{name: data[name] for name in data if name in _NAMES})
+        except TypeError as error:  # no key of a cache: a list, an object
+            raise ValueError(f"topology: {data!r:.80} holds more than integers") from error
 
     def __str__(self) -> str:
         parts = [f"dp {self.dp}"]
@@ -57,4 +57,12 @@ class Topology:
         return " ".join(parts)
 
 
-_NAMES = tuple(field.name for field in fields(Topology))
+_NAMES = frozenset(field.name for field in fields(Topology))
+
+
+@functools.lru_cache(maxsize=64, typed=True)  # the lines of a ledger are of the same few
+def _topology(**known: int) -> Topology:
+    for name, value in known.items():
+        if type(value) is not int:
+            raise ValueError(f"topology: {name} is {value!r}, not an integer")
+    return Topology(**known)

@@ -108,6 +108,7 @@ def test_the_run_is_found_behind_a_damaged_first_line(path: Path) -> None:
         {"tag": ".."},
         {"tag": ""},
         {"topology": {"dp": "2"}},
+        {"topology": {"dp": [2]}},
         {"topology": 5},
         {"format": "other"},
         {"version": "1"},
@@ -181,3 +182,9 @@ def test_each_line_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     path.write_bytes(b"".join(entry(n).to_bytes() for n in range(10_000)))
     assert [e.iteration for e in read_ledger(path).entries] == [*range(10_000)]
     assert read == path.read_bytes().splitlines()
+
+
+def test_a_layout_that_was_read_before_is_read_with_its_types() -> None:
+    assert Topology.from_dict({"dp": 1, "of a later version": 2}) == Topology(dp=1)
+    with pytest.raises(ValueError, match="dp is True"):
+        Topology.from_dict({"dp": True})
