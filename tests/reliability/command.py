@@ -129,18 +129,23 @@ def try_kinds(harness: Harness, results: Results, every: int) -> None:
                     results.add(row, "resumed exactly")
             except Lost as error:
                 results.add_lost(row, error)
-        row = CUT_OF.format(name)
-        with tempfile.TemporaryDirectory(prefix="megaresume-cuts-", dir=memory) as work:
-            for verdict, words in cuts.power_cuts_of(harness, Path(work), kind, 480 // every):
-                if verdict in ("lost", "other bytes"):
-                    results.add_lost(row, Lost(f"{verdict}: {words}"))
-                else:
-                    results.add(row, verdict)
+        _cut_power_of(harness, results, kind, name, 480 // every, memory)
     try:
         for _ in kills.random_moments(harness, 1, 40 // every, "writer", longest=1.0):
             results.add(WRITER, "resumed exactly")
     except Lost as error:
         results.add_lost(WRITER, error)
+    _cut_power_of(harness, results, "writer", "decoupled writer", 480 // every, memory)
+
+
+def _cut_power_of(harness: Harness, results: Results, kind: Kind, name: str, number: int, memory: str | None) -> None:
+    row = CUT_OF.format(name)
+    with tempfile.TemporaryDirectory(prefix="megaresume-cuts-", dir=memory) as work:
+        for verdict, words in cuts.power_cuts_of(harness, Path(work), kind, number):
+            if verdict in ("lost", "other bytes"):
+                results.add_lost(row, Lost(f"{verdict}: {words}"))
+            else:
+                results.add(row, verdict)
 
 
 def try_megatron(harness: Harness, results: Results, every: int, *, quick: bool) -> None:

@@ -231,17 +231,19 @@ def run(task: Task, rank: int, meeting: Path, report: Report, log: int) -> None:
         # A rank waits half a minute for a filesystem whose cache lags behind.
         shared_directory.PATIENCE_SECONDS = 0.2
         session.confirm_choice = functools.partial(confirm_choice, timeout_seconds=0.2)  # type: ignore[assignment]
-    engine = engine_of(task.zero, task.kind)
     shim, mine = Shim(), task.fault if task.fault is not None and task.fault.rank == rank else None
+    if task.recording is not None:
+        system.boot_id = lambda: f"node of rank {rank}"
+        shim.arm(directory.parent, mode="record", log=log)
+        if task.kind == "writer":  # which inherits the shim as it is; DeepSpeed would spawn it
+            torch.multiprocessing.set_start_method("fork")
+    engine = engine_of(task.zero, task.kind)
 
     def armed(while_it: str) -> Any:
         if mine is None or mine.while_it != while_it:
             return nullcontext()
         return shim.armed(directory, at=mine.at, mode=mine.mode, error=mine.error, log=log)
 
-    if task.recording is not None:
-        system.boot_id = lambda: f"node of rank {rank}"
-        shim.arm(directory.parent, mode="record", log=log)
     if task.stage_to is not None and mine is not None:
         shim.arm(task.stage_to, at=mine.at, mode=mine.mode, error=mine.error, log=log)
     if task.loads:

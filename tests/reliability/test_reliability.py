@@ -84,6 +84,9 @@ def test_saves_of_megatron(results: dict[str, Any]) -> None:
 def test_saves_in_the_background(results: dict[str, Any]) -> None:
     assert [line for line in results["lost"] if line.startswith(WRITER)] == [], results["output"][-3000:]
     assert results["counts"][WRITER] == {"resumed exactly": 1 if results["quick"] else 10}
+    row = CUT_OF.format("decoupled writer")
+    assert [line for line in results["lost"] if line.startswith(row)] == [], results["output"][-3000:]
+    assert sum(results["counts"][row].values()) >= (80 if results["quick"] else 400)
 
 
 @pytest.mark.parametrize("row", [*ROWS, EXCHANGED])
