@@ -1,8 +1,9 @@
 """The demo: the main job end to end on one machine, with proof.
 
 run.py       the demo from beginning to end
-scenario.py  what differs between the demo of text and that of images; how the training program is started
+scenario.py  what differs between the demos; how the training program is started
 text.py      text that every Python installation has, as three corpora
 vlm.py       pictures of handwritten digits that a package has, as tar shards
+items.py     that text as map-style datasets, for Hugging Face's Trainer; trainer.py: the program that trains on them
 report.py    one self-contained HTML page
 """

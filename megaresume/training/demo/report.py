@@ -73,18 +73,28 @@ def _page(facts: Facts, stream: Stream) -> str:
         html_table(("", "layout", "steps", "end"), _starts(facts)),
         "<pre>" + html.escape("\n".join(s.resumed for s in facts.starts if s.resumed)) + "</pre>",
         "<h2>What each source contributed</h2>",
-        html_table(("source", "weight", "share of tokens", "tokens", "segments"), _sources(facts), numbers=True),
+        html_table(
+            ("source", "weight", f"share of {facts.scenario.unit}", facts.scenario.unit, "segments"),
+            _sources(facts),
+            numbers=True,
+        ),
         _shares(facts, stream),
-        "<h2>Packing</h2>",
-        f"<p>{100 * facts.summary['fill']:.2f} % of all positions hold a token "
-        f"({html.escape(facts.summary['packing'])}, samples of {facts.summary['seq_length']} tokens). "
-        f"{facts.scenario.packing}</p>",
-        _fill(facts, stream),
+        *(_packing(facts, stream) if facts.scenario.packing else ()),
         "<details><summary>Every step</summary><div class=scroll>",
         html_table(("step", "start", "samples", "digest", "loss", "loss of the twin"), _steps(facts)),
         "</div></details>",
     ]
     return page(facts.scenario.title, parts)
+
+
+def _packing(facts: Facts, stream: Stream) -> tuple[str, ...]:
+    return (
+        "<h2>Packing</h2>",
+        f"<p>{100 * facts.summary['fill']:.2f} % of all positions hold a token "
+        f"({html.escape(facts.summary['packing'])}, samples of {facts.summary['seq_length']} tokens). "
+        f"{facts.scenario.packing}</p>",
+        _fill(facts, stream),
+    )
 
 
 def _checks(facts: Facts) -> list[tuple[str, ...]]:
@@ -184,7 +194,7 @@ def _shares(facts: Facts, stream: Stream) -> str:
             axes.plot(sample, mine / total, color=colour, lw=1.6, label=name)
             axes.axhline(s["weight"], color=colour, lw=0.8, ls=":")
         axes.set_xlabel("sample")
-        axes.set_ylabel("share of tokens so far")
+        axes.set_ylabel(f"share of {facts.scenario.unit} so far")
         axes.legend(frameon=False, fontsize=9, loc="upper right")
 
     return svg(draw, height=3)

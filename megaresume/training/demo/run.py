@@ -64,14 +64,14 @@ def run_demo(scenario: Scenario, out: Path, *, steps: int, overwrite: bool, quie
     flags = [*scenario.flags(out, steps), "--megaresume-data", str(data)]
 
     say(f"2. Training the uninterrupted twin: {scenario.twin.layout}, {steps} steps")
-    _train(out, "twin", scenario.twin, flags, steps)
+    _train(out, "twin", scenario, scenario.twin, flags, steps)
     twin = read_records(out / "twin.jsonl")
 
     say("3. Training the run, and killing it")
     starts: list[Start] = []
     for number, attempt in enumerate(scenario.attempts, start=1):
         say(f"   start {number}: {attempt.layout}")
-        starts.append(_train(out, "run", attempt, flags, steps))
+        starts.append(_train(out, "run", scenario, attempt, flags, steps))
         if starts[-1].resumed:
             say(f"     {starts[-1].resumed}")
         say(f"     {starts[-1].end}")
@@ -80,7 +80,7 @@ def run_demo(scenario: Scenario, out: Path, *, steps: int, overwrite: bool, quie
     say("4. Comparing every step, and planning the whole stream again: megaresume verify")
     comparison = compare_all(twin, run)
     verified = ask("verify", str(out / "run"))
-    samples = steps * scenario.global_batch_size
+    samples, config = steps * scenario.global_batch_size, scenario.config(out, data)
     facts = Facts(
         scenario=scenario,
         extra=scenario.extra(out),
@@ -90,15 +90,15 @@ def run_demo(scenario: Scenario, out: Path, *, steps: int, overwrite: bool, quie
         run=run,
         starts=starts,
         verified=verified,
-        summary=ask("stream", str(data), "--samples", f"0:{samples}", "--summary"),
+        summary=ask("stream", str(config), "--samples", f"0:{samples}", "--summary"),
         seconds=time.monotonic() - start,
-        versions=", ".join(f"{name} {version(name)}" for name in ("megaresume", "torch", "deepspeed", "megatron-core")),
+        versions=", ".join(f"{name} {version(name)}" for name in scenario.packages),
     )
     report = out / "report.html"
-    write_report(report, facts, open_stream(data))
+    write_report(report, facts, open_stream(config))
     say(_table(facts))
     say(f"\nreport: {report}")
-    say(f"look around: megaresume inspect {out / 'run'}    megaresume stream {data} --samples 0:8")
+    say(f"look around: megaresume inspect {out / 'run'}    megaresume stream {config} --samples 0:8")
     c = comparison
     return {
         "holds": facts.holds,
@@ -114,7 +114,7 @@ def run_demo(scenario: Scenario, out: Path, *, steps: int, overwrite: bool, quie
     } | facts.extra.result
 
 
-def _train(out: Path, name: str, attempt: Attempt, common: list[str], steps: int) -> Start:
+def _train(out: Path, name: str, scenario: Scenario, attempt: Attempt, common: list[str], steps: int) -> Start:
     """One start of the twin or the run, to its end or its kill."""
     records, output = out / f"{name}.jsonl", out / f"{name}.log"
     flags = [
@@ -126,7 +126,7 @@ def _train(out: Path, name: str, attempt: Attempt, common: list[str], steps: int
     ]
     watch = Watch(records, steps, f"     {name}")
     first = watch.step
-    with LocalJob("megaresume.training", flags, num_processes=attempt.processes, output=output) as job:
+    with LocalJob(scenario.program, flags, num_processes=attempt.processes, output=output) as job:
         fatal_step = None if attempt.killed_after is None else int(attempt.killed_after * steps)
         # Not before a save of this start is committed: there would be nothing to resume from.
         killed = job.wait_until(lambda: watch.reached(fatal_step) and committed_since(out / name, first))
@@ -169,7 +169,7 @@ def _table(facts: Facts) -> str:
         ("losses, bit for bit", f"{c.equal_losses} of {c.steps}, the others within {c.largest_difference:.1e}"),
         ("megaresume verify", "proved" if facts.verified["holds"] else "NOT PROVED"),
         *facts.extra.rows,
-        ("packing efficiency", f"{100 * facts.summary['fill']:.2f} %"),
+        *([("packing efficiency", f"{100 * facts.summary['fill']:.2f} %")] if facts.scenario.packing else []),
         ("time", f"{facts.seconds:.0f} s"),
     ]
     lines = [f"   {what:<44} {result}" for what, result in rows]

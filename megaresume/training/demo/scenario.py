@@ -1,4 +1,4 @@
-"""What differs between the demo of text and that of images, and how a demo starts its training program."""
+"""What differs between the demos, and how a demo starts its training program."""
 
 from __future__ import annotations
 
@@ -66,11 +66,19 @@ class Scenario:
     #: what the data is, in words, and what the model gets of it besides which samples.
     data: str
     content: str
-    #: what packing did not do.
-    packing: str
-    #: (directory of the demo, say) -> data config.
+    #: what packing did not do; None: a sample is an item.
+    packing: str | None = None
+    #: what the weights count.
+    unit: str = "tokens"
+    #: the training program, a module.
+    program: str = "megaresume.training"
+    #: packages whose versions the report tells.
+    packages: tuple[str, ...] = ("megaresume", "torch", "deepspeed", "megatron-core")
+    #: (directory of the demo, say) -> what the training program is given as its data.
     prepare: Callable[[Path, Say], Path]
     #: (directory of the demo, steps) -> flags of the training program that every start shares.
     flags: Callable[[Path, int], list[str]]
+    #: (directory of the demo, that) -> the data config, when all has been run.
+    config: Callable[[Path, Path], Path] = lambda out, data: data
     #: directory of the demo, when all has been run -> what more there is to tell.
     extra: Callable[[Path], Extra] = lambda out: Extra()
