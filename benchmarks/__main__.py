@@ -18,6 +18,7 @@ NAMES = (
     "diversity",
     "assembly",
     "loader",
+    "items",
     "megatron",
     "guard",
     "resume",

@@ -28,6 +28,10 @@ class Sizes:
     read_samples: int
     #: documents packed for the packing efficiency.
     packed_documents: int
+    #: batches of items read in one repetition.
+    item_batches: int
+    #: steps of a Trainer that resumes.
+    trainer_steps: int
     #: repetitions of what takes milliseconds, and of what takes seconds.
     repetitions: int
     slow_repetitions: int
@@ -40,6 +44,8 @@ FULL = Sizes(
     planned_samples=65_536,
     read_samples=1024,
     packed_documents=200_000,
+    item_batches=20_000,
+    trainer_steps=4000,
     repetitions=15,
     slow_repetitions=5,
 )
@@ -50,6 +56,8 @@ QUICK = Sizes(
     planned_samples=256,
     read_samples=32,
     packed_documents=3_000,
+    item_batches=80,
+    trainer_steps=4,
     repetitions=2,
     slow_repetitions=1,
 )

@@ -34,7 +34,7 @@ from megaresume.batches.items.epochs import Epochs
 from megaresume.batches.items.lengths import lengths_of, token_count
 from megaresume.batches.items.packed import flatten
 from megaresume.batches.items.planned import Places, Share
-from megaresume.batches.items.reader import ItemReader
+from megaresume.batches.items.reader import reader
 from megaresume.batches.items.source import ItemSource
 from megaresume.batches.loader import outlive_signals
 from megaresume.stream.batches import BatchSchedule
@@ -148,7 +148,7 @@ class DataLoader:
         measures = {name: one if callable(one) else token_count for name, one in of_each.items()}
         worker_init_fn = torch_options.pop("worker_init_fn", None)
         self._torch = torch.utils.data.DataLoader(
-            ItemReader({name: one for name, (one, _) in named.items()}, measures if packed else None, keyed=keyed),
+            reader({name: one for name, (one, _) in named.items()}, measures if packed else None, keyed=keyed),
             batch_sampler=self._places,
             collate_fn=flatten if packed and collate_fn is None else collate_fn,
             num_workers=num_workers,

@@ -43,6 +43,8 @@ from megaresume.stream.state import Fingerprint, StreamState
 
 #: Tokens and samples planned at a time, whichever is less: little, because `state_at` plans up to this much again.
 BLOCK_TOKENS, BLOCK = 1 << 20, 256
+#: The same where a sample is an item: they are cheap, and a loader hands out thousands of them in a second.
+ITEM_BLOCK = 4096
 #: Samples planned at first, doubled until they are `BLOCK`: a resume must not wait for an index that lies on disk.
 FIRST_BLOCK = 8
 #: Blocks kept before the front, and bytes; what lies before them is planned again from an anchor.
@@ -270,8 +272,9 @@ class Stream:
 
     @property
     def _block_samples(self) -> int:
+        most = ITEM_BLOCK if self.config.packing.mode == "none" and self.config.seq_length == 1 else BLOCK
         # A snapshot grows with the sources: the more there are, the longer the blocks.
-        return min(max(BLOCK_TOKENS // self.config.seq_length, 1), BLOCK) * (1 + len(self.sources) // BLOCK)
+        return min(max(BLOCK_TOKENS // self.config.seq_length, 1), most) * (1 + len(self.sources) // BLOCK)
 
     def check(self, state: StreamState) -> None:
         """Raise a `StateError` naming what differs unless the stream can go on from the state."""

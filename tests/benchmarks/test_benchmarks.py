@@ -23,6 +23,7 @@ REQUIRED = (
     "assembly, batches of 8",
     "loader, in process",
     "loader, prefetch thread",
+    "DataLoader, made anew and resumed",
     "Megatron's loader, in process",
     "Megatron's loader, 2 workers",
     "resume at the start",

@@ -1,4 +1,4 @@
-"""`megaresume demo --trainer`: its program in this process, and all of it as a user runs it."""
+"""`megaresume demo --trainer`: its program in this process; and, slow, all of it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megaresume.training.demo.items import LENGTH, PADDING, TRAINER, Texts, collate
+from megaresume.training.demo.run import run_demo
 from megaresume.training.records import compare, read_records
-from tests.cli.conftest import megaresume_process
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +64,7 @@ def test_a_batch_is_padded_and_its_padding_is_no_label(data: Path) -> None:
 @pytest.mark.release
 @pytest.mark.process
 def test_all_of_it_short(tmp_path: Path) -> None:
-    done = megaresume_process("demo", "--trainer", "--steps", "24", "--out", tmp_path / "out", "--json")
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout)
+    result = run_demo(TRAINER, tmp_path / "out", steps=24, overwrite=False, quiet=True)
     assert result["holds"] and result["steps"] == 24 and result["largest_difference"] < 1e-4
     assert result["different_samples"] == result["different_content"] == result["missing"] == []
     records = read_records(tmp_path / "out" / "run.jsonl")

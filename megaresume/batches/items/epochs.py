@@ -42,8 +42,15 @@ class Epochs:
         waits = fields["bins"] or fields["pending"] or fields["tails"]
         return int(min(cursor.epoch, source.max_epochs - 1) if waits else cursor.epoch)
 
+    def known_end(self, first: int) -> int | None:
+        """The first sample after ``first`` that is of a later epoch, if that takes no planning."""
+        cursors = list(self.stream.fields_at(first)["sources"].values())
+        if len(cursors) > 1:
+            return (first // self.size + 1) * self.size
+        return first + int(cursors[0].left) if self._item_by_item and not self.stream.skips else None
+
     def end(self, first: int, stop: int) -> int | None:
-        """The first sample after ``first``, up to ``stop``, that is of a later epoch; None: there is none."""
+        """The same, if it is not after ``stop``; else None."""
         return self._end(self.stream, first, stop)
 
     def _end(self, stream: Stream, first: int, stop: int) -> int | None:
@@ -61,11 +68,8 @@ class Epochs:
 
     def end_from(self, first: int) -> int:
         """The same, however far it is; the end of the stream, if that comes before."""
-        cursors = list(self.stream.fields_at(first)["sources"].values())
-        if len(cursors) > 1:
-            return (first // self.size + 1) * self.size
-        if self._item_by_item and not self.stream.skips:
-            return first + int(cursors[0].left)
+        if (known := self.known_end(first)) is not None:
+            return known
         stream = copy.copy(self.stream)  # which a loop that reads from it does not notice
         stream.restore(self.stream.state_at(first))
         while True:

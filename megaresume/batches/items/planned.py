@@ -46,6 +46,10 @@ class Share:
         """Samples of a step of all ranks."""
         return self.everybody * self.accumulation
 
+    def steps(self, samples: int) -> int:
+        """Samples of the fewest whole steps that hold so many."""
+        return -(-samples // self.step) * self.step
+
     def of(self, samples: int) -> tuple[int, int]:
         """This rank's part of so many samples: batch_size of a whole micro-batch, else dealt out evenly."""
         return samples * self.dp_rank // self.dp_size, samples * (self.dp_rank + 1) // self.dp_size
@@ -79,13 +83,16 @@ class Places:
         ahead: deque[int] = deque()
         self.ahead = ahead
         share, position = self._share, self.start
-        wanted = max(BLOCK // share.step, 1) * share.step
+        known = self._epochs.known_end(position)
         while True:
+            wanted = max(BLOCK // share.step, 1) * share.step
+            if known is not None:
+                wanted = min(wanted, share.steps(known - position))
             there = available(self._stream, position, self._until(position, wanted))
-            end = self._epochs.end(position, position + there)
-            samples = there
-            if end is not None:  # the step that reaches it
-                samples = min(there, -(-(end - position) // share.step) * share.step)
+            end = known
+            if end is None:
+                end = self._epochs.end(position, position + there)
+            samples = there if end is None else min(there, share.steps(end - position))
             if share.drop_last:
                 samples -= samples % share.step
             plan = self._stream.plan(position, position + samples)
@@ -102,9 +109,9 @@ class Places:
                 begin, stop = share.of(size)
                 ahead.append(position + first + size)
                 yield places[starts[first + begin] : starts[first + stop]]
-            if end is not None or there < wanted:
-                return
             position += samples
+            if there < wanted or (end is not None and position >= end):
+                return
 
     def _until(self, position: int, wanted: int) -> int:
         return wanted if self.stop is None else max(min(wanted, self.stop - position), 0)

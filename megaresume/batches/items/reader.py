@@ -1,6 +1,6 @@
 """`ItemReader`: the places of the items of a batch -> these items. What torch's ``DataLoader`` reads from.
 
-A place is a number, if items are read from one dataset; else a list
+A place is a number, if there is one dataset; else a list
 
     [dataset, item]                                         several datasets
     [dataset, item, epoch, offset, length, tokens, key]     packed, or with keyed randomness
@@ -21,6 +21,14 @@ from megaresume.batches.items.lengths import Measure, token_count, uncounted
 from megaresume.batches.items.packed import part_of
 from megaresume.batches.items.source import generators_kept, seed_generators
 from megaresume.stream.errors import CorpusError
+
+
+def reader(datasets: Mapping[str, Any], measures: Mapping[str, Measure] | None, *, keyed: bool) -> Any:
+    """What torch reads from: see `ItemReader`; or the dataset itself, if all that it would do is to ask it."""
+    one = next(iter(datasets.values()))
+    if len(datasets) == 1 and measures is None and not keyed and not hasattr(one, "__getitems__"):
+        return one
+    return ItemReader(datasets, measures, keyed=keyed)
 
 
 class ItemReader(torch.utils.data.Dataset[Any]):

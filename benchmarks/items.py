@@ -1,0 +1,184 @@
+"""`megaresume.DataLoader` against torch's over one map-style dataset, and Trainers that resume with it and without.
+
+The items of the loader rows are numbers, read in no time: what is left is what a loader costs. A Trainer's time to the
+first batch is that from ``train`` to the first training step, with items that take 50 us each, as tokenizing does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils.data
+
+from benchmarks.setup import Setup
+from benchmarks.table import Row
+from benchmarks.timing import cpu, interleaved, median, ratio, wall
+from megaresume.batches.data_loader import DataLoader
+
+BATCH = 8
+WORKERS = (0, 2, 4)
+#: batches that a worker is asked for, as a fraction of those in process: its messages take longer.
+SLOWER = 8
+ITEM_SECONDS = 50e-6
+
+
+class Numbers(torch.utils.data.Dataset[int]):
+    """Item i is i."""
+
+    def __init__(self, items: int) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        return self._items
+
+    def __getitem__(self, i: int) -> int:
+        return i
+
+
+class Slow(Numbers):
+    """Item i is a text of four tokens, and takes a while."""
+
+    def __getitem__(self, i: int) -> Any:
+        end = time.perf_counter() + ITEM_SECONDS
+        while time.perf_counter() < end:
+            pass
+        return {"input_ids": [i % 8, 1, 2, 3], "labels": [i % 8, 1, 2, 3]}
+
+
+def rows(setup: Setup) -> Iterator[Row]:
+    """The loader at 0, 2 and 4 workers; the first batch after a resume; Trainers, if they are installed."""
+    torch.set_num_threads(1)
+    for workers in WORKERS:
+        yield _overhead(setup, workers)
+    yield _first_batch(setup)
+    if all(importlib.util.find_spec(name) for name in ("transformers", "accelerate")):
+        yield _trainers(setup)
+
+
+def _overhead(setup: Setup, workers: int) -> Row:
+    batches = setup.sizes.item_batches // (SLOWER if workers else 1)
+    dataset = Numbers(batches * BATCH)
+    options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
+    loaders = {
+        "ours": DataLoader(dataset, BATCH, **options),
+        "torch": torch.utils.data.DataLoader(dataset, BATCH, shuffle=True, **options),
+    }
+    if hasattr(os, "sched_setaffinity") and workers:
+        os.sched_setaffinity(0, setup.cores)
+    try:
+        compared = {name: _epoch(loader) for name, loader in loaders.items()}
+        seconds = interleaved(compared, setup.sizes.repetitions, clock=wall if workers else cpu)
+    finally:
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, {max(setup.cores)})
+    return Row(
+        what=f"DataLoader, {workers} workers, a batch of {BATCH} numbers",
+        ours=median(seconds["ours"]) / batches * 1e6,
+        unit="us",
+        baseline=median(seconds["torch"]) / batches * 1e6,
+        against="torch's DataLoader",
+        ratio=ratio(seconds["ours"], seconds["torch"]),
+    )
+
+
+def _epoch(loader: Any) -> Callable[[int], object]:
+    def read(repetition: int) -> None:
+        for _ in loader:
+            pass
+
+    return read
+
+
+def _first_batch(setup: Setup) -> Row:
+    items = setup.sizes.index_documents
+    loader = DataLoader(Numbers(items), BATCH)
+    state = loader.state_at(items * 5 // 2).to_dict()
+    seconds = []
+    for _ in range(setup.sizes.repetitions):
+        begin = wall()
+        other = DataLoader(Numbers(items), BATCH)
+        other.load_state_dict(state)
+        next(iter(other))
+        seconds.append(wall() - begin)
+    return Row(
+        what=f"DataLoader, made anew and resumed in the third epoch of {items:,} items: first batch",
+        ours=median(seconds) * 1e3,
+        unit="ms",
+        must="< 1000 ms",
+        holds=max(seconds) < 1,
+    )
+
+
+def _trainers(setup: Setup) -> Row:
+    steps = setup.sizes.trainer_steps
+    for attached in (True, False):
+        _train(setup.directory / f"trainer-{attached}", steps, steps, attached=attached)
+    compared = {
+        "ours": lambda _: _train(setup.directory / "trainer-True", steps, steps + 1, attached=True),
+        "theirs": lambda _: _train(setup.directory / "trainer-False", steps, steps + 1, attached=False),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in compared}
+    for repetition in range(setup.sizes.slow_repetitions):
+        for name in sorted(compared, reverse=bool(repetition % 2)):
+            seconds[name].append(compared[name](repetition))
+    for attached in (True, False):
+        shutil.rmtree(setup.directory / f"trainer-{attached}")
+    return Row(
+        what=f"Trainer with attach_trainer, resumed after {steps:,} steps of {BATCH} items: first batch",
+        ours=median(seconds["ours"]) * 1e3,
+        unit="ms",
+        baseline=median(seconds["theirs"]) * 1e3,
+        against="the Trainer alone, which reads all items again",
+        ratio=ratio(seconds["ours"], seconds["theirs"]),
+    )
+
+
+class _Reached(BaseException):
+    """The first training step of a resumed run."""
+
+
+def _train(output: Path, save: int, steps: int, *, attached: bool) -> float:
+    """Train up to a step from the newest checkpoint, or until the first step if there is one.
+
+    Returns:
+        seconds to that first step, from ``train`` on.
+    """
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    import megaresume
+
+    resumes = output.exists()
+
+    class Stopping(Trainer):
+        def training_step(self, *args: Any, **more: Any) -> Any:
+            if resumes:
+                raise _Reached
+            return super().training_step(*args, **more)
+
+    settings = TrainingArguments(
+        output_dir=str(output),
+        max_steps=steps,
+        per_device_train_batch_size=BATCH,
+        save_strategy="steps",
+        save_steps=save,
+        logging_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=4, n_embd=8, n_layer=1, n_head=1))
+    trainer = Stopping(model, settings, train_dataset=Slow(2 * save * BATCH))
+    if attached:
+        megaresume.attach_trainer(trainer)
+    begin = wall()
+    with contextlib.suppress(_Reached):
+        trainer.train(resume_from_checkpoint=resumes or None)
+    return wall() - begin
