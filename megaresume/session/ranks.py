@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from megaresume.checkpoint.manifest import FileEntry
-from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError
+from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, UsageError
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
@@ -184,6 +184,41 @@ def _store() -> Any:
     import torch.distributed as dist
 
     return dist.distributed_c10d._get_default_store()
+
+
+#: seconds that the other ranks are waited for: less than collectives wait.
+PATIENCE = 300.0
+
+
+def all_come(doing: str, *, poll_seconds: float = 0.1) -> None:
+    """Before the first collective of what a program calls: wait for all ranks, without one.
+
+    Args:
+        doing: what they do, for the error: "loop.save()".
+
+    Raises:
+        UsageError: some ranks do not come; they are in the next collective of the training, and meet nobody there.
+    """
+    if world_size() == 1:
+        return
+    import torch.distributed as dist
+
+    store, key = dist.distributed_c10d._get_default_store(), f"megaresume/come/{next(_meetings)}"
+    ranks = range(world_size())
+    store.set(f"{key}/{rank()}", "")
+    deadline, pause = time.monotonic() + PATIENCE, 0.001
+    while not store.check([f"{key}/{number}" for number in ranks]):
+        if time.monotonic() > deadline:
+            there = [number for number in ranks if store.check([f"{key}/{number}"])]
+            raise UsageError(
+                f"{doing} was called on some ranks alone",
+                found=f"ranks {', '.join(map(str, there))} of {len(ranks)}, for {PATIENCE:.0f} s",
+                expected="all ranks: each of them writes a part, and all of them decide",
+                cause=f"`if rank == 0:` before {doing}",
+                action=f"call {doing} on every rank",
+            )
+        time.sleep(pause)
+        pause = min(1.5 * pause, poll_seconds)
 
 
 #: calls so far: every rank counts the same ones.

@@ -26,7 +26,7 @@ from megaresume.checkpoint.topology import Topology
 from megaresume.hosts.torch.steps import Steps
 from megaresume.session.file_errors import writing
 from megaresume.session.host import Reading, Resume, Save
-from megaresume.session.ranks import on_all_ranks, on_rank_0
+from megaresume.session.ranks import all_come, on_all_ranks, on_rank_0
 from megaresume.session.session import Session
 from megaresume.stream.errors import MegaresumeError, UsageError
 
@@ -199,6 +199,7 @@ class AcceleratedLoop:
             self._check_prepared()
             return self._place(output_dir)
 
+        all_come("accelerator.save_state()")
         directory = on_all_ranks(check)
         on_rank_0(lambda: _check_name(directory, self.step))
         return self.session.save(

@@ -107,6 +107,9 @@ class Objects:
         """Set those of modules and optimizers."""
         options = StateDictOptions(full_state_dict=full)
         for name, module in self.modules.items():
+            # With full_state_dict torch leaves what is missing as it is, and says nothing.
+            if missing := get_model_state_dict(module).keys() - states[name].keys():
+                raise RuntimeError(f"Missing keys in the checkpoint: {', '.join(sorted(missing))}")
             set_model_state_dict(module, states[name], options=options)
         # A parameter that no step has used has no state.
         options = StateDictOptions(full_state_dict=full, strict=False)

@@ -41,7 +41,7 @@ from megaresume.hosts.torch.steps import Steps
 from megaresume.session.file_errors import writing
 from megaresume.session.host import Reading, Resume, Save
 from megaresume.session.random_state import RandomState
-from megaresume.session.ranks import is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
+from megaresume.session.ranks import all_come, is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
 from megaresume.session.session import Session
 from megaresume.session.settings import Checkpoints
 from megaresume.session.stopping import StopConditions
@@ -188,9 +188,10 @@ class Loop:
 
         Raises, on every rank:
             StateError: in the middle of a step; or the ranks disagree on what they trained.
-            UsageError: the directory holds checkpoints that this run did not go on from.
+            UsageError: some ranks alone call it; or the directory holds checkpoints that this run did not go on from.
             CheckpointError: files are missing, another job writes there, or the disk refuses.
         """
+        all_come("loop.save()")
         on_all_ranks(self.steps.check_save)
         assert self.session.save_dir is not None
         self.session.save(self.session.save_dir, self.host.write, tag=deepspeed_tag(self.step), tracker=False)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import megaresume
 from megaresume import Checkpoints
+from megaresume.session import ranks
 
 ITEMS, BASE = 100, 32
 
@@ -97,7 +98,8 @@ def run(
     watch: Callable[[Any], None] | None = None,
     **options: Any,
 ) -> Any:
-    """Train to the end; the record lies beside the directory. ``kill``: at (``step`` or ``save``, N)."""
+    """Train to the end; the record lies beside the directory. ``kill``: at (``step`` or ``save``, N);
+    ``alone``: rank 0 saves there alone."""
     model = wrapped(parallel)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -129,6 +131,8 @@ def run(
             if loop.step % save_every == 0:
                 if kill == ("save", loop.step):
                     die_in_the_next_save()
+                if dist.is_initialized() and dist.get_rank() and kill == ("alone", loop.step):
+                    continue  # to a step that rank 0 does not come to
                 loop.save()
             if loop.step == steps:
                 break
@@ -160,6 +164,7 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     asked = json.loads(sys.argv[2])
+    ranks.PATIENCE = asked.pop("patience", ranks.PATIENCE)
     run(Path(sys.argv[1]), kill=tuple(asked.pop("kill", ("", 0))), **asked)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -110,6 +110,13 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, order: list[int]) -
     assert items(trained(directory)) == order[:48]
 
 
+def test_a_save_on_rank_0_alone(tmp_path: Path) -> None:
+    done = launch(PROGRAM, tmp_path / "run", 2, batch=2, save_every=3, kill=("alone", 3), patience=3)
+    assert done.returncode != 0
+    assert "loop.save() was called on some ranks alone" in done.stderr, done.stderr[-3000:]
+    assert "ranks 0 of 2" in done.stderr and choose(tmp_path / "run") is None
+
+
 class Interrupted(Exception):
     pass
 
