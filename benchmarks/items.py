@@ -1,7 +1,8 @@
 """`megaresume.DataLoader` against torch's over one map-style dataset, and Trainers that resume with it and without.
 
-The items of the loader rows are numbers, read in no time: what is left is what a loader costs. A Trainer's time to the
-first batch is that from ``train`` to the first training step, with items that take 50 us each, as tokenizing does.
+Items are texts of 512 tokens that lie in memory; and numbers, read in no time, so that what is left is what a loader
+costs. A Trainer's time to the first batch is that from ``train`` to the first training step, with items that take 50 us
+each, as tokenizing does.
 """
 
 from __future__ import annotations
@@ -43,6 +44,16 @@ class Numbers(torch.utils.data.Dataset[int]):
         return i
 
 
+class Texts(Numbers):
+    """Item i has 512 tokens."""
+
+    _tokens = torch.arange(1 << 16)
+
+    def __getitem__(self, i: int) -> Any:
+        first = i % 1000
+        return {"input_ids": self._tokens[first : first + 512], "labels": self._tokens[first + 1 : first + 513]}
+
+
 class Slow(Numbers):
     """Item i is a text of four tokens, and takes a while."""
 
@@ -56,16 +67,17 @@ class Slow(Numbers):
 def rows(setup: Setup) -> Iterator[Row]:
     """The loader at 0, 2 and 4 workers; the first batch after a resume; Trainers, if they are installed."""
     torch.set_num_threads(1)
+    yield _overhead(setup, 0, Numbers, "numbers")
     for workers in WORKERS:
-        yield _overhead(setup, workers)
+        yield _overhead(setup, workers, Texts, "texts")
     yield _first_batch(setup)
     if all(importlib.util.find_spec(name) for name in ("transformers", "accelerate")):
         yield _trainers(setup)
 
 
-def _overhead(setup: Setup, workers: int) -> Row:
+def _overhead(setup: Setup, workers: int, kind: type[Numbers], items: str) -> Row:
     batches = setup.sizes.item_batches // (SLOWER if workers else 1)
-    dataset = Numbers(batches * BATCH)
+    dataset = kind(batches * BATCH)
     options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
     loaders = {
         "ours": DataLoader(dataset, BATCH, **options),
@@ -80,7 +92,7 @@ def _overhead(setup: Setup, workers: int) -> Row:
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, {max(setup.cores)})
     return Row(
-        what=f"DataLoader, {workers} workers, a batch of {BATCH} numbers",
+        what=f"DataLoader, {workers} workers, a batch of {BATCH} {items}",
         ours=median(seconds["ours"]) / batches * 1e6,
         unit="us",
         baseline=median(seconds["torch"]) / batches * 1e6,

@@ -83,6 +83,7 @@ class Places:
         ahead: deque[int] = deque()
         self.ahead = ahead
         share, position = self._share, self.start
+        everybody, mine = share.everybody, share.of(share.everybody)
         known = self._epochs.known_end(position)
         while True:
             wanted = max(BLOCK // share.step, 1) * share.step
@@ -97,8 +98,8 @@ class Places:
                 samples -= samples % share.step
             plan = self._stream.plan(position, position + samples)
             places, starts = self._places(plan), plan.starts.tolist()
-            for first in range(0, samples, share.everybody):
-                size = min(share.everybody, samples - first)
+            for first in range(0, samples, everybody):
+                size = min(everybody, samples - first)
                 if size < share.dp_size:
                     log.warning(
                         "megaresume: the last %d items of the stream are not trained: there are %d ranks",
@@ -106,7 +107,7 @@ class Places:
                         share.dp_size,
                     )
                     return
-                begin, stop = share.of(size)
+                begin, stop = mine if size == everybody else share.of(size)
                 ahead.append(position + first + size)
                 yield places[starts[first + begin] : starts[first + stop]]
             position += samples
