@@ -1,6 +1,7 @@
 """The beginning and the end of a run: what it may not save over, what the last one left half done, its lines in the
 ledger, and whether start after start leads nowhere.
 
+    distrust_tracker    Megatron's tracker may name a save that was never committed, and a power cut has torn
     check_fresh_start   a start from step 0 may not save over the checkpoints of another run: a forgotten load looks so
     record_start        a commit that was cut off is finished or given up; the start goes into the ledger
     record_end          nothing is left to train: the one proof of it that launch scripts go by
@@ -23,7 +24,8 @@ from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import DataState
 from megaresume.checkpoint.files import make_dir, remove_leftovers
 from megaresume.checkpoint.ledger import LedgerEntry, append_ledger, read_ledger, with_attempt
-from megaresume.checkpoint.paths import ledger_path, marker_path, records_dir, same_place
+from megaresume.checkpoint.paths import TRACKER, ledger_path, marker_path, megatron_tag, records_dir, same_place
+from megaresume.checkpoint.pointers import read_pointer, write_tracker
 from megaresume.checkpoint.saving.commit import publish
 from megaresume.checkpoint.step_file import new_id, read_marker, remove_marker, run_of
 from megaresume.checkpoint.system import process_age, utc
@@ -138,6 +140,40 @@ def _settle(root: Path, choice: Choice | None) -> None:
             publish(root, found.step, found.manifest, latest=marker.latest, tracker=marker.tracker, seconds=None)
         else:
             remove_marker(path)
+
+
+def distrust_tracker(root: Path) -> str | None:
+    """Megatron moves its tracker before a save is committed. If that never was, the files may hold anything as soon as
+    a machine that wrote them has gone down: the tracker names the newest complete checkpoint again, or none is left if
+    nothing was ever committed. On rank 0, as the owner of the root.
+
+    Nobody commits the saves of a Megatron that schedules them in a way of its own: such a run would lose more than one
+    save, and its tracker is believed.
+
+    Returns:
+        the tag that is named no more; None: nothing was changed.
+
+    Raises:
+        CheckpointError: no checkpoint is complete although some were committed, or the directory cannot be written.
+    """
+    tracker, candidates = read_pointer(root, TRACKER), list_candidates(root)
+    named = next((c for c in candidates if c.tag == tracker.tag and c.unfinished), None)
+    if named is None or named.iteration is None or named.tag != megatron_tag(named.iteration):
+        return None
+    marker = read_marker(marker_path(root, named.iteration, named.tag))
+    if marker is None or marker.is_safe:
+        return None
+    choice = choose(root)
+    complete = -1 if choice is None else choice.iteration
+    if complete is None:
+        return None
+    if sum(c.unfinished and c.has_dir and complete < c.order <= named.order for c in candidates) > 1:
+        return None
+    if choice is None:
+        (root / TRACKER).unlink()
+    else:
+        write_tracker(root, complete)
+    return named.tag
 
 
 def check_fresh_start(directory: str | os.PathLike[str], *, cause: str, load: str) -> None:

@@ -13,7 +13,7 @@ tells a commit that was killed before the pointers moved from pointers that some
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from megaresume.checkpoint.files import (
     flag,
     make_dir,
     read_sealed,
+    rows,
     seal,
     text,
     write_atomic,
@@ -41,6 +42,7 @@ from megaresume.checkpoint.paths import (
     step_path,
     superseded_path,
 )
+from megaresume.checkpoint.system import boots_up
 from megaresume.checkpoint.topology import Topology
 from megaresume.stream.errors import CheckpointError, StateError
 from megaresume.stream.state import StreamState
@@ -203,9 +205,11 @@ class Marker:
     #: which pointers this save will move.
     latest: bool
     tracker: bool
+    #: of the machines that write it (`system.boot_id`); empty: not known.
+    boots: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, step: StepFile, *, latest: bool, tracker: bool) -> Marker:
+    def of(cls, step: StepFile, *, latest: bool, tracker: bool, boots: Iterable[str] = ()) -> Marker:
         """Of the save that will write this data state."""
         return cls(
             iteration=step.iteration,
@@ -215,7 +219,13 @@ class Marker:
             began_at=step.saved_at,
             latest=latest,
             tracker=tracker,
+            boots=tuple(sorted(boots)),
         )
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether what was written is on the disk, or in the memory of machines that are all up since."""
+        return not self.boots or boots_up().issuperset(self.boots)
 
     def to_bytes(self) -> bytes:
         """The content of the file."""
@@ -229,6 +239,7 @@ class Marker:
             "began_at": self.began_at,
             "latest": self.latest,
             "tracker": self.tracker,
+            "boots": list(self.boots),
         }
         return seal(fields, depth=1)
 
@@ -259,6 +270,7 @@ def read_marker(path: Path) -> Marker | None:
             began_at=text(fields["began_at"]),
             latest=flag(fields["latest"]),
             tracker=flag(fields["tracker"]),
+            boots=tuple(text(boot) for boot in rows(fields.get("boots", []))),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(

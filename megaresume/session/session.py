@@ -43,6 +43,7 @@ from megaresume.checkpoint.start import (
     NOTHING_TO_TRAIN,
     check_fresh_start,
     check_progress,
+    distrust_tracker,
     record_end,
     record_start,
 )
@@ -609,6 +610,7 @@ class Session:
                 topology=topology,
                 latest=latest,
                 tracker=tracker,
+                boots=self.durability.machines.boots,
             )
 
         def write_rank_files() -> tuple[FileEntry, ...]:
@@ -698,6 +700,12 @@ def _put_back(root: Path) -> None:
     """On rank 0, as the owner of the root."""
     for tag in put_back(root):
         log.warning("megaresume: the second save of %s did not end: the first one is put back", tag)
+    if (named := distrust_tracker(root)) is not None:
+        log.warning(
+            "megaresume: %s is not trusted, which Megatron's tracker named: its save was not committed, and a machine "
+            "that wrote it has gone down since, or is none of this job's",
+            named,
+        )
 
 
 def _give_up(root: Path, iteration: int, tag: str) -> None:

@@ -21,7 +21,9 @@ from megaresume.checkpoint import (
     read_manifest,
     read_step_file,
     record_start,
+    system,
 )
+from megaresume.checkpoint.start import distrust_tracker
 from megaresume.stream.errors import CheckpointError, UsageError
 from megaresume.stream.state import StreamState
 
@@ -233,3 +235,37 @@ def test_a_start_clears_leftovers(root: Path, state: MakeState) -> None:
     leftover.write_bytes(b"half")
     record_start(root, iteration=30, state=state(240), choice=choose(root))
     assert not leftover.exists()
+
+
+def _in_megatron(root: Path, model: Model, state: MakeState, *iterations: int) -> None:
+    """Saves whose files are there and which Megatron's tracker names, and no commit."""
+    for iteration in iterations:
+        pending = begin_save(root, tag=f"iter_{iteration:07d}", iteration=iteration, state=state(8 * iteration))
+        model(pending.tag_dir, state(8 * iteration))
+        (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+
+
+def test_a_tracker_that_no_commit_followed(
+    tmp_path: Path, save: Save, state: MakeState, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is believed as long as the machine is up: what a power cut has torn has its size all the same."""
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    save(tmp_path, 10, tag="iter_0000010")
+    _in_megatron(tmp_path, model, state, 20)
+    assert distrust_tracker(tmp_path) is None and tracker.read_text() == "20"
+    monkeypatch.setattr(system, "boot_id", lambda: "after the power cut")
+    assert distrust_tracker(tmp_path) == "iter_0000020" and tracker.read_text() == "10"
+    assert distrust_tracker(tmp_path) is None
+    monkeypatch.undo()
+    _in_megatron(tmp_path, model, state, 30)  # a Megatron whose saves nobody commits: no more than one is lost
+    monkeypatch.setattr(system, "boot_id", lambda: "after the power cut")
+    assert distrust_tracker(tmp_path) is None and tracker.read_text() == "30"
+
+
+def test_a_first_save_that_no_commit_followed(
+    tmp_path: Path, state: MakeState, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _in_megatron(tmp_path, model, state, 10)
+    monkeypatch.setattr(system, "boot_id", lambda: "after the power cut")
+    assert distrust_tracker(tmp_path) == "iter_0000010"
+    assert not (tmp_path / "latest_checkpointed_iteration.txt").exists() and choose(tmp_path) is None

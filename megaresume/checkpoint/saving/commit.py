@@ -113,6 +113,7 @@ def begin_save(
     expected_files: Iterable[str] | None = None,
     latest: bool = True,
     tracker: bool = True,
+    boots: Iterable[str] | None = None,
 ) -> PendingCheckpoint:
     """Announce a save and capture its values. On rank 0, before any rank writes a model file.
 
@@ -130,6 +131,7 @@ def begin_save(
         expected_files: what the tag directory must hold in the end; may also be given to `commit_save`.
         latest: whether the commit moves DeepSpeed's ``latest``.
         tracker: whether it moves Megatron's tracker. False where Megatron moves it itself.
+        boots: of the machines that will write it (`system.boot_id`); None: of this one alone.
 
     Raises:
         UsageError: impossible tag or negative iteration.
@@ -153,7 +155,9 @@ def begin_save(
         state=state,
         framework=framework,
     )
-    write_marker(marker_path(root, iteration, tag), Marker.of(step, latest=latest, tracker=tracker))
+    write_marker(
+        marker_path(root, iteration, tag), Marker.of(step, latest=latest, tracker=tracker, boots=_boots(boots))
+    )
     return PendingCheckpoint(
         save_dir=root,
         step=step,
@@ -203,7 +207,7 @@ def commit_save(
         files=files,
         beside=others,
         durable=False,
-        boots=tuple(sorted({system.boot_id()} if boots is None else set(boots))),
+        boots=_boots(boots),
     )
     # One fsync of the directory for both: should a power cut lose only the state, the manifest tells.
     write_step_file(step_path(root, step.iteration, step.tag), step, sync_dir=False)
@@ -213,6 +217,10 @@ def commit_save(
         write_data_config(root, origin)
     publish(root, step, manifest, latest=pending.latest, tracker=pending.tracker, seconds=seconds, notes=notes)
     return Commit(step=step, manifest=manifest, seconds=time.time() - pending.began, notes=notes)
+
+
+def _boots(boots: Iterable[str] | None) -> tuple[str, ...]:
+    return tuple(sorted({system.boot_id()} if boots is None else set(boots)))
 
 
 def abandon_save(root: Path, *, iteration: int, tag: str) -> None:

@@ -5,7 +5,7 @@
                     its part          step_0000010.synced/node_00001.json      (the node of rank 0 needs none)
     rank 0          all checksums     into the manifest
     each node       its files and the directories forced to the disk; its part says so
-    rank 0          all parts there?
+    rank 0          all parts there? Megatron's tracker forced, too
                     manifest: durable true                                             <- durable
                     ledger line
                     the older save of the same step removed, old checkpoints pruned, parts removed
@@ -43,7 +43,7 @@ from megaresume.checkpoint.files import (
 from megaresume.checkpoint.ledger import append_ledger
 from megaresume.checkpoint.lock import check_owned, write_fenced
 from megaresume.checkpoint.manifest import FileEntry, Manifest, checksum_file, read_manifest
-from megaresume.checkpoint.paths import ledger_path, manifest_path, part_path, records_dir, step_path
+from megaresume.checkpoint.paths import TRACKER, ledger_path, manifest_path, part_path, records_dir, step_path
 from megaresume.checkpoint.saving.copying import write_copy
 from megaresume.checkpoint.saving.older import changing, remove_older
 from megaresume.checkpoint.saving.rank_files import remove_orphans
@@ -218,7 +218,11 @@ def finish(
 
     Raises:
         CheckpointError: the disk refuses, or the root has another owner by now.
+        NotForcedError: see `force`.
     """
+    # Megatron writes its own in place, and forces nothing.
+    if (root / TRACKER).exists() and (words := _force(root / TRACKER, os.O_RDONLY)):
+        raise NotForcedError(words)
     step = _replace(root, replace(manifest, files=_with(manifest, checksums), durable=True, boots=()))
     if step is None:
         return ()
