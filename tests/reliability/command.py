@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 from tests.reliability import cuts, damage, document, faults, kills, staging
 from tests.reliability.harness import Harness, Lost
@@ -34,12 +35,16 @@ COPIES: dict[staging.Kind, str] = {
     "lost": COPY.format("local storage lost"),
 }
 KILL_OF = "SIGKILL in a save, {}: before a file operation of either rank"
+WRITE_OF = "SIGKILL in a save, {}: in the middle of a write of either rank"
 WRITER = "SIGKILL of all ranks at a random moment of a save, decoupled writer"
 CUT_OF = "power cut in a save, {}: what the next start chooses"
 #: by kind of job: its name in rows.
 KINDS: dict[Kind, str] = {"loader": "attached loader", "pipeline": "pipeline engine"}
-#: by kind of job of Megatron: its row.
+#: by kind of job of Megatron: its rows.
 MEGATRON_ROWS: dict[Kind, str] = {kind: KILL_OF.format(f"Megatron-LM, {kind}") for kind in MEGATRON}
+MEGATRON_WRITES: dict[Kind, str] = {kind: WRITE_OF.format(f"Megatron-LM, {kind}") for kind in MEGATRON}
+MEGATRON_CUTS: dict[Kind, str] = {kind: CUT_OF.format(f"Megatron-LM, {kind}") for kind in MEGATRON}
+MODES: tuple[Literal["kill", "half"], ...] = ("kill", "half")
 FLIP = "flip"
 
 
@@ -119,7 +124,6 @@ def cut_power(harness: Harness, results: Results, number: int) -> None:
 
 def try_kinds(harness: Harness, results: Results, every: int) -> None:
     """Kills and power cuts in jobs of other kinds."""
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     for kind, name in KINDS.items():
         row = KILL_OF.format(name)
         for rank, mode in ((0, "kill"), (1, "kill"), (1, "half")):
@@ -129,40 +133,45 @@ def try_kinds(harness: Harness, results: Results, every: int) -> None:
                     results.add(row, "resumed exactly")
             except Lost as error:
                 results.add_lost(row, error)
-        _cut_power_of(harness, results, kind, name, 480 // every, memory)
+        cut_kind(harness, results, kind, CUT_OF.format(name), 480 // every)
     try:
         for _ in kills.random_moments(harness, 1, 40 // every, "writer", longest=1.0):
             results.add(WRITER, "resumed exactly")
     except Lost as error:
         results.add_lost(WRITER, error)
-    _cut_power_of(harness, results, "writer", "decoupled writer", 480 // every, memory)
+    cut_kind(harness, results, "writer", CUT_OF.format("decoupled writer"), 480 // every)
 
 
-def _cut_power_of(harness: Harness, results: Results, kind: Kind, name: str, number: int, memory: str | None) -> None:
-    row = CUT_OF.format(name)
+def try_megatron(harness: Harness, results: Results, every: int, *, quick: bool) -> None:
+    """Kills in the saves of Megatron, of the ranks and of the processes that write for them, and power cuts. Quick: of
+    rank 0, in one format."""
+    for kind, mode, rank, while_it in itertools.product(MEGATRON, MODES, (0, 1), ("saves", "writes")):
+        if (while_it == "writes" and kind == "torch") or (quick and (kind, rank) != ("torch", 0)):
+            continue
+        row = (MEGATRON_ROWS if mode == "kill" else MEGATRON_WRITES)[kind]
+        step = every if quick or (mode, rank, while_it) == ("kill", 0, "saves") else max(1, every // 4)
+        try:
+            for outcome in _of_kills(kills.in_saves(harness, 0, rank, mode, kind, every=step, while_it=while_it)):  # type: ignore[arg-type]
+                results.add(row, outcome)
+        except Lost as error:
+            results.add_lost(row, error)
+        results.save()
+        print(f"{row}, rank {rank} {while_it}: {dict(results.counts.get(row, {}))}", flush=True)
+    for kind, row in MEGATRON_CUTS.items():
+        if not quick or kind == "torch":
+            cut_kind(harness, results, kind, row, 480 // every)
+            print(f"{row}: {dict(results.counts[row])}", flush=True)
+
+
+def cut_kind(harness: Harness, results: Results, kind: Kind, row: str, number: int) -> None:
+    """So many power cuts on every file system in a job of one kind."""
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="megaresume-cuts-", dir=memory) as work:
         for verdict, words in cuts.power_cuts_of(harness, Path(work), kind, number):
             if verdict in ("lost", "other bytes"):
                 results.add_lost(row, Lost(f"{verdict}: {words}"))
             else:
                 results.add(row, verdict)
-
-
-def try_megatron(harness: Harness, results: Results, every: int, *, quick: bool) -> None:
-    """Kills in the saves of Megatron: of the ranks, and of the processes that write for them. Quick: of rank 0, in one
-    format."""
-    for kind, row in MEGATRON_ROWS.items():
-        for rank, while_it in ((0, "saves"), (1, "saves"), (0, "writes"), (1, "writes")):
-            if (while_it == "writes" and kind == "torch") or (quick and (kind, rank) != ("torch", 0)):
-                continue
-            step = every if (rank, while_it) == (0, "saves") else max(1, every // 4)
-            try:
-                for outcome in _of_kills(kills.in_saves(harness, 0, rank, "kill", kind, every=step, while_it=while_it)):  # type: ignore[arg-type]
-                    results.add(row, outcome)
-            except Lost as error:
-                results.add_lost(row, error)
-            results.save()
-            print(f"{row}, rank {rank} {while_it}: {dict(results.counts.get(row, {}))}", flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -19,7 +19,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.reliability.job import BATCH, MEGATRON, WORLD_SIZE, Report, Task
+from megaresume.checkpoint import system
+from megaresume.hosts.megatron.host import latest_host
+from tests.reliability.job import BATCH, MEGATRON, WORLD_SIZE, Report, Task, end_threads
 from tests.reliability.shim import Shim
 
 MINI = Path(__file__).parents[1] / "hosts" / "megatron" / "mini"
@@ -38,14 +40,17 @@ def warm() -> None:
 
 
 def arguments(task: Task) -> list[str]:
-    """Of the script. A job that saves ends with its save, and has then waited for it."""
-    last = task.saves[0] if task.saves else task.stop
+    """Of the script. A job that saves ends with its last save, and has then waited for it."""
+    last = task.saves[-1] if task.saves else task.stop
     words: list[object] = ["--megaresume-data", task.data, "--seed", 7, "--seq-length", 32, "--vocab-size", 65]
     words += ["--micro-batch-size", BATCH // WORLD_SIZE, "--global-batch-size", BATCH, "--train-iters", last]
     if task.saves:
         form, *more = MEGATRON[task.kind]
-        words += ["--save", task.directory, "--load", task.directory, "--save-interval", last, "--ckpt-format", form]
-        words += [*more, "--megaresume-max-starts", 0]
+        interval = last if len(task.saves) == 1 else task.saves[1] - task.saves[0]
+        words += ["--save", task.directory, "--load", task.directory, "--save-interval", interval]
+        words += ["--ckpt-format", form, *more, "--megaresume-max-starts", 0]
+        if task.recording is not None:
+            words += ["--megaresume-keep-last", task.keep]
     return [str(word) for word in words]
 
 
@@ -57,6 +62,9 @@ class Steps:
         self.fault = task.fault if task.fault is not None and task.fault.rank == rank else None
         self.shim, self.model, self.saves = Shim(), None, False
         os.register_at_fork(after_in_child=self._forked)
+        if task.recording is not None:
+            system.boot_id = lambda: f"node of rank {rank}"
+            self._record()
 
     def begins(self, args: Any, model: Any) -> None:
         """Before the forward pass of a step."""
@@ -76,6 +84,9 @@ class Steps:
 
     def ends(self) -> None:
         """The job is over."""
+        if self.task.recording is not None and (host := latest_host()) is not None:
+            host.session.close()  # which waits until all is durable
+            end_threads()
         self.shim.disarm()
         if self.saves:
             self.report("saved", step=self.task.saves[0])
@@ -85,7 +96,13 @@ class Steps:
         assert self.fault is not None
         self.shim.arm(self.task.directory, at=self.fault.at, mode=self.fault.mode, log=self.log)
 
+    def _record(self) -> None:
+        self.shim.arm(self.task.directory.parent, mode="record", log=self.log)
+
     def _forked(self) -> None:
+        if self.task.recording is not None:
+            self._record()
+            return
         self.shim.disarm()
         if self.saves and self.fault is not None and self.fault.while_it == "writes":
             self._arm()

@@ -20,7 +20,9 @@ from tests.reliability.command import (
     FLIP,
     KILL_OF,
     KINDS,
+    MEGATRON_CUTS,
     MEGATRON_ROWS,
+    MEGATRON_WRITES,
     MOMENT,
     SAVE,
     START,
@@ -74,11 +76,13 @@ def test_other_kinds_of_jobs(results: dict[str, Any], name: str) -> None:
 
 
 def test_saves_of_megatron(results: dict[str, Any]) -> None:
-    """The quick command knows one format."""
-    rows = MEGATRON_ROWS if not results["quick"] else {"torch": MEGATRON_ROWS["torch"]}
-    for row in rows.values():
-        assert [line for line in results["lost"] if line.startswith(row)] == [], results["output"][-3000:]
-        assert sum(results["counts"][row].values()) >= (2 if results["quick"] else 10)
+    """Kills between and in the middle of writes, and power cuts. The quick command knows one format."""
+    for rows, least in ((MEGATRON_ROWS, 10), (MEGATRON_WRITES, 20), (MEGATRON_CUTS, 500)):
+        for kind, row in rows.items():
+            if results["quick"] and kind != "torch":
+                continue
+            assert [line for line in results["lost"] if line.startswith(row)] == [], results["output"][-3000:]
+            assert sum(results["counts"][row].values()) >= (least // 20 + 1 if results["quick"] else least)
 
 
 def test_saves_in_the_background(results: dict[str, Any]) -> None:
