@@ -60,9 +60,10 @@ def attach_accelerator(
     """
     on_all_ranks(lambda: check_accelerator(accelerator, loader))
     checkpoints = on_all_ranks(lambda: _with_naming(checkpoints, accelerator.project_configuration))
-    steps = Steps(on_all_ranks(lambda: feed_of(loader, "attach_accelerator")), clock="optimizer.step()")
+    feed = on_all_ranks(lambda: feed_of(loader, "attach_accelerator"))
+    steps = Steps(feed, clock="optimizer.step()")
     host = AcceleratorHost(accelerator, steps)
-    session = open_session(host, steps, checkpoints, accelerator.device, stop, lambda: loop.save())
+    session = steps.session = open_session(host, feed, checkpoints, accelerator.device, stop, lambda: loop.save())
     loop = AcceleratedLoop(host, session)
     setattr(accelerator, _SLOT, loop)
     return loop

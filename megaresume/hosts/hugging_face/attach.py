@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+from dataclasses import replace
 from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
-from megaresume.checkpoint.saving.retention import Retention
 from megaresume.hosts.hugging_face.hooks import HOOKED, Hooks
 from megaresume.hosts.hugging_face.host import TrainerHost
 from megaresume.hosts.torch.feeds import Items
-from megaresume.session.random_state import RandomState
-from megaresume.session.ranks import on_all_ranks, same_on_all_ranks
-from megaresume.session.session import Session
+from megaresume.hosts.torch.loop import open_session
+from megaresume.session.ranks import on_all_ranks
+from megaresume.session.settings import Checkpoints
 from megaresume.session.stopping import StopConditions
 from megaresume.stream.config import Append, OnChange
 from megaresume.stream.errors import UsageError
@@ -35,8 +35,7 @@ def attach_trainer(
     *,
     append: Append | None = None,
     on_change: OnChange = "refuse",
-    keep_every: int | None = None,
-    checksums: bool = True,
+    checkpoints: Checkpoints = Checkpoints(),
     stop: StopConditions | None = None,
 ) -> DataLoader:
     """Give a Trainer its data in an exact order, and its checkpoints the state of that data. Call it on every rank,
@@ -51,8 +50,8 @@ def attach_trainer(
         data: a map-style dataset, or several: ``{name: (dataset, weight)}``; None: its ``train_dataset``.
         append: what a resume does if a dataset has grown: see `megaresume.DataLoader`.
         on_change: what a resume does if weights or datasets changed: ``refuse`` it, or begin a ``stage`` there.
-        keep_every: besides the newest, keep the checkpoints of every N-th step.
-        checksums: take checksums of all files after a save, in the background, and compare them at a resume.
+        checkpoints: what is kept besides the newest, how often a save is tried, and so on. The Trainer's own settings
+            say where it saves, and how many it keeps.
         stop: when to save and exit, with `megaresume.Stopped`.
 
     Returns:
@@ -64,30 +63,36 @@ def attach_trainer(
     """
     on_all_ranks(lambda: check_trainer(trainer))
     args = trainer.args
+    checkpoints = on_all_ranks(lambda: _of_trainer(checkpoints, args))
     data = trainer.train_dataset if data is None else data
     loader = on_all_ranks(lambda: _loader(trainer, data, append=append, on_change=on_change))
     host = TrainerHost(trainer, loader)
-    session = Session(
-        host,
-        Items(loader),
-        save_dir=args.output_dir,
-        retention=Retention(keep_last=args.save_total_limit or None, keep_every=keep_every),
-        checksums=checksums,
-        random=RandomState(host.iteration, args.device, lambda: f"data-parallel rank {loader.dp_rank}"),
-        stop=stop,
-        on_stop=lambda: trainer._save_checkpoint(trainer.model, None),
+    session = open_session(
+        host, Items(loader), checkpoints, args.device, stop, lambda: trainer._save_checkpoint(trainer.model, None)
     )
-    session.start()
-    same_on_all_ranks(
-        repr((loader.stream.config.to_dict(), sorted(loader.stream.fingerprints.items()))),
-        "the dataset",
-        cause="the nodes have different copies of it, or it was made with random numbers",
-        action="make the dataset from the same files, and with the same seed, on every rank",
-    )
-    if session.stopper is not None:
-        session.stopper.install()
     setattr(trainer, _SLOT, Hooks(host, session))
     return loader
+
+
+def _of_trainer(checkpoints: Checkpoints, args: Any) -> Checkpoints:
+    """With what the Trainer's own settings say of directory and retention."""
+    own = {
+        "save_dir": ("output_dir", checkpoints.save_dir),
+        "keep_last": ("save_total_limit", checkpoints.keep_last),
+        "elastic": (None, checkpoints.elastic),
+        "adopt": (None, checkpoints.adopt),
+    }
+    for name, (setting, found) in own.items():
+        if found:
+            raise UsageError(
+                f"{name} cannot be used with attach_trainer",
+                found=f"Checkpoints({name}={found!r})",
+                expected="not set",
+                action=f"set {setting} of TrainingArguments"
+                if setting
+                else "leave it out: it is for DeepSpeed engines",
+            )
+    return replace(checkpoints, save_dir=args.output_dir, keep_last=args.save_total_limit or None)
 
 
 def _loader(trainer: Any, data: Any, *, append: Append | None, on_change: OnChange) -> DataLoader:

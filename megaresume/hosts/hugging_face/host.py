@@ -15,6 +15,7 @@ from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import Envelope
 from megaresume.checkpoint.topology import Topology
+from megaresume.session.file_errors import writing
 from megaresume.session.host import Reading, Save
 from megaresume.session.ranks import on_all_ranks
 from megaresume.stream.errors import StateError
@@ -96,7 +97,12 @@ class TrainerHost:
     def write(self, save: Save, write: Any) -> None:
         """Write a checkpoint by the Trainer's own method ``write()``, with the data state in its trainer_state.json."""
         self.trainer.state.stateful_callbacks[KEY] = save.envelope.to_dict()
-        on_all_ranks(write)
+
+        def write_files() -> None:
+            with writing(save.save_dir / save.tag):
+                write()
+
+        on_all_ranks(write_files)
 
     def read(self, choice: Choice) -> Reading:
         """What lies with the weights, which the Trainer reads later. On every rank; raises on its own.

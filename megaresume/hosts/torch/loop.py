@@ -39,7 +39,7 @@ from megaresume.hosts.torch import files
 from megaresume.hosts.torch.feeds import Feed, feed_of
 from megaresume.hosts.torch.steps import Steps
 from megaresume.session.file_errors import writing
-from megaresume.session.host import Reading, Resume, Save
+from megaresume.session.host import Host, Reading, Resume, Save
 from megaresume.session.random_state import RandomState
 from megaresume.session.ranks import all_come, is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
 from megaresume.session.session import Session
@@ -266,15 +266,15 @@ def attach_loop(
     feed = on_all_ranks(lambda: feed_of(loader, "attach_loop"))
     steps = Steps(feed)
     host = LoopHost(steps, on_all_ranks(lambda: files.Objects(objects)), writer)
-    session = open_session(host, steps, checkpoints, host.objects.device, stop, lambda: loop.save())
+    session = steps.session = open_session(host, feed, checkpoints, host.objects.device, stop, lambda: loop.save())
     loop = Loop(steps, host, session)
     atexit.register(host.look_at_exit)
     return loop
 
 
 def open_session(
-    host: Any,
-    steps: Steps,
+    host: Host,
+    feed: Feed,
     checkpoints: Checkpoints,
     device: Any,
     stop: StopConditions | None,
@@ -284,12 +284,11 @@ def open_session(
 
     Args:
         host: of the loop.
-        steps: what it has trained.
+        feed: what it trains.
         checkpoints: where it saves.
         device: whose generators are saved, besides those on the CPU.
         stop, on_stop: when it is to save and exit, and how it saves then.
     """
-    feed: Feed = steps.feed
     rank = feed.loader.dp_rank  # type: ignore[attr-defined]
     session = Session(
         host,
@@ -304,7 +303,6 @@ def open_session(
         stop=stop,
         on_stop=on_stop,
     )
-    steps.session = session
     session.start()
     stream = feed.stream
     on_all_ranks(lambda: bool(stream.fingerprints))
