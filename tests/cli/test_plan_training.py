@@ -38,7 +38,8 @@ def planner(runs: Any, capsys: pytest.CaptureFixture[str], request: pytest.Fixtu
 
 
 def test_refusals_and_the_end(planner: Planner, data_yaml: Path) -> None:  # noqa: F811
-    planner.launch("--train-iters 8 --global-batch-size 4 --save-interval 4", kill_after=6)
+    slow = "--megaresume-min-step-seconds 1"  # the kill comes before step 8
+    planner.launch(f"--train-iters 8 --global-batch-size 4 --save-interval 4 {slow}", kill_after=5)
 
     # Other ranks for ZeRO, batches that do not divide, another mixture.
     new = data_yaml.with_name("plan_new.yaml")

@@ -26,12 +26,12 @@ from megaresume.session.stopping import StopConditions
 
 #: holds a root, as a process of another job.
 OTHER = """
-import sys, time
+import sys
 from megaresume.checkpoint import lock
 lock.RENEW_SECONDS = 0.1
 lock.take(sys.argv[1])
 print("TAKEN", flush=True)
-time.sleep(600)
+sys.stdin.read()  # until it is killed, or nobody is left who would do it
 """
 
 
@@ -40,9 +40,8 @@ def other_job(root: Path, **env: str) -> subprocess.Popen[str] | None:
     job: list[subprocess.Popen[str]] = []
 
     def begin() -> None:
-        process = subprocess.Popen(
-            [sys.executable, "-c", OTHER, str(root)], stdout=subprocess.PIPE, text=True, env=os.environ | env
-        )
+        command, pipe = [sys.executable, "-c", OTHER, str(root)], subprocess.PIPE
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=os.environ | env)
         assert process.stdout is not None
         while process.stdout.readline() != "TAKEN\n":
             assert process.poll() is None

@@ -7,6 +7,7 @@ record every step must be there once. A "node" is a call of a script of its own.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -57,7 +58,8 @@ class Node:
     @property
     def decisions(self) -> list[str]:
         """What the script itself said, without the time."""
-        return [line.split("] ", 1)[1] for line in self.text.splitlines() if ".sh, node " in line]
+        # A rank that prints at the same moment may begin or end its own words on the same line.
+        return re.findall(r"\.sh, node \d+\] (.*?)(?=\[|$)", self.text, re.MULTILINE)
 
     def below(self) -> list[psutil.Process]:
         try:
