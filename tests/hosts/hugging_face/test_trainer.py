@@ -7,11 +7,7 @@ with one rank. What was trained is put together from the lines that the training
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +24,11 @@ from megaresume.checkpoint.paths import ledger_path
 from megaresume.cli.main import main
 from megaresume.stream.errors import StateError, UsageError
 from tests.hosts.hugging_face.program import ITEMS, Numbers, Recorder, make
+from tests.hosts.torch.record import items, launch, lines, trained
 
 pytestmark = pytest.mark.process
 
 PROGRAM = Path(__file__).with_name("program.py")
-ROOT = PROGRAM.parents[3]
-
-
-def launch(output: Path, ranks: int, **options: Any) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    words += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(PROGRAM), str(output), json.dumps(options)]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(words, env=env, capture_output=True, text=True)
 
 
 def run(output: Path, *, attach: Any = None, resume: Any = True, **options: Any) -> Recorder:
@@ -48,32 +37,6 @@ def run(output: Path, *, attach: Any = None, resume: Any = True, **options: Any)
     megaresume.attach_trainer(trainer, **attach or {})
     trainer.train(resume_from_checkpoint=resume)
     return trainer
-
-
-def lines(output: Path) -> list[dict[str, Any]]:
-    paths = sorted(output.parent.glob(f"{output.stem}.record.*"))
-    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
-
-
-def trained(output: Path) -> list[list[int]]:
-    """The items of each step, in the order of the stream; what a later process did again counts once."""
-    steps: dict[int, dict[int, list[list[int]]]] = {}
-    written = lines(output)
-    for attempt in sorted({line["attempt"] for line in written}):
-        mine = [line for line in written if line["attempt"] == attempt]
-        first = min(line["step"] for line in mine)
-        steps = {step: of_ranks for step, of_ranks in steps.items() if step < first}
-        for line in mine:
-            steps.setdefault(line["step"], {}).setdefault(line["rank"], []).append(line["items"])
-    assert sorted(steps) == list(range(1, len(steps) + 1))
-    return [
-        [item for of_ranks in zip_longest(*steps[step].values(), fillvalue=[]) for items in of_ranks for item in items]
-        for step in sorted(steps)
-    ]
-
-
-def items(steps: list[list[int]]) -> list[int]:
-    return list(chain.from_iterable(steps))
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +59,7 @@ def order(whole: Path) -> list[int]:
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with two ranks, killed in the second epoch: rank 0 in the middle of the save of step 20."""
     output = tmp_path_factory.mktemp("killed") / "run"
-    done = launch(output, 2, kill=("save", 20))
+    done = launch(PROGRAM, output, 2, kill=("save", 20))
     assert done.returncode != 0 and "SIGKILL" in done.stderr, done.stderr[-3000:]
     assert (output / "checkpoint-20").is_dir()
     return output
@@ -123,7 +86,7 @@ def test_what_two_ranks_trained_before_the_kill(killed: Path, order: list[int]) 
 
 
 def test_the_same_two_ranks(copy: Path, order: list[int], capfd: pytest.CaptureFixture[str]) -> None:
-    done = launch(copy, 2, attempt=2)
+    done = launch(PROGRAM, copy, 2, attempt=2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "resumed at sample 120" in done.stdout and "repeated 0 skipped 0" in done.stdout
     assert "from checkpoint-15 | random state restored" in done.stdout
@@ -206,7 +169,7 @@ def test_killed_again_and_again_on_one_rank_and_on_two(tmp_path: Path, order: li
         [(1, 7, "step", 4, 0), (2, 10, "save", 2, 1), (1, 13, "step", 3, 2), (2, 20, "save", 1, 0), (2, 0, "", 3, 1)]
     ):
         options = {"per_device_train_batch_size": size, "dataloader_num_workers": workers}
-        done = launch(output, ranks, attempt=attempt, kill=(where, step), **options)
+        done = launch(PROGRAM, output, ranks, attempt=attempt, kill=(where, step), **options)
         assert (done.returncode == 0) == (not where), done.stderr[-3000:]
     assert items(trained(output)) == order
 
