@@ -72,7 +72,7 @@ def test_killed_twice_and_run_again_gives_the_same_bytes(source, whole, tmp_path
     args = (source, "--output", prefix, "--workers", workers, "--block-bytes", 20_000, "--json")
     for parts in (3, 30):
         process = subprocess.Popen(command(*args), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while len(list(tmp_path.glob("out.prepare/part-*"))) < parts:
             assert process.poll() is None, process.communicate()[1]
             assert time.monotonic() < deadline

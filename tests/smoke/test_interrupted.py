@@ -55,7 +55,7 @@ def test_nothing_is_left_behind(tmp_path: Path, number: signal.Signals) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while len(marked(tmp_path)) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(marked(tmp_path)) == 2

@@ -25,7 +25,7 @@ def start(directory: Path, text: str, *, nodes: int = 1, grace: float = 20) -> L
         nodes=nodes, ranks_per_node=1, flags=(str(directory),), env=(), run_dir=directory / "run", name="run"
     )
     job = LocalScript(script, launch, grace=grace)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while len(ranks(directory)) < nodes and time.monotonic() < deadline:
         time.sleep(0.02)
     return job
@@ -52,7 +52,7 @@ def test_sigkill_ends_one_rank_of_the_last_node(tmp_path: Path) -> None:
     script.write_text(text)
     launch = Launch(nodes=2, ranks_per_node=1, flags=(str(tmp_path),), env=(), run_dir=tmp_path / "run", name="run")
     job = LocalScript(script, launch, grace=3)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not (ranks(tmp_path) and (tmp_path / "ranks.0").exists()) and time.monotonic() < deadline:
         time.sleep(0.02)
     (victim,) = ranks(tmp_path)
