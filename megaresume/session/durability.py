@@ -78,14 +78,16 @@ class _Work:
     owners: Mapping[str, int]
     retention: Retention = KEEP_ALL
     checksums: dict[str, str | None] | None = None
-    #: when another save of the run was submitted; None: none was.
-    passed: float | None = field(default=None)
+    #: since when nobody expects a manifest any more: a later save is committed, or the run ends; None: it may come.
+    passed: float | None = None
     #: whether the last try failed.
     failed: bool = False
     #: files that could not be forced to the disk; why; whether all of them are there now.
     lost: set[str] = field(default_factory=set)
     error: str = ""
     is_forced: bool = False
+    #: whether what was saved is nowhere any more.
+    is_gone: bool = False
 
     def paths(self, manifest: Manifest) -> Iterable[str]:
         """What this machine has to do: its own files, and of those that are nobody's all of them, to be safe."""
@@ -155,8 +157,6 @@ class Durability:
             retention=retention,
         )
         with self._changed:
-            for earlier in self._queue:
-                earlier.passed = earlier.passed or time.monotonic()
             self._queue.append(work)
             self._closing = False
             if self._thread is None:
@@ -221,8 +221,6 @@ class Durability:
                 try:
                     is_over = self._advance(work)
                     pause = FIRST_PAUSE
-                except FileNotFoundError:
-                    is_over = True  # pruned or saved again meanwhile
                 except (MegaresumeError, NotForcedError, OSError) as error:
                     log.warning("megaresume: %s is complete but not durable yet: %s", work.tag, error)
                     is_over, seconds = False, pause
@@ -247,31 +245,53 @@ class Durability:
         manifest = committed(work.root, work.iteration, work.tag, work.save_id)
         if manifest is None:
             return work.passed is not None and time.monotonic() - work.passed >= PATIENCE_FOR_COMMIT
+        self._pass_before(work)
         if manifest.durable:
             return True
+        try:
+            return self._make_durable(work, manifest)
+        except GoneError as error:
+            words = str(error)
+        except FileNotFoundError:
+            still = committed(work.root, work.iteration, work.tag, work.save_id)
+            if still is None or not (work.root / work.tag).is_dir():
+                return True  # pruned or saved again meanwhile
+            missing = [path for path in work.paths(manifest) if not (work.root / work.tag / path).exists()]
+            if not missing:
+                raise  # of the records: there again at the next try
+            words = f"somebody deleted {', '.join(missing)}"
+        work.is_gone, work.error, work.checksums = True, words, work.checksums or {}
+        self._exchange(work, manifest)
+        log.error("megaresume: %s is damaged, and no start takes it: %s", work.tag, words)
+        return True
+
+    def _pass_before(self, work: _Work) -> None:
+        """Saves are committed in the order in which they were made."""
+        with self._changed:
+            for earlier in self._queue[: self._queue.index(work)] if work in self._queue else ():
+                earlier.passed = earlier.passed or time.monotonic()
+
+    def _make_durable(self, work: _Work, manifest: Manifest) -> bool:
         mine = list(work.paths(manifest))
         if work.checksums is None:
             work.checksums = take_checksums(work.root, manifest, mine, read=self._checksums)
             # Nobody knows any more which of them could not be forced.
             work.lost |= {path for path in mine if work.machine == 0 and not manifest.boots}
         parts = self._exchange(work, manifest)
-        try:
-            if not work.is_forced:
-                again = {path: work.checksums[path] for path in work.lost}
-                force(work.root, manifest, mine, again=again)
-                work.is_forced, work.error = True, ""
-        except (NotForcedError, GoneError) as error:
-            work.error = str(error)
-            if isinstance(error, NotForcedError):
+        if not work.is_forced:
+            try:
+                force(work.root, manifest, mine, again={path: work.checksums[path] for path in work.lost})
+            except NotForcedError as error:
                 work.lost |= error.paths
-            self._exchange(work, manifest)
-            if isinstance(error, NotForcedError):
+                work.error = str(error)
+                self._exchange(work, manifest)
                 raise
-            log.error("megaresume: %s is damaged, and no start takes it: %s", work.tag, error)
-            return True
+            work.is_forced, work.error = True, ""
         if work.machine != 0:
             self._exchange(work, manifest)
             return True
+        if gone := [part.error for part in parts if part is not None and part.is_gone]:
+            raise GoneError("; ".join(gone))
         if not all(part is not None and part.is_forced for part in parts):
             return False
         finish(work.root, manifest, work.all_checksums(parts), retention=work.retention)
@@ -282,7 +302,7 @@ class Durability:
         the parts of the others."""
         assert work.checksums is not None
         if work.machine != 0:
-            part = Part(checksums=work.checksums, is_forced=work.is_forced, error=work.error)
+            part = Part(checksums=work.checksums, is_forced=work.is_forced, error=work.error, is_gone=work.is_gone)
             write_part(work.root, manifest, work.machine, part)
             return []
         parts = [read_part(work.root, manifest, machine) for machine in range(1, work.machines)]

@@ -251,3 +251,50 @@ def test_a_disk_that_refuses_holds_up_no_save_of_the_same_step(root: Path, compl
     ledger.write_bytes(content)
     work.close()
     assert not_durable(root) == () and taken(root) == 40
+
+
+def test_a_later_save_does_not_give_up_an_earlier_one(
+    root: Path, complete: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two saves in the background: the first one is committed long after the second one began."""
+    monkeypatch.setattr(durability, "PATIENCE_FOR_COMMIT", 0.0)
+    path, work = root / "megaresume" / "step_0000040.manifest.json", Durability(checksums=True)
+    content = path.read_bytes()
+    path.unlink()
+    work.submit(root, iteration=40, tag="global_step40", save_id=complete.save_id)
+    work.submit(root, iteration=50, tag="global_step50", save_id="of a save that goes on")
+    first, second = work._queue
+    assert not work._advance(first) and not work._advance(second)
+    path.write_bytes(content)
+    work.wait_for(root, "global_step50")
+    work.close()
+    assert not_durable(root) == () and taken(root) == 40
+
+
+def test_a_record_that_is_gone_for_a_moment_is_no_pruned_checkpoint(
+    root: Path, complete: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object) -> None:
+        monkeypatch.undo()
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(durability, "note_checksums", gone)
+    work = Durability(checksums=True)
+    work.submit(root, iteration=40, tag="global_step40", save_id=complete.save_id)
+    work.close()
+    assert not_durable(root) == () and taken(root) == 40
+
+
+def test_nobody_waits_for_a_file_that_was_deleted(
+    root: Path, complete: Manifest, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not on the machine that wrote it, and not on that of rank 0."""
+    mine, its = (entry.path for entry in complete.files)
+    (root / "global_step40" / its).unlink()
+    other, work = Durability(checksums=True), _work(root, complete, machines=2)
+    work.machine = 1
+    assert other._advance(work)
+    part = read_part(root, complete, 1)
+    assert part is not None and part.is_gone and its in part.error and mine not in part.error
+    assert Durability(checksums=True)._advance(_work(root, complete, machines=2))
+    assert its in caplog.text and taken(root) == 30

@@ -173,6 +173,8 @@ class Part:
     is_forced: bool
     #: why it could not be, at the last try.
     error: str = ""
+    #: whether what was saved is nowhere any more: there will be no other try.
+    is_gone: bool = False
 
 
 def write_part(root: Path, manifest: Manifest, node: int, part: Part) -> None:
@@ -185,6 +187,7 @@ def write_part(root: Path, manifest: Manifest, node: int, part: Part) -> None:
         "save_id": manifest.save_id,
         "forced": part.is_forced,
         "error": part.error,
+        "gone": part.is_gone,
         "files": [[name, checksum] for name, checksum in part.checksums.items()],
     }
     write_atomic(path, seal(fields, depth=2))
@@ -199,7 +202,12 @@ def read_part(root: Path, manifest: Manifest, node: int) -> Part | None:
     if fields["save_id"] != manifest.save_id:
         return None
     checksums = {text(name): checksum for name, checksum in fields["files"]}
-    return Part(checksums=checksums, is_forced=flag(fields["forced"]), error=text(fields["error"]))
+    return Part(
+        checksums=checksums,
+        is_forced=flag(fields["forced"]),
+        error=text(fields["error"]),
+        is_gone=flag(fields["gone"]),
+    )
 
 
 def finish(
