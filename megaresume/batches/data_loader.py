@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ class DataLoader:
         packing: ``best_fit`` or ``knapsack``, with whole items; ``split``, which cuts them; or as in a data.yaml.
         lengths: tokens of each item: name of a column, a list, or a function of an item; or by dataset. None:
             ``len(item["input_ids"])``, counted once.
-        lengths_dir: directory where counted lengths are kept.
+        lengths_dir: directory where lengths are kept: not to be counted again, and for questions about the run.
         blend: what weights count: ``tokens`` or ``documents`` (items). Default: tokens of packed items, else items.
         stages: changes to come, as in a data.yaml: ``[{"from_samples": 10_000, "weights": {"web": 1, "code": 3}}]``.
         skip: what to leave out: ``["80:88"]``, or ``{"samples": [...], "documents": {"data": [17]}}`` (items).
@@ -126,9 +127,16 @@ class DataLoader:
         of_each = lengths if isinstance(lengths, Mapping) else dict.fromkeys(named, lengths)
         directory = None if lengths_dir is None else Path(lengths_dir)
         sources = {name: self._source(name, one, of_each[name], directory) for name, (one, _) in named.items()}
-        self._items = self._size(sources)
+        self._sources, self._items = sources, self._size(sources)
         config = options.config_of(
-            named, self._packing, seed=seed, blend=blend, max_epochs=max_epochs, append=append, stages=stages
+            named,
+            self._packing,
+            seed=seed,
+            blend=blend,
+            max_epochs=max_epochs,
+            append=append,
+            stages=stages,
+            keyed=keyed,
         )
         #: the order, for `Stream.plan` and the like.
         self.stream = Stream(StreamConfig.from_dict(config), list(sources.values()), on_change=on_change)
@@ -163,8 +171,8 @@ class DataLoader:
     def _source(self, name: str, dataset: Any, lengths: Any, directory: Path | None) -> ItemSource:
         if self._packing.seq_length is None or not len(dataset):
             return ItemSource(dataset, name)
-        tokens = lengths_of(dataset, name, lengths, directory=directory, num_workers=self.num_workers)
-        return ItemSource(dataset, name, tokens, whole=not self._packing.cuts)
+        tokens, kept = lengths_of(dataset, name, lengths, directory=directory, num_workers=self.num_workers)
+        return ItemSource(dataset, name, tokens, whole=not self._packing.cuts, kept=kept)
 
     def _size(self, sources: Mapping[str, ItemSource]) -> int:
         """Samples that one epoch of all datasets makes; if they are packed, nearly."""
@@ -189,13 +197,15 @@ class DataLoader:
     def origin(self) -> dict[str, Any] | None:
         """A data config of the same order, for questions about the run: it knows the items by their numbers.
 
-        None if they are packed: it does not know their lengths.
+        None if they are packed, and their lengths are in no file.
         """
-        if self._packing.seq_length is not None:
-            return None
         mapping = self.stream.config.to_dict()
-        for name, fingerprint in self.stream.fingerprints.items():
+        for (name, fingerprint), source in zip(self.stream.fingerprints.items(), self._sources.values(), strict=True):
             mapping["sources"][name] |= {"kind": "items", "items": fingerprint.documents}
+            if source.kept is not None:
+                mapping["sources"][name]["lengths"] = os.path.abspath(source.kept)
+            elif self._packing.seq_length is not None:
+                return None
             if fingerprint.contents is not None:
                 mapping["sources"][name]["contents"] = fingerprint.contents
         return mapping
@@ -245,6 +255,10 @@ class DataLoader:
         """The sample with which the epoch after that of the next sample begins."""
         return self._epochs.end_from(self._position)
 
+    def epoch_ends(self) -> Iterator[int]:
+        """The same sample, and where each epoch after it ends; with the end of the data the last one."""
+        return self._epochs.ends(self._position)
+
     @property
     def items(self) -> int:
         """Samples that one epoch of all datasets makes: its items; if they are packed, about so many."""
@@ -292,10 +306,12 @@ class DataLoader:
 
     def restore(self, state: StreamState) -> None:
         """The same, of a state that is read already."""
+        options.check_packed_before(self._packing, int(state.config["seq_length"]))
         self.stream.restore(state)
         schedule = BatchSchedule.constant(self.step_samples)
         self.stream.schedule = schedule.resumed(state.batches, state.samples)
         self._position, self._turn = self.stream.start, None
+        self._epochs.forget()
         for line in self.stream.accepted:
             log.info("megaresume: %s", line)
 

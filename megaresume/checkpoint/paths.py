@@ -223,9 +223,11 @@ def split_root(directory: Path) -> tuple[Path, str | None]:
         ``(root, None)`` for a root, ``(root, tag)`` for a tag directory below one.
     """
     directory = Path(os.path.abspath(directory))
+    if directory.name in _own_tags(directory.parent):  # in which DeepSpeed may have a root of its own
+        return directory.parent, directory.name
     if any((directory / name).exists() for name in (RECORDS_DIR, LATEST, TRACKER)):
         return directory, None
-    if tag_iteration(directory.name) is not None or directory.name in _own_tags(directory.parent):
+    if tag_iteration(directory.name) is not None:
         return directory.parent, directory.name
     if directory.name == RECORDS_DIR and (directory / LEDGER).exists():
         return directory.parent, None

@@ -6,7 +6,8 @@
 webdataset  index (``.shards.idx``), path (tar shards, where they are not where the index says), on_fault, too_long,
             max_tokens, augment, encoder: see `megaresume.shards`
 energon     path (a directory with .nv-meta), index, split_part, and as webdataset; it has a split of its own
-items       items (how many), contents: of a dataset that only the training program has, for trace and verify
+items       items (how many), contents, lengths (a file), keyed: of a dataset that only the training program has, for
+            trace and verify
 
 Every kind takes ``split`` ("969,30,1"). Further kinds: `register_kind`.
 """
@@ -214,8 +215,11 @@ def _open_energon(options: Mapping[str, Any], name: str, base_dir: Path) -> obje
 
 
 def _open_items(options: Mapping[str, Any], name: str, base_dir: Path) -> object:
-    check_keys(options, ("items", "contents"), f"source '{name}'", OF_EVERY_KIND)
-    return ItemNumbers(name, options.get("items"), options.get("contents"))
+    check_keys(options, ("items", "contents", "lengths", "keyed"), f"source '{name}'", OF_EVERY_KIND)
+    lengths = options.get("lengths")
+    if isinstance(lengths, str):
+        lengths = base_dir / expanded(lengths)
+    return ItemNumbers(name, options.get("items"), options.get("contents"), lengths)
 
 
 _KINDS: dict[str, Opener] = {

@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, Field
 
 from megaresume.stream.aliases import check_names
 from megaresume.stream.errors import ConfigError
-from megaresume.stream.schema import Expected, Items, ListOf, Options, Within, check_keys, read, refused
+from megaresume.stream.schema import Expected, Items, ListOf, Options, Truth, Within, check_keys, read, refused
 from megaresume.stream.skips import NO_SKIP, SkipConfig
 from megaresume.stream.weights import integer_weights, parse_weight
 
@@ -35,6 +35,8 @@ OnChange = Literal["refuse", "stage"]
 
 #: kinds of sources whose documents hold images.
 IMAGE_KINDS = ("webdataset", "energon")
+#: keys of a source that only some kinds have.
+OF_SOME_KINDS = {"augment": IMAGE_KINDS, "keyed": ("items",)}
 MAX_OPEN_BINS = 1024
 
 Length = Annotated[int, Within(1, 1 << 30)]
@@ -92,6 +94,8 @@ class SourceConfig:
     shuffle: ShuffleConfig | None = None
     #: steps by which its images are changed, every default written out. No part of the order, but of what is trained.
     augment: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
+    #: whether what its items draw at random follows from seed, epoch and item. No part of the order either.
+    keyed: bool = False
     #: what a resume does if the corpus has grown; None: it is refused. No part of the order: the state knows what came.
     append: Append | None = field(default=None, compare=False)
     #: names that it was given since, the last one is that of today. See `megaresume.stream.aliases`.
@@ -239,6 +243,8 @@ def _source_dict(source: SourceConfig) -> dict[str, Any]:
         data["shuffle"] = {"block": source.shuffle.block, "window": source.shuffle.window}
     if source.augment:
         data["augment"] = [dict(step) for step in source.augment]
+    if source.keyed:
+        data["keyed"] = True
     if source.names:
         data["names"] = list(source.names)
     return data
@@ -298,9 +304,10 @@ def _parted(entry: Any) -> Any:
         return entry
     ours = {key: value for key, value in entry.items() if key in SOURCE_KEYS}
     # A state does not say of which kind a source is; another kind may mean something else by the word.
-    if entry.get("kind", IMAGE_KINDS[0]) in IMAGE_KINDS:
-        ours["augment"] = entry.get("augment")
-    return ours | {"options": {key: value for key, value in entry.items() if key not in ours or key == "augment"}}
+    for key, kinds in OF_SOME_KINDS.items():
+        if entry.get("kind", kinds[0]) in kinds:
+            ours[key] = entry.get(key)
+    return ours | {"options": {key: value for key, value in entry.items() if key not in ours or key in OF_SOME_KINDS}}
 
 
 Packing = Annotated[PackingConfig, BeforeValidator(_short)]
@@ -317,6 +324,7 @@ class _Source(Options):
     shuffle: Annotated[ShuffleConfig | None, BeforeValidator(_whole_or_blocks)] = None
     append: Append | None = None
     augment: Annotated[tuple[Any, ...], ListOf("a list of steps, in order")] | None = None
+    keyed: Truth | None = None
     was: (
         Annotated[
             tuple[Annotated[str, Field(min_length=1)], ...],
@@ -330,7 +338,7 @@ class _Source(Options):
 
 
 #: keys of a source that say nothing of its place or kind.
-SOURCE_KEYS = tuple(f.name for f in fields(_Source) if f.name not in ("options", "augment"))
+SOURCE_KEYS = tuple(f.name for f in fields(_Source) if f.name not in ("options", *OF_SOME_KINDS))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -422,6 +430,7 @@ def _source(name: str, entry: _Source, weight: int) -> SourceConfig:
         shuffle=entry.shuffle,
         append=entry.append,
         augment=entry.augment or (),
+        keyed=bool(entry.keyed),
         options=entry.options,
     )
 

@@ -12,6 +12,7 @@ import torch
 import torch.utils.data
 
 import megaresume
+from megaresume.stream.errors import ConfigError, StateError
 
 ITEMS = 20
 
@@ -103,3 +104,26 @@ def test_packed_items_too(order: list[Any]) -> None:
     options = {"dataset": NoisyTexts(), "seq_length": 16, "max_epochs": 1}
     handed, _ = drawn(4, **options)
     assert len(handed) >= 8 and set(handed) <= set(order[:ITEMS])
+
+
+def test_a_resume_without_keys_is_refused() -> None:
+    _, state = drawn(5)
+    with pytest.raises(
+        StateError, match=r"found: +sources\.data\.keyed null(.|\n)*expected: +sources\.data\.keyed true"
+    ):
+        drawn(1, state, keyed=False)
+    _, plain = drawn(5, keyed=False)
+    with pytest.raises(StateError, match=r"found: +sources\.data\.keyed true(.|\n)*on_change='stage'"):
+        drawn(1, plain)
+    handed, _ = drawn(15, plain, on_change="stage")
+    assert sorted(item for item, _ in handed) == sorted(
+        {*range(ITEMS)} - {item for item, _ in drawn(5, keyed=False)[0]}
+    )
+
+
+def test_keyed_is_for_items_alone() -> None:
+    from megaresume.batches.open import open_stream
+
+    config = {"seq_length": 8, "sources": {"web": {"path": "web", "keyed": True}}}
+    with pytest.raises(ConfigError, match="keyed"):
+        open_stream(config)

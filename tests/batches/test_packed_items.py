@@ -327,3 +327,24 @@ def test_an_item_that_is_not_as_long_as_it_was_said_to_be_is_refused() -> None:
     (loader,) = loaders(1, 1, lengths=[2] * ITEMS)
     with pytest.raises(CorpusError, match=r"item \d+ of dataset 'data' is not as long"):
         list(loader)
+
+
+@pytest.mark.parametrize("skip", [None, {"samples": ["3:9"]}])
+@pytest.mark.parametrize("max_epochs", [None, 3])
+def test_where_epochs_end(skip: Any, max_epochs: int | None) -> None:
+    options: dict[str, Any] = {"skip": skip, "max_epochs": max_epochs, "dataset": Texts(), "batch_size": 1}
+    for seq_length in (SEQ_LENGTH, None):
+        collate = None if seq_length else list
+        loader = megaresume.DataLoader(**options, seq_length=seq_length, collate_fn=collate)
+        ends = list(islice(loader.epoch_ends(), 3))
+        counted = []
+        for _ in range(3):
+            assert loader.epoch_end == ends[len(counted)]
+            for _ in loader:
+                pass
+            counted.append(loader.samples)
+        assert counted == ends
+        if max_epochs:
+            assert (
+                list(megaresume.DataLoader(**options, seq_length=seq_length, collate_fn=collate).epoch_ends()) == ends
+            )

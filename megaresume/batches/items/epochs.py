@@ -7,6 +7,7 @@ blend: after as many samples as all datasets together make.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 from megaresume.stream.errors import StreamExhausted
 from megaresume.stream.stream import Stream
@@ -27,6 +28,15 @@ class Epochs:
     def __init__(self, stream: Stream, size: int, *, item_by_item: bool) -> None:
         self.stream, self.size = stream, size
         self._item_by_item = item_by_item
+        self._has_end = any(
+            source.max_epochs is not None and source.on_exhausted != "repeat" for source in stream.config.sources
+        )
+        #: a sample, and where its epoch ends, as it was planned last.
+        self._planned = 0, 0
+
+    def forget(self) -> None:
+        """The stream was restored: what was planned is of another one."""
+        self._planned = 0, 0
 
     def of(self, sample: int) -> int:
         """The epoch of a sample, from 0."""
@@ -70,14 +80,36 @@ class Epochs:
         """The same, however far it is; the end of the stream, if that comes before."""
         if (known := self.known_end(first)) is not None:
             return known
+        if not self._planned[0] <= first < self._planned[1]:
+            self._planned = first, next(self._plan_ends(first))
+        return self._planned[1]
+
+    def ends(self, first: int) -> Iterator[int]:
+        """Where the epoch of a sample ends, and each epoch after it; with the end of the stream the last one."""
+        known = None if self._has_end else self.known_end(first)
+        if known is None:
+            yield from self._plan_ends(first)
+            return
+        while True:
+            yield known
+            known += self.size
+
+    def _plan_ends(self, first: int) -> Iterator[int]:
         stream = copy.copy(self.stream)  # which a loop that reads from it does not notice
         stream.restore(self.stream.state_at(first))
+        begin = first
         while True:
             there = available(stream, first, STRIDE)
             end = self._end(stream, first, first + there)
-            if end is not None or there < STRIDE:
-                return first + there if end is None else end
-            first += there
+            if end is not None:
+                yield end
+                begin = first = end
+            elif there == STRIDE:
+                first += there
+            else:
+                if first + there > begin or begin == stream.start:
+                    yield first + there
+                return
 
 
 def available(stream: Stream, first: int, wanted: int) -> int:

@@ -1,12 +1,13 @@
 """How many tokens each item has: a column, a list, or counted by a function.
 
-What was counted is kept, if a directory is given:
+They are kept, if a directory is given:
 
     <directory>/<name>.<16 hex digits>.lengths.npy    int64[items]
 
-The digits are a hash of the number of items, of what 32 of them hold, and of the function's name: another dataset has
-another file. A file that is damaged is counted again. Only what is read later shows an item that changed and is none of
-the 32: the reader refuses an item that is not as long as it was counted.
+The digits are a hash of the number of items, of what 32 of them hold, and of the function's name, so that another
+dataset has another file and is counted; of a column or a list, a hash of the lengths. A file that is damaged is written
+again. Only what is read later shows an item that changed and is none of the 32: the reader refuses an item that is not
+as long as it was counted.
 """
 
 from __future__ import annotations
@@ -41,24 +42,27 @@ def token_count(item: Any) -> int:
     return len(item["input_ids"] if isinstance(item, Mapping) else item)
 
 
-def lengths_of(dataset: Any, name: str, lengths: Any, *, directory: Path | None, num_workers: int) -> Int64Array:
-    """Tokens of each item of a dataset: int64[items].
+def lengths_of(
+    dataset: Any, name: str, lengths: Any, *, directory: Path | None, num_workers: int
+) -> tuple[Int64Array, Path | None]:
+    """Tokens of each item of a dataset, int64[items], and the file that they are kept in; None: none.
 
     Args:
         dataset: map-style.
         name: for errors and the file.
         lengths: name of a column, ``dataset[lengths]``; a list or array; a function of an item; None: `token_count`.
-        directory: where counted lengths are kept; None: nowhere.
+        directory: where they are kept; None: nowhere.
         num_workers: processes that read the items to be counted; 0: this one.
 
     Raises:
         UsageError: no such column, or not one whole number for each item.
         CorpusError: an item of which the tokens cannot be counted.
     """
+    path: Path | None = None
     if isinstance(lengths, str):
         lengths = _column(dataset, name, lengths)
     elif lengths is None or callable(lengths):
-        lengths = _counted(dataset, name, lengths or token_count, directory, num_workers)
+        lengths, path = _counted(dataset, name, lengths or token_count, directory, num_workers)
     found = np.asarray(lengths)
     if found.shape != (len(dataset),) or found.dtype.kind not in "iu" or found.min() < 0:
         raise UsageError(
@@ -69,7 +73,11 @@ def lengths_of(dataset: Any, name: str, lengths: Any, *, directory: Path | None,
         )
     if empty := int((found == 0).sum()):
         log.warning("megaresume: %d items of dataset '%s' have no token: they are never trained", empty, name)
-    return np.ascontiguousarray(found, np.int64)
+    found = np.ascontiguousarray(found, np.int64)
+    if directory is not None and path is None:
+        path = _path(directory, name, found.tobytes())
+        path = path if _read(path, len(found)) is not None else _keep(path, name, found)
+    return found, path
 
 
 def _column(dataset: Any, name: str, column: str) -> Any:
@@ -84,26 +92,37 @@ def _column(dataset: Any, name: str, column: str) -> Any:
         ) from error
 
 
-def _counted(dataset: Any, name: str, measure: Measure, directory: Path | None, num_workers: int) -> Int64Array:
-    path = None if directory is None else directory / f"{name}.{_key(dataset, measure)}.lengths.npy"
+def _counted(
+    dataset: Any, name: str, measure: Measure, directory: Path | None, num_workers: int
+) -> tuple[Int64Array, Path | None]:
+    path = None if directory is None else _path(directory, name, _key(dataset, measure))
     if path is not None and (known := _read(path, len(dataset))) is not None:
-        return known
+        return known, path
     counted = _count(dataset, name, measure, num_workers)
     if path is None:
         log.info("megaresume: lengths of '%s' were counted; with lengths_dir= they would be kept", name)
-        return counted
+        return counted, None
+    return counted, _keep(path, name, counted)
+
+
+def _keep(path: Path, name: str, lengths: Int64Array) -> Path | None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with written_atomically(path) as file:
-            np.save(file, counted)
+            np.save(file, lengths)
     except OSError as error:
         log.warning("megaresume: lengths of '%s' could not be kept: %s", name, error)
-    return counted
+        return None
+    return path
 
 
-def _key(dataset: Any, measure: Measure) -> str:
+def _path(directory: Path, name: str, key: bytes) -> Path:
+    return directory / f"{name}.{xxhash.xxh3_64_hexdigest(key)}.lengths.npy"
+
+
+def _key(dataset: Any, measure: Measure) -> bytes:
     function = f"{getattr(measure, '__module__', '')}.{getattr(measure, '__qualname__', type(measure).__qualname__)}"
-    return xxhash.xxh3_64_hexdigest(f"{len(dataset)} {items_hash(dataset, len(dataset))} {function}".encode())
+    return f"{len(dataset)} {items_hash(dataset, len(dataset))} {function}".encode()
 
 
 def _read(path: Path, items: int) -> Int64Array | None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypedDict
 
 from megaresume.batches.items.source import check_map_style
-from megaresume.stream.errors import UsageError
+from megaresume.stream.config import Append, BlendUnit, OnChange
+from megaresume.stream.errors import StateError, UsageError
 from megaresume.stream.schema import check_keys
 
 #: name of the source, if only one dataset is given.
@@ -21,6 +23,22 @@ _REFUSED = {
     "generator": "the order follows from seed=",
     "in_order": "batches come in the order of the stream",
 }
+
+
+class ItemOptions(TypedDict, total=False):
+    """What of `megaresume.DataLoader` says which samples there are, and in which order: what a host that makes the
+    loader by itself still takes."""
+
+    append: Append | None
+    on_change: OnChange
+    seq_length: int | None
+    packing: str | Mapping[str, Any]
+    lengths: Any
+    lengths_dir: str | Path | None
+    blend: BlendUnit | None
+    stages: Sequence[Mapping[str, Any]]
+    skip: Any
+    keyed: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +97,7 @@ def config_of(
     max_epochs: int | Mapping[str, int] | None,
     append: str | None,
     stages: Sequence[Mapping[str, Any]],
+    keyed: bool,
 ) -> dict[str, Any]:
     """The data config of a stream of these datasets.
 
@@ -98,6 +117,7 @@ def config_of(
         name: {
             "max_epochs": max_epochs.get(name) if isinstance(max_epochs, Mapping) else max_epochs,
             "append": append,
+            "keyed": keyed,
             **options,
         }
         for name, (_, options) in datasets.items()
@@ -153,4 +173,25 @@ def check_packing(packing: Packing, lengths: Any, names: Sequence[str]) -> None:
             found=", ".join(map(str, lengths)) or "nothing",
             expected=", ".join(names),
             action="give lengths for every dataset, by its name; or one function or column for all",
+        )
+
+
+def check_packed_before(packing: Packing, before: int) -> None:
+    """Refuse to pack items at a resume that were not packed, or the other way round: their lengths were not known.
+
+    Args:
+        packing: of today.
+        before: tokens of a sample in the state; 1: an item is a sample.
+
+    Raises:
+        StateError: with what it was.
+    """
+    now, then = (length if length is not None and length > 1 else None for length in (packing.seq_length, before))
+    if (now is None) != (then is None):
+        raise StateError(
+            "items were packed before" if now is None else "items were not packed before",
+            found=f"seq_length={now}",
+            expected=f"seq_length={then}",
+            cause="seq_length was added or left out between save and resume",
+            action=f"pass seq_length={then}" if then else "leave seq_length out; or start a new run",
         )

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import random
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,13 +56,22 @@ class ItemSource:
         name: for errors and progress.
         lengths: int64[items] tokens of each item; None: an item is a sample.
         whole: items are never cut.
+        kept: file of the lengths.
     """
 
     #: what to do about an item that is longer than a sample.
     advice = "raise seq_length; or shorten the items or leave them out; or let packing='split' cut them"
 
-    def __init__(self, dataset: Any, name: str, lengths: Int64Array | None = None, *, whole: bool = False) -> None:
-        self.dataset, self.name, self.tokens, self.whole = dataset, name, lengths, whole
+    def __init__(
+        self,
+        dataset: Any,
+        name: str,
+        lengths: Int64Array | None = None,
+        *,
+        whole: bool = False,
+        kept: Path | None = None,
+    ) -> None:
+        self.dataset, self.name, self.tokens, self.whole, self.kept = dataset, name, lengths, whole, kept
         self._items = len(dataset)
         if not self._items:
             raise UsageError(f"dataset '{name}' is empty", found="0 items", expected="at least one item")

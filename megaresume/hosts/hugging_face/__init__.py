@@ -1,8 +1,13 @@
 """Hugging Face's Trainer and Accelerate as hosts: `megaresume.attach_trainer`, `megaresume.attach_accelerator`.
 
-    attach.py            the first function, and what of a Trainer's settings would be another order
+    attach.py            the first function
+    checks.py            what of a Trainer would be another order
+    families.py          other people's Trainers whose methods leave that order alone
+    backends.py          DDP, DeepSpeed and FSDP: what differs in their checkpoints
+    collators.py         how its items become a batch
     host.py              `TrainerHost`: checkpoints and steps
     hooks.py             the Trainer's own methods, hooked on the instance
+    axolotl.py           a plugin of Axolotl's that calls the first function
     accelerator.py       the second function, and what of an Accelerator's settings would be other data
     accelerated_loop.py  `AcceleratedLoop`, which it returns, and `AcceleratorHost`: checkpoints and steps
 

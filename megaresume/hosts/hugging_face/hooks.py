@@ -52,6 +52,7 @@ class Hooks:
         self.host, self.session = host, session
         self._ran = False
         trainer = self.trainer = host.trainer
+        self._attached_with = self._settings()
         for name in HOOKED:
             before = getattr(trainer, name)
             hook = getattr(self, name.lstrip("_"))
@@ -74,6 +75,7 @@ class Hooks:
                 action="make a new Trainer with an output_dir of its own, and attach to it",
             )
         self._ran = True
+        on_all_ranks(self._check_settings)
         path = self._chosen(resume_from_checkpoint) if resume_from_checkpoint else None
         arguments = self.trainer.args
         # Retention is the session's: what the Trainer deletes, it deletes before the newer one is complete.
@@ -87,6 +89,32 @@ class Hooks:
         self.session.close()
         return result
 
+    def _settings(self) -> dict[str, Any]:
+        """What the loader was made with."""
+        trainer = self.trainer
+        names = (
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "dataloader_num_workers",
+            "data_seed",
+            "seed",
+        )
+        return {name: getattr(trainer.args, name) for name in names} | {
+            name: getattr(trainer, name) for name in ("train_dataset", "data_collator")
+        }
+
+    def _check_settings(self) -> None:
+        now = self._settings()
+        for name, before in self._attached_with.items():
+            if now[name] is not before and not (isinstance(before, int | None) and now[name] == before):
+                raise UsageError(
+                    f"{name} was changed after attach_trainer",
+                    found=f"{name}: {now[name]!r:.80}",
+                    expected=f"{before!r:.80}",
+                    cause="the loader is made when attach_trainer is called",
+                    action="call attach_trainer last, just before trainer.train",
+                )
+
     def _chosen(self, asked: Any) -> str | None:
         """The checkpoint to resume from, its data restored; None: there is none yet."""
         root, pick = Path(self.trainer.args.output_dir), None
@@ -95,7 +123,7 @@ class Hooks:
         choice, beside = self.session.choose(root, pick)
         if choice is None:
             return None
-        reading = on_all_ranks(lambda: self.host.read(choice))
+        reading = on_all_ranks(lambda: self.host.read(choice, None if beside is None else beside.topology))
         self.session.accept(choice, beside, reading)
         self.host.step, self.host.trained = reading.iteration, reading.samples
         self.session.resume()
@@ -118,7 +146,12 @@ class Hooks:
         return self.host.loader.epoch, 0
 
     def run_epoch(self, run: Any, **more: Any) -> Any:
-        """With as many batches as this epoch has, from here on."""
+        """With as many batches as this epoch has, from here on.
+
+        Raises:
+            StateError: somebody else has read from the loader.
+        """
+        self.host.check_position()
         batches, steps = self.host.batches_of_epoch()
         return run(**more | {"steps_in_epoch": batches, "num_update_steps_per_epoch": steps})
 
@@ -129,6 +162,7 @@ class Hooks:
 
     def save_checkpoint(self, write: Any, model: Any, trial: Any) -> None:
         """Save and commit."""
+        self.host.check_step(self.host.step)
         self.session.save(
             self.trainer.args.output_dir,
             lambda save: self.host.write(save, lambda: write(model, trial)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import Envelope
 from megaresume.checkpoint.topology import Topology
+from megaresume.hosts.hugging_face.backends import check_loadable, expected_files, failing_late, zero_stage
 from megaresume.session.file_errors import writing
 from megaresume.session.host import Reading, Save
 from megaresume.session.ranks import on_all_ranks
-from megaresume.stream.errors import StateError
+from megaresume.stream.errors import StateError, UsageError
 
 #: the key in ``stateful_callbacks`` of trainer_state.json.
 KEY = "megaresume"
@@ -42,6 +44,8 @@ class TrainerHost:
         self.framework = f"transformers {importlib.metadata.version('transformers')}"
         #: optimizer steps made, and samples that they trained: what is read ahead is not.
         self.step, self.trained = 0, 0
+        #: the samples that the epoch begins and ends with, of the one that was trained last; (0, 0): not known yet.
+        self._epoch = 0, 0
 
     def iteration(self) -> int:
         """See `Host`."""
@@ -60,10 +64,12 @@ class TrainerHost:
             num_workers=loader.num_workers,
             micro_batch_size=loader.batch_size,
             global_batch_size=loader.step_samples,
+            zero_stage=zero_stage(self.trainer),
         )
 
-    def expected_files(self, save_dir: Path, tag: str) -> None:
-        """See `Host`: what a Trainer writes depends on the model and the back-end."""
+    def expected_files(self, save_dir: Path, tag: str) -> Sequence[str] | None:
+        """See `Host`."""
+        return expected_files(self.trainer, save_dir, tag)
 
     def settle(self) -> None:
         """See `Host`: nothing is written in the background."""
@@ -76,39 +82,66 @@ class TrainerHost:
         """See `Host`."""
 
     def stepped(self) -> None:
-        """An optimizer step was made, of the batches handed out last.
+        """An optimizer step was made, of the batches handed out last. Raises as `check_step`."""
+        self.check_step(self.step + 1)
+        self.step, self.trained = self.step + 1, self.loader.samples
+        self.trainer.state.epoch = self.loader.epoch + self._part_of_epoch()
 
-        Raises:
-            StateError: the Trainer counts otherwise.
-        """
-        counted = int(self.trainer.state.global_step)
-        if counted != self.step + 1:
+    def _part_of_epoch(self) -> float:
+        """What of the epoch is trained. The Trainer's own counts batches, which differ from one epoch to the next."""
+        begin, end = self._epoch
+        if not begin <= self.trained < end:
+            before, end = end, self.loader.epoch_end
+            begin = before or max(end - self.loader.items, 0)
+            self._epoch = begin, end
+        return max(self.trained - begin, 0) / (end - begin) if end > begin else 0.0
+
+    def check_step(self, expected: int) -> None:
+        """Raise a StateError unless the Trainer counts so many steps."""
+        if (counted := int(self.trainer.state.global_step)) != expected:
             raise StateError(
                 "the Trainer and the data count different steps",
                 found=f"global_step {counted}",
-                expected=f"{self.step + 1}",
-                cause="the state of the Trainer was changed by hand, or loaded from another checkpoint",
+                expected=f"{expected}",
+                cause="the Trainer's state was changed by hand, or loaded from another checkpoint; or the first of its "
+                "callbacks was removed",
                 action="trainer.train(resume_from_checkpoint=True), and nothing else, loads checkpoints",
             )
-        self.step, self.trained = counted, self.loader.samples
-        # The Trainer's own is a fraction of the batches in an epoch, which differ from one to the next here.
-        self.trainer.state.epoch = self.loader.epoch + 1 - (self.loader.epoch_end - self.trained) / self.loader.items
+
+    def check_position(self) -> None:
+        """Raise a StateError unless the loader stands after the last step."""
+        if self.loader.samples != self.trained:
+            raise StateError(
+                "the loader was read by somebody else",
+                found=f"the loader at sample {self.loader.samples}; the steps of the run at sample {self.trained}",
+                expected="the same",
+                cause="a batch was taken from trainer.get_train_dataloader(), or from what attach_trainer returned; it "
+                "would never be trained",
+                action="to look at a batch: trainer.data_collator([dataset[0], dataset[1]])",
+            )
 
     def write(self, save: Save, write: Any) -> None:
         """Write a checkpoint by the Trainer's own method ``write()``, with the data state in its trainer_state.json."""
         self.trainer.state.stateful_callbacks[KEY] = save.envelope.to_dict()
 
         def write_files() -> None:
-            with writing(save.save_dir / save.tag):
+            with writing(save.save_dir / save.tag), failing_late(self.trainer) as errors:
                 write()
+                if errors:
+                    raise errors[0]
 
         on_all_ranks(write_files)
 
-    def read(self, choice: Choice) -> Reading:
+    def read(self, choice: Choice, before: Topology | None) -> Reading:
         """What lies with the weights, which the Trainer reads later. On every rank; raises on its own.
+
+        Args:
+            choice: the checkpoint.
+            before: how the run was laid out when it saved; None: not known.
 
         Raises:
             StateError: trainer_state.json cannot be read, or what it holds of ours is damaged.
+            CheckpointError: see `check_loadable`.
         """
         path = choice.tag_dir / STATE
         try:
@@ -123,21 +156,51 @@ class TrainerHost:
                 action="delete this checkpoint: megaresume latest shows the newest that is complete",
             ) from error
         envelope = None if within is None else Envelope.read(within)
+        if envelope is not None:
+            check_loadable(self.trainer, choice.tag_dir, before, self.begin_anew)
         return Reading(envelope=envelope, iteration=step, samples=0 if envelope is None else envelope.samples)
 
     # How long a run and an epoch are
 
     def end(self) -> tuple[int, int]:
-        """(epochs, optimizer steps) with which the run ends; sets the last sample of the loader."""
+        """(epochs, optimizer steps) with which the run ends; sets the last sample of the loader.
+
+        Raises:
+            UsageError: the data ends before ``max_steps``.
+        """
         args, loader = self.trainer.args, self.loader
-        size, at, items = loader.step_samples, self.trained, loader.items
         if args.max_steps > 0:
-            left = max(args.max_steps - self.step, 0) * size
-            epochs = 0 if not left else 1 + max(math.ceil((at + left - loader.epoch_end) / items), 0)
-            return loader.epoch + epochs, int(args.max_steps)
-        epochs_left = args.num_train_epochs - loader.epoch - 1  # after this one
-        loader.stop = max(loader.epoch_end + math.ceil(epochs_left * items), at)
-        return math.ceil(args.num_train_epochs), self.step + self._steps(self._batches(loader.stop - at))
+            return loader.epoch + self._epochs_of(max(args.max_steps - self.step, 0)), int(args.max_steps)
+        loader.stop = max(self._end_of(args.num_train_epochs), self.trained)
+        steps = self._steps(self._batches(loader.stop - self.trained))
+        return math.ceil(args.num_train_epochs), self.step + steps
+
+    def _epochs_of(self, steps: int) -> int:
+        """Epochs that so many more steps are of, this one included."""
+        epochs, end = 0, self.trained
+        for epochs, end in enumerate(self.loader.epoch_ends() if steps else (), 1):
+            if end - self.trained >= steps * self.loader.step_samples:
+                return epochs
+        if (there := self._steps(self._batches(end - self.trained))) < steps:
+            raise UsageError(
+                "the data ends before the last step",
+                found=f"data for {self.step + there} steps",
+                expected=f"{self.step + steps}: max_steps",
+                cause="max_epochs of a dataset",
+                action="fewer max_steps, or more max_epochs",
+            )
+        return epochs
+
+    def _end_of(self, epochs: float) -> int:
+        """The sample with which so many epochs since the start of the run end, or the data."""
+        loader, ends = self.loader, self.loader.epoch_ends()
+        end = next(ends)
+        more = epochs - loader.epoch - 1  # after this one
+        for _ in range(math.floor(more)):
+            end = next(ends, end)
+        part = more - max(math.floor(more), 0)
+        there = end + math.ceil(part * loader.items)
+        return there if part <= 0 else min(there, next(ends, end))
 
     def batches_of_epoch(self) -> tuple[int, int]:
         """(micro-batches, optimizer steps) from here to the end of the epoch."""

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import megaresume
@@ -37,6 +39,22 @@ class Numbers(torch.utils.data.Dataset[Any]):
         return {"input_ids": tokens, "labels": tokens}
 
 
+class Texts(Numbers):
+    """Item i is a text of three to eight tokens, the first two of which hold i."""
+
+    def __getitem__(self, i: int) -> dict[str, list[int]]:
+        return {"input_ids": [(self.first + i) // BASE, (self.first + i) % BASE, *[1] * (1 + i % 6)]}
+
+
+def numbers(inputs: Any) -> list[int]:
+    """The items of a batch: of each row, or of a packed row from each place on at which positions begin again."""
+    tokens = inputs["input_ids"]
+    if "position_ids" in inputs:
+        starts = torch.nonzero(inputs["position_ids"][0] == 0)[:, 0]
+        tokens = torch.stack([tokens[0, starts], tokens[0, starts + 1]], dim=1)
+    return (tokens[:, 0] * BASE + tokens[:, 1]).tolist()  # type: ignore[no-any-return]
+
+
 class Recorder(Trainer):
     """A Trainer that writes down the items of every training step, and may be killed."""
 
@@ -46,7 +64,7 @@ class Recorder(Trainer):
     kill: tuple[str, int] = ("", 0)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
-        items = (inputs["input_ids"][:, 0] * BASE + inputs["input_ids"][:, 1]).tolist()
+        items = numbers(inputs)
         step = self.state.global_step + 1
         loss = super().training_step(model, inputs, *args, **more)
         rank = self.args.process_index
@@ -87,15 +105,40 @@ def make(
         "disable_tqdm": True,
     }
     args = TrainingArguments(output_dir=str(output), **defaults | options)
+    if args.fsdp:
+        _take_cpus_for_gpus(args)
     data = Numbers() if data is None else data
     trainer = Recorder(GPT2LMHeadModel(config), args, train_dataset=data, eval_dataset=Numbers(4))
     trainer.record, trainer.attempt, trainer.kill = output.with_suffix(".record"), attempt, kill
     return trainer
 
 
+def _take_cpus_for_gpus(args: TrainingArguments) -> None:
+    """Accelerate shards models over GPUs alone, and would train these with DDP; FSDP itself runs on CPUs."""
+    assert args.device.type == "cpu"
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def _without_shared_memory() -> None:
+    """Its operators are compiled for minutes, and gloo does as well."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     asked = json.loads(sys.argv[2])
+    # With torchrun --max-restarts the ranks start again, and only the first time they are killed.
+    if restarts := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+        asked |= {"attempt": 1 + restarts, "kill": ("", 0)}
+    if asked.get("deepspeed"):
+        _without_shared_memory()
     attached = asked.pop("attach", {})
+    if asked.pop("texts", False):
+        asked["data"] = Texts()
     trainer = make(Path(sys.argv[1]), kill=tuple(asked.pop("kill", ("", 0))), **asked)
     megaresume.attach_trainer(trainer, **attached)
     trainer.train(resume_from_checkpoint=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

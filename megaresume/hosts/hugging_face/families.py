@@ -1,0 +1,87 @@
+"""Classes of other people's Trainers: which methods of theirs are known to leave the order of the data alone.
+
+A class with a sampler or a train loader of its own is refused, but for these, which do so under certain settings alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megaresume.stream.errors import UsageError
+
+#: given a Trainer, what it says of the settings under which the method makes another order: name -> what is set.
+Settings = Callable[[Any], Mapping[str, Any]]
+
+
+def _llama_factory(trainer: Any) -> Mapping[str, Any]:
+    return {"disable_shuffling": trainer.finetuning_args.disable_shuffling}
+
+
+def _swift_loader(trainer: Any) -> Mapping[str, Any]:
+    args = trainer.args
+    return {
+        "sequence_parallel_size": trainer.template.sequence_parallel_size > 1
+        and trainer.template.sequence_parallel_size,
+        "group_by_length": getattr(args, "group_by_length", False),
+        "train_dataloader_shuffle=False": not args.train_dataloader_shuffle,
+    }
+
+
+def _swift_save(trainer: Any) -> Mapping[str, Any]:
+    return {"use_flash_ckpt": trainer.args.use_flash_ckpt}
+
+
+def _axolotl(trainer: Any) -> Mapping[str, Any]:
+    args = trainer.args
+    return {"curriculum_sampling": args.curriculum_sampling, "sample_packing": args.sample_packing}
+
+
+#: (module and class, method) -> when it is not as Trainer's own.
+KNOWN: dict[tuple[str, str], Settings] = {
+    ("llamafactory.train.pt.trainer.CustomTrainer", "_get_train_sampler"): _llama_factory,
+    ("llamafactory.train.sft.trainer.CustomSeq2SeqTrainer", "_get_train_sampler"): _llama_factory,
+    ("llamafactory.train.rm.trainer.PairwiseTrainer", "_get_train_sampler"): _llama_factory,
+    ("swift.trainers.mixin.DataLoaderMixin", "get_train_dataloader"): _swift_loader,
+    ("swift.trainers.mixin.SwiftMixin", "_save_checkpoint"): _swift_save,
+    ("axolotl.core.trainers.base.AxolotlTrainer", "_get_train_sampler"): _axolotl,
+}
+#: methods that no other class may have, and what they make.
+_GUARDED = {"get_train_dataloader": "loader", "_get_train_sampler": "sampler"}
+
+
+def check_methods(trainer: Any) -> None:
+    """Refuse a Trainer with methods that make another order of the data, or another kind of checkpoint.
+
+    Raises:
+        UsageError: naming the method, or the setting under which it does.
+    """
+    from transformers import Trainer
+
+    for method, what in _GUARDED.items():
+        if method in vars(trainer):
+            raise _refused(type(trainer), method, what)
+    for cls in type(trainer).__mro__[: type(trainer).__mro__.index(Trainer)]:
+        for method in vars(cls):
+            known = KNOWN.get((f"{cls.__module__}.{cls.__qualname__}", method))
+            if known is None and method in _GUARDED:
+                raise _refused(cls, method, _GUARDED[method])
+            for setting, found in (known(trainer) if known else {}).items():
+                if found:
+                    raise UsageError(
+                        f"{setting} cannot be used with attach_trainer",
+                        found=f"{setting}: {found}",
+                        expected="not set",
+                        cause=f"{cls.__qualname__}.{method} then makes an order, or a checkpoint, of its own",
+                        action="leave it out; to pack items, attach_trainer(trainer, seq_length=...)",
+                    )
+
+
+def _refused(cls: type, method: str, what: str) -> UsageError:
+    return UsageError(
+        f"this Trainer has a {what} of its own",
+        found=f"{cls.__qualname__}.{method}",
+        expected=f"transformers.Trainer.{method}",
+        cause="a class that changes the order of the data, or a method that was replaced",
+        action=f"remove {method}; weigh datasets by data={{name: (dataset, weight)}}",
+    )

@@ -1,0 +1,88 @@
+"""The Trainer with DeepSpeed (ZeRO 1 to 3) and FSDP as back-ends: two ranks on gloo, killed in a save and gone on with.
+
+What was trained is put together from the lines that the training steps wrote: `trained`. Accelerate shards models over
+GPUs alone; `program.py` lets it take CPUs for such.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import megaresume
+from megaresume.checkpoint import choose, read_ledger
+from megaresume.checkpoint.paths import ledger_path
+from megaresume.cli.main import main
+from megaresume.stream.errors import CheckpointError
+from tests.hosts.hugging_face.program import ITEMS, make
+from tests.hosts.torch.record import items, launch, trained
+
+pytestmark = pytest.mark.process
+
+PROGRAM = Path(__file__).with_name("program.py")
+
+
+def zero(stage: int) -> dict[str, Any]:
+    """The options of ZeRO."""
+    config = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    return {"deepspeed": config | {"zero_optimization": {"stage": stage}, "gradient_clipping": "auto"}}
+
+
+def fsdp(version: int, kind: str) -> dict[str, Any]:
+    """The options of FSDP."""
+    return {"fsdp": True, "fsdp_config": {"version": version, "state_dict_type": f"{kind}_STATE_DICT"}}
+
+
+@pytest.fixture(scope="module")
+def order(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
+    """Two epochs with one rank and DDP, which nobody stops."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    trainer = make(output, num_train_epochs=2, per_device_train_batch_size=4)
+    megaresume.attach_trainer(trainer)
+    trainer.train()
+    return items(trained(output))
+
+
+def killed(output: Path, **options: Any) -> None:
+    """Killed with two ranks in the save of step 15, started again by torchrun, and trained to the end of epoch 2."""
+    done = launch(PROGRAM, output, 2, restarts=1, kill=("save", 15), num_train_epochs=2, **options)
+    assert done.returncode == 0 and "exitcode: -9" in done.stderr, done.stderr[-5000:]
+    assert "step 10 from checkpoint-10 | random state restored" in done.stdout
+    assert "repeated 0 skipped 0" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(zero(1), id="zero1", marks=pytest.mark.release),
+        pytest.param(zero(2), id="zero2"),
+        pytest.param(zero(3), id="zero3", marks=pytest.mark.release),
+        pytest.param(fsdp(1, "FULL"), id="fsdp1-full", marks=pytest.mark.release),
+        pytest.param(fsdp(2, "SHARDED"), id="fsdp2-sharded", marks=pytest.mark.release),
+        pytest.param(fsdp(2, "FULL"), id="fsdp2-full", marks=pytest.mark.release),
+    ],
+)
+def test_killed_in_a_save(tmp_path: Path, order: list[int], options: Any) -> None:
+    output = tmp_path / "run"
+    killed(output, **options)
+    assert items(trained(output)) == order
+    newest = choose(output, checksums=True)
+    assert newest is not None and (newest.tag, newest.rejected) == ("checkpoint-25", ())
+    entries = read_ledger(ledger_path(output)).entries
+    assert [(e.iteration, e.samples) for e in entries if e.kind == "finished"] == [(25, 2 * ITEMS)]
+    assert main(["verify", str(output)]) == 0
+    assert main(["inspect", str(output / "checkpoint-20")]) == 0
+    if "deepspeed" in options:
+        other_ranks_are_refused(output)
+
+
+def other_ranks_are_refused(output: Path) -> None:
+    trainer = make(output, attempt=3, num_train_epochs=3)
+    megaresume.attach_trainer(trainer)
+    with pytest.raises(CheckpointError, match=r"not written with DDP(.|\n)*written with DeepSpeed"):
+        trainer.train(resume_from_checkpoint=True)

@@ -1,0 +1,166 @@
+"""What people do to a Trainer between `attach_trainer` and the end: it is exact all the same, or refused."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from transformers import TrainerCallback
+
+import megaresume
+from megaresume.stream.errors import CheckpointError, StateError, UsageError
+from tests.hosts.hugging_face.program import Numbers, make
+from tests.hosts.torch.record import items, lines, trained
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture(scope="module")
+def order(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
+    """The items of one epoch."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    trainer = make(output, num_train_epochs=1)
+    megaresume.attach_trainer(trainer)
+    trainer.train()
+    return items(trained(output))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("per_device_train_batch_size", 4),
+        ("gradient_accumulation_steps", 1),
+        ("dataloader_num_workers", 1),
+        ("seed", 7),
+    ],
+)
+def test_a_setting_changed_afterwards(tmp_path: Path, name: str, value: int) -> None:
+    trainer = make(tmp_path / "run")
+    megaresume.attach_trainer(trainer)
+    setattr(trainer.args, name, value)
+    with pytest.raises(UsageError, match=f"{name} was changed after attach_trainer"):
+        trainer.train()
+
+
+def test_a_dataset_changed_afterwards(tmp_path: Path) -> None:
+    trainer = make(tmp_path / "run")
+    megaresume.attach_trainer(trainer)
+    trainer.train_dataset = Numbers(50)
+    with pytest.raises(UsageError, match="train_dataset was changed after attach_trainer"):
+        trainer.train()
+
+
+def test_a_batch_that_was_looked_at(tmp_path: Path) -> None:
+    trainer = make(tmp_path / "run")
+    megaresume.attach_trainer(trainer)
+    assert len(trainer.get_train_dataloader()) == 50  # which takes none
+    next(iter(trainer.get_train_dataloader()))
+    with pytest.raises(StateError, match=r"read by somebody else(.|\n)*sample 2; the steps of the run at sample 0"):
+        trainer.train()
+
+
+class Peek(TrainerCallback):
+    def __init__(self, when: str) -> None:
+        setattr(self, when, self.peek)
+
+    def peek(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **more: Any) -> None:
+        if state.global_step >= 2:
+            next(iter(train_dataloader))
+
+
+@pytest.mark.parametrize("when", ["on_step_begin", "on_step_end", "on_epoch_end"])
+def test_a_callback_that_takes_a_batch(tmp_path: Path, when: str) -> None:
+    trainer = make(tmp_path / "run", num_train_epochs=2)
+    trainer.add_callback(Peek(when))
+    megaresume.attach_trainer(trainer)
+    with pytest.raises(StateError, match=r"was moved while it was being read|read by somebody else"):
+        trainer.train()
+
+
+class Evaluate(TrainerCallback):
+    trainer: Any
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step % 4 == 2:
+            self.trainer.evaluate()
+
+
+@pytest.mark.release
+def test_a_callback_that_evaluates(tmp_path: Path, order: list[int]) -> None:
+    trainer = make(tmp_path / "run", num_train_epochs=1)
+    evaluate = Evaluate()
+    evaluate.trainer = trainer
+    trainer.add_callback(evaluate)
+    megaresume.attach_trainer(trainer)
+    trainer.train()
+    assert items(trained(tmp_path / "run")) == order
+
+
+def test_callbacks_that_were_removed_or_changed_the_state(tmp_path: Path) -> None:
+    trainer = make(tmp_path / "removed")
+    megaresume.attach_trainer(trainer)
+    del trainer.callback_handler.callbacks[0]
+    with pytest.raises(StateError, match="count different steps"):
+        trainer.train()
+
+    class Jump(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            state.global_step += state.global_step == 3
+
+    trainer = make(tmp_path / "changed")
+    trainer.add_callback(Jump())
+    megaresume.attach_trainer(trainer)
+    with pytest.raises(StateError, match="count different steps"):
+        trainer.train()
+
+
+def test_an_epoch_that_a_callback_ends_early_is_refused(tmp_path: Path) -> None:
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            control.should_epoch_stop = state.global_step == 2
+
+    trainer = make(tmp_path / "run", num_train_epochs=2)
+    trainer.add_callback(Stop())
+    megaresume.attach_trainer(trainer)
+    with pytest.raises(UsageError, match="epoch 1 is not the one that comes next"):
+        trainer.train()
+
+
+def test_checkpoints_of_others(tmp_path: Path, order: list[int]) -> None:
+    first = tmp_path / "first"
+    trainer = make(first, max_steps=10)
+    megaresume.attach_trainer(trainer)
+    trainer.train()
+
+    def resumed(path: Path, **options: Any) -> Any:
+        trainer = make(tmp_path / "second", num_train_epochs=1, **options)
+        megaresume.attach_trainer(trainer)
+        return trainer.train(resume_from_checkpoint=str(path))
+
+    with pytest.raises(CheckpointError, match="checkpoint-7"):
+        resumed(first / "checkpoint-7")
+    copied = tmp_path / "copied" / "checkpoint-5"
+    shutil.copytree(first / "checkpoint-5", copied)
+    (copied / "optimizer.pt").unlink()
+    with pytest.raises((CheckpointError, StateError), match="checkpoint-5"):
+        resumed(copied)
+    with pytest.raises(StateError, match=r"data\.contents"):
+        resumed(first / "checkpoint-5", data=Numbers(first=1))
+    resumed(first / "checkpoint-5")  # into another directory: the data goes on there
+    assert items([line["items"] for line in lines(tmp_path / "second")]) == order[20:]
+
+
+def test_a_checkpoint_without_an_optimizer(tmp_path: Path) -> None:
+    for attempt in (1, 2):
+        trainer = make(tmp_path / "run", max_steps=5 * attempt, save_only_model=True)
+        megaresume.attach_trainer(trainer)
+        if attempt == 1:
+            trainer.train()
+    with pytest.raises(CheckpointError, match="the checkpoint has no optimizer"):
+        trainer.train(resume_from_checkpoint=True)
