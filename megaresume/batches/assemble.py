@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from megaresume.batches.documents import DocumentReader, Images
 from megaresume.corpora.base import Source, TokenSource, is_document_source
+from megaresume.corpora.spans import has_spans, spans_of
 from megaresume.stream.compiled import compiled
 from megaresume.stream.errors import UsageError
 from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
@@ -102,6 +103,28 @@ def copy_segments(  # type: ignore[no-untyped-def]
 
 
 @compiled
+def mask_segments(starts, spans, which, table, rows, columns, loss_mask):  # type: ignore[no-untyped-def]
+    """Take the loss away where the label is not trained.
+
+    Args:
+        starts, spans: int64[k + 1], int32[s, 2]: of each segment's document, as in `Spans`.
+        which, table, rows, columns: as for `copy_segments`.
+        loss_mask: float32[m, S], written: at place i of a segment stands the loss of its token i + 1.
+    """
+    for j in range(which.size):
+        k = which[j]
+        first, length = table[k, OFFSET] + 1, table[k, LENGTH]
+        to_mask = loss_mask[rows[k], columns[k] : columns[k] + length]
+        done = np.int64(0)
+        for s in range(starts[j], starts[j + 1]):
+            for i in range(done, min(np.int64(spans[s, 0]) - first, length)):
+                to_mask[i] = 0
+            done = max(done, np.int64(spans[s, 1]) - first)
+        for i in range(done, length):
+            to_mask[i] = 0
+
+
+@compiled
 def finish_rows(starts, columns, table, align, pad_id, tokens, labels, loss_mask, position_ids):  # type: ignore[no-untyped-def]
     """Write padding and position ids; positions start again at every segment, and at the padding at the end.
 
@@ -149,8 +172,8 @@ class Arrays:
     tokens: Int64Array
     #: int64[m, S]: the next token of the same document; 0 where there is none.
     labels: Int64Array
-    #: float32[m, S]: 1 where the label counts: never at the last token of a document, never at padding; in an
-    #: image-text document only where its template says so.
+    #: float32[m, S]: 1 where the label counts: never at the last token of a document, never at padding; only where the
+    #: spans of a corpus, or the template of image-text documents, say so.
     loss_mask: npt.NDArray[np.float32]
     #: int64[m, S]: from 0 in every segment.
     position_ids: Int64Array
@@ -194,7 +217,7 @@ class Assembler:
         align: tokens that a segment's place is a multiple of (``packing.align``).
         pad_id: token written where there is no document.
         seed, names: of the stream and of its sources, which randomness in image-text documents is keyed by; needed
-            where there are such.
+            where there are such. Errors name sources by them.
 
     Raises:
         ConfigError: image sources that do not go together.
@@ -214,13 +237,20 @@ class Assembler:
         self.seq_length = seq_length
         self.align = align
         self.pad_id = pad_id
+        self._names = list(names)
         self._in_one_array: dict[int, bool] = {}
+        #: sources that say which of their tokens are trained, by number.
+        self.masked = [i for i, source in enumerate(self.sources) if has_spans(source)]
         with_images = {i: s for i, s in enumerate(self.sources) if is_document_source(s)}
         #: reads image-text documents; None where the blend has none.
         self.documents: DocumentReader | None = None
         if with_images:
             assert seed is not None and len(names) == len(self.sources), "images need the seed and names of the stream"
             self.documents = DocumentReader(with_images, names=names, seed=seed)
+
+    def name_of(self, i: int) -> str:
+        """Of a source, for people."""
+        return f"'{self._names[i]}'" if self._names else f"source {i}"
 
     def lay_out(self, plan: Plan) -> Layout:
         """Where the segments of a plan go."""
@@ -249,17 +279,19 @@ class Assembler:
             num_of_source=num_of_source,
         )
 
-    def fill(self, plan: Plan, out: Arrays, images: Images | None = None) -> Layout:
+    def fill(self, plan: Plan, out: Arrays, images: Images | None = None, *, masks: bool = False) -> Layout:
         """Write the samples of a plan into arrays of as many rows.
 
         Args:
             plan: the samples.
             out: the arrays.
             images: where to collect images.
+            masks: whoever asks trains by ``out.loss_mask`` as it is.
 
         Raises:
             CorpusError: a document is damaged, or not as long as the index says.
-            UsageError: the blend has image sources, and whoever asks has no place for images.
+            UsageError: the blend has image sources, and whoever asks has no place for images; or sources that say
+                which tokens are trained, and whoever asks does not go by that.
         """
         if self.documents is not None and images is None:
             raise UsageError(
@@ -267,6 +299,14 @@ class Assembler:
                 found=f"image sources: {', '.join(self.documents.names[i] for i in self.documents.sources)}",
                 expected="sources of text",
                 action="load batches with images through megaresume.attach or StreamLoader, or leave these sources out",
+            )
+        if self.masked and not masks:
+            raise UsageError(
+                "this loop trains every token, and the blend has sources that say which are trained",
+                found=f"spans of trained tokens: {', '.join(self.name_of(i) for i in self.masked)}",
+                expected="corpora without spans",
+                cause="conversations are not trained under Megatron's datasets yet",
+                action="train them with megaresume.attach, attach_loop or StreamLoader, or leave these sources out",
             )
         layout = self.lay_out(plan)
         first = 0
@@ -277,6 +317,8 @@ class Assembler:
                 with_images.append(mine)
             elif num:
                 self._fill_from(i, mine, plan, layout, out)
+                if i in self.masked:
+                    self._mask(i, mine, plan, layout, out)
             first += num
         if self.documents is not None and images is not None:
             self.documents.fill(plan, layout, np.concatenate(with_images), out, images)
@@ -314,6 +356,11 @@ class Assembler:
             out.labels,
             out.loss_mask,
         )
+
+    def _mask(self, i: int, mine: Int64Array, plan: Plan, layout: Layout, out: Arrays) -> None:
+        trained = spans_of(self.sources[i], plan.table[:, DOCUMENT][mine])
+        assert trained is not None, f"{self.name_of(i)} had spans when it was opened"
+        mask_segments(trained.starts, trained.spans, mine, plan.table, layout.rows, layout.columns, out.loss_mask)
 
     def _read(self, source: Source, mine: Int64Array, plan: Plan, layout: Layout, out: Arrays) -> None:
         """A source without one array of tokens: a call for each segment, with the token after it where there is one."""

@@ -3,6 +3,7 @@
 base.py            `Source`: what loading asks of any source of documents
 indexed.py         `IndexedSource`: a Megatron .bin/.idx corpus
 layout.py          the bytes of .bin/.idx, for its reader and its writer; kernels.py reads its arrays
+spans.py           ``<prefix>.spans``: which tokens of a corpus are trained
 python.py          `PythonSource`: any object with __len__, length(i), get(i)
 items.py           `ItemNumbers`: the items of a dataset, by number alone
 split.py           `RangeSource`: the train, valid or test part of a source, as ``--split`` cuts it

@@ -26,6 +26,7 @@ from megaresume.corpora import sidecar
 from megaresume.corpora.contents import Windows, hash_tokens
 from megaresume.corpora.layout import HEADER_BYTES, IndexHeader, bin_path, idx_path, prefix_of
 from megaresume.corpora.long_documents import kept_list
+from megaresume.corpora.spans import SpanFile, Spans, check_needs_none, spans_path
 from megaresume.stream.documents.pieces import LongDocuments
 from megaresume.stream.errors import CorpusError, SetupError
 from megaresume.stream.progress import progress
@@ -82,6 +83,7 @@ class IndexedSource:
         self.bin_bytes = self._identity.bin.size
         self._token_view: npt.NDArray[Any] | None = None
         self._check_ends()
+        self._spans = self._open_spans()
 
     def _check_ends(self) -> None:
         idx, bin_ = idx_path(self.prefix), bin_path(self.prefix)
@@ -115,6 +117,16 @@ class IndexedSource:
                 cause="a copy was interrupted, or the .bin and the .idx are of two different builds",
                 action=REBUILD,
             )
+
+    def _open_spans(self) -> SpanFile | None:
+        path = spans_path(self.prefix)
+        if not path.exists():
+            known = self.tokenizer
+            check_needs_none(path, None if known is None else known.get("spans_bytes"))
+            return None
+        data, identity = _map(path)
+        self._identity = replace(self._identity, spans=identity)
+        return SpanFile(path, data, documents=len(self), tokens=self.num_tokens)
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_reopened, (self.prefix, self._identity))
@@ -243,6 +255,20 @@ class IndexedSource:
         self.length(i)
         return self._lengths[self._boundaries[i] : self._boundaries[i + 1]]
 
+    def trained_spans(self, ids: Int64Array) -> Spans | None:
+        """Which tokens of each document are trained; None: the corpus has no .spans, and all are.
+
+        Raises:
+            IndexError: an id is not in [0, len).
+            CorpusError: the .spans is damaged at one of them.
+        """
+        if self._spans is None:
+            return None
+        ids = np.asarray(ids, np.int64)
+        if ids.size and (ids.min() < 0 or ids.max() >= len(self)):
+            raise IndexError(f"documents {ids.min()} to {ids.max()} of {len(self)} in {self.prefix}")
+        return self._spans.of(ids)
+
     @property
     def tokenizer(self) -> dict[str, Any] | None:
         """What `megaresume prepare` recorded about the tokenizer; None for a corpus built by another program."""
@@ -261,9 +287,10 @@ class IndexedSource:
     def range_fingerprint(self, start: int, stop: int, *, recompute: bool = False) -> Fingerprint:
         """The fingerprint of documents start to stop.
 
-        The first time, the .idx is read once and checked entirely, a few windows of the .bin are read (see
-        `megaresume.corpora.contents`), and the result is cached beside the corpus (see `megaresume.corpora.sidecar`);
-        later it costs nothing while both files are untouched. With many processes, let one compute it first.
+        The first time, the .idx is read once and checked entirely, and so is the .spans if there is one; a few windows
+        of the .bin are read (see `megaresume.corpora.contents`), and the result is cached beside the corpus (see
+        `megaresume.corpora.sidecar`); later it costs nothing while the files are untouched. With many processes, let
+        one compute it first.
 
         Args:
             start: first document.
@@ -277,6 +304,9 @@ class IndexedSource:
         known = None if recompute else sidecar.read_fingerprint(self.prefix, identity, start, stop)
         if known is None:
             known = replace(self._scan(start, stop), contents=self._contents(start, stop))
+            if self._spans is not None:
+                self._spans.check(self.lengths)
+                known = replace(known, trained=self._spans.hash(start, stop))
             if sidecar.CorpusIdentity.of(self.prefix) != identity:
                 raise _changed(self.prefix)
             sidecar.write_fingerprint(self.prefix, identity, start, stop, known)
@@ -349,7 +379,7 @@ def _reopened(prefix: Path, identity: sidecar.CorpusIdentity) -> IndexedSource:
 
 
 def _unchanged(prefix: Path, opened: sidecar.CorpusIdentity) -> sidecar.CorpusIdentity:
-    """The two files as they are now, which must be those that were opened.
+    """The files as they are now, which must be those that were opened.
 
     Raises:
         CorpusError: one was removed or replaced.
@@ -358,8 +388,12 @@ def _unchanged(prefix: Path, opened: sidecar.CorpusIdentity) -> sidecar.CorpusId
         now = sidecar.CorpusIdentity.of(prefix)
     except FileNotFoundError as error:
         raise _changed(Path(error.filename)) from error
-    for path, found, before in ((idx_path(prefix), now.idx, opened.idx), (bin_path(prefix), now.bin, opened.bin)):
-        if not found.is_the_file(before):
+    for path, found, before in (
+        (idx_path(prefix), now.idx, opened.idx),
+        (bin_path(prefix), now.bin, opened.bin),
+        (spans_path(prefix), now.spans, opened.spans),
+    ):
+        if found is not before and (found is None or before is None or not found.is_the_file(before)):
             raise _changed(path, found, before)
     return now
 

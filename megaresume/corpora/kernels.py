@@ -1,4 +1,4 @@
-"""numba kernels over the arrays of an ``.idx``. They release the GIL and allocate nothing.
+"""numba kernels over the arrays of an ``.idx``, and of ``.spans``. They release the GIL and allocate nothing.
 
 Arrays straight from an ``.idx`` are read-only and unaligned (its header has 34 bytes); numba handles both. Every value
 read from a file is checked before it is used as an index: a damaged file must end in an error, not in a crash.
@@ -130,4 +130,23 @@ def scan_documents(
                 return first + i
             total += length
         out[i] = total
+    return -1
+
+
+@compiled
+def check_spans(bounds: Array, spans: Array, lengths: Array) -> int:
+    """Check the spans of n documents: bounds int64[n + 1], spans int32[S, 2], lengths int64[n].
+
+    Returns:
+        -1, or the first document whose spans are not in order, not within it, or touch.
+    """
+    for document in range(lengths.size):
+        first, stop = bounds[document], bounds[document + 1]
+        if first < 0 or stop < first or stop > spans.shape[0]:
+            return document
+        end = np.int64(-1)
+        for k in range(first, stop):
+            if spans[k, 0] <= end or spans[k, 1] <= spans[k, 0] or spans[k, 1] > lengths[document]:
+                return document
+            end = np.int64(spans[k, 1])
     return -1

@@ -2,18 +2,17 @@
 
     {"format": "megaresume.corpus", "version": 1,
      "tokenizer": {"fingerprint": ..., "name": ..., "vocab_size": ..., "eod": ..., "append_eod": ...,
-                   "idx_bytes": ..., "bin_bytes": ...} or null,
+                   "idx_bytes": ..., "bin_bytes": ..., "spans_bytes": ... or null} or null,
      "fingerprints": [{"idx": {"size": ..., "mtime_ns": ..., "ctime_ns": ..., "inode": ...}, "bin": {...},
-                       "range": [start, stop], "documents": ..., "tokens": ..., "lengths": "32 hex digits",
-                       "contents": "16 hex digits"}]}
+                       "spans": {...} or null, "range": [start, stop], "documents": ..., "tokens": ...,
+                       "lengths": "32 hex digits", "contents": "16 hex digits", "trained": "16 hex digits" or null}]}
 
 ``fingerprints`` is a cache: hashing the lengths of 10^9 documents takes a minute, and a resume must not wait for it. An
-entry holds as long as the .idx and the .bin have the same size, times of change and inode. The time at which an inode
-changed (ctime) cannot be set back: a file that is written in place is noticed also if its mtime is restored, as
-``rsync --inplace --times`` and ``cp --preserve`` do. ``tokenizer`` was written by
-``megaresume prepare``; it holds for files of those sizes, so that it survives a copy, but not a rebuild by
-another program. Where the corpus cannot be written to, the cache goes to ``$MEGARESUME_CACHE`` or the XDG cache
-directory.
+entry holds as long as the .idx, the .bin and the .spans have the same size, times of change and inode. The time at
+which an inode changed (ctime) cannot be set back: a file that is written in place is noticed also if its mtime is
+restored, as ``rsync --inplace --times`` and ``cp --preserve`` do. ``tokenizer`` was written by ``megaresume prepare``;
+it holds for files of those sizes, so that it survives a copy, but not a rebuild by another program. Where the corpus
+cannot be written to, the cache goes to ``$MEGARESUME_CACHE`` or the XDG cache directory.
 
 Raise `VERSION` when a reader of the old version would misread the new one; older versions of the cache may be ignored.
 """
@@ -33,6 +32,7 @@ import xxhash
 
 from megaresume.checkpoint.files import read_file
 from megaresume.corpora.layout import bin_path, idx_path
+from megaresume.corpora.spans import spans_path
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.state import Fingerprint
 from megaresume.stream.text import parse_json
@@ -65,10 +65,12 @@ class FileIdentity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusIdentity:
-    """The two files of a corpus."""
+    """The files of a corpus."""
 
     idx: FileIdentity
     bin: FileIdentity
+    #: None: it has none.
+    spans: FileIdentity | None = None
 
     @classmethod
     def of(cls, prefix: Path) -> CorpusIdentity:
@@ -77,7 +79,12 @@ class CorpusIdentity:
         Raises:
             OSError: one cannot be looked at.
         """
-        return cls(idx=FileIdentity.of(idx_path(prefix).stat()), bin=FileIdentity.of(bin_path(prefix).stat()))
+        spans = None
+        with contextlib.suppress(FileNotFoundError):
+            spans = FileIdentity.of(spans_path(prefix).stat())
+        return cls(
+            idx=FileIdentity.of(idx_path(prefix).stat()), bin=FileIdentity.of(bin_path(prefix).stat()), spans=spans
+        )
 
 
 def sidecar_path(prefix: Path) -> Path:
@@ -116,6 +123,7 @@ def read_fingerprint(prefix: Path, identity: CorpusIdentity, start: int, stop: i
                         tokens=int(entry["tokens"]),
                         lengths=str(entry["lengths"]),
                         contents=str(entry["contents"]),
+                        trained=None if identity.spans is None else str(entry["trained"]),
                     )
                 except (KeyError, TypeError, ValueError):
                     continue  # it is only a cache: compute it again
@@ -123,7 +131,7 @@ def read_fingerprint(prefix: Path, identity: CorpusIdentity, start: int, stop: i
 
 
 def _is_of(entry: Mapping[str, Any], identity: CorpusIdentity) -> bool:
-    return {"idx": entry.get("idx"), "bin": entry.get("bin")} == asdict(identity)
+    return {name: entry.get(name) for name in CorpusIdentity.__slots__} == asdict(identity)
 
 
 def write_fingerprint(
@@ -144,6 +152,7 @@ def write_fingerprint(
         "tokens": fingerprint.tokens,
         "lengths": fingerprint.lengths,
         "contents": fingerprint.contents,
+        "trained": fingerprint.trained,
     }
     for path, read in ((sidecar_path(prefix), _read), (cache_path(prefix), _read_cache)):
         if path is None:
@@ -175,7 +184,9 @@ def read_tokenizer(prefix: Path, *, idx_bytes: int, bin_bytes: int) -> Mapping[s
     return tokenizer
 
 
-def write_tokenizer(prefix: Path, tokenizer: Mapping[str, Any], *, idx_bytes: int, bin_bytes: int) -> Path:
+def write_tokenizer(
+    prefix: Path, tokenizer: Mapping[str, Any], *, idx_bytes: int, bin_bytes: int, spans_bytes: int | None = None
+) -> Path:
     """Start a new sidecar for a corpus that was just built.
 
     Args:
@@ -183,12 +194,13 @@ def write_tokenizer(prefix: Path, tokenizer: Mapping[str, Any], *, idx_bytes: in
         tokenizer: ``fingerprint`` and what else is worth knowing, plain JSON.
         idx_bytes: size of the .idx.
         bin_bytes: size of the .bin.
+        spans_bytes: size of the .spans; None: every token is trained.
 
     Raises:
         OSError: it cannot be written.
     """
     path = sidecar_path(prefix)
-    identity = {**tokenizer, "idx_bytes": idx_bytes, "bin_bytes": bin_bytes}
+    identity = {**tokenizer, "idx_bytes": idx_bytes, "bin_bytes": bin_bytes, "spans_bytes": spans_bytes}
     write_json_atomically(path, {"format": FORMAT, "version": VERSION, "tokenizer": identity, "fingerprints": []})
     return path
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from megaresume.corpora.base import DocumentSource, Source, TokenSource, VisionEncoder, is_document_source
 from megaresume.corpora.indexed import IndexedSource
 from megaresume.corpora.scan import scan_fingerprint
+from megaresume.corpora.spans import Spans, spans_of
 from megaresume.stream.documents.pieces import LongDocuments, find_long
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.state import Fingerprint
@@ -135,6 +136,10 @@ class RangeSource:
     def read(self, i: int, offset: int, length: int) -> npt.NDArray[Any]:
         """`length` tokens of document i from token `offset` on."""
         return self.source.read(self._inner(i), offset, length)
+
+    def trained_spans(self, ids: Int64Array) -> Spans | None:
+        """Which tokens of each document are trained; None: all, by a source that does not say."""
+        return spans_of(self.source, self._inner_ids(ids))
 
     def fingerprint(self, *, first: int | None = None, recompute: bool = False) -> Fingerprint:
         """The fingerprint of this range alone, so that documents appended after it do not change it."""

@@ -102,7 +102,7 @@ def check_fingerprint(name: str, before: Fingerprint | None, now: Fingerprint) -
     """
     if before == now:
         return
-    fields = ("documents", "tokens", "lengths", "contents", "tokenizer")
+    fields = ("documents", "tokens", "lengths", "contents", "tokenizer", "trained")
     differ = [f for f in fields if before is None or getattr(before, f) != getattr(now, f)]
     cause, action = _likely_change(name, before, now)
     raise StateError(
@@ -139,6 +139,8 @@ def _likely_change(name: str, before: Fingerprint | None, now: Fingerprint) -> t
         )
     if now.lengths != before.lengths:
         return "the corpus was prepared again, or its index is damaged", action
+    if now.tokenizer == before.tokenizer and now.contents == before.contents:
+        return _other_spans(name, before, now)
     if now.tokenizer == before.tokenizer:
         return _other_contents(name, before, now), action
     if now.tokenizer is None:
@@ -150,6 +152,21 @@ def _likely_change(name: str, before: Fingerprint | None, now: Fingerprint) -> t
     if before.tokenizer is None:
         return "the tokenizer was not known when the state was made: the corpus was prepared again since", action
     return "the corpus was made with another tokenizer or image processor", action
+
+
+def _other_spans(name: str, before: Fingerprint, now: Fingerprint) -> tuple[str, str]:
+    """The tokens are the same, and others of them are trained."""
+    if now.trained is None:
+        return (
+            "the spans that say which tokens are trained are gone: PREFIX.spans was deleted, or not copied with the "
+            ".bin and the .idx",
+            f"put the PREFIX.spans of '{name}' back, or prepare the corpus again in the same way",
+        )
+    return (
+        "the tokens are the same, and others of them are trained: PREFIX.spans was replaced, or the corpus was "
+        "prepared again with other options of --train",
+        f"give '{name}' the spans that it had, or add the corpus as it is now as a source of its own",
+    )
 
 
 def _other_contents(name: str, before: Fingerprint, now: Fingerprint) -> str:

@@ -47,6 +47,9 @@ class Fingerprint:
     #: xxh3_64 of tokens at fixed places (`megaresume.corpora.contents`), or of the hashes of all records of shards;
     #: None: not known, of a source that has lengths only.
     contents: str | None = None
+    #: xxh3_64 of the spans of trained tokens (`megaresume.corpora.spans`); None: every token is trained, or the source
+    #: decides it with its documents. In a state it is left out if it is None.
+    trained: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -293,7 +296,7 @@ def _plain(state: StreamState) -> dict[str, Any]:
         "config": json.loads(_dumps(state.config)),
         # Segments and ties go by the order of the sources, which a container that sorts keys would lose.
         "order": list(state.sources),
-        "fingerprints": {name: _flat(f) for name, f in state.fingerprints.items()},
+        "fingerprints": {name: _flat_fingerprint(f) for name, f in state.fingerprints.items()},
         "samples": state.samples,
         "documents": state.documents,
         "tokens": state.tokens,
@@ -313,6 +316,13 @@ def _plain(state: StreamState) -> dict[str, Any]:
 def _flat(fields: Fingerprint | SourceCursor) -> dict[str, Any]:
     # `dataclasses.asdict` copies deeply, which took longer than all the rest of taking a state.
     return {name: getattr(fields, name) for name in fields.__slots__}
+
+
+def _flat_fingerprint(fingerprint: Fingerprint) -> dict[str, Any]:
+    fields = _flat(fingerprint)
+    if fingerprint.trained is None:
+        del fields["trained"]
+    return fields
 
 
 def _flat_era(era: Era) -> list[int]:
@@ -359,7 +369,7 @@ def _era(short: object) -> Era:
 def _fingerprint(fields: object) -> Fingerprint:
     if not isinstance(fields, Mapping):
         raise ValueError(f"{fields!r} is not the fingerprint of a source")
-    if set(fields) != set(Fingerprint.__slots__):
+    if {"trained", *fields} != set(Fingerprint.__slots__):
         raise KeyError(f"the fields of a fingerprint are {', '.join(fields)}")
     return Fingerprint(
         documents=_count(fields["documents"]),
@@ -367,6 +377,7 @@ def _fingerprint(fields: object) -> Fingerprint:
         lengths=_text(fields["lengths"]),
         tokenizer=None if fields["tokenizer"] is None else _text(fields["tokenizer"]),
         contents=None if fields["contents"] is None else _text(fields["contents"]),
+        trained=_text(fields["trained"]) if "trained" in fields else None,
     )
 
 

@@ -79,7 +79,7 @@ class Contents:
                 plan = part.plan.slice(first, min(first + CHUNK, part.plan.stop))
                 assembler = self._assembler(part, pad_id)
                 arrays, images = Arrays.empty(len(plan), assembler.seq_length), Images()
-                assembler.fill(plan, arrays, images)
+                assembler.fill(plan, arrays, images, masks=True)
                 rows = [position[0] for position in images.positions]
                 hashes.append(hash_rows(arrays.tokens, zip(rows, images.pixels, strict=True)))
         return np.concatenate(hashes) if hashes else np.zeros(0, np.uint64)
