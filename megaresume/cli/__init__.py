@@ -3,7 +3,7 @@
 main.py            finds the command; errors become messages without a traceback
 flags.py           flags with dashes and with underscores are the same
 packages.py        what a command needs beyond the base installation
-prepare.py         corpora; prepare_shards.py: tar shards
+prepare.py         corpora; prepare_chat.py: conversations, prepare_shards.py: tar shards
 stream.py          what a stream holds
 run.py, patch.py   Megatron's scripts, with hooks or edited
 inspect.py, latest.py, doctor.py, convert.py           checkpoints

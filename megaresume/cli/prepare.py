@@ -1,4 +1,4 @@
-"""``megaresume prepare``: text, JSON lines or a directory of files to a Megatron corpus; tar shards to an index."""
+"""``megaresume prepare``: text, rows, conversations or a directory to a Megatron corpus; tar shards to an index."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import sys
 from dataclasses import asdict
 
+from megaresume.cli.prepare_chat import add_chat_arguments, chat_options
 from megaresume.cli.prepare_shards import add_shard_arguments, run_shards, wants_shards
 
 HELP = "build .bin/.idx from text, or the index of tar shards"
@@ -27,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="INPUT",
         help="a text file (.txt .md .rst), JSON lines (.jsonl .ndjson .json), either with .gz .bz2 .xz or .zst, "
-        "or a directory of files; or tar shards ('shards/pairs-{000000..000127}.tar', local or on an object store), a "
-        "directory or metadataset.yaml of Energon",
+        "Parquet (.parquet), or a directory of files; or tar shards ('shards/pairs-{000000..000127}.tar', local or on "
+        "an object store), a directory or metadataset.yaml of Energon",
     )
     parser.add_argument(
         "--output", required=True, metavar="PREFIX", help="output prefix, without .bin, .idx or .shards.idx"
@@ -39,14 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--append-eod",
         action=argparse.BooleanOptionalAction,
-        default=True,
-        help="end every document with the end-of-document token (default: yes)",
+        default=None,
+        help="end every document with the end-of-document token (default: yes; with --chat: no)",
     )
     parser.add_argument(
         "--eod-token", metavar="TEXT", help="that token, if it has an unusual name (default: <|endoftext|>, </s>, ...)"
     )
     parser.add_argument(
-        "--json-key", default="text", metavar="KEY", help="key of the text in JSON lines (default: text)"
+        "--json-key", metavar="KEY", help="key of the text in rows (default: text), or of the messages with --chat"
     )
     parser.add_argument(
         "--text-unit",
@@ -68,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--bad-lines",
         choices=("error", "skip"),
         default="error",
-        help="for JSON lines that are not an object with a text: stop, or leave them out and count them "
+        help="for rows that are not an object with a text or a conversation: stop, or leave them out and count them "
         "(default: stop; the same command with skip continues from there)",
     )
     parser.add_argument(
@@ -89,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace an existing corpus")
     parser.add_argument("--restart", action="store_true", help="discard what a killed run left, and start over")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    add_chat_arguments(parser)
     add_shard_arguments(parser)
     parser.set_defaults(parser=parser)
 
@@ -115,6 +117,7 @@ def run(args: argparse.Namespace) -> int:
         glob=args.glob,
         format=args.format,
         text_unit=args.text_unit,
+        chat=chat_options(args),
         text=TextOptions(json_key=args.json_key, invalid=args.invalid_utf8, bad_lines=args.bad_lines),
         workers=args.workers,
         block_bytes=args.block_bytes,
@@ -127,13 +130,22 @@ def run(args: argparse.Namespace) -> int:
         print()
         return 0
     rate = summary.text_bytes / max(summary.seconds, 1e-9) / 1e6
-    counts = ((summary.empty, "empty"), (summary.skipped, "not UTF-8"), (summary.bad_lines, "bad lines"))
+    counts = (
+        (summary.empty, "empty"),
+        (summary.skipped, "not UTF-8"),
+        (summary.bad_lines, "bad lines"),
+        (summary.too_long, "too long"),
+    )
     left_out = [f"{n} {what}" for n, what in counts if n]
     left_out_note = f"; documents left out: {', '.join(left_out)}" if left_out else ""
     resumed_note = (
         f", {summary.resumed_blocks} of {summary.blocks} blocks from an earlier run" if summary.resumed_blocks else ""
     )
     print(f"{summary.prefix}.bin and .idx: {summary.documents} documents, {summary.tokens} tokens ({summary.dtype})")
+    if summary.trained is not None:
+        shortened = f"; {summary.shortened} conversations were too long and are shorter" if summary.shortened else ""
+        share = 100 * summary.trained / summary.tokens
+        print(f"{summary.prefix}.spans: {summary.trained} tokens are trained, {share:.1f} %{shortened}")
     print(f"  tokenizer {summary.tokenizer}, vocabulary {summary.vocab_size}, end of document {summary.eod}")
     print(f"  {summary.files} files, {summary.text_bytes / 1e6:.1f} MB of text{left_out_note}")
     for why in summary.first_left_out:

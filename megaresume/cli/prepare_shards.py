@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megaresume.cli.prepare_chat import CHAT_ONLY
 from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from megaresume.shards.prepare import ShardSummary
 
 #: flags of text alone, by their names in the namespace.
-TEXT_ONLY = ("json_key", "text_unit", "glob", "format", "invalid_utf8", "dtype", "block_bytes")
+TEXT_ONLY = ("json_key", "text_unit", "glob", "format", "invalid_utf8", "dtype", "block_bytes", "chat", *CHAT_ONLY)
 SHARDS_ONLY = ("encoder", "processor", "template", "images", "image_token", "invalid", "split_config", "dataset_config")
 
 
@@ -130,7 +131,7 @@ def _encoder(args: argparse.Namespace) -> ImageTextEncoder:
         "image_token": args.image_token,
     }
     given = {key: value for key, value in flags.items() if value is not None}
-    if not args.append_eod:
+    if args.append_eod is False:
         given["eod"] = False
     if args.encoder is None:
         if "processor" not in given:

@@ -52,6 +52,18 @@ tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "one": 1, "<eos>": 2}, unk_t
 tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
 tokenizer.save("tokenizer.json")
 """
+CHAT = """
+import json, pyarrow, pyarrow.parquet
+from tokenizers import Tokenizer, models, pre_tokenizers
+tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "one": 1, "two": 2, "<eos>": 3}, unk_token="[UNK]"))
+tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+tokenizer.add_special_tokens(["<eos>"])
+tokenizer.save("tokenizer.json")
+template = "{% for m in messages %}{{ m.role + ' ' + m.content + '<eos>' }}{% endfor %}"
+open("tokenizer_config.json", "w").write(json.dumps({"chat_template": template}))
+messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": messages}]), "chats.parquet")
+"""
 SHARD = """
 import io, tarfile
 from PIL import Image
@@ -71,6 +83,7 @@ data = megaresume.loader_provider(lambda *_: None)
 #: extra -> programs: `megaresume ...`, or Python.
 CASES = {
     "text": [TOKENIZER, "prepare text.txt --output words --tokenizer . --overwrite"],
+    "chat": [CHAT, "prepare chats.parquet --output chat --tokenizer . --chat"],
     "torch": [LOADER, STREAM],
     "deepspeed": [DEEPSPEED, "inspect checkpoints", "verify checkpoints --data data.yaml"],
     "megatron": [STREAM, "run --help"],

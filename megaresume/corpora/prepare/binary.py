@@ -78,6 +78,8 @@ def _is_text(head: bytes) -> bool:
 def _action(path: Path, kind: str | None, head: bytes) -> str:
     if kind == "a tar archive":
         return f"name the shards themselves, with a processor: megaresume prepare {path.parent}/*.tar --processor KIND"
+    if kind == "a Parquet table":
+        return f"give it the suffix that says so: {path.name}.parquet"
     if kind in _COMPRESSED:
         return f"give it the suffix that says so: {path.name}{_COMPRESSED[kind]}"
     if head.startswith(_UTF16):

@@ -12,13 +12,14 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megaresume.corpora.layout import DTYPES, bin_path, idx_path, prefix_of
+from megaresume.corpora.prepare.chat import ChatOptions, with_conversations
 from megaresume.corpora.prepare.documents import Block, BlockReader, Position, TextOptions, TextUnit, block_bytes
 from megaresume.corpora.prepare.encode import (
     SHOWN,
@@ -35,6 +36,7 @@ from megaresume.corpora.prepare.merge import merge_parts
 from megaresume.corpora.prepare.tokenizers import Tokenizer, read_tokenizer_file, tokenizer_from_content
 from megaresume.corpora.prepare.workers import check_workers, run_in_processes
 from megaresume.corpora.sidecar import sidecar_path
+from megaresume.corpora.spans import spans_path
 from megaresume.stream.errors import CorpusError, UsageError
 from megaresume.stream.progress import Progress, progress
 
@@ -49,7 +51,8 @@ class PrepareOptions:
     #: file or directory; None: bytes.
     tokenizer: str | Path | None = None
     eod_token: str | None = None
-    append_eod: bool = True
+    #: None: after texts, not after conversations, whose template says how they end.
+    append_eod: bool | None = None
     #: "auto": uint16 for vocabularies below 65500, otherwise int32, as Megatron does.
     dtype: str = "auto"
     #: for directories.
@@ -58,7 +61,10 @@ class PrepareOptions:
     format: Format | None = None
     #: what a document is in a text file.
     text_unit: TextUnit = "file"
+    #: what a document is in rows; conversations are asked for by ``chat``.
     text: TextOptions = field(default_factory=TextOptions)
+    #: rows are conversations; None: texts.
+    chat: ChatOptions | None = None
     #: processes; the result does not depend on it.
     workers: int = 1
     #: decompressed bytes in a unit of work; the result does not depend on it.
@@ -81,10 +87,15 @@ class PrepareSummary:
     empty: int
     #: documents that are not UTF-8, left out (``invalid: skip``).
     skipped: int
-    #: lines that are no JSON object with a text, left out (``bad_lines: skip``).
+    #: lines that are no JSON object with a text or a conversation, left out (``bad_lines: skip``).
     bad_lines: int
+    #: conversations longer than ``max_tokens``: left out, and made shorter.
+    too_long: int
+    shortened: int
     #: where the first few of both are, and what is wrong with them.
     first_left_out: list[str]
+    #: tokens that are trained, if the corpus says which.
+    trained: int | None
     #: directories that were left out, because they lead to one that is read already.
     linked_twice: list[str]
     #: UTF-8 bytes of the documents.
@@ -123,7 +134,8 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
     content, name = read_tokenizer_file(options.tokenizer)
     tokenizer = tokenizer_from_content(content, name, eod_token=options.eod_token)
     dtype = _dtype(options.dtype, tokenizer)
-    if options.append_eod and tokenizer.eod is None:
+    append_eod = options.chat is None if options.append_eod is None else options.append_eod
+    if append_eod and tokenizer.eod is None:
         raise UsageError(
             f"tokenizer {name} has no end-of-document token that we know",
             found=f"a vocabulary of {tokenizer.vocab_size} tokens",
@@ -135,9 +147,11 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
         tokenizer=content,
         tokenizer_name=name,
         eod_token=options.eod_token,
-        append_eod=options.append_eod,
+        append_eod=append_eod,
         dtype=dtype,
-        text=options.text,
+        text=options.text
+        if options.chat is None
+        else with_conversations(options.text, options.chat, options.tokenizer, files),
     )
     parts_files = PartFiles(prefix)
     _check_output(prefix, parts_files, overwrite=options.overwrite)
@@ -149,7 +163,7 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
                 parts, resumed = _make_parts(reader, parts_files, spec, files, _workers(options.workers, files, size))
             _check_not_empty(parts, files)
             with progress("writing the corpus", sum(p.tokens * p.token_bytes for p in parts), "B") as bar:
-                merge_parts(prefix, parts_files, parts, dtype, _identity(tokenizer, options), bar.update)
+                merge_parts(prefix, parts_files, parts, dtype, _identity(tokenizer, spec), bar.update)
             parts_files.remove()
     except OSError as error:
         raise disk_error(prefix.parent, error) from error
@@ -161,6 +175,9 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
         empty=sum(p.empty for p in parts),
         skipped=sum(p.skipped for p in parts),
         bad_lines=sum(p.bad_lines for p in parts),
+        too_long=sum(p.too_long for p in parts),
+        shortened=sum(p.shortened for p in parts),
+        trained=None if options.chat is None else sum(p.trained or 0 for p in parts),
         first_left_out=[why for part in parts for why in part.first_left_out][:SHOWN],
         linked_twice=[str(path) for path in found.linked_twice],
         text_bytes=sum(p.text_bytes for p in parts),
@@ -239,7 +256,7 @@ def _encode_in_processes(
 
 def _is_output(path: Path, prefix: Path) -> bool:
     directory = PartFiles(prefix).directory
-    outputs = (bin_path(prefix), idx_path(prefix), sidecar_path(prefix))
+    outputs = (bin_path(prefix), idx_path(prefix), sidecar_path(prefix), spans_path(prefix))
     # Names first: resolving the links of every input takes longer than reading it.
     if path.parent.name == directory.name:
         return path.parent.resolve() == directory.resolve()
@@ -285,7 +302,7 @@ def _check_output(prefix: Path, parts_files: PartFiles, *, overwrite: bool) -> N
 def _check_not_empty(parts: Sequence[Part], files: Sequence[InputFile]) -> None:
     if sum(part.documents for part in parts):
         return
-    empty, skipped = sum(p.empty for p in parts), sum(p.skipped + p.bad_lines for p in parts)
+    empty, skipped = sum(p.empty for p in parts), sum(p.skipped + p.bad_lines + p.too_long for p in parts)
     first = next((f", the first: {why}" for part in parts for why in part.first_left_out), "")
     raise CorpusError(
         "the input has no document",
@@ -300,24 +317,27 @@ def _check_not_empty(parts: Sequence[Part], files: Sequence[InputFile]) -> None:
 def _plan(
     files: Sequence[InputFile], spec: EncoderSpec, tokenizer: Tokenizer, options: PrepareOptions, size: int
 ) -> dict[str, Any]:
+    chat = None if spec.text.conversations is None else asdict(spec.text.conversations)
     return {
+        "too_long": None if chat is None else chat.pop("too_long"),
+        "conversations": chat,
         "inputs": [file.to_dict() for file in files],
         "tokenizer": tokenizer.fingerprint(),
         "append_eod": spec.append_eod,
         "dtype": spec.dtype,
         "text_unit": options.text_unit,
-        "json_key": spec.text.json_key,
+        "json_key": spec.text.json_key or "text",
         "invalid": spec.text.invalid,
         "bad_lines": spec.text.bad_lines,
         "block_bytes": size,
     }
 
 
-def _identity(tokenizer: Tokenizer, options: PrepareOptions) -> dict[str, Any]:
+def _identity(tokenizer: Tokenizer, spec: EncoderSpec) -> dict[str, Any]:
     return {
         "fingerprint": tokenizer.fingerprint(),
         "name": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
-        "append_eod": options.append_eod,
+        "append_eod": spec.append_eod,
     }

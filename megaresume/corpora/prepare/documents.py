@@ -1,4 +1,4 @@
-"""The input in blocks of work, and the bytes of a block as texts: one for each document.
+"""The input in blocks of work, and the bytes of a block as texts, or conversations: one for each document.
 
 Each block is a function of the position where it starts, and of nothing else.
 
@@ -12,8 +12,10 @@ import codecs
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+from megaresume.corpora.prepare.conversations.encode import ConversationOptions
+from megaresume.corpora.prepare.conversations.rows import BadRow, Conversation, check_roles, conversation_of
 from megaresume.corpora.prepare.inputs import InputFile, InputStream
 from megaresume.stream.errors import CorpusError
 
@@ -27,8 +29,10 @@ BadLines = Literal["error", "skip"]
 class TextOptions:
     """How documents are taken out of files."""
 
-    #: key of the text in a JSON line.
-    json_key: str = "text"
+    #: key of the text in a JSON line; None: ``text``.
+    json_key: str | None = None
+    #: rows are conversations; None: texts.
+    conversations: ConversationOptions | None = None
     invalid: InvalidText = "error"
     bad_lines: BadLines = "error"
 
@@ -43,15 +47,25 @@ class LeftOut:
     why: str
 
 
-class _BadLine(CorpusError):
-    """A line that is no JSON object with a text."""
+class BadLine(CorpusError):
+    """A line that is no JSON object with a text, or with a conversation."""
 
 
-def texts_of(piece: Piece, options: TextOptions) -> Iterator[str | LeftOut]:
-    """The text of each document, in order, or why it is left out.
+def bad_conversation(where: str, row: BadRow) -> BadLine:
+    """A row that is no conversation, in words."""
+    return BadLine(
+        f"{where} {row.what}",
+        found=row.found,
+        expected=row.expected,
+        action=f"correct the row, or {_LEAVE_OUT}",
+    )
+
+
+def documents_of(piece: Piece, options: TextOptions) -> Iterator[str | Conversation | LeftOut]:
+    """Each document, in order, or why it is left out.
 
     Raises:
-        CorpusError: naming file and line: not UTF-8, not JSON, no such key, not a text.
+        CorpusError: naming file and line: not UTF-8, not JSON, no such key, not a text, no conversation.
     """
     data = piece.data
     # Only at the start of a file is it a mark; elsewhere U+FEFF is a character.
@@ -70,11 +84,9 @@ def texts_of(piece: Piece, options: TextOptions) -> Iterator[str | LeftOut]:
             yield _decode(line.removesuffix(b"\r"), piece, number, options)
             continue
         try:
-            yield _json_text(line, piece, number, options)
-        except _BadLine as error:
-            if options.bad_lines == "error":
-                raise
-            yield LeftOut("bad_lines", error.headline)
+            yield _json_document(line, piece, number, options)
+        except BadLine as error:
+            yield left_out(error, options)
 
 
 #: for an action.
@@ -93,16 +105,47 @@ def _paragraphs(data: bytes, piece: Piece, options: TextOptions) -> Iterator[str
             lines = []
 
 
-def _json_text(line: bytes, piece: Piece, number: int, options: TextOptions) -> str | LeftOut:
+def left_out(error: BadLine, options: TextOptions) -> LeftOut:
+    """In the place of a bad line.
+
+    Raises:
+        BadLine: the error itself, if lines may not be left out.
+    """
+    if options.bad_lines == "error":
+        raise error
+    return LeftOut("bad_lines", error.headline)
+
+
+def _json_document(line: bytes, piece: Piece, number: int, options: TextOptions) -> str | Conversation | LeftOut:
     decoded = _decode(line, piece, number, options)
     if isinstance(decoded, LeftOut):
         return decoded
     where = f"{piece.name}:{number}"
+    record = _json_object(decoded, where, number, options)
+    chat = options.conversations
+    value: Any = record if chat is not None else _text(record, where, options.json_key or "text")
+    if "\\u" in decoded:  # the only way to write half of a surrogate pair
+        try:
+            value = _valid(value, where, options.invalid)
+        except UnicodeError:
+            return LeftOut("invalid", f"{where} is not UTF-8")
+    if chat is None:
+        return str(value)
+    try:
+        conversation = conversation_of(value, chat.shape, where, key=chat.key)
+        if not chat.any_order:
+            check_roles(conversation.messages)
+    except BadRow as error:
+        raise bad_conversation(where, error) from error
+    return conversation
+
+
+def _json_object(decoded: str, where: str, number: int, options: TextOptions) -> dict[str, Any]:
     try:
         record = json.loads(decoded)
     except (ValueError, RecursionError) as error:
         whole = decoded.lstrip()[:1] in "[{" and number == 1
-        raise _BadLine(
+        raise BadLine(
             f"{where} is not JSON",
             found=f"{error}: {_excerpt(decoded)}",
             expected="one JSON object on each line",
@@ -110,37 +153,57 @@ def _json_text(line: bytes, piece: Piece, number: int, options: TextOptions) -> 
             action=f"correct the line, or {_LEAVE_OUT}; for one JSON array: jq -c '.[]' FILE > FILE.jsonl",
         ) from error
     if not isinstance(record, dict):
-        raise _BadLine(
+        raise BadLine(
             f"{where} is not a JSON object",
             found=_excerpt(decoded),
-            expected=f'an object such as {{"{options.json_key}": "..."}}',
+            expected=f'an object such as {{"{options.json_key or "text"}": "..."}}',
             action=f"correct the line, or {_LEAVE_OUT}",
         )
-    if options.json_key not in record:
-        raise _BadLine(
-            f"{where} has no key '{options.json_key}'",
+    return record
+
+
+def _text(record: dict[str, Any], where: str, key: str) -> str:
+    if key not in record:
+        raise BadLine(
+            f"{where} has no key '{key}'",
             found=f"keys {', '.join(map(repr, list(record)[:10]))}" if record else "an empty object",
-            expected=f"the text under '{options.json_key}'",
+            expected=f"the text under '{key}'",
             action=f"name the key: --json-key KEY; or {_LEAVE_OUT}",
         )
-    text = record[options.json_key]
+    text = record[key]
     if not isinstance(text, str):
-        raise _BadLine(
-            f"{where}: '{options.json_key}' is not a text",
+        raise BadLine(
+            f"{where}: '{key}' is not a text",
             found=f"{type(text).__name__}: {_excerpt(json.dumps(text))}",
             expected="a JSON string",
             action=f"name another key: --json-key KEY, correct the line, or {_LEAVE_OUT}",
         )
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        if options.invalid == "skip":
-            return LeftOut("invalid", f"{where} is not UTF-8")
-        if options.invalid == "error":
-            raise _not_utf8(where, "half of a surrogate pair, written as \\ud8.. in JSON", error) from error
-        # "replace" would put "?" on the way out; what a decoder puts is U+FFFD.
-        text = "".join("\ufffd" if "\ud800" <= c <= "\udfff" else c for c in text)
     return text
+
+
+def _valid(value: Any, where: str, invalid: InvalidText) -> Any:
+    """JSON without half surrogate pairs.
+
+    Raises:
+        CorpusError: there is one, and nothing was said of such.
+        UnicodeError: there is one, and the document is to be left out.
+    """
+    if isinstance(value, dict):
+        return {_valid(key, where, invalid): _valid(item, where, invalid) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_valid(item, where, invalid) for item in value]
+    if not isinstance(value, str):
+        return value
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        if invalid == "error":
+            raise _not_utf8(where, "half of a surrogate pair, written as \\ud8.. in JSON", error) from error
+        if invalid == "skip":
+            raise
+        # "replace" would put "?" on the way out; what a decoder puts is U+FFFD.
+        return "".join("\ufffd" if "\ud800" <= c <= "\udfff" else c for c in value)
+    return value
 
 
 def _decode(data: bytes, piece: Piece, number: int, options: TextOptions) -> str | LeftOut:

@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal
 
 from megaresume.corpora.prepare.binary import HEAD_BYTES, check_text
+from megaresume.corpora.prepare.parquet import ParquetLines, parquet_errors
 from megaresume.stream.errors import CorpusError, SetupError, UsageError
 
 
@@ -113,8 +114,11 @@ FORMATS: dict[str, Format] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "jsonl",
+    #: each row as a JSON line.
+    ".parquet": "jsonl",
 }
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+PARQUET = ".parquet"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,8 +133,8 @@ class InputFile:
 
     @property
     def compressed(self) -> bool:
-        """By its name."""
-        return self.path.suffix in COMPRESSIONS
+        """By its name: it cannot be read from the middle on."""
+        return self.path.suffix in (*COMPRESSIONS, PARQUET)
 
     def to_dict(self) -> dict[str, object]:
         """What tells, on a rerun, that it is still the same file; plain JSON."""
@@ -225,8 +229,13 @@ class InputStream:
                 expected=f"{file.size} bytes, changed at {file.mtime_ns}",
                 action="wait until it is complete and start again with --restart",
             )
+        self._table: ParquetLines | None = None
         with self._errors():
-            self._stream = _decompressed(self._raw, file)
+            if file.path.suffix == PARQUET:
+                self._table = ParquetLines(self._raw, file.size)
+                self._stream: _Peekable = io.BufferedReader(self._table, 1 << 20)
+            else:
+                self._stream = _decompressed(self._raw, file)
             if offset == 0:
                 check_text(file.path, self._stream.peek(HEAD_BYTES))
             elif not file.compressed:
@@ -250,7 +259,7 @@ class InputStream:
 
     def raw_position(self) -> int:
         """Bytes of the file on disk that were read so far (about)."""
-        return self._raw.tell()
+        return self._raw.tell() if self._table is None else self._table.raw_position()
 
     def close(self) -> None:
         """Close the file."""
@@ -262,6 +271,8 @@ class InputStream:
         damaged: tuple[type[BaseException], ...] = (EOFError, zlib.error, lzma.LZMAError)
         if self.file.path.suffix == ".zst":
             damaged += (_zstandard().ZstdError,)
+        if self.file.path.suffix == PARQUET:
+            damaged += (parquet_errors(), UnicodeDecodeError)
         try:
             yield
         except damaged as error:

@@ -1,9 +1,10 @@
-"""Finished parts to ``.bin/.idx``, in bounded memory. The .idx appears last, and only beside its own .bin."""
+"""Finished parts to ``.bin/.idx`` and ``.spans``, in bounded memory. The .idx appears last, beside its own .bin."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from megaresume.checkpoint.files import fsync_dir
 from megaresume.corpora.layout import IndexHeader, bin_path, idx_path
 from megaresume.corpora.prepare.encode import Part, PartFiles
 from megaresume.corpora.sidecar import sidecar_path, write_tokenizer
+from megaresume.corpora.spans import SpansWriter, spans_path
 
 #: boundaries written at once.
 CHUNK = 1 << 20
@@ -41,14 +43,20 @@ def merge_parts(
         OSError: the disk is full, or the like.
     """
     documents = sum(part.documents for part in parts)
-    bin_new, idx_new = (path.with_name(f".{path.name}.new") for path in (bin_path(prefix), idx_path(prefix)))
+    spans = None if any(part.spans is None for part in parts) else sum(part.spans or 0 for part in parts)
+    paths = bin_path(prefix), idx_path(prefix), spans_path(prefix)
+    bin_new, idx_new, spans_new = (path.with_name(f".{path.name}.new") for path in paths)
     header = IndexHeader(dtype=np.dtype(dtype), sequences=documents, documents=documents)
     # The three arrays of the index are written side by side, while each part is read once.
-    with open(bin_new, "wb") as tokens_file, open(idx_new, "wb") as idx:
+    with open(bin_new, "wb") as tokens_file, open(idx_new, "wb") as idx, ExitStack() as more:
         idx.write(header.pack())
+        spans_file = None if spans is None else more.enter_context(open(spans_new, "w+b"))
+        writer = None if spans_file is None else SpansWriter(spans_file, documents=documents, spans=spans or 0)
         done = pointer = 0
         for index in range(len(parts)):
-            lengths, tokens = files.read_part(index)
+            lengths, trained, tokens = files.read_part(index)
+            if writer is not None and trained is not None:
+                writer.add(trained.counts, trained.spans)
             tokens_file.write(tokens)
             ends = np.cumsum(lengths, dtype=np.int64) * header.dtype.itemsize
             starts = pointer + ends - lengths.astype(np.int64) * header.dtype.itemsize
@@ -62,14 +70,22 @@ def merge_parts(
         idx.seek(header.boundaries_at)
         for boundaries in _ranges(documents + 1):
             idx.write(boundaries.data)
-        for file in (tokens_file, idx):
-            file.flush()
-            os.fsync(file.fileno())
-    # An index must never stand beside the tokens of another corpus.
+        if writer is not None:
+            writer.finish(pointer // header.dtype.itemsize)
+        for file in (tokens_file, idx, spans_file):
+            if file is not None:
+                file.flush()
+                os.fsync(file.fileno())
+    # An index must never stand beside the tokens of another corpus, nor beside their spans.
     idx_path(prefix).unlink(missing_ok=True)
     sidecar_path(prefix).unlink(missing_ok=True)
+    spans_path(prefix).unlink(missing_ok=True)
     os.replace(bin_new, bin_path(prefix))
-    write_tokenizer(prefix, tokenizer, idx_bytes=idx_new.stat().st_size, bin_bytes=pointer)
+    spans_bytes = None if spans is None else spans_new.stat().st_size
+    idx_bytes = idx_new.stat().st_size
+    write_tokenizer(prefix, tokenizer, idx_bytes=idx_bytes, bin_bytes=pointer, spans_bytes=spans_bytes)
+    if spans is not None:
+        os.replace(spans_new, spans_path(prefix))
     os.replace(idx_new, idx_path(prefix))
     fsync_dir(prefix.parent)
 

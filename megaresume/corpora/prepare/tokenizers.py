@@ -141,12 +141,20 @@ class HuggingFaceTokenizer:
                 expected="the text of a token of the vocabulary",
                 action="correct --eod-token",
             )
+        added = [token for token in description.get("added_tokens") or [] if token.get("special")]
+        #: texts of the tokens that no text is meant to spell.
+        self.special_tokens: tuple[str, ...] = tuple(token["content"] for token in added)
         self._fingerprint = xxhash.xxh3_128_hexdigest(f"{canonical}\neod {self.eod}".encode())
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
         """uint32[tokens of the text] for each text."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]]:
+        """Of each text its tokens, uint32[n], and where they stand in it, int64[n, 2]: characters from, to."""
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [(np.array(e.ids, np.uint32), np.array(e.offsets, np.int64).reshape(-1, 2)) for e in encodings]
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Tokens of one text, in the calling thread: no pool that a forked worker would have to do without."""

@@ -29,7 +29,7 @@ from megaresume.stream.errors import CorpusError, SetupError, UsageError
 FORMAT = "megaresume.prepare"
 VERSION = 1
 #: settings of a plan that say what to do with bad input.
-POLICIES = ("invalid", "bad_lines")
+POLICIES = ("invalid", "bad_lines", "too_long")
 
 
 class WorkDirectory:

@@ -21,6 +21,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 from pydantic import BeforeValidator
 
 from megaresume.corpora.image_text import Record
+from megaresume.corpora.prepare.conversations.rows import ROLES
 from megaresume.images.templates.base import (
     Image,
     Piece,
@@ -85,18 +86,6 @@ def _style(value: Any) -> Any:
 
 #: ``style``: a name in `STYLES`; {user: {before: ...}, ...}; or the list that a spec holds.
 Style = Annotated[tuple[Role, ...], BeforeValidator(_style)]
-
-
-#: as data sets call them -> as `Role` has them.
-_ROLES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,11 +202,11 @@ def _turn(record: Record, turn: Any, where: str) -> tuple[str, Any]:
         raise bad_json(record, f"{where} is no turn", type(turn).__name__, "an object with role and content")
     name = turn.get("role", turn.get("from"))
     content = turn.get("content", turn.get("value"))
-    if not isinstance(name, str) or name not in _ROLES:
-        raise bad_json(record, f"{where} has an unknown role", f"{name!r:.40}", f"one of {', '.join(_ROLES)}")
+    if not isinstance(name, str) or name not in ROLES:
+        raise bad_json(record, f"{where} has an unknown role", f"{name!r:.40}", f"one of {', '.join(ROLES)}")
     if content is None:
         raise bad_json(record, f"{where} has no content", f"keys {', '.join(turn)}", "content or value")
-    return _ROLES[name], content
+    return ROLES[name], content
 
 
 def _name_in(part: dict[str, Any]) -> object:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaresume.corpora.prepare import documents
-from megaresume.corpora.prepare.documents import BlockReader, LeftOut, Piece, Position, TextOptions, texts_of
+from megaresume.corpora.prepare.documents import BlockReader, LeftOut, Piece, Position, TextOptions, documents_of
 from megaresume.corpora.prepare.inputs import find_inputs
 from megaresume.stream.errors import CorpusError
 
@@ -21,7 +21,7 @@ def all_texts(paths, unit, size, start=None):
     reader = BlockReader(find_inputs(paths).files, unit, size)
     position, found = start or Position(), []
     while (block := reader.read(position)) is not None:
-        found.append((block, [t for piece in block.pieces for t in texts_of(piece, TextOptions())]))
+        found.append((block, [t for piece in block.pieces for t in documents_of(piece, TextOptions())]))
         position = block.end
     reader.close()
     return found
@@ -75,7 +75,7 @@ def test_lines_are_numbered_across_blocks(tmp_path):
             position = block.end
             for piece in block.pieces:
                 data = piece.data.replace(b"x", b'{"text": "x"}')
-                list(texts_of(Piece(name=piece.name, unit=piece.unit, line=piece.line, data=data), TextOptions()))
+                list(documents_of(Piece(name=piece.name, unit=piece.unit, line=piece.line, data=data), TextOptions()))
 
 
 @pytest.mark.parametrize("unit", ["file", "line", "paragraph"])
@@ -94,8 +94,8 @@ def test_json_lines():
     piece = jsonl(
         b"\xef\xbb\xbf" + b'{"text": "one", "n": 1}', b"", b'  {"text": "tw\\u00f6\\ud83e\\udd8a"}\r', b'{"text": ""}'
     )
-    assert list(texts_of(piece, TextOptions())) == ["one", "twö🦊", ""]
-    assert list(texts_of(jsonl(b'{"content": "x"}'), TextOptions(json_key="content"))) == ["x"]
+    assert list(documents_of(piece, TextOptions())) == ["one", "twö🦊", ""]
+    assert list(documents_of(jsonl(b'{"content": "x"}'), TextOptions(json_key="content"))) == ["x"]
 
 
 @pytest.mark.parametrize(
@@ -116,12 +116,12 @@ def test_json_lines():
 )
 def test_bad_json_line(line, text):
     with pytest.raises(CorpusError, match=text) as caught:
-        list(texts_of(jsonl(b'{"text": "fine"}', line, line=6), TextOptions()))
+        list(documents_of(jsonl(b'{"text": "fine"}', line, line=6), TextOptions()))
     assert len(str(caught.value)) < 2000
     assert caught.value.action
     if "UTF-8" not in text:
         pieces = list(
-            texts_of(jsonl(b'{"text": "fine"}', line, b'{"text": "x"}', line=6), TextOptions(bad_lines="skip"))
+            documents_of(jsonl(b'{"text": "fine"}', line, b'{"text": "x"}', line=6), TextOptions(bad_lines="skip"))
         )
         assert pieces[::2] == ["fine", "x"] and pieces[1].option == "bad_lines" and pieces[1].why.startswith(text)
         assert "--bad-lines skip" in caught.value.action
@@ -129,8 +129,8 @@ def test_bad_json_line(line, text):
 
 @pytest.mark.parametrize("line", [b'{"text": "a\xffb"}', b'{"text": "a\\ud800b"}'])
 def test_policies_for_text_that_is_not_utf8(line):
-    assert list(texts_of(jsonl(line, b'{"text": "x"}'), TextOptions(invalid="replace"))) == ["a\ufffdb", "x"]
-    assert list(texts_of(jsonl(line, b'{"text": "x"}'), TextOptions(invalid="skip"))) == [
+    assert list(documents_of(jsonl(line, b'{"text": "x"}'), TextOptions(invalid="replace"))) == ["a\ufffdb", "x"]
+    assert list(documents_of(jsonl(line, b'{"text": "x"}'), TextOptions(invalid="skip"))) == [
         LeftOut("invalid", "a.jsonl:1 is not UTF-8"),
         "x",
     ]
@@ -140,18 +140,18 @@ def test_policies_for_text_that_is_not_utf8(line):
 def test_line_of_a_bad_byte(unit, line):
     piece = Piece(name="a.txt", unit=unit, line=0, data=b"one\n\nth\xffree\nfour\n")
     with pytest.raises(CorpusError, match=rf"a\.txt:{line} is not UTF-8"):
-        list(texts_of(piece, TextOptions()))
+        list(documents_of(piece, TextOptions()))
 
 
 def test_utf16_is_named():
     piece = Piece(name="a.txt", unit="file", line=0, data="text".encode("utf-16"))
     with pytest.raises(CorpusError, match="is not UTF-8") as caught:
-        list(texts_of(piece, TextOptions()))
+        list(documents_of(piece, TextOptions()))
     assert "UTF-16" in caught.value.cause
 
 
 def test_json_array_over_lines_is_named():
     piece = jsonl(*json.dumps([{"text": "x"}], indent=1).encode().split(b"\n"))
     with pytest.raises(CorpusError, match="is not JSON") as caught:
-        list(texts_of(piece, TextOptions()))
+        list(documents_of(piece, TextOptions()))
     assert "several lines" in caught.value.cause

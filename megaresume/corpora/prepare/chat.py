@@ -1,0 +1,125 @@
+"""What a user says about conversations, and what follows from it, the tokenizer and the first row."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from megaresume.corpora.prepare.conversations.encode import TOO_LONG, ConversationOptions, TooLong
+from megaresume.corpora.prepare.conversations.rows import KEYS, RowShape, shape_of
+from megaresume.corpora.prepare.conversations.template import read_chat_template
+from megaresume.corpora.prepare.conversations.turns import Selection
+from megaresume.corpora.prepare.documents import MAX_DOCUMENT_BYTES, TextOptions
+from megaresume.corpora.prepare.inputs import InputFile, InputStream
+from megaresume.stream.errors import CorpusError, UsageError
+
+#: rows of a file that are looked at for the first one that is a JSON object.
+LOOKED_AT = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatOptions:
+    """What a user says."""
+
+    #: a file; None: the tokenizer's own.
+    template: str | Path | None = None
+    #: what the template takes for today: YYYY-MM-DD.
+    date: str | None = None
+    #: None: that of the first row.
+    shape: RowShape | None = None
+    selection: Selection = field(default_factory=Selection)
+    #: roles may come in any order that the template takes.
+    any_order: bool = False
+    #: of a document; None: any number.
+    max_tokens: int | None = None
+    too_long: TooLong = "error"
+
+
+def with_conversations(
+    text: TextOptions, chat: ChatOptions, tokenizer: str | Path | None, files: Sequence[InputFile]
+) -> TextOptions:
+    """The options of a corpus of conversations.
+
+    Args:
+        text: options of rows.
+        chat: what a user says of them.
+        tokenizer: a tokenizer.json, or a directory with one.
+        files: the input.
+
+    Raises:
+        UsageError: bad options, no template, files without rows.
+        CorpusError: no row tells what shape they have.
+    """
+    _check(chat)
+    texts = [file.path for file in files if file.format != "jsonl"]
+    if texts:
+        raise UsageError(
+            f"{texts[0]} has no rows",
+            found="a text file, and --chat",
+            expected="JSON lines or Parquet",
+            action="name the files with conversations, or --format jsonl",
+        )
+    template, tokens = read_chat_template(tokenizer, chat.template)
+    options = ConversationOptions(
+        template=template,
+        tokens=tokens,
+        date=chat.date,
+        shape=chat.shape or ("messages" if text.json_key is not None else _first_shape(files)),
+        key=text.json_key,
+        selection=chat.selection,
+        any_order=chat.any_order,
+        max_tokens=chat.max_tokens,
+        too_long=chat.too_long,
+    )
+    return replace(text, conversations=options)
+
+
+def _check(chat: ChatOptions) -> None:
+    try:
+        datetime.date.fromisoformat(chat.date or "2026-01-31")
+    except ValueError as error:
+        raise UsageError("bad --chat-date", found=f"{chat.date}: {error}", expected="YYYY-MM-DD") from error
+    if chat.max_tokens is not None and chat.max_tokens < 1:
+        raise UsageError("bad --max-tokens", found=chat.max_tokens, expected="1 or more")
+    if chat.too_long != "error" and chat.max_tokens is None:
+        raise UsageError(
+            f"--too-long {chat.too_long} goes with --max-tokens",
+            found="no --max-tokens",
+            expected="the length that conversations are held to",
+            action="add --max-tokens N, for example the seq_length of the training",
+        )
+    if chat.too_long not in TOO_LONG:
+        raise UsageError("bad --too-long", found=chat.too_long, expected=f"one of {', '.join(TOO_LONG)}")
+
+
+def _first_shape(files: Sequence[InputFile]) -> RowShape:
+    """Of the first row that has one: all others must have it, too."""
+    keys: list[str] = []
+    for file in files:
+        stream = InputStream(file)
+        try:
+            for _ in range(LOOKED_AT):
+                line = stream.readline(MAX_DOCUMENT_BYTES)
+                if not line:
+                    break
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(row, dict):
+                    shape = shape_of(row)
+                    if shape is not None:
+                        return shape
+                    keys = keys or list(row)
+        finally:
+            stream.close()
+    known = "; ".join(f"{shape}: {', '.join(names)}" for shape, names in KEYS.items())
+    raise CorpusError(
+        "the first rows are no conversations",
+        found=f"keys {', '.join(keys[:10]) or 'none'}",
+        expected=f"the keys of one of the shapes ({known})",
+        action="say which key holds the messages: --json-key KEY",
+    )

@@ -1,0 +1,171 @@
+"""`ConversationEncoder`: conversations to tokens, and to the spans of them that are trained.
+
+    conversation  --template-->  text, trained characters  --tokenizer-->  tokens, trained tokens
+
+A token of which a trained character is a part is trained. (As in transformers; but a character that takes several
+tokens, as an emoji does, is trained whole, and white space that a tokenizer counts to no token ends no span.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from megaresume.corpora.prepare.conversations.rows import BadRow, Conversation, RowShape
+from megaresume.corpora.prepare.conversations.template import ChatTemplate
+from megaresume.corpora.prepare.conversations.turns import Selection, TurnFinder
+from megaresume.corpora.prepare.tokenizers import HuggingFaceTokenizer
+from megaresume.corpora.spans import runs_of
+from megaresume.stream.errors import CorpusError
+
+#: what becomes of a conversation of too many tokens: refused; ended after an answer; cut in the middle; left out.
+TooLong = Literal["error", "turn", "cut", "skip"]
+TOO_LONG = cast(tuple[TooLong, ...], get_args(TooLong))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConversationOptions:
+    """How rows become documents."""
+
+    #: text of the chat template, and its variables for special tokens.
+    template: str
+    tokens: dict[str, str] = field(default_factory=dict)
+    #: what the template takes for today, ISO.
+    date: str | None = None
+    #: of all rows.
+    shape: RowShape = "messages"
+    #: of the list of messages, if it has an unusual name.
+    key: str | None = None
+    selection: Selection = field(default_factory=Selection)
+    #: whether roles may come in any order that the template takes.
+    any_order: bool = False
+    #: of a document; None: any number.
+    max_tokens: int | None = None
+    too_long: TooLong = "error"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EncodedConversation:
+    """A document."""
+
+    #: uint32[n].
+    tokens: npt.NDArray[np.uint32]
+    #: bool[n].
+    trained: npt.NDArray[np.bool_]
+    #: of the whole text, in UTF-8.
+    text_bytes: int
+    #: whether it was too long, and an end of it is missing.
+    shortened: bool = False
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Runs of trained tokens."""
+        return runs_of(self.trained)
+
+
+class ConversationEncoder:
+    """A stateless function of conversations.
+
+    Args:
+        options: see there.
+        tokenizer: of the template.
+        eod: tokens to put after a conversation: one or none. It is trained if the token before it is.
+
+    Raises:
+        UsageError, SetupError: see `ChatTemplate`.
+    """
+
+    def __init__(self, options: ConversationOptions, tokenizer: HuggingFaceTokenizer, eod: npt.NDArray[Any]) -> None:
+        self._options = options
+        self._tokenizer = tokenizer
+        self._eod = eod.astype(np.uint32)
+        template = ChatTemplate(options.template, options.tokens, options.date)
+        self._finder = TurnFinder(template, tokenizer.special_tokens, options.selection)
+
+    def encode_batch(self, conversations: Sequence[Conversation]) -> list[EncodedConversation | BadRow | None]:
+        """Each conversation as a document; why it is none; None: it is left out because it is too long.
+
+        Raises:
+            CorpusError: one is too long, and nothing was said of such.
+        """
+        found: list[EncodedConversation | BadRow | None] = []
+        for conversation, encoded in zip(conversations, self._encode(conversations), strict=True):
+            if isinstance(encoded, EncodedConversation) and self._is_too_long(encoded):
+                found.append(self._shorter(conversation, encoded))
+            else:
+                found.append(encoded)
+        return found
+
+    def _is_too_long(self, encoded: EncodedConversation) -> bool:
+        return self._options.max_tokens is not None and len(encoded.tokens) > self._options.max_tokens
+
+    def _encode(self, conversations: Sequence[Conversation]) -> list[EncodedConversation | BadRow]:
+        rendered: list[tuple[str, list[tuple[int, int]]] | BadRow] = []
+        for conversation in conversations:
+            try:
+                rendered.append(self._finder.find(conversation))
+            except BadRow as error:
+                rendered.append(error)
+        texts = [one[0] for one in rendered if not isinstance(one, BadRow)]
+        encodings = iter(self._tokenizer.encode_with_offsets(texts))
+        return [one if isinstance(one, BadRow) else self._document(*one, *next(encodings)) for one in rendered]
+
+    def _document(
+        self,
+        text: str,
+        runs: Sequence[tuple[int, int]],
+        tokens: npt.NDArray[np.uint32],
+        offsets: npt.NDArray[np.int64],
+    ) -> EncodedConversation | BadRow:
+        trained = np.zeros(len(tokens) + len(self._eod), np.bool_)
+        for first, stop in runs:
+            # Tokens without characters of their own are with those around them.
+            own = (offsets[:, 0] < stop) & (offsets[:, 1] > first) & (offsets[:, 1] > offsets[:, 0])
+            places = np.flatnonzero(own)
+            if len(places):
+                trained[places[0] : places[-1] + 1] = True
+        if len(tokens):
+            trained[len(tokens) :] = trained[len(tokens) - 1]
+        if not trained.any():
+            return BadRow(
+                "has nothing that is trained", f"{len(tokens)} tokens", "tokens in the turns that are trained"
+            )
+        tokens = np.concatenate([tokens, self._eod])
+        return EncodedConversation(tokens=tokens, trained=trained, text_bytes=len(text.encode()))
+
+    def _shorter(self, conversation: Conversation, encoded: EncodedConversation) -> EncodedConversation | BadRow | None:
+        limit, how = self._options.max_tokens, self._options.too_long
+        assert limit is not None
+        if how == "error":
+            raise CorpusError(
+                f"{conversation.where} is too long",
+                found=f"{len(encoded.tokens)} tokens",
+                expected=f"at most {limit}, by --max-tokens",
+                action="say what becomes of such: --too-long turn (ended after an answer that fits), cut or skip",
+            )
+        if how == "cut" and encoded.trained[:limit].any():
+            return replace(encoded, tokens=encoded.tokens[:limit], trained=encoded.trained[:limit], shortened=True)
+        return self._ended_early(conversation) if how == "turn" else None
+
+    def _ended_early(self, conversation: Conversation) -> EncodedConversation | None:
+        """The most messages up to a trained one that fit; None: not even the first."""
+        ends = self._answers(conversation)
+        best, low, high = None, 0, len(ends)
+        while low < high:
+            middle = (low + high) // 2
+            short = replace(conversation, messages=conversation.messages[: ends[middle] + 1])
+            encoded = self._encode([short])[0]
+            if isinstance(encoded, EncodedConversation) and not self._is_too_long(encoded):
+                best, low = replace(encoded, shortened=True), middle + 1
+            else:
+                high = middle
+        return best
+
+    def _answers(self, conversation: Conversation) -> list[int]:
+        """Messages that a conversation may end with, the last aside."""
+        roles, messages = self._options.selection.roles, conversation.messages[:-1]
+        return [i for i, m in enumerate(messages) if m["role"] in roles and i not in conversation.untrained]

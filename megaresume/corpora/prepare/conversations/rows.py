@@ -1,0 +1,204 @@
+"""A row of a data set to a `Conversation`, in any of the usual shapes.
+
+    messages            {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+    sharegpt            {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
+    alpaca              {"instruction": "Translate", "input": "Hallo", "output": "Hello"}, and system, history
+    prompt-completion   {"prompt": "Hi", "completion": "Hello"}, both texts or both lists of messages
+
+A row may also have ``tools`` (a list of JSON schemas, or that as JSON in a text) and ``chat_template_kwargs``. A
+message with ``"weight": 0`` is not trained, and neither are those of a prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast, get_args
+
+RowShape = Literal["messages", "sharegpt", "alpaca", "prompt-completion"]
+SHAPES = cast(tuple[RowShape, ...], get_args(RowShape))
+#: the keys that tell a shape.
+KEYS: dict[RowShape, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction", "output"),
+    "prompt-completion": ("prompt", "completion"),
+}
+#: as data sets call them -> as templates know them.
+ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+}
+#: names of a message's reasoning; templates read the first, and some the second.
+REASONING = ("reasoning_content", "thinking", "reasoning")
+
+Message = dict[str, Any]
+
+
+class BadRow(Exception):
+    """A row that is no conversation.
+
+    Args:
+        what: is wrong, to follow the name of the row.
+        found, expected: as in `megaresume.stream.errors.MegaresumeError`.
+    """
+
+    def __init__(self, what: str, found: object, expected: str) -> None:
+        super().__init__(what)
+        self.what, self.found, self.expected = what, str(found), expected
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """What a template is given."""
+
+    #: role, content and what else the template reads; no value is None.
+    messages: list[Message]
+    tools: list[Any] | None = None
+    #: further variables of the template.
+    options: dict[str, Any] = field(default_factory=dict)
+    #: numbers of the messages that are not trained, whoever wrote them.
+    untrained: frozenset[int] = frozenset()
+    #: file and row, for errors.
+    where: str = ""
+
+
+def shape_of(row: Mapping[str, Any]) -> RowShape | None:
+    """The shape that a row has, by its keys; None: none that we know."""
+    return next((shape for shape in SHAPES if all(key in row for key in KEYS[shape])), None)
+
+
+def conversation_of(row: Mapping[str, Any], shape: RowShape, where: str, *, key: str | None = None) -> Conversation:
+    """The conversation in a row.
+
+    Args:
+        row: JSON.
+        shape: of all rows of the corpus.
+        where: file and row, for errors.
+        key: of the list of messages, if it has an unusual name.
+
+    Raises:
+        BadRow: the row has another shape; a message without role or text.
+    """
+    keys = (key,) if key is not None and shape in ("messages", "sharegpt") else KEYS[shape]
+    missing = [name for name in keys if row.get(name) is None]
+    if missing:
+        found = [f"{name}: null" if name in row else name for name in row]
+        raise BadRow(f"has no '{missing[0]}'", f"keys {', '.join(found[:10]) or 'none'}", f"a row of shape {shape}")
+    untrained: set[int] = set()
+    if shape == "alpaca":
+        messages = _alpaca(row)
+    elif shape == "prompt-completion":
+        prompt, completion = (
+            _either(row[name], role) for name, role in (("prompt", "user"), ("completion", "assistant"))
+        )
+        messages = prompt + completion
+        untrained = set(range(len(prompt)))
+    else:
+        messages = _messages(row[keys[0]], strict=shape == "sharegpt")
+        if isinstance(row.get("system"), str) and row["system"] and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": row["system"]}, *messages]
+    untrained |= {i for i, message in enumerate(messages) if message.get("weight") == 0}
+    options = row.get("chat_template_kwargs") or {}
+    if not isinstance(options, dict):
+        raise BadRow("has bad chat_template_kwargs", type(options).__name__, "an object")
+    return Conversation(
+        messages=messages, tools=_tools(row.get("tools")), options=options, untrained=frozenset(untrained), where=where
+    )
+
+
+def check_roles(messages: Sequence[Message]) -> None:
+    """Refuse roles out of order: a system message after the first, two of a kind in a row, a tool nobody called.
+
+    Raises:
+        BadRow: naming the message.
+    """
+    before = None
+    for i, message in enumerate(messages):
+        role = message["role"]
+        order = " ".join(m["role"] for m in messages[: i + 1][-4:])
+        if role in ("system", "developer") and i and before not in ("system", "developer"):
+            raise BadRow("has roles out of order", f"message {i} is of the {role}: {order}", f"the {role} first")
+        if role == before and role in ("user", "assistant"):
+            raise BadRow("has roles out of order", f"message {i}: {order}", "turns that take turns")
+        if role == "tool" and before not in ("assistant", "tool"):
+            raise BadRow("has roles out of order", f"message {i}: {order}", "what a tool says after its caller")
+        before = role
+
+
+def _messages(turns: object, *, strict: bool) -> list[Message]:
+    if not isinstance(turns, list) or not turns:
+        found = "an empty list" if turns == [] else type(turns).__name__
+        raise BadRow("has no list of messages", found, "a list of messages")
+    return [_message(turn, i, strict=strict) for i, turn in enumerate(turns)]
+
+
+def _message(turn: object, i: int, *, strict: bool) -> Message:
+    """With role and content, in OpenAI's words or ShareGPT's; without what is null, as transformers does it."""
+    if not isinstance(turn, dict):
+        raise BadRow(f"message {i} is none", type(turn).__name__, "an object with role and content")
+    role = turn.get("role", turn.get("from"))
+    if not isinstance(role, str) or (strict and role not in ROLES):
+        known = f"one of {', '.join(ROLES)}" if strict else "a role"
+        raise BadRow(f"message {i} has an unknown role", f"{role!r:.40}", known)
+    message = {key: value for key, value in turn.items() if value is not None and key not in ("role", "from", "value")}
+    content = turn.get("content", turn.get("value"))
+    if content is None and not message.get("tool_calls"):
+        raise BadRow(f"message {i} has no text", "null", "content, or tool_calls")
+    message = {"role": ROLES.get(role, role)} | ({} if content is None else {"content": content}) | message
+    _check_content(content, i)
+    reasoning = next((message[key] for key in REASONING if key in message), None)
+    if reasoning is not None:
+        if not isinstance(reasoning, str):
+            raise BadRow(f"message {i} has reasoning that is no text", type(reasoning).__name__, "a text")
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    return message
+
+
+def _check_content(content: object, i: int) -> None:
+    if content is None or isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        raise BadRow(f"message {i} has no text", type(content).__name__, "a text, or a list of parts")
+    for part in content:
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            found = f"a part of type {part.get('type')!r}" if isinstance(part, dict) else type(part).__name__
+            raise BadRow(f"message {i} has a part without text", found, '{"type": "text", "text": ...}')
+
+
+def _alpaca(row: Mapping[str, Any]) -> list[Message]:
+    words = {name: row.get(name) for name in ("instruction", "input", "output", "system")}
+    for name, value in words.items():
+        if value is not None and not isinstance(value, str):
+            raise BadRow(f"has no text under '{name}'", type(value).__name__, "a text")
+    messages = [{"role": "system", "content": words["system"]}] if words["system"] else []
+    history = row.get("history") or []
+    for pair in history:
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise BadRow("has a bad 'history'", f"{pair!r:.60}", "pairs of a question and its answer")
+        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    question = f"{words['instruction']}\n{words['input']}" if words["input"] else words["instruction"]
+    return [*messages, {"role": "user", "content": question}, {"role": "assistant", "content": words["output"]}]
+
+
+def _either(value: object, role: str) -> list[Message]:
+    return [{"role": role, "content": value}] if isinstance(value, str) else _messages(value, strict=False)
+
+
+def _tools(value: object) -> list[Any] | None:
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise BadRow("has tools that are no JSON", f"{value:.40}", "a list of JSON schemas") from error
+    if value in (None, "", []):
+        return None
+    if not isinstance(value, list):
+        raise BadRow("has bad tools", type(value).__name__, "a list of JSON schemas")
+    return value

@@ -1,0 +1,83 @@
+"""The rows of a Parquet file as JSON lines: row 17 of it is line 17, counted from 1."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from megaresume.stream.errors import SetupError
+
+#: rows turned into Python together.
+ROWS = 1000
+
+
+class ParquetLines(io.RawIOBase):
+    """A stream of JSON lines; columns of bytes are left out.
+
+    Args:
+        file: open for reading, seekable.
+        size: bytes of it.
+
+    Raises:
+        SetupError: the library `pyarrow` is missing.
+        pyarrow.ArrowException: it is no Parquet file, or damaged; also when it is read.
+    """
+
+    def __init__(self, file: Any, size: int) -> None:
+        pyarrow = _pyarrow()
+        from pyarrow.parquet import ParquetFile
+
+        self._size = size
+        self._file = ParquetFile(pyarrow.PythonFile(file, mode="r"))
+        schema = self._file.schema_arrow
+        kinds = pyarrow.types
+        binary = (kinds.is_binary, kinds.is_large_binary, kinds.is_fixed_size_binary)
+        self._columns = [field.name for field in schema if not any(is_kind(field.type) for is_kind in binary)]
+        self._rows = self._file.metadata.num_rows
+        self._done = 0
+        self._lines = self._read()
+        self._left = memoryview(b"")
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """The next bytes; 0 at the end."""
+        if not self._left:
+            self._left = memoryview(next(self._lines, b""))
+        size: int = min(len(buffer), len(self._left))
+        buffer[:size] = self._left[:size]
+        self._left = self._left[size:]
+        return size
+
+    def raw_position(self) -> int:
+        """Bytes of the file that hold the rows that were read (about)."""
+        return self._size * self._done // max(int(self._rows), 1)
+
+    def _read(self) -> Iterator[bytes]:
+        for batch in self._file.iter_batches(ROWS, columns=self._columns):
+            rows = batch.to_pylist()
+            yield "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows).encode()
+            self._done += len(rows)
+
+
+def parquet_errors() -> type[BaseException]:
+    """What pyarrow raises."""
+    found: type[BaseException] = _pyarrow().ArrowException
+    return found
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise SetupError(
+            "the library 'pyarrow' is missing",
+            found=str(error),
+            expected="it reads .parquet",
+            action="pip install pyarrow, or write the rows as JSON lines first",
+        ) from error
+    return pyarrow

@@ -1,0 +1,88 @@
+"""Tokens and masks of every family: token by token those of transformers, and of `Family.pieces`."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from megaresume.corpora.prepare.conversations.encode import ConversationEncoder, ConversationOptions
+from megaresume.corpora.prepare.conversations.rows import Conversation
+from megaresume.corpora.prepare.conversations.template import read_chat_template
+from megaresume.corpora.prepare.conversations.turns import Selection
+from megaresume.corpora.prepare.tokenizers import load_tokenizer
+from tests.corpora.prepare.conversations.families import FAMILIES, GENERATION, Messages
+from tests.corpora.prepare.conversations.kit import conversations, reference_tokenizer, write_tokenizer
+
+EVERYTHING = Selection()
+KINDS = ("bytelevel", "metaspace")
+FEW = settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(name, kind, template) -> the directory of a tokenizer; made once."""
+
+    @functools.cache
+    def make(name: str, kind: str, generation: bool) -> Path:
+        directory = tmp_path_factory.mktemp(name.replace(".", "_"))
+        return write_tokenizer(directory, FAMILIES[name], kind, GENERATION[name] if generation else None)
+
+    return make
+
+
+@functools.cache
+def encoder(directory: Path, selection: Selection = EVERYTHING) -> ConversationEncoder:
+    template, tokens = read_chat_template(directory, None)
+    options = ConversationOptions(template=template, tokens=tokens, selection=selection)
+    return ConversationEncoder(options, load_tokenizer(directory), np.zeros(0, np.uint32))  # type: ignore[arg-type]
+
+
+reference = functools.cache(reference_tokenizer)
+
+
+def encoded(directory: Path, messages: Messages, selection: Selection = EVERYTHING) -> tuple[list[int], list[int]]:
+    found = encoder(directory, selection).encode_batch([Conversation(messages=messages)])[0]
+    assert not isinstance(found, Exception) and found is not None, found
+    return found.tokens.tolist(), found.trained.astype(int).tolist()
+
+
+def expected(directory: Path, pieces: list[tuple[str, bool]]) -> tuple[list[int], list[int]]:
+    """By the tokenizers library alone: a token is trained if one of its characters is."""
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    encoding = tokenizer.encode("".join(text for text, _ in pieces), add_special_tokens=False)
+    characters = [trained for text, trained in pieces for _ in text]
+    return encoding.ids, [int(any(characters[a:b])) for a, b in encoding.offsets]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FAMILIES)
+@FEW
+@given(conversations())
+def test_every_family_against_the_reference(made, name, kind, messages):
+    family = FAMILIES[name]
+    messages = messages if family.system else [m for m in messages if m["role"] != "system"]
+    directory = made(name, kind, False)
+    pieces = list(family.pieces(messages))
+    rendered = reference(directory).apply_chat_template(messages, tokenize=False)
+    assert rendered == "".join(text for text, _ in pieces), "the reference writes another text than the template"
+    assert encoded(directory, messages) == expected(directory, pieces)
+    assert encoded(directory, messages)[0] == reference(directory).apply_chat_template(messages)["input_ids"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", GENERATION)
+@FEW
+@given(conversations())
+def test_every_template_with_generation_against_transformers(made, name, kind, messages):
+    directory = made(name, kind, True)
+    theirs = reference(directory).apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
+    assert encoded(directory, messages) == (theirs["input_ids"], theirs["assistant_masks"])

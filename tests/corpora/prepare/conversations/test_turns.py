@@ -1,0 +1,196 @@
+"""What is trained of thinking, tool calls, other roles and last turns; and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from megaresume.corpora.prepare.conversations.rows import BadRow, Conversation
+from megaresume.corpora.prepare.conversations.template import ChatTemplate
+from megaresume.corpora.prepare.conversations.turns import Selection, TurnFinder
+from megaresume.stream.errors import UsageError
+from tests.corpora.prepare.conversations.families import FAMILIES, GENERATION
+
+EVERYTHING = Selection()
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"x": 1, "where": "東京"}}}
+TOOL_USE: list[dict[str, Any]] = [
+    {"role": "user", "content": "Is it raining?"},
+    {"role": "assistant", "content": "Let me look.", "tool_calls": [CALL, CALL]},
+    {"role": "tool", "content": "yes"},
+    {"role": "assistant", "tool_calls": [CALL]},
+    {"role": "tool", "content": "a lot"},
+    {"role": "assistant", "content": "It pours."},
+]
+THOUGHTS: list[dict[str, Any]] = [
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "<think>\nadd\n</think>\n\ntwo"},
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "<think>\nadd again\n</think>\n\nfour"},
+]
+
+
+def finder(name: str, selection: Selection = EVERYTHING, *, generation: bool = False) -> TurnFinder:
+    family = FAMILIES[name]
+    tokens = {"bos_token": family.bos, "eos_token": family.eos}
+    return TurnFinder(
+        ChatTemplate(GENERATION[name] if generation else family.template, tokens), family.special, selection
+    )
+
+
+def trained(messages: list[dict[str, Any]], of: TurnFinder, **more: Any) -> list[str]:
+    text, runs = of.find(Conversation(messages=messages, **more))
+    return [text[first:stop] for first, stop in runs]
+
+
+def joined(pieces: Any) -> list[str]:
+    """Texts of the runs of trained pieces."""
+    runs, before = [], False
+    for text, is_trained in pieces:
+        if is_trained:
+            runs[-1:] = [runs[-1] + text] if before else [*runs[-1:], text]
+        before = is_trained
+    return runs
+
+
+def test_tool_calls():
+    assert trained(TOOL_USE, finder("qwen2.5")) == joined(FAMILIES["qwen2.5"].pieces(TOOL_USE))
+    call = '<tool_call>\n{"name": "look", "arguments": {"x": 1, "where": "東京"}}\n</tool_call>'
+    assert trained(TOOL_USE, finder("qwen2.5")) == [
+        f"Let me look.\n{call}\n{call}<|im_end|>",
+        f"{call}<|im_end|>",
+        "It pours.<|im_end|>",
+    ]
+    assert trained(TOOL_USE, finder("qwen2.5", Selection(parts=("text",)))) == ["Let me look.", "It pours.<|im_end|>"]
+    assert trained(TOOL_USE, finder("qwen2.5", Selection(parts=("tool-calls",)))) == [
+        f"\n{call}\n{call}<|im_end|>",
+        f"{call}<|im_end|>",
+    ]
+    tools = trained(TOOL_USE, finder("qwen2.5", Selection(roles=("tool",))))
+    assert [run[:3] for run in tools] == ["yes", "a l"]
+
+
+def test_thinking():
+    assert trained(THOUGHTS, finder("qwen3")) == joined(FAMILIES["qwen3"].pieces(THOUGHTS))
+    assert trained(THOUGHTS, finder("qwen3")) == ["two<|im_end|>", "<think>\nadd again\n</think>\n\nfour<|im_end|>"]
+    assert trained(THOUGHTS, finder("qwen3", Selection(parts=("text",)))) == ["two<|im_end|>", "four<|im_end|>"]
+    assert trained(THOUGHTS, finder("qwen3", Selection(parts=("thinking",)))) == ["<think>\nadd again\n</think>\n\n"]
+    apart = [{**m, "content": m["content"].split("\n\n")[-1]} for m in THOUGHTS]
+    apart[3]["reasoning_content"] = "add again"
+    assert trained(apart, finder("qwen3")) == trained(THOUGHTS, finder("qwen3"))
+    assert trained(THOUGHTS, finder("deepseek-r1")) == [
+        "\n\ntwo<｜end▁of▁sentence｜>",
+        "\n\nfour<｜end▁of▁sentence｜>",
+    ]
+    assert trained(THOUGHTS, finder("chatml", Selection(parts=("thinking",)))) == [
+        "<think>\nadd\n</think>\n\n",
+        "<think>\nadd again\n</think>\n\n",
+    ]
+
+
+@pytest.mark.parametrize("generation", [False, True])
+def test_last_turn_weights_and_parts(generation):
+    of = finder("chatml", Selection(turns="last"), generation=generation)
+    assert trained(THOUGHTS, of) == ["<think>\nadd again\n</think>\n\nfour<|im_end|>"]
+    everything = finder("chatml", generation=generation)
+    assert trained(THOUGHTS, everything, untrained=frozenset({3})) == ["<think>\nadd\n</think>\n\ntwo<|im_end|>"]
+    answers = finder("chatml", Selection(parts=("text",)), generation=generation)
+    assert trained(THOUGHTS, answers) == ["two<|im_end|>", "four<|im_end|>"]
+    with pytest.raises(BadRow, match="nobody who is trained"):
+        trained(THOUGHTS, everything, untrained=frozenset({1, 3}))
+
+
+def test_generation_that_tells_tool_calls_and_thinking():
+    messages = [{**m, "reasoning_content": "hm"} if m["role"] == "assistant" else m for m in TOOL_USE]
+    whole = trained(messages, finder("qwen3", generation=True))
+    assert len(whole) == 3 and all(
+        run.startswith("<think>\nhm\n</think>") and run.endswith("<|im_end|>") for run in whole
+    )
+    calls = trained(messages, finder("qwen3", Selection(parts=("tool-calls",)), generation=True))
+    assert len(calls) == 2 and all(
+        run.lstrip().startswith("<tool_call>") and run.endswith("<|im_end|>") for run in calls
+    )
+
+
+def test_other_roles():
+    messages = [{"role": "system", "content": "Be short."}, *THOUGHTS]
+    assert trained(messages, finder("llama3", Selection(roles=("user",)))) == ["1+1?<|eot_id|>", "2+2?<|eot_id|>"]
+    both = trained(messages, finder("llama3", Selection(roles=("user", "assistant"))))
+    assert len(both) == 4 and both[1].endswith("two<|eot_id|>")
+
+
+def each(said: str) -> str:
+    return f"{{% for m in messages %}}{said}{{% endfor %}}"
+
+
+@pytest.mark.parametrize(
+    ("template", "what"),
+    [
+        ("{{ messages[3].content | upper }}<|im_end|>", "cannot be told"),
+        ("{{ messages[1].content[:13] }}<|im_end|>", "followed|cuts"),
+        (each("{{ m.content }}{{ m.content }}"), "twice"),
+        (each("{% if m.role == 'user' %}{{ m.content }}{% endif %}"), "does not write"),
+        (each("{{ m.content | length }}:{{ m.content }}"), "followed"),
+        ("{{ raise_exception('no system') }}", "refused by the chat template"),
+        ("{{ messages[0].content + none }}", "refused by the chat template"),
+    ],
+)
+def test_templates_that_cannot_be_marked_are_refused(template: str, what: str) -> None:
+    of = TurnFinder(ChatTemplate(template, {}), ["<|im_end|>"], EVERYTHING)
+    with pytest.raises(BadRow, match=what):
+        of.find(Conversation(messages=THOUGHTS, untrained=frozenset({1}) if "[3]" in template else frozenset()))
+
+
+def test_a_template_that_drops_tool_calls_is_refused():
+    with pytest.raises(BadRow, match="does not write"):
+        trained(TOOL_USE[:2], finder("chatml"))
+
+
+def test_no_assistant():
+    with pytest.raises(BadRow, match="nobody who is trained"):
+        trained([{"role": "user", "content": "Hi"}], finder("chatml"))
+    with pytest.raises(BadRow, match="nothing that is trained"):
+        trained([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " "}], finder("chatml"))
+
+
+def test_a_template_that_writes_the_date():
+    template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    with pytest.raises(UsageError, match="today's date"):
+        TurnFinder(ChatTemplate(template, {}), ["<|im_end|>"], EVERYTHING).find(Conversation(messages=THOUGHTS))
+    text, _ = TurnFinder(ChatTemplate(template, {}, "2026-01-31"), ["<|im_end|>"], EVERYTHING).find(
+        Conversation(messages=THOUGHTS)
+    )
+    assert text.startswith("31 Jan 2026")
+
+
+def test_private_use_characters_are_texts():
+    icon = "\U000f0001 \U000f0000"
+    messages = [{"role": "user", "content": icon}, {"role": "assistant", "content": icon + " ok"}]
+    assert trained(messages, finder("chatml")) == [f"{icon} ok<|im_end|>"]
+    messages[0]["content"] += "\U00100001"
+    with pytest.raises(BadRow, match="private-use"):
+        trained(messages, finder("chatml"))
+
+
+def test_the_text_is_transformers(tmp_path):
+    """Variables, filters and functions of a template."""
+    pytest.importorskip("transformers")
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template = (
+        "{{ bos_token }}{{ tools | tojson }}{{ tools | tojson(indent=2) }}{% for m in messages %}{% if loop.first %}"
+        "{% continue %}{% endif %}{{ m | tojson }}{{ dict(a=1) }}{% set ns = namespace(x=m.content | trim) %}{{ ns.x }}"
+        "{% endfor %}{{ documents is none }}{{ extra }}\n    {% if add_generation_prompt %}!{% endif %}\n"
+    )
+    tools = [{"type": "function", "function": {"name": "<é>", "parameters": {}}}]
+    plain = [{"role": m["role"], "content": m["content"]} for m in THOUGHTS]
+    for prompt in (False, True):
+        theirs = render_jinja_template(
+            [plain], tools=tools, chat_template=template, add_generation_prompt=prompt, bos_token="<s>", extra="x"
+        )
+        ours = ChatTemplate(template, {"bos_token": "<s>"}).render(
+            plain, tools=tools, options={"extra": "x"}, prompt=prompt
+        )
+        assert ours == theirs[0][0]
+    assert json.loads(json.dumps(tools)) == tools
