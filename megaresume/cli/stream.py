@@ -147,6 +147,24 @@ def _sample(stream: Stream, plan: Plan, sample: int, records: ShardRecords) -> d
     }
 
 
+def _trained(stream: Stream, plan: Plan) -> dict[int, Any]:
+    """Labels that count of each segment, by number of its source, if that says which: int64[n] over all segments."""
+    import numpy as np
+
+    from megaresume.corpora.spans import has_spans, spans_of
+    from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
+
+    found = {}
+    for i, source in enumerate(stream.sources):
+        if has_spans(source):
+            mine = plan.table[:, SOURCE] == i
+            spans = spans_of(source, plan.table[mine, DOCUMENT])
+            assert spans is not None, "it had spans a moment ago"
+            found[i] = np.zeros(len(plan.table), np.int64)
+            found[i][mine] = spans.count(plan.table[mine, OFFSET] + 1, plan.table[mine, LENGTH])
+    return found
+
+
 def _summary(stream: Stream, plan: Plan) -> dict[str, Any]:
     import numpy as np
 
@@ -154,12 +172,14 @@ def _summary(stream: Stream, plan: Plan) -> dict[str, Any]:
     lengths, which = plan.table[:, 4], plan.table[:, 0]
     total = int(lengths.sum())
     weights = sum(s.weight for s in config.sources)
+    trained = _trained(stream, plan)
     sources = {
         s.name: {
             "segments": int(np.count_nonzero(which == i)),
             "tokens": int(lengths[which == i].sum()),
             "share": round(int(lengths[which == i].sum()) / total, 6) if total else 0.0,
             "weight": round(s.weight / weights, 6),
+            **({"trained": int(trained[i].sum())} if i in trained else {}),
         }
         for i, s in enumerate(config.sources)
     }
@@ -199,7 +219,6 @@ def _text(stream: Stream, report: dict[str, Any]) -> str:
     width = max(len(name) for name in report["sources"])
     lines.append(f"  {'source':<{width}}  {'segments':>10}  {'tokens':>14}  {'share':>8}  {'weight':>8}")
     for name, s in report["sources"].items():
-        lines.append(
-            f"  {name:<{width}}  {s['segments']:>10,}  {s['tokens']:>14,}  {s['share']:>8.4f}  {s['weight']:>8.4f}"
-        )
+        words = f"  {name:<{width}}  {s['segments']:>10,}  {s['tokens']:>14,}  {s['share']:>8.4f}  {s['weight']:>8.4f}"
+        lines.append(words + (f"  {s['trained']:,} trained" if "trained" in s else ""))
     return "\n".join(lines)

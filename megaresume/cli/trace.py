@@ -36,7 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--epochs", type=int, metavar="N", help="with --find: plan ahead through N epochs")
     parser.add_argument("--until-step", type=int, metavar="N", help="with --find: plan ahead through step N")
-    parser.add_argument("--text", action="store_true", help="the text of every segment, by the corpus's tokenizer")
+    parser.add_argument(
+        "--text",
+        action="store_true",
+        help="the text of every segment, by the corpus's tokenizer; ⟦⟧ stand around what is trained, if not all is",
+    )
     parser.add_argument("--tokenizer", metavar="FILE", help="its tokenizer.json; byte tokens need none")
     parser.add_argument("--eod-token", metavar="TEXT", help="as given to megaresume prepare")
     parser.add_argument(
@@ -192,7 +196,7 @@ def _decoded(
     from megaresume.trace.shard_records import image_words
 
     tokenizer = load_tokenizer(args.tokenizer, eod_token=args.eod_token) if args.tokenizer or args.eod_token else None
-    decoder = Decoder(sources, tokenizer, _note) if args.text else None
+    decoder = Decoder(sources, tokenizer, _note, marks=form == "text") if args.text else None
     recorded = {(f.sample, f.source, f.document): f for f in trace.history.state.faults.kept}
     more = _more_columns(args, trace)
 
@@ -226,6 +230,7 @@ def _decoded(
 
 
 def _text_of(row: Mapping[str, Any]) -> str:
+    from megaresume.trace.documents import marked_ids
     from megaresume.trace.shard_records import record_words
 
     names = ("step", "sample", "rank", "micro_batch")
@@ -239,7 +244,7 @@ def _text_of(row: Mapping[str, Any]) -> str:
         lines.append(place + record_words(s))
         if "fault" in s:
             lines.append(f"    {s['fault']['policy']}: {s['fault']['reason']}")
-        text = s["text"] if "text" in s else " ".join(map(str, s.get("token_ids", ())))
+        text = s["text"] if "text" in s else marked_ids(s.get("token_ids", []), s.get("trained", ()), s["offset"])
         lines += [f"    | {line}" for line in text.splitlines()]
     return "\n".join(lines) + "\n"
 

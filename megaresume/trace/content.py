@@ -1,8 +1,8 @@
 """Hashes of what samples and documents hold, read from the corpora: not of what their indexes say.
 
 A sample is hashed as it is trained: its tokens at their places, padding, and the pixels of its images. A document is
-hashed as it lies there: its tokens, or the record of a source that has records (`record(i)`: the bytes of the members
-of an image-text record), whenever its first segment comes by.
+hashed as it lies there: its tokens, and which are trained if the corpus says it; or the record of a source that
+has records (`record(i)`: the bytes of the members of an image-text record), whenever its first segment comes by.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import xxhash
 from megaresume.batches.assemble import Arrays, Assembler
 from megaresume.batches.documents import Images
 from megaresume.corpora.base import Source
+from megaresume.corpora.spans import spans_of
 from megaresume.runs.rank_log import hash_rows
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
@@ -130,4 +131,8 @@ def _hash(source: Source, name: str, document: int, offset: int, length: int) ->
             cause="the file of tokens was cut short or exchanged",
             action="copy the corpus again",
         )
-    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(tokens, dtype="<i8").tobytes())
+    hasher = xxhash.xxh3_64(np.ascontiguousarray(tokens, dtype="<i8").data)
+    spans = spans_of(source, np.array([document]))
+    if spans is not None:
+        hasher.update(spans.mask(0, offset, length).data)
+    return hasher.intdigest()

@@ -5,13 +5,17 @@ tokens   12 7 9 I I I I 88 41   -->   a cat <image 384x256, 4 tokens> on a mat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from megaresume.corpora.base import DocumentSource, Source, is_document_source
 from megaresume.corpora.image_text import EncodedDocument, Key, Record
 from megaresume.corpora.prepare.tokenizers import ByteTokenizer, Tokenizer
+from megaresume.corpora.spans import runs_of, spans_of
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import CorpusError, UsageError
 from megaresume.trace.shard_records import shard_source
@@ -23,6 +27,8 @@ if TYPE_CHECKING:
     from megaresume.trace.trace import Piece
 
 T = TypeVar("T")
+#: around what is trained, in texts for people.
+TRAINED = ("⟦", "⟧")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,14 +59,19 @@ class Shown:
     pictures: list[Picture]
     encoder: ImageTextEncoder | None
 
-    def text(self, tokenizer: Tokenizer) -> str:
-        """Its text, images in their places."""
+    def text(self, tokenizer: Tokenizer, *, marks: bool = False) -> str:
+        """Its text, images in their places; with ``marks`` around what is trained."""
+
+        def decode(first: int, stop: int | None) -> str:
+            trained = self.encoded.trained[first:stop] if marks else None
+            return decode_marked(tokenizer, self.encoded.tokens[first:stop], trained)
+
         words, at = [], 0
         for picture in self.pictures:
             if picture.offset is not None and picture.num_tokens is not None:
-                words += [tokenizer.decode(self.encoded.tokens[at : picture.offset]), str(picture)]
+                words += [decode(at, picture.offset), str(picture)]
                 at = picture.offset + picture.num_tokens
-        return "".join([*words, tokenizer.decode(self.encoded.tokens[at:])])
+        return "".join([*words, decode(at, None)])
 
     def fault(self) -> dict[str, str] | None:
         """What its policy did, as plain JSON; None: nothing was the matter."""
@@ -72,6 +83,34 @@ class Shown:
         member = self.pictures[number].member
         assert self.encoder is not None and self.record is not None and member is not None, "an image of a record"
         return self.encoder.augmented_image(self.record, member, self.key, number)
+
+
+def decode_marked(tokenizer: Tokenizer, tokens: npt.NDArray[Any], trained: npt.NDArray[np.bool_] | None) -> str:
+    """The text of tokens, with `TRAINED` around what is trained; None: without."""
+    text = tokenizer.decode(tokens)
+    if trained is None:
+        return text
+    # A text decoded in parts is another text: its beginnings tell where they end in the whole.
+    edges = [edge for run in runs_of(trained) for edge in run]
+    places = [len(text) if edge == len(tokens) else len(tokenizer.decode(tokens[:edge])) for edge in edges]
+    for k in reversed(range(len(places))):
+        text = text[: places[k]] + TRAINED[k % 2] + text[places[k] :]
+    return text
+
+
+def marked_ids(tokens: list[int], trained: Sequence[Sequence[int]], offset: int) -> str:
+    """Token ids as words, with `TRAINED` around what is trained.
+
+    Args:
+        tokens: from token ``offset`` of their document on.
+        trained: runs of its tokens.
+        offset: of the first.
+    """
+    words = list(map(str, tokens))
+    for first, stop in trained:
+        words[first - offset] = TRAINED[0] + words[first - offset]
+        words[stop - 1 - offset] += TRAINED[1]
+    return " ".join(words)
 
 
 def of_stage(source: T, name: str, config: StreamConfig) -> T:
@@ -138,6 +177,7 @@ class Decoder:
         sources: the corpora, by name.
         tokenizer: that of one or more corpora; None: byte tokens need none.
         note: called with a sentence where token ids must do.
+        marks: put `TRAINED` around what is trained, in texts of sources that say it.
 
     Raises:
         UsageError: the tokenizer is not that of any corpus.
@@ -148,6 +188,8 @@ class Decoder:
         sources: Mapping[str, Source],
         tokenizer: Tokenizer | None,
         note: Callable[[str], object],
+        *,
+        marks: bool = False,
     ) -> None:
         known: dict[str, Tokenizer] = {ByteTokenizer().fingerprint(): ByteTokenizer()}
         with_images = {name: source for name, source in sources.items() if is_document_source(source)}
@@ -164,6 +206,7 @@ class Decoder:
                     action="pass the --tokenizer, and the --eod-token if any, that megaresume prepare was given",
                 )
         self._sources = sources
+        self._marks = marks
         self._with_images = with_images
         self._tokenizers: dict[str, Tokenizer | None] = {
             # A corpus that another program built does not say: the user knows better.
@@ -181,6 +224,8 @@ class Decoder:
     def rows(self, piece: Piece) -> Iterator[dict[str, Any]]:
         """As `Piece.rows`; an image-text document that a policy was applied to has its ``fault``.
 
+        Segments of sources that say which tokens are trained have ``trained``: runs of tokens of the document.
+
         Raises:
             CorpusError: a corpus is damaged, or was made with another tokenizer.
         """
@@ -193,10 +238,14 @@ class Decoder:
                     segment["document"], segment["offset"], segment["length"]
                 )
                 tokenizer = self._tokenizers[segment["source"]]
+                spans = spans_of(self._sources[segment["source"]], np.array([segment["document"]]))
+                trained = None if spans is None else spans.mask(0, segment["offset"], segment["length"])
+                if trained is not None:
+                    segment["trained"] = _runs(trained, segment["offset"])
                 if tokenizer is None:
                     segment["token_ids"] = tokens.tolist()
                 else:
-                    segment["text"] = tokenizer.decode(tokens)
+                    segment["text"] = decode_marked(tokenizer, tokens, trained if self._marks else None)
             yield row
 
     def _document(self, piece: Piece, segment: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,9 +256,14 @@ class Decoder:
         shown = show(source, key)
         tokenizer, fault = self._tokenizers[name], shown.fault()
         found: dict[str, Any] = {} if fault is None else {"fault": fault}
+        found["trained"] = _runs(shown.encoded.trained, 0)
         if tokenizer is None:
             return found | {"token_ids": shown.encoded.tokens.tolist()}
-        return found | {"text": shown.text(tokenizer)}
+        return found | {"text": shown.text(tokenizer, marks=self._marks)}
+
+
+def _runs(trained: npt.NDArray[np.bool_], offset: int) -> list[list[int]]:
+    return [[offset + first, offset + stop] for first, stop in runs_of(trained)]
 
 
 def _record(source: object) -> Mapping[str, Any] | None:
