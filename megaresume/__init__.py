@@ -4,6 +4,7 @@
     megaresume.attach_loader(engine, loader)   DeepSpeed: Energon's or torchdata's loader in the place of our stream
     megaresume.attach_trainer(trainer)         Hugging Face's Trainer: the same for its train_dataset
     megaresume.attach_accelerator(accelerator, loader)  a loop with Hugging Face's Accelerate: the same
+    megaresume.attach_lightning(trainer, Checkpoints(...))  Lightning's Trainer: the same
     megaresume.attach_loop(loader, {...}, ...) a training loop of one's own in torch: complete checkpoints of it
     megaresume.Checkpoints(...), Loader(...), DataOptions(...)  settings of `attach`
     megaresume.StopConditions(...)             when an attached run saves and exits; it raises megaresume.Stopped
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from megaresume.hosts.deepspeed.loaders import attach_loader
     from megaresume.hosts.hugging_face.accelerator import attach_accelerator
     from megaresume.hosts.hugging_face.attach import attach_trainer
+    from megaresume.hosts.lightning.attach import attach_lightning
     from megaresume.hosts.megatron.data.loaders import loader_provider
     from megaresume.hosts.megatron.hooks.install import extra_args_provider, provider
     from megaresume.hosts.torch.loop import attach_loop
@@ -81,6 +83,7 @@ __all__ = [
     "StreamState",
     "attach",
     "attach_accelerator",
+    "attach_lightning",
     "attach_loader",
     "attach_loop",
     "attach_trainer",
@@ -106,6 +109,7 @@ _HOMES = {
     "StreamState": "megaresume.stream.state",
     "attach": "megaresume.hosts.deepspeed.attach",
     "attach_accelerator": "megaresume.hosts.hugging_face.accelerator",
+    "attach_lightning": "megaresume.hosts.lightning.attach",
     "attach_loader": "megaresume.hosts.deepspeed.loaders",
     "attach_loop": "megaresume.hosts.torch.loop",
     "attach_trainer": "megaresume.hosts.hugging_face.attach",
@@ -119,6 +123,7 @@ _HOMES = {
 _EXTRAS = {
     "attach": "deepspeed",
     "attach_accelerator": "hugging-face",
+    "attach_lightning": "lightning",
     "attach_loader": "deepspeed",
     "attach_loop": "torch",
     "attach_trainer": "hugging-face",

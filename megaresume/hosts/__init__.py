@@ -4,6 +4,7 @@
     megatron/    Megatron-LM and Megatron-DeepSpeed: hooks in their functions
     torch/       a loop of one's own in torch: `megaresume.attach_loop`
     hugging_face/ Hugging Face's Trainer: `megaresume.attach_trainer`
+    lightning/   Lightning's Trainer: `megaresume.attach_lightning`
     loaders/     other people's loaders (Energon, torchdata), their states in the checkpoint, for both
 
 How to write another one: docs/hosts.md. Importing this package imports neither torch nor DeepSpeed nor Megatron.

@@ -45,6 +45,20 @@ trainer = transformers.Trainer(Model(), args, train_dataset=[{"x": torch.tensor(
 megaresume.attach_trainer(trainer)
 trainer.train(resume_from_checkpoint=True)
 """
+LIGHTNING = """
+import lightning, torch, megaresume
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+    def training_step(self, x):
+        return (self.weight - x.float().mean()) ** 2
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_progress_bar=False)
+megaresume.attach_lightning(trainer, megaresume.Checkpoints(save_dir="run"))
+trainer.fit(Module(), megaresume.DataLoader(range(8), batch_size=4), ckpt_path="last")
+"""
 PATCH = "from pathlib import Path; Path('pretrain.py').write_text('from megatron.training import pretrain\\n')"
 TOKENIZER = """
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -88,6 +102,7 @@ CASES = {
     "deepspeed": [DEEPSPEED, "inspect checkpoints", "verify checkpoints --data data.yaml"],
     "megatron": [STREAM, "run --help"],
     "hugging-face": [TRAINER, LOADER, "verify run"],
+    "lightning": [LIGHTNING, LOADER, "verify run"],
     "vlm": [SHARD, "prepare shard.tar --output shards --processor patches --tokenizer bytes"],
     "patch": [PATCH, "patch pretrain.py"],
     "report": [SAVE, "report save"],

@@ -17,6 +17,7 @@ from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import Envelope
 from megaresume.checkpoint.topology import Topology
 from megaresume.hosts.hugging_face.backends import check_loadable, expected_files, failing_late, zero_stage
+from megaresume.hosts.torch.feeds import micro_batches, micro_batches_to
 from megaresume.session.file_errors import writing
 from megaresume.session.host import Reading, Save
 from megaresume.session.ranks import on_all_ranks
@@ -172,7 +173,7 @@ class TrainerHost:
         if args.max_steps > 0:
             return loader.epoch + self._epochs_of(max(args.max_steps - self.step, 0)), int(args.max_steps)
         loader.stop = max(self._end_of(args.num_train_epochs), self.trained)
-        steps = self._steps(self._batches(loader.stop - self.trained))
+        steps = self._steps(micro_batches(loader, loader.stop - self.trained))
         return math.ceil(args.num_train_epochs), self.step + steps
 
     def _epochs_of(self, steps: int) -> int:
@@ -181,7 +182,7 @@ class TrainerHost:
         for epochs, end in enumerate(self.loader.epoch_ends() if steps else (), 1):
             if end - self.trained >= steps * self.loader.step_samples:
                 return epochs
-        if (there := self._steps(self._batches(end - self.trained))) < steps:
+        if (there := self._steps(micro_batches(self.loader, end - self.trained))) < steps:
             raise UsageError(
                 "the data ends before the last step",
                 found=f"data for {self.step + there} steps",
@@ -204,15 +205,8 @@ class TrainerHost:
 
     def batches_of_epoch(self) -> tuple[int, int]:
         """(micro-batches, optimizer steps) from here to the end of the epoch."""
-        loader = self.loader
-        samples = -(-(loader.epoch_end - self.trained) // loader.step_samples) * loader.step_samples
-        batches = self._batches(samples if loader.stop is None else min(samples, loader.stop - self.trained))
+        batches = micro_batches_to(self.loader, self.loader.epoch_end, self.trained)
         return batches, self._steps(batches)
-
-    def _batches(self, samples: int) -> int:
-        """Micro-batches of so many samples, of which every rank must be given some."""
-        whole, rest = divmod(samples, self.loader.batch_size * self.loader.dp_size)
-        return whole + (rest >= self.loader.dp_size)
 
     def _steps(self, batches: int) -> int:
         return -(-batches // self.loader.accumulation)

@@ -1,6 +1,7 @@
 """The data of a loop: `Items` of a `DataLoader`, `Samples` of a `StreamLoader`.
 
 Each is the `Data` of a session, and a `Feed`: micro-batches from a sample on, and how many samples are a step.
+For trainers that count epochs by themselves: `micro_batches`, `micro_batches_to`.
 """
 
 from __future__ import annotations
@@ -236,6 +237,20 @@ def feed_of(loader: Any, function: str) -> Feed:
         action="megaresume.DataLoader(dataset, batch_size) around a map-style dataset; "
         "megaresume.StreamLoader(stream, schedule, micro_batch_size=...) around a stream",
     )
+
+
+def micro_batches_to(loader: DataLoader, end: int, sample: int) -> int:
+    """Micro-batches of the steps from a sample on that reach the end of an epoch; or to the end of the run."""
+    samples = -(-(end - sample) // loader.step_samples) * loader.step_samples
+    if loader.stop is not None:
+        samples = max(min(samples, loader.stop - sample), 0)
+    return micro_batches(loader, samples - samples % loader.step_samples if loader.drop_last else samples)
+
+
+def micro_batches(loader: DataLoader, samples: int) -> int:
+    """Of so many samples, of which every rank must be given some."""
+    whole, rest = divmod(samples, loader.batch_size * loader.dp_size)
+    return whole + (rest >= loader.dp_size)
 
 
 def _reaches(stream: Stream, sample: int, end: int, stop: int | None) -> bool:

@@ -317,7 +317,8 @@ def open_session(
     return session
 
 
-def _check(checkpoints: Checkpoints, writer: str) -> None:
+def check_checkpoints(checkpoints: Checkpoints) -> None:
+    """Raise a UsageError unless a loop can save by these settings."""
     found = {"save_dir": checkpoints.save_dir, "elastic": checkpoints.elastic, "adopt": checkpoints.adopt}
     if found["save_dir"] is None or found["elastic"] or found["adopt"]:
         raise UsageError(
@@ -326,6 +327,10 @@ def _check(checkpoints: Checkpoints, writer: str) -> None:
             expected="save_dir, and neither elastic nor adopt, which are DeepSpeed's",
             action="Checkpoints(save_dir='checkpoints'); a checkpoint of any writer loads on any number of ranks",
         )
+
+
+def _check(checkpoints: Checkpoints, writer: str) -> None:
+    check_checkpoints(checkpoints)
     if writer not in get_args(files.Writer):
         raise UsageError("unknown writer", found=repr(writer), expected=", ".join(get_args(files.Writer)))
 

@@ -1,0 +1,8 @@
+"""Lightning's Trainer as a host: `megaresume.attach_lightning`.
+
+attach.py  the function, and what of a Trainer's settings would be other data
+hooks.py   the Trainer's own methods and loops, hooked on the instance
+host.py    `LightningHost`: checkpoints and steps; `Batches`: what the Trainer reads from
+
+Importing this package imports neither lightning nor pytorch_lightning.
+"""

@@ -1,0 +1,218 @@
+"""`attach_lightning`: exact data resume for Lightning's Trainer.
+
+    trainer = L.Trainer(max_epochs=3, callbacks=[ModelCheckpoint(every_n_train_steps=100)])
+    megaresume.attach_lightning(trainer, megaresume.Checkpoints(save_dir="run", keep_last=3))
+    trainer.fit(model, megaresume.DataLoader(dataset, batch_size=8), ckpt_path="last")
+
+See docs/lightning.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from megaresume.batches.data_loader import DataLoader
+from megaresume.hosts.lightning.hooks import Hooks
+from megaresume.hosts.lightning.host import LightningHost
+from megaresume.hosts.torch.feeds import Items
+from megaresume.hosts.torch.loop import check_checkpoints, open_session
+from megaresume.hosts.torch.steps import Steps
+from megaresume.session.ranks import on_all_ranks
+from megaresume.session.session import Session
+from megaresume.session.settings import Checkpoints
+from megaresume.session.stopping import StopConditions
+from megaresume.stream.errors import UsageError
+
+#: where a Trainer keeps what is attached to it.
+_SLOT = "_megaresume"
+#: of which a Trainer may be: one library under two names.
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def attach_lightning(trainer: Any, checkpoints: Checkpoints, *, stop: StopConditions | None = None) -> None:
+    """Give the fit of a Lightning Trainer its data in an exact order, and complete checkpoints. Call it on every rank,
+    before ``trainer.fit``.
+
+    The training data is a `DataLoader`: given to ``fit``, or made by ``train_dataloader`` of the model or the data
+    module. ``fit(ckpt_path="last")`` goes on from the newest complete checkpoint of ``save_dir``, or begins if there is
+    none. Whenever a ModelCheckpoint saves, a complete checkpoint is made; its own file is a link into that.
+
+    Args:
+        trainer: ``lightning.Trainer`` or ``pytorch_lightning.Trainer``, on one device or with DDP.
+        checkpoints: where the run saves, ``save_dir``, what it keeps, and so on.
+        stop: when to save and exit, with `megaresume.Stopped`. Lightning then listens to no signal.
+
+    Raises:
+        UsageError: a setting under which the data would be other data, by name; or attached already. Also at ``fit``,
+            on every rank, for what is known only then.
+    """
+    check_checkpoints(checkpoints)
+    package = check_trainer(trainer, stops=stop is not None)
+
+    def open_run(loader: Any, save: Callable[[], Any]) -> tuple[LightningHost, Session]:
+        on_all_ranks(lambda: check_fit(trainer, package, loader))
+        steps = Steps(Items(loader), name="trainer.train_dataloader", clock="the optimizer step")
+        version = f"{package.partition('.')[0]} {importlib.import_module(package).__version__}"
+        host = LightningHost(trainer, loader, steps, version)
+        session = open_session(host, steps.feed, checkpoints, trainer.strategy.root_device, stop, save)
+        steps.session = session
+        return host, session
+
+    setattr(trainer, _SLOT, Hooks(trainer, package, open_run, listens=stop is not None))
+
+
+def check_trainer(trainer: Any, *, stops: bool) -> str:
+    """Refuse a Trainer whose settings are not known to work; returns the package that it is of.
+
+    Args:
+        stops: whether the run stops in time by itself: then Lightning listens to no signal.
+
+    Raises:
+        UsageError: naming the setting, and the way out.
+    """
+    modules = [base.__module__ for base in type(trainer).__mro__]
+    package = next((name for name in _PACKAGES if f"{name}.trainer.trainer" in modules), None)
+    if package is None:
+        raise UsageError(
+            "this is no Trainer of Lightning's",
+            found=f"{type(trainer).__module__}.{type(trainer).__qualname__}",
+            expected="a lightning.Trainer, or a pytorch_lightning.Trainer",
+            action="megaresume.attach_loop for a loop of your own, or one with Fabric",
+        )
+    version = importlib.import_module(package).__version__
+    if tuple(int(number) for number in version.split(".")[:2]) < (2, 6):
+        raise UsageError(
+            "this version of Lightning has other loops",
+            found=f"lightning {version}",
+            expected="lightning 2.6 or later; 2.6.6 was tried",
+            action="pip install --upgrade 'megaresume[lightning]'",
+        )
+    if getattr(trainer, _SLOT, None) is not None:
+        raise UsageError("this Trainer has its data already", action="call attach_lightning once for each Trainer")
+    strategies = importlib.import_module(f"{package}.strategies")
+    strategy, io = trainer.strategy, trainer.strategy.checkpoint_io
+    environment = trainer._accelerator_connector.cluster_environment
+    leave = "leave it out"
+    refused = {
+        "fast_dev_run": (trainer.fast_dev_run, "it saves nothing: call attach_lightning only without it"),
+        "overfit_batches": (trainer.overfit_batches, "torch.utils.data.Subset of the dataset"),
+        "limit_train_batches": (
+            trainer.limit_train_batches not in (None, 1.0) and trainer.limit_train_batches,
+            "max_steps; or a smaller dataset",
+        ),
+        "reload_dataloaders_every_n_epochs": (
+            trainer.reload_dataloaders_every_n_epochs,
+            f"{leave}; a dataset that grows between two starts: DataLoader(append=...)",
+        ),
+        "this strategy": (
+            type(strategy) not in (strategies.SingleDeviceStrategy, strategies.DDPStrategy)
+            and type(strategy).__qualname__,
+            "one device, or strategy='ddp'; FSDP2 in a loop under megaresume.attach_loop, DeepSpeed under "
+            "megaresume.attach",
+        ),
+        "DDP without a process for each script": (
+            getattr(strategy, "_start_method", "popen") != "popen" and strategy._start_method,
+            "strategy='ddp'",
+        ),
+        "AsyncCheckpointIO": (type(io).__name__ == "AsyncCheckpointIO", f"{leave}: checksums are made in background"),
+        "Slurm's automatic requeue of Lightning's": (
+            not stops and getattr(environment, "auto_requeue", False) and "SLURMEnvironment(auto_requeue=True)",
+            "attach_lightning(stop=megaresume.StopConditions()), which saves at the end of a step; the launch script "
+            "requeues. Or Trainer(plugins=[SLURMEnvironment(auto_requeue=False)])",
+        ),
+    }
+    _refuse(refused)
+    return package
+
+
+def check_fit(trainer: Any, package: str, loader: Any) -> None:
+    """Refuse what would be other data, as far as it is known only when a fit begins.
+
+    Raises:
+        UsageError: naming the setting, and the way out.
+    """
+    if not isinstance(loader, DataLoader):
+        raise UsageError(
+            "attach_lightning needs a loader of megaresume's",
+            found=f"{type(loader).__module__}.{type(loader).__qualname__}, given to fit or made by train_dataloader",
+            expected="one megaresume.DataLoader",
+            cause="a loader of torch's, several loaders, or a stream",
+            action="megaresume.DataLoader(dataset, batch_size) around a map-style dataset, or around several: "
+            "{name: (dataset, weight)}; a StreamLoader in a loop under megaresume.attach_loop",
+        )
+    _refuse(_of_callbacks(trainer, importlib.import_module(f"{package}.callbacks")))
+    module = trainer.lightning_module
+    accumulation = trainer.accumulate_grad_batches
+    ranks, own = f"rank {trainer.global_rank} of {trainer.world_size}", f"rank {loader.dp_rank} of {loader.dp_size}"
+    ends = [s.max_epochs for s in loader.stream.config.sources if s.max_epochs is not None]
+    epochs = trainer.fit_loop.max_epochs
+    refused: dict[str, tuple[Any, str]] = {
+        "a loader of other ranks": (
+            own != ranks and f"{own}; the Trainer's is {ranks}",
+            "megaresume.DataLoader(dp_rank=trainer.global_rank, dp_size=trainer.world_size); or make it in "
+            "train_dataloader(), where they are known",
+        ),
+        "accumulate_grad_batches other than the loader's": (
+            module.automatic_optimization
+            and accumulation != loader.accumulation
+            and f"{accumulation}, and accumulation={loader.accumulation}",
+            "give Trainer(accumulate_grad_batches=...) and DataLoader(accumulation=...) the same number",
+        ),
+        "max_epochs other than the loader's": (
+            epochs != -1 and ends and min(ends) < epochs and f"{epochs}, and DataLoader(max_epochs={min(ends)})",
+            "leave DataLoader(max_epochs=...) out: the Trainer ends the run",
+        ),
+        "max_steps beyond the loader's max_epochs": (
+            module.automatic_optimization
+            and ends
+            and (trainer.max_steps - 1) * loader.step_samples >= min(ends) * loader.items
+            and f"{trainer.max_steps} of {loader.step_samples} samples, and DataLoader(max_epochs={min(ends)})",
+            "leave DataLoader(max_epochs=...) out, or train fewer steps",
+        ),
+        "dataloader_iter": (
+            "dataloader_iter" in inspect.signature(module.training_step).parameters and "an argument of training_step",
+            "training_step(self, batch, batch_idx)",
+        ),
+    }
+    _refuse(refused)
+
+
+def _of_callbacks(trainer: Any, kinds: Any) -> dict[str, tuple[Any, str]]:
+    """Those that change what a step is, or save in the middle of one."""
+    elsewhere = "in a Trainer of its own, without attach_lightning"
+    refused = {
+        "GradientAccumulationScheduler": "Trainer(accumulate_grad_batches=...), one number",
+        "StochasticWeightAveraging": "WeightAveraging or EMAWeightAveraging, which add no epoch",
+        "LearningRateFinder": elsewhere,
+        "BatchSizeFinder": elsewhere,
+        "OnExceptionCheckpoint": "leave it out: an exception may come in the middle of a step; save more often",
+    }
+    found: dict[str, tuple[Any, str]] = {
+        name: (any(isinstance(one, getattr(kinds, name)) for one in trainer.callbacks) and "a callback", action)
+        for name, action in refused.items()
+        if hasattr(kinds, name)
+    }
+    savers = trainer.checkpoint_callbacks
+    found["save_on_exception"] = (
+        any(getattr(one, "save_on_exception", False) for one in savers) and "of a ModelCheckpoint",
+        refused["OnExceptionCheckpoint"],
+    )
+    found["a remote dirpath"] = (
+        next((str(one.dirpath) for one in savers if "://" in str(getattr(one, "dirpath", ""))), None),
+        "a local one; megaresume.Checkpoints(stage_to=...) copies complete checkpoints",
+    )
+    return found
+
+
+def _refuse(refused: dict[str, tuple[Any, str]]) -> None:
+    for name, (found, action) in refused.items():
+        if found:
+            raise UsageError(
+                f"{name} cannot be used with attach_lightning",
+                found=f"{name}: {found}",
+                expected="not set" if found is True else None,
+                action=action,
+            )

@@ -1,0 +1,316 @@
+"""What people do with a Lightning Trainer, and what `megaresume.attach_lightning` makes of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning")
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.utilities import CombinedLoader
+
+import megaresume
+from megaresume import Checkpoints
+from megaresume.checkpoint import choose, read_ledger
+from megaresume.checkpoint.paths import ledger_path
+from megaresume.stream.errors import StateError, UsageError
+from tests.hosts.lightning.program import Module, run, trainer_of
+from tests.hosts.torch.program import Numbers
+from tests.hosts.torch.record import items, lines, trained
+
+pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore::UserWarning:lightning")]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def loader(**options: Any) -> Any:
+    return megaresume.DataLoader(Numbers(), **{"batch_size": 4} | options)
+
+
+def attached(directory: Path, *callbacks: Any, **options: Any) -> L.Trainer:
+    trainer = trainer_of(directory, **{"callbacks": list(callbacks), "max_steps": 6} | options)
+    megaresume.attach_lightning(trainer, Checkpoints(save_dir=directory))
+    return trainer
+
+
+def newest(directory: Path) -> int | None:
+    choice = choose(directory)
+    return None if choice is None else choice.iteration
+
+
+# What is fine
+
+
+def test_validations_before_in_between_and_after(directory: Path) -> None:
+    held_out = torch.utils.data.DataLoader(Numbers(8), batch_size=4, shuffle=True)
+    trainer, module = attached(directory, ModelCheckpoint(directory.with_name("links"))), Module(directory)
+    trainer.validate(module, held_out, verbose=False)
+    trainer.fit(module, loader(), held_out)
+    assert newest(directory) == 6
+    trainer.save_checkpoint(directory.with_name("after.ckpt"))  # a file of Lightning's
+    trainer.validate(module, held_out, ckpt_path=directory.with_name("after.ckpt"), verbose=False)
+    run(directory.with_name("whole"), batch=4, accumulation=1, trainer={"max_steps": 6})
+    assert items(trained(directory)) == items(trained(directory.with_name("whole")))
+
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        return loader(accumulation=self.trainer.accumulate_grad_batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"own": 1}
+
+
+def test_a_data_module_and_a_schedule_of_all_steps(directory: Path) -> None:
+    rates: list[float] = []
+
+    class Scheduled(Module):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            steps = self.trainer.estimated_stepping_batches
+            assert steps == 39
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    layout = {"max_steps": -1, "max_epochs": 3, "accumulate_grad_batches": 2}
+    saver = {"every_n_train_steps": 5, "save_top_k": -1}
+    for attempt in (1, 2):
+        rates.clear()
+        trainer = attached(directory, ModelCheckpoint(directory.with_name("links"), **saver), **layout)
+        trainer.fit(Scheduled(directory, attempt), datamodule=Data(), ckpt_path="last")
+    assert next(line["step"] for line in lines(directory) if line["attempt"] == 2) == 36
+    assert rates[1::2] == [pytest.approx(1 - step / 39) for step in (36, 37)]
+
+
+def test_early_stopping_ends_the_run_for_good(directory: Path) -> None:
+    stopping = EarlyStopping("loss", patience=0, mode="min", stopping_threshold=1e9)
+    trainer = attached(directory, stopping, accumulate_grad_batches=4, max_steps=-1, max_epochs=3, val_check_interval=6)
+    held_out = torch.utils.data.DataLoader(Numbers(8), batch_size=4)
+    trainer.fit(Module(directory), loader(accumulation=4), held_out)  # after six micro-batches: in the second step
+    assert [e.iteration for e in read_ledger(ledger_path(directory)).entries if e.kind == "finished"] == [1]
+
+
+def test_saves_in_the_middle_of_a_step(directory: Path) -> None:
+    """A validation after every third micro-batch, of steps of two; and a call in a hook."""
+    links = directory.with_name("links")
+
+    def save(trainer: L.Trainer) -> None:
+        if trainer.fit_loop.total_batch_idx == 6:
+            trainer.save_checkpoint(links / "own.ckpt")
+
+    saver = {"every_n_train_steps": None, "save_on_train_epoch_end": False}
+    layout = {"max_steps": 6, "val_check_interval": 3}
+    run(directory, validate=True, saver=saver, watch=save, trainer=layout)
+    # after three micro-batches, six, seven (by hand), nine and twelve
+    steps = [e.iteration for e in read_ledger(ledger_path(directory)).entries if e.kind == "checkpoint"]
+    assert steps == [2, 3, 4, 5, 6]
+    with pytest.raises(UsageError, match=r"not a complete checkpoint(.|\n)*in the middle of a step"):
+        run(directory, attempt=2, ckpt=links / "own.ckpt")
+    run(directory, attempt=2, ckpt=directory / "global_step2", trainer={"max_steps": 6})
+    again = [line["items"] for line in lines(directory) if line["attempt"] == 2]
+    assert again == [line["items"] for line in lines(directory) if line["attempt"] == 1][4:]
+
+
+class Alternating(Module):
+    """Two optimizers by hand, each of which makes a step after ``every`` micro-batches."""
+
+    every = 1
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if (batch_idx + 1) % self.every == 0:
+            for optimizer in self.optimizers():  # type: ignore[union-attr]
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.SGD(p, lr=0.01) for p in ([*self.model.body.parameters()], [*self.model.words.parameters()])
+        ]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_optimization_by_hand(directory: Path, every: int) -> None:
+    saver = {"every_n_train_steps": 4, "save_top_k": -1}
+    for attempt, steps in ((1, 8), (2, 12)):  # as Lightning counts them: of both optimizers
+        links = ModelCheckpoint(directory.with_name("links"), **saver)
+        trainer, module = attached(directory, links, max_steps=steps), Alternating(directory, attempt)
+        module.every = every
+        trainer.fit(module, loader(accumulation=every), ckpt_path="last")
+    handed = [line["items"] for line in lines(directory)]
+    assert newest(directory) == 6 and len(handed) == 6 * every
+    run(directory.with_name("whole"), batch=4, accumulation=1, trainer={"max_steps": 6 * every})
+    assert items(handed) == items(trained(directory.with_name("whole")))
+
+
+def test_a_signal(directory: Path) -> None:
+    def ask(trainer: L.Trainer) -> None:
+        if trainer.fit_loop.total_batch_idx == 4:  # in the middle of a step
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(megaresume.Stopped):
+        run(directory, stop=megaresume.StopConditions(), watch=ask)
+    assert newest(directory) == 3
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+# What is stopped
+
+
+def test_two_fits_and_a_forgotten_path(directory: Path) -> None:
+    saver = {"every_n_train_steps": 2}
+    trainer, module = attached(directory, ModelCheckpoint(directory.with_name("links"), **saver)), Module(directory)
+    trainer.fit(module, loader())
+    with pytest.raises(UsageError, match="for one fit"):
+        trainer.fit(module, loader())
+    with pytest.raises(UsageError, match=r"did not load a checkpoint(.|\n)*ckpt_path='last'"):
+        attached(directory).fit(Module(directory, 2), loader())
+    with pytest.raises(UsageError, match="not a complete checkpoint"):
+        attached(directory).fit(Module(directory, 2), loader(), ckpt_path=directory / "elsewhere.ckpt")
+    assert not [line for line in lines(directory) if line["attempt"] == 2]
+
+
+def test_a_batch_that_is_looked_at(directory: Path) -> None:
+    module = Module(directory)
+    module.watch = lambda: next(iter(module.trainer.train_dataloader))
+    with pytest.raises(StateError, match="moved while it was being read"):
+        attached(directory).fit(module, loader())
+
+
+def test_one_loader_for_training_and_validation(directory: Path) -> None:
+    one = loader()
+    with pytest.raises(StateError, match=r"read by somebody else|moved while"):
+        attached(directory, val_check_interval=2).fit(Module(directory), one, one)
+
+
+class Skipping(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 2 else None
+
+
+def test_an_epoch_that_is_left_early(directory: Path) -> None:
+    with pytest.raises(StateError, match=r"taken and not trained(.|\n)*samples 8 to 11 taken since step 2"):
+        attached(directory).fit(Skipping(directory), loader())
+
+
+def test_optimization_by_hand_with_another_accumulation(directory: Path) -> None:
+    module = Alternating(directory)
+    with pytest.raises(StateError, match=r"in the middle of a step of the data(.|\n)*accumulation=2"):
+        attached(directory).fit(module, loader(accumulation=2))
+    module = Alternating(directory)
+    module.every = 2
+    with pytest.raises(StateError, match="taken and not trained"):
+        attached(directory).fit(module, loader())
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"fast_dev_run": True}, "fast_dev_run"),
+        ({"limit_train_batches": 0.5}, "limit_train_batches"),
+        ({"overfit_batches": 2}, "overfit_batches"),
+        ({"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs"),
+        ({"strategy": "ddp_spawn", "devices": 2}, "a process for each script"),
+        ({"plugins": [AsyncCheckpointIO()]}, "AsyncCheckpointIO"),
+    ],
+)
+def test_settings_of_the_trainer(directory: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=f"{words}.* cannot be used with attach_lightning"):
+        attached(directory, **options)
+
+
+@pytest.mark.parametrize(
+    ("callback", "words"),
+    [
+        (lambda: GradientAccumulationScheduler({0: 1, 1: 2}), "GradientAccumulationScheduler"),
+        (lambda: StochasticWeightAveraging(0.1), "StochasticWeightAveraging"),
+        (LearningRateFinder, "LearningRateFinder"),
+        (lambda: OnExceptionCheckpoint("."), "OnExceptionCheckpoint"),
+        (lambda: ModelCheckpoint(save_on_exception=True), "save_on_exception"),
+        (lambda: ModelCheckpoint("memory://elsewhere"), "a remote dirpath"),
+    ],
+)
+def test_callbacks(directory: Path, callback: Callable[[], Any], words: str) -> None:
+    with pytest.raises(UsageError, match=f"{words} cannot be used with attach_lightning"):
+        attached(directory, callback()).fit(Module(directory), loader())
+
+
+class Own(Module):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        return super().training_step(*next(dataloader_iter)[:2])
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (lambda: torch.utils.data.DataLoader(Numbers(), 4), "a loader of megaresume's"),
+        (lambda: [loader(), loader()], "a loader of megaresume's"),
+        (lambda: CombinedLoader(loader(), "max_size"), "a loader of megaresume's"),
+        (
+            lambda: loader(dp_rank=0, dp_size=2),
+            "a loader of other ranks(.|\n)*rank 0 of 2; the Trainer's",
+        ),
+        (lambda: loader(accumulation=2), "accumulate_grad_batches other than the loader's"),
+        (lambda: loader(max_epochs=2), "max_epochs other than the loader's"),
+    ],
+)
+def test_loaders(directory: Path, data: Callable[[], Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        attached(directory, max_steps=-1, max_epochs=3).fit(Module(directory), data())
+
+
+def test_what_else(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"automatic requeue(.|\n)*stop=megaresume"), monkeypatch.context() as slurm:
+        slurm.setenv("SLURM_NTASKS", "1")
+        attached(directory, plugins=[SLURMEnvironment()])
+    with pytest.raises(UsageError, match="other loops"), monkeypatch.context() as older:
+        older.setattr("lightning.pytorch.__version__", "2.5.6")
+        attached(directory)
+    with pytest.raises(UsageError, match="dataloader_iter"):
+        attached(directory).fit(Own(directory), loader())
+    with pytest.raises(UsageError, match="no Trainer of Lightning's"):
+        megaresume.attach_lightning(torch.nn.Linear(1, 1), Checkpoints(save_dir=directory))
+    with pytest.raises(UsageError, match="save_dir=None"):
+        megaresume.attach_lightning(trainer_of(directory), Checkpoints())
+    with pytest.raises(UsageError, match="max_steps beyond"):
+        attached(directory, max_steps=26).fit(Module(directory), loader(max_epochs=1))
+    trainer = attached(directory)
+    with pytest.raises(UsageError, match="already"):
+        megaresume.attach_lightning(trainer, Checkpoints(save_dir=directory))
+    timed = ModelCheckpoint(directory.with_name("links"), train_time_interval=timedelta(0))
+    module = Module(directory)
+    module.watch = lambda: module.trainer.save_checkpoint("x.ckpt", storage_options={})
+    with pytest.raises(UsageError, match="storage_options"):
+        attached(directory, timed).fit(module, loader())

@@ -1,0 +1,262 @@
+"""`megaresume.attach_lightning` with Lightning's real Trainer, on gloo: killed, and gone on with on others.
+
+What a training step was given it writes down itself: `program.py`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.connection
+import os
+import shutil
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning")
+
+import torch
+
+import megaresume
+from megaresume.checkpoint import choose, read_ledger
+from megaresume.checkpoint.paths import ledger_path
+from megaresume.cli.main import main
+from megaresume.stream.errors import StateError, UsageError
+from tests.hosts.lightning.program import Module, Texts, run
+from tests.hosts.torch.program import ITEMS, Numbers
+from tests.hosts.torch.record import items, launch, lines, losses, trained
+
+pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore::UserWarning:lightning")]
+
+AFTER_VALIDATION = {"every_n_train_steps": None, "every_n_epochs": 1, "save_on_train_epoch_end": False}
+PROGRAM = Path(__file__).with_name("program.py")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three epochs with one rank, which nobody stops."""
+    directory = tmp_path_factory.mktemp("whole") / "run"
+    run(directory, save_every=13, validate=True)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def order(whole: Path) -> list[int]:
+    """The items of its steps."""
+    steps = trained(whole)
+    assert [len(step) for step in steps] == [8] * 37 + [4]
+    order = items(steps)
+    assert all(sorted(order[ITEMS * e : ITEMS * (e + 1)]) == list(range(ITEMS)) for e in range(3))
+    return order
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with two ranks under DDP, killed in the second epoch: rank 0 in the middle of the save of step 24."""
+    directory = tmp_path_factory.mktemp("killed") / "run"
+    statuses = fork(2, directory, batch=2, save_every=8, kill=("save", 24))
+    assert statuses[0] == -signal.SIGKILL
+    assert (directory / "global_step24").is_dir()
+    return directory
+
+
+def fork(ranks: int, directory: Path, **options: Any) -> list[int | None]:
+    """Train on so many ranks, which have imported Lightning already; one that fails ends all. Their statuses."""
+    with socket.create_server(("localhost", 0)) as server:
+        env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(server.getsockname()[1]), "TORCHELASTIC_RUN_ID": "test"}
+    env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
+
+    def train(rank: int) -> None:
+        os.environ.update(env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        run(directory, **options)
+
+    started = [multiprocessing.get_context("fork").Process(target=train, args=(rank,)) for rank in range(ranks)]
+    for process in started:
+        process.start()
+    multiprocessing.connection.wait([process.sentinel for process in started])
+    failed = any(process.exitcode for process in started)
+    for process in started:
+        if failed:
+            process.kill()
+        process.join()
+    return [process.exitcode for process in started]
+
+
+@pytest.fixture
+def copy(killed: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    for path in killed.parent.iterdir():
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / path.name)
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (8, {"batch": 4, "accumulation": 2}),
+        (8, {"batch": 2, "accumulation": 4, "num_workers": 2, "persistent_workers": True}),
+        (4, {"batch": 4, "accumulation": 1}),  # the global batch halved
+        (6, {"batch": 2, "accumulation": 3}),  # the last step has fewer micro-batches
+        (7, {"batch": 7, "accumulation": 1}),  # the last batch is short
+    ],
+    ids=["same", "workers", "halved", "odd", "short"],
+)
+def test_two_ranks_to_one(
+    copy: Path, order: list[int], size: int, options: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trainer = run(copy, attempt=2, save_every=50, **options)
+    said = capfd.readouterr().out
+    assert f"gbs 8->{size} | repeated 0 skipped 0 | step 16 from global_step16 | random state seeded anew" in said
+    steps = trained(copy)
+    assert items(steps) == order
+    assert [len(step) for step in steps[16:]] == [size] * (172 // size) + ([172 % size] if 172 % size else [])
+    assert (trainer.current_epoch, trainer.global_step) == (3, len(steps))
+    entries = read_ledger(ledger_path(copy)).entries
+    assert [(e.iteration, e.samples) for e in entries if e.kind == "finished"] == [(len(steps), 300)]
+
+
+def test_two_ranks_go_on_bit_for_bit(copy: Path, tmp_path: Path, order: list[int]) -> None:
+    assert fork(2, copy, attempt=2, batch=2) == [0, 0]
+    assert items(trained(copy)) == order
+    assert fork(2, tmp_path / "whole", batch=2) == [0, 0]
+    assert losses(copy) == losses(tmp_path / "whole")
+
+
+def test_more_data(copy: Path, order: list[int]) -> None:
+    with pytest.raises(StateError, match=r"has grown by 10 documents(.|\n)*append: next_epoch"):
+        run(copy, attempt=2, data=Numbers(110))
+    run(copy, attempt=2, save_every=50, data=Numbers(110), append="next_epoch")
+    handed = items(trained(copy))
+    assert handed[:200] == order[:200]
+    assert sorted(handed[200:]) == list(range(110))
+
+
+def test_packed_texts(tmp_path: Path) -> None:
+    def interrupt(trainer: Any) -> None:
+        if trainer.global_step == 17:
+            raise Interrupted
+
+    layout: Any = {"data": Texts(110), "seq_length": 8, "accumulation": 1, "max_epochs": 3}
+    run(tmp_path / "whole", batch=2, **layout)
+    order = items(trained(tmp_path / "whole"))
+    assert [sorted(order[110 * e : 110 * (e + 1)]) for e in range(3)] == [list(range(110))] * 3
+    with pytest.raises(Interrupted):
+        run(tmp_path / "run", batch=2, watch=interrupt, **layout)
+    run(tmp_path / "run", attempt=2, batch=3, **layout)
+    assert items(trained(tmp_path / "run")) == order
+
+
+def test_other_data_is_refused(copy: Path) -> None:
+    with pytest.raises(StateError, match="documents 99"):
+        run(copy, attempt=2, data=Numbers(99))
+
+
+def test_from_one_epoch_to_three(tmp_path: Path, order: list[int]) -> None:
+    directory, by_epoch = tmp_path / "run", {"every_n_epochs": 1, "every_n_train_steps": None}
+    run(directory, epochs=1, saver=by_epoch)
+    assert items(trained(directory)) == order[:100]  # 12 steps of 8, and one of 4
+    trainer = run(directory, attempt=2, saver=by_epoch)
+    assert items(trained(directory)) == order
+    assert trainer.current_epoch == 3
+    assert [e.iteration for e in read_ledger(ledger_path(directory)).entries if e.kind == "checkpoint"] == [13, 26, 38]
+    run(directory, attempt=3, saver=by_epoch)  # nothing is left to train
+    assert not [line for line in lines(directory) if line["attempt"] == 3]
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("saver", "first"),
+    [({"every_n_train_steps": 13}, 14), ({"every_n_train_steps": 9}, 10), (AFTER_VALIDATION, 14)],
+    ids=["at_an_epochs_end", "within_an_epoch", "after_a_validation"],
+)
+def test_losses_and_counters_are_those_of_a_run_that_nobody_stopped(
+    whole: Path, tmp_path: Path, saver: Any, first: int
+) -> None:
+    def interrupt(trainer: Any) -> None:
+        if trainer.global_step == 17:
+            raise Interrupted
+
+    directory = tmp_path / "run"
+    with pytest.raises(Interrupted):
+        run(directory, saver=saver, watch=interrupt, validate=True)
+    run(directory, attempt=2, saver=saver, validate=True)
+    again = [line for line in lines(directory) if line["attempt"] == 2]
+    assert again[0]["step"] == first
+    assert losses(directory) == losses(whole)
+    unbroken = {(line["step"], line["epoch"], line["batch"]) for line in lines(whole)}
+    assert {(line["step"], line["epoch"], line["batch"]) for line in again} <= unbroken
+
+
+def test_it_saves_and_stops_when_asked(tmp_path: Path, order: list[int]) -> None:
+    stop = megaresume.StopConditions(file=str(tmp_path / "stop"), status=3)
+
+    def ask(trainer: Any) -> None:
+        if trainer.global_step == 7:
+            (tmp_path / "stop").touch()
+
+    with pytest.raises(megaresume.Stopped):
+        run(tmp_path / "run", stop=stop, watch=ask, save_every=50)
+    choice = choose(tmp_path / "run")
+    assert choice is not None and choice.iteration == len(trained(tmp_path / "run")) == 7
+    run(tmp_path / "run", attempt=2, save_every=50, trainer={"max_steps": 10})
+    assert items(trained(tmp_path / "run")) == order[:80]
+
+
+def test_files_of_the_model_checkpoint_are_links(tmp_path: Path, order: list[int]) -> None:
+    directory, links = tmp_path / "run", tmp_path / "links"
+    saver = {"save_top_k": 2, "monitor": "step", "mode": "max", "save_last": "link"}
+    trainer = run(directory, saver=saver, epochs=1, checkpoints={"keep_last": 1})
+    assert sorted(path.name for path in links.iterdir()) == ["epoch=0-step=10.ckpt", "epoch=0-step=5.ckpt", "last.ckpt"]
+    assert [path.name for path in directory.glob("global_step*")] == ["global_step10"]
+    five = Module.load_from_checkpoint(links / "epoch=0-step=5.ckpt", directory=directory)
+    state = torch.load(links / "last.ckpt", weights_only=True)["state_dict"]
+    assert not torch.equal(five.model.words.weight, state["model.words.weight"])
+    assert trainer.checkpoint_callback is not None
+    best = trainer.checkpoint_callback.best_model_path
+    again = run(directory, attempt=2, saver=saver, ckpt=best)  # a link to what is there
+    assert next(line["step"] for line in lines(directory) if line["attempt"] == 2) == 11
+    assert again.checkpoint_callback.last_model_path.endswith("last.ckpt")
+    assert items(trained(directory)) == order
+    with pytest.raises(UsageError, match=r"not a complete checkpoint of the run(.|\n)*keep_last"):
+        run(directory, attempt=3, ckpt=links / "epoch=0-step=5.ckpt")
+
+
+def test_a_checkpoint_by_its_path_and_a_branch_that_was_given_up(tmp_path: Path, order: list[int]) -> None:
+    directory = tmp_path / "run"
+    run(directory, trainer={"max_steps": 20})
+    for attempt, path in enumerate(["global_step5", "global_step5/checkpoint.ckpt"]):
+        trainer = run(directory, attempt=2 + attempt, ckpt=directory / path, trainer={"max_steps": 14})
+        assert trainer.global_step == 14
+        assert items(trained(directory)) == order[:112]
+    run(directory, attempt=4, trainer={"max_steps": 20})
+    assert next(line["step"] for line in lines(directory) if line["attempt"] == 4) == 11
+    assert items(trained(directory)) == order[:160]
+
+
+def test_a_damaged_checkpoint_is_passed_over(copy: Path, order: list[int]) -> None:
+    (copy / "global_step16" / "checkpoint.ckpt").write_bytes(b"")
+    run(copy, attempt=2)
+    assert next(line["step"] for line in lines(copy) if line["attempt"] == 2) == 9
+    assert items(trained(copy)) == order
+
+
+def test_the_program_knows_the_run(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(whole)]) == 0
+    assert main(["latest", str(whole)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(whole / "global_step26")
+
+
+@pytest.mark.release
+def test_killed_again_and_again_on_one_rank_and_on_two(tmp_path: Path, order: list[int]) -> None:
+    directory = tmp_path / "run"
+    for attempt, (ranks, step, where, batch, workers) in enumerate(
+        [(1, 7, "step", 4, 0), (2, 10, "save", 2, 1), (1, 13, "step", 3, 2), (2, 20, "save", 1, 0), (2, 0, "", 3, 1)]
+    ):
+        done = launch(PROGRAM, directory, ranks, attempt=attempt, kill=(where, step), batch=batch, num_workers=workers)
+        assert (done.returncode == 0) == (not where), done.stderr[-3000:]
+    assert items(trained(directory)) == order
