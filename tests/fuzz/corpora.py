@@ -268,6 +268,52 @@ def _sidecars() -> list[bytes]:
     return [json.dumps(c).encode() for c in (content, content | {"tokenizer": tokenizer})] + [b"[" * 100_000]
 
 
+# .spans
+
+
+@functools.cache
+def _masked() -> Path:
+    prefix = scratch() / "masked"
+    Path(f"{prefix}.bin").write_bytes(bytes(4 * _TOKENS))
+    Path(f"{prefix}.idx").write_bytes(_idx([5, 0, 9, 10], [0, 1, 2, 3, 4]))
+    return prefix
+
+
+def _spans(bounds: list[int], spans: list[int]) -> bytes:
+    body = np.array(bounds, "<i8").tobytes() + np.array(spans, "<i4").tobytes()
+    numbers = (1, len(bounds) - 1, len(spans) // 2, _TOKENS, 9, xxhash.xxh3_64_intdigest(body))
+    return b"MGRSPANS" + struct.pack("<6Q", *numbers) + body
+
+
+def _span_files() -> list[bytes]:
+    return [_spans([0, 1, 1, 3, 3], [1, 5, 0, 2, 4, 9]), _spans([0] * 5, []), _spans([0], []), b"MGRSPANS"]
+
+
+def check_span_file(data: bytes) -> None:
+    """What is read lies within the file, and spans that have a fingerprint within their documents."""
+    prefix = _masked()
+    Path(f"{prefix}.spans").write_bytes(data)
+    try:
+        source = IndexedSource(prefix)
+        found = source.trained_spans(np.arange(len(source)))
+    except MegaresumeError:
+        return
+    assert found is not None
+    try:
+        source.fingerprint(recompute=True)
+    except MegaresumeError:
+        return
+    for k in range(len(source)):
+        ends = found.spans[found.starts[k] : found.starts[k + 1]].ravel().tolist()
+        assert ends == sorted(set(ends)) and set(ends) <= set(range(source.length(k) + 1)), ends
+
+
+def _mutate_spans(data: bytes, rng: Random) -> bytes:
+    bounds = sorted(rng.randrange(4) for _ in range(3))
+    ends = [rng.choice((-1, 0, 1, 2, 4, 5, 9, 10, 11)) for _ in range(6)]
+    return _spans([0, *bounds, 3], sorted(ends) if rng.randrange(2) else ends)
+
+
 # Megatron's guard, and the state in ``args``
 
 
@@ -340,6 +386,7 @@ TARGETS: dict[str, Target] = {
     "recipe": Target(seeds=_recipes, check=check_recipe, mutate=_mutate_yaml),
     "idx": Target(seeds=_indexes, check=check_idx, mutate=_mutate_idx),
     "shards-idx": Target(seeds=lambda: [_shards()], check=check_shards, mutate=_mutate_shards),
+    "spans": Target(seeds=_span_files, check=check_span_file, mutate=_mutate_spans),
     "sidecar": Target(seeds=_sidecars, check=check_sidecar, mutate=json_file),
     "order": Target(seeds=_orders, check=check_order, mutate=json_file),
     "args": Target(

@@ -61,11 +61,12 @@ class Marks:
         """The messages, with marks around what these say."""
         return [self._message(message, i) if i in which else message for i, message in enumerate(messages)]
 
-    def parts(self, message: Message) -> set[Part]:
+    @staticmethod
+    def parts(message: Message) -> set[Part]:
         """Of what kinds are the words of a message."""
-        other = Marks("")
-        other._message(message, 0)
-        return {part for _, part in other._labels}
+        marks = Marks("")
+        marks.put([message], {0})
+        return {part for _, part in marks._labels}
 
     def find(self, marked: str, text: str) -> list[Core]:
         """Where what was marked stands in the text without marks, in order.

@@ -235,7 +235,7 @@ class _Rendered:
         """Reasoning may be left out of earlier turns, nothing else."""
         message = self._conversation.messages[i]
         there = {core.part for core in cores}
-        said = Marks(self._text).parts(message)
+        said = Marks.parts(message)
         lost = sorted({part for part in said if part != "thinking"} - there)
         if lost:
             raise BadRow(

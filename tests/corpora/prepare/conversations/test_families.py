@@ -86,3 +86,39 @@ def test_every_template_with_generation_against_transformers(made, name, kind, m
     directory = made(name, kind, True)
     theirs = reference(directory).apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
     assert encoded(directory, messages) == (theirs["input_ids"], theirs["assistant_masks"])
+
+
+def test_where_transformers_loses_trained_tokens(tmp_path):
+    """A last character of several tokens; white space at the beginning that the tokenizer counts to no token."""
+    inside = GENERATION["chatml"].replace(
+        "message['content'] + '<|im_end|>' }}{% endgen", "message['content'] }}{% endgen"
+    )
+    directory = write_tokenizer(tmp_path / "emoji", FAMILIES["chatml"], template=inside)
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello \U0001fabf"}]
+    theirs = reference_tokenizer(directory).apply_chat_template(
+        messages, return_assistant_tokens_mask=True, return_dict=True
+    )
+    tokens, mask = encoded(directory, messages)
+    assert tokens == theirs["input_ids"] and sum(mask) > sum(theirs["assistant_masks"])
+    decoded = load_tokenizer(directory).decode([token for token, one in zip(tokens, mask, strict=True) if one])
+    assert decoded == "Hello \U0001fabf"
+
+
+def test_a_tokenizer_that_leaves_white_space_out(tmp_path):
+    import json
+
+    directory = write_tokenizer(tmp_path / "trimmed", FAMILIES["chatml"], template=GENERATION["chatml"])
+    path = directory / "tokenizer.json"
+    description = json.loads(path.read_text())
+    description["post_processor"] = {
+        "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True
+    }  # fmt: skip
+    path.write_text(json.dumps(description))
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " the fox"}]
+    theirs = reference_tokenizer(directory).apply_chat_template(
+        messages, return_assistant_tokens_mask=True, return_dict=True
+    )
+    tokens, mask = encoded(directory, messages)
+    assert tokens == theirs["input_ids"] and sum(theirs["assistant_masks"]) == 0
+    decoded = load_tokenizer(directory).decode([token for token, one in zip(tokens, mask, strict=True) if one])
+    assert decoded.strip() == "the fox<|im_end|>"
