@@ -129,6 +129,9 @@ def test_the_fingerprint_covers_every_span_and_grows_with_the_corpus(tmp_path, p
     grown = IndexedSource(longer)
     assert grown.fingerprint(first=6) == whole != grown.fingerprint()
     assert range_of(grown, 3, 6).fingerprint() == range_of(IndexedSource(prefix), 3, 6).fingerprint()
+    alone = simple_corpus(tmp_path / "alone", LENGTHS[3:])
+    write_spans(alone, LENGTHS[3:], SPANS[3:])
+    assert range_of(grown, 3, 6).fingerprint().trained == IndexedSource(alone).fingerprint().trained
     write_spans(prefix, LENGTHS, [*SPANS[:5], [(2, 9)]])  # one token less
     assert IndexedSource(prefix).fingerprint().trained not in (None, whole.trained)
 
