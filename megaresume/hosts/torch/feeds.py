@@ -32,6 +32,10 @@ class Feed(Data, Protocol):
     def stream(self) -> Stream:
         """The order."""
 
+    @property
+    def whole_steps(self) -> bool:
+        """Whether the data ends before a step that would be short."""
+
     def read(self, sample: int) -> Iterator[Any]:
         """The micro-batches from a sample on, with which a step begins, to the end of the epoch or of the data."""
 
@@ -39,7 +43,7 @@ class Feed(Data, Protocol):
         """Where a ``for`` that begins there ends: with the first step that reaches it; None: with the data."""
 
     def has(self, sample: int) -> bool:
-        """Whether the data has, from there on, a micro-batch for every rank."""
+        """Whether the data has, from there on, a micro-batch for every rank; with whole steps alone, a step."""
 
     def after(self, batch: Any, sample: int) -> int:
         """The sample after a micro-batch that was just read, and that begins there."""
@@ -70,6 +74,11 @@ class Items:
     def stream(self) -> Stream:
         """See `Feed`."""
         return self.loader.stream
+
+    @property
+    def whole_steps(self) -> bool:
+        """See `Feed`."""
+        return self.loader.drop_last
 
     @property
     def origin(self) -> Mapping[str, Any] | None:
@@ -141,7 +150,7 @@ class Samples:
         loader: of this rank.
     """
 
-    changed = ()
+    changed, whole_steps = (), True
 
     def __init__(self, loader: StreamLoader) -> None:
         self.loader, self._planned = loader, loader.schedule
@@ -198,7 +207,7 @@ class Samples:
         return self.loader.stop
 
     def has(self, sample: int) -> bool:
-        """See `Feed`: whole steps alone."""
+        """See `Feed`."""
         return _reaches(self.stream, sample, sample + self.size_at(sample), None)
 
     def after(self, batch: Any, sample: int) -> int:

@@ -64,7 +64,9 @@ class Steps:
         """Whether all micro-batches of the step are out; the last step of the data may have fewer."""
         if not self._out:
             return False
-        return self._end - self.trained >= self.feed.size_at(self.trained) or not self.feed.has(self._end)
+        if self._end - self.trained >= self.feed.size_at(self.trained):
+            return True
+        return not self.feed.whole_steps and not self.feed.has(self._end)
 
     def __iter__(self) -> Iterator[Any]:
         """The micro-batches of this rank: to the end of the epoch, or of the data.
