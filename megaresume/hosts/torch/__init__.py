@@ -1,7 +1,8 @@
 """A training loop of one's own in torch as a host: `megaresume.attach_loop`; and what other loops share with it.
 
-loop.py    the function, `Loop`, which it returns, and `LoopHost`
-files.py   what is in a checkpoint: torch.distributed.checkpoint, in the foreground or background, or one file
-steps.py   `Steps`: each step trains the micro-batches that were taken for it, or the run stops
-feeds.py   the data: `Items` of a `megaresume.DataLoader`, `Samples` of a `megaresume.StreamLoader`
+loop.py        the function, `Loop`, which it returns, and `LoopHost`
+files.py       what is in a checkpoint: torch.distributed.checkpoint, in the foreground or background, or one file
+background.py  `Background`: a save that is written while training goes on
+steps.py       `Steps`: each step trains the micro-batches that were taken for it, or the run stops
+feeds.py       the data: `Items` of a `megaresume.DataLoader`, `Samples` of a `megaresume.StreamLoader`
 """

@@ -162,7 +162,7 @@ def write(objects: Objects, directory: Path, held: Held, writer: Writer, group: 
     blob = io.BytesIO()
     torch.save(rest, blob)
     states[KEY] = blob.getvalue()
-    with _errors():
+    with dcp_errors():
         if writer == "dcp":
             save(states, checkpoint_id=directory, process_group=group)
             return None
@@ -174,7 +174,7 @@ def write(objects: Objects, directory: Path, held: Held, writer: Writer, group: 
 
 def wait(future: Future[Any]) -> None:
     """Until an asynchronous write has ended. Raises what it raised."""
-    with _errors():
+    with dcp_errors():
         future.result()
 
 
@@ -186,7 +186,7 @@ def read(objects: Objects, directory: Path, group: Any) -> Held:
         objects.put(held, full=True)
     else:
         first: dict[str, Any] = {KEY: b""}
-        with _errors():
+        with dcp_errors():
             load(first, checkpoint_id=directory, process_group=group)
             rest = _checked(objects, torch.load(io.BytesIO(first[KEY]), map_location="cpu", weights_only=False))
             states = objects.states()
@@ -227,7 +227,7 @@ def _owner(name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, to
 
 
 @contextmanager
-def _errors() -> Iterator[None]:
+def dcp_errors() -> Iterator[None]:
     """torch's CheckpointException, which no ``except Exception`` sees, as an error with the cause of its first rank."""
     try:
         yield

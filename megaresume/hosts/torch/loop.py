@@ -17,9 +17,7 @@ See docs/torch.md.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -36,12 +34,13 @@ from megaresume.checkpoint.paths import deepspeed_tag
 from megaresume.checkpoint.step_file import StepFile
 from megaresume.checkpoint.topology import Topology
 from megaresume.hosts.torch import files
+from megaresume.hosts.torch.background import Background
 from megaresume.hosts.torch.feeds import Feed, feed_of
 from megaresume.hosts.torch.steps import Steps
 from megaresume.session.file_errors import writing
 from megaresume.session.host import Host, Reading, Resume, Save
 from megaresume.session.random_state import RandomState
-from megaresume.session.ranks import all_come, is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
+from megaresume.session.ranks import all_come, is_rank_0, on_all_ranks, same_on_all_ranks
 from megaresume.session.session import Session
 from megaresume.session.settings import Checkpoints
 from megaresume.session.stopping import StopConditions
@@ -65,9 +64,7 @@ class LoopHost:
     def __init__(self, steps: Steps, objects: files.Objects, writer: files.Writer) -> None:
         self.steps, self.objects, self.writer = steps, objects, writer
         self._group = files.own_group()
-        #: the save that is being written in the background, and whether it counts already: known on rank 0.
-        self._flight: tuple[Future[Any], Save] | None = None
-        self._is_committed = False
+        self.background = Background(lambda save: steps.session.commit(save))
 
     def iteration(self) -> int:
         """See `Host`."""
@@ -88,41 +85,14 @@ class LoopHost:
 
     def settle(self) -> None:
         """See `Host`."""
-        flight = self._flight
-        if flight is None:
-            return
-        future, save = flight
-        self._flight = None
-        on_all_ranks(lambda: _written(future, save))
-        if not on_rank_0(lambda: self._is_committed):
-            self.steps.session.commit(save)
+        self.background.settle()
 
     def is_saving(self) -> bool:
         """See `Host`."""
-        return self._flight is not None and not self._is_committed
+        return self.background.is_saving()
 
     def committed(self, save_dir: Path) -> None:
         """See `Host`."""
-
-    def look(self) -> None:
-        """Commit what was written in the background, if it is: rank 0 ends after all others. No collective."""
-        if self._flight is None or self._is_committed or not is_rank_0():
-            return
-        future, save = self._flight
-        if future.done() and future.exception() is None:
-            with contextlib.suppress(MegaresumeError):  # `settle` tries again, and says it on every rank
-                self._is_committed = save.commit()
-
-    def look_at_exit(self) -> None:
-        """The same at the end of a program that forgot `Loop.close`."""
-        if self._flight is None or not is_rank_0():
-            return
-        future, save = self._flight
-        try:
-            _written(future, save)
-            self.look()
-        except MegaresumeError as error:
-            print(f"megaresume: error: {error}", file=sys.stderr, flush=True)
 
     def write(self, save: Save) -> None:
         """Write the files of this rank: for `Session.save`."""
@@ -135,8 +105,7 @@ class LoopHost:
 
         future = on_all_ranks(write_files)
         if future is not None:
-            self._flight, self._is_committed = (future, save), False
-            save.defer()
+            self.background.begin(future, save)
 
     def read(self, choice: Choice, beside: StepFile | None) -> Reading:
         """Read the files of this rank: for `Session.load`."""
@@ -181,7 +150,7 @@ class Loop:
             StateError: none was taken, or not all of a step's.
         """
         self.steps.stepped()
-        self.host.look()
+        self.host.background.look()
 
     def save(self) -> None:
         """Save a checkpoint of this step.
@@ -268,7 +237,7 @@ def attach_loop(
     host = LoopHost(steps, on_all_ranks(lambda: files.Objects(objects)), writer)
     session = steps.session = open_session(host, feed, checkpoints, host.objects.device, stop, lambda: loop.save())
     loop = Loop(steps, host, session)
-    atexit.register(host.look_at_exit)
+    atexit.register(host.background.look_at_exit)
     return loop
 
 
@@ -333,8 +302,3 @@ def _check(checkpoints: Checkpoints, writer: str) -> None:
     check_checkpoints(checkpoints)
     if writer not in get_args(files.Writer):
         raise UsageError("unknown writer", found=repr(writer), expected=", ".join(get_args(files.Writer)))
-
-
-def _written(future: Future[Any], save: Save) -> None:
-    with writing(save.save_dir / save.tag):
-        files.wait(future)

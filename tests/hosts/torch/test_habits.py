@@ -307,8 +307,8 @@ def test_a_save_in_the_background_counts_after_its_last_byte(
     choice = choose(directory)
     assert choice is not None and choice.tag == deepspeed_tag(1)
     held.set()
-    assert slow.loop.host._flight is not None
-    slow.loop.host._flight[0].result()
+    assert slow.loop.host.background._flight is not None
+    slow.loop.host.background._flight[0].result()
     slow.train_one()  # notices it
     choice = choose(directory)
     assert choice is not None and choice.tag == deepspeed_tag(2)
