@@ -5,6 +5,7 @@
     megaresume.attach_trainer(trainer)         Hugging Face's Trainer: the same for its train_dataset
     megaresume.attach_accelerator(accelerator, loader)  a loop with Hugging Face's Accelerate: the same
     megaresume.attach_lightning(trainer, Checkpoints(...))  Lightning's Trainer: the same
+    megaresume.attach_torchtitan(trainer)      torchtitan's Trainer: the same for its dataloader
     megaresume.attach_loop(loader, {...}, ...) a training loop of one's own in torch: complete checkpoints of it
     megaresume.Checkpoints(...), Loader(...), DataOptions(...)  settings of `attach`
     megaresume.StopConditions(...)             when an attached run saves and exits; it raises megaresume.Stopped
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from megaresume.hosts.megatron.data.loaders import loader_provider
     from megaresume.hosts.megatron.hooks.install import extra_args_provider, provider
     from megaresume.hosts.torch.loop import attach_loop
+    from megaresume.hosts.torchtitan.attach import attach_torchtitan
     from megaresume.session.settings import Checkpoints, DataOptions, Loader
     from megaresume.session.stopping import StopConditions, Stopped
     from megaresume.stream.batches import BatchSchedule
@@ -86,6 +88,7 @@ __all__ = [
     "attach_lightning",
     "attach_loader",
     "attach_loop",
+    "attach_torchtitan",
     "attach_trainer",
     "extra_args_provider",
     "loader_provider",
@@ -112,6 +115,7 @@ _HOMES = {
     "attach_lightning": "megaresume.hosts.lightning.attach",
     "attach_loader": "megaresume.hosts.deepspeed.loaders",
     "attach_loop": "megaresume.hosts.torch.loop",
+    "attach_torchtitan": "megaresume.hosts.torchtitan.attach",
     "attach_trainer": "megaresume.hosts.hugging_face.attach",
     "extra_args_provider": "megaresume.hosts.megatron.hooks.install",
     "loader_provider": "megaresume.hosts.megatron.data.loaders",
@@ -126,6 +130,7 @@ _EXTRAS = {
     "attach_lightning": "lightning",
     "attach_loader": "deepspeed",
     "attach_loop": "torch",
+    "attach_torchtitan": "torch",
     "attach_trainer": "hugging-face",
     "loader_provider": "megatron",
     "provider": "megatron",

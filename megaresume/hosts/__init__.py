@@ -5,6 +5,7 @@
     torch/       a loop of one's own in torch: `megaresume.attach_loop`
     hugging_face/ Hugging Face's Trainer: `megaresume.attach_trainer`
     lightning/   Lightning's Trainer: `megaresume.attach_lightning`
+    torchtitan/  torchtitan's Trainer: `megaresume.attach_torchtitan`
     loaders/     other people's loaders (Energon, torchdata), their states in the checkpoint, for both
 
 How to write another one: docs/hosts.md. Importing this package imports neither torch nor DeepSpeed nor Megatron.

@@ -14,10 +14,16 @@ ROOT = Path(__file__).parents[3]
 
 
 def launch(
-    program: Path, directory: Path, ranks: int, restarts: int = 0, **options: Any
+    program: Path,
+    directory: Path,
+    ranks: int,
+    restarts: int = 0,
+    *,
+    python: str = sys.executable,
+    **options: Any,
 ) -> subprocess.CompletedProcess[str]:
     """``program DIRECTORY JSON-OPTIONS`` on so many ranks, which start again so often if one is killed."""
-    words = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
+    words = [python, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
     words += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(program), str(directory), json.dumps(options)]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     env |= {"DS_ACCELERATOR": "cpu"}

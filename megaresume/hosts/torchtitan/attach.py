@@ -1,0 +1,169 @@
+"""`attach_torchtitan`: exact data resume for torchtitan's Trainer.
+
+    class Exact(torchtitan.train.Trainer):
+        def __init__(self, job_config):
+            super().__init__(job_config)  # its build_dataloader_fn has made a megaresume.DataLoader
+            megaresume.attach_torchtitan(self)
+
+See docs/torchtitan.md.
+"""
+
+from __future__ import annotations
+
+import atexit
+from dataclasses import replace
+from typing import Any
+
+from megaresume.batches.data_loader import DataLoader
+from megaresume.hosts.torch.feeds import Feed, feed_of
+from megaresume.hosts.torch.loop import open_session
+from megaresume.hosts.torch.steps import Steps
+from megaresume.hosts.torchtitan.hooks import OF_MANAGER, OF_TRAINER, Hooks
+from megaresume.hosts.torchtitan.host import DATALOADER, TitanHost
+from megaresume.session.ranks import on_all_ranks
+from megaresume.session.settings import Checkpoints
+from megaresume.session.stopping import StopConditions
+from megaresume.stream.errors import UsageError
+
+#: where a Trainer keeps what is attached to it.
+_SLOT = "_megaresume"
+#: what is read or called of a CheckpointManager, besides what is hooked.
+_OF_MANAGER = ("_should_save", "dcp_save", "folder", "interval", "keep_latest_k", "states", "save_future")
+
+
+def attach_torchtitan(
+    trainer: Any, *, checkpoints: Checkpoints = Checkpoints(), stop: StopConditions | None = None
+) -> None:
+    """Give torchtitan's Trainer its data in an exact order, and its checkpoints the state of that data. Call it on
+    every rank, at the end of the Trainer's ``__init__``.
+
+    The data is the Trainer's own dataloader, which must be a `DataLoader` or a `StreamLoader`. torchtitan's config says
+    where and when it saves; ``checkpoint.keep_latest_k`` keeps the newest so many complete checkpoints. ``train()``
+    goes on from the newest complete one, on any number of ranks, or begins if there is none.
+
+    Args:
+        trainer: torchtitan's Trainer, or of a class made from it.
+        checkpoints: what is kept besides the newest, how often a save is tried, and so on.
+        stop: when to save and exit, with `megaresume.Stopped`.
+
+    Raises on every rank:
+        UsageError: another dataloader; or a setting under which the data would be other data, by name.
+        CheckpointError: another job writes to the folder of the checkpoints.
+    """
+    on_all_ranks(lambda: _check_trainer(trainer))
+    checkpoints = on_all_ranks(lambda: _of_trainer(checkpoints, trainer.checkpointer))
+    feed = on_all_ranks(lambda: _feed(trainer))
+    steps = Steps(feed, name="trainer.dataloader", clock="trainer.train_step()")
+    host = TitanHost(trainer, steps)
+    steps.session = open_session(host, feed, checkpoints, trainer.device, stop, lambda: hooks.save_now())
+    hooks = Hooks(host, steps.session)
+    setattr(trainer, _SLOT, hooks)
+    atexit.register(host.background.look_at_exit)
+
+
+def _of_trainer(checkpoints: Checkpoints, manager: Any) -> Checkpoints:
+    """With what the Trainer's own config says of directory and retention."""
+    own = {
+        "save_dir": ("checkpoint.folder", checkpoints.save_dir),
+        "keep_last": ("checkpoint.keep_latest_k", checkpoints.keep_last),
+        "elastic": (None, checkpoints.elastic),
+        "adopt": (None, checkpoints.adopt),
+    }
+    for name, (setting, found) in own.items():
+        if found:
+            raise UsageError(
+                f"{name} cannot be used with attach_torchtitan",
+                found=f"Checkpoints({name}={found!r})",
+                expected="not set",
+                action=f"set {setting} of torchtitan's config" if setting else "leave it out: it is DeepSpeed's",
+            )
+    return replace(checkpoints, save_dir=manager.folder, keep_last=manager.keep_latest_k or None)
+
+
+def _feed(trainer: Any) -> Feed:
+    """What the Trainer is to train.
+
+    Raises:
+        UsageError: it is no loader of megaresume's, or one for other ranks or steps than the Trainer's.
+    """
+    feed = feed_of(trainer.dataloader, "attach_torchtitan")
+    loader: Any = trainer.dataloader
+    mesh = trainer.parallel_dims.get_optional_mesh("batch")
+    rank, ranks = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
+    batches = trainer.gradient_accumulation_steps
+    for name in ("num_pipeline_parallel_microbatches", "num_pp_microbatches"):  # since 0.3; after it
+        batches *= getattr(trainer, name, 1)
+    sizes = feed.topology(0)
+    expected_size = (sizes.micro_batch_size or 0) * ranks * batches
+    found = {
+        "dp_rank": (loader.dp_rank, rank, "dp_rank=dp_rank, which build_dataloader_fn is given"),
+        "dp_size": (loader.dp_size, ranks, "dp_size=dp_world_size, which build_dataloader_fn is given"),
+        "samples of a step": (
+            sizes.global_batch_size,
+            expected_size,
+            f"accumulation={batches}" if isinstance(loader, DataLoader) else f"BatchSchedule.constant({expected_size})",
+        ),
+    }
+    for name, (one, expected, action) in found.items():
+        if one != expected:
+            raise UsageError(
+                f"the dataloader and the Trainer have different ideas of {name}",
+                found=f"{one}, of the dataloader",
+                expected=f"{expected}: {ranks} data-parallel ranks, {batches} micro-batches a step",
+                action=f"make it with {action}",
+            )
+    ends = any(source.max_epochs is not None for source in feed.stream.config.sources)
+    if ends and isinstance(loader, DataLoader) and not loader.drop_last:
+        raise UsageError(
+            "the last step of the data may be short, which torchtitan cannot train",
+            found="a DataLoader with max_epochs",
+            expected="whole steps",
+            action="drop_last=True leaves out what is over; or no max_epochs, and training.steps for the length",
+        )
+    return feed
+
+
+def _check_trainer(trainer: Any) -> None:
+    """Refuse what would be other data, or is not known to work.
+
+    Raises:
+        UsageError: naming the setting, and the way out.
+    """
+    manager: Any = getattr(trainer, "checkpointer", None)
+    missing = [f"Trainer.{name}" for name in (*OF_TRAINER, "dataloader", "parallel_dims") if not hasattr(trainer, name)]
+    if getattr(manager, "enable", True):
+        names = (*OF_MANAGER, *_OF_MANAGER)
+        missing += [f"CheckpointManager.{name}" for name in names if not hasattr(manager, name)]
+    if missing:
+        raise UsageError(
+            "this is no Trainer of torchtitan, or of another version",
+            found=f"{type(trainer).__module__}.{type(trainer).__qualname__}, without {', '.join(missing)}",
+            expected="torchtitan's Trainer, made; 0.2.2 was tried, and 0.3.0",
+            action="call attach_torchtitan(self) at the end of __init__ of a class made from it",
+        )
+    if getattr(trainer, _SLOT, None) is not None:
+        raise UsageError("this Trainer has its data already", action="call attach_torchtitan once for each Trainer")
+    excluded = {DATALOADER, "train_state"} & set(getattr(manager, "exclude_from_loading", ()))
+    elsewhere = getattr(manager, "initial_load_path", None)
+    refused = {
+        "checkpoint.enable": (not manager.enable, "False", "set it: what is not saved cannot be resumed"),
+        "checkpoint.load_only": (getattr(manager, "load_only", False), "True", "leave it out"),
+        "checkpoint.folder": (
+            "://" in str(getattr(manager, "folder", "")),
+            getattr(manager, "folder", ""),
+            "save to a filesystem that all nodes see, and set Checkpoints(stage_to=...) for copies",
+        ),
+        "checkpoint.exclude_from_loading": (bool(excluded), ", ".join(sorted(excluded)), "leave these out"),
+        "checkpoint.initial_load_path": (
+            elsewhere and not manager.initial_load_model_only,
+            f"{elsewhere}, with initial_load_model_only=False",
+            "copy its folder, with the directory megaresume in it, and set checkpoint.folder to the copy; or load the "
+            "model only",
+        ),
+        "torchft": (getattr(manager, "ft_manager", None) is not None, "enabled", "train without fault_tolerance"),
+    }
+    for name, (is_refused, found, action) in refused.items():
+        if is_refused:
+            raise UsageError(
+                f"this {name} cannot be used with attach_torchtitan", found=f"{name}: {found}", action=action
+            )

@@ -1,0 +1,169 @@
+"""The methods that carry a Trainer's data, hooked on its instance and on that of its CheckpointManager.
+
+trainer.train        says that the run has come to its end
+trainer.dataloader   the batches, epoch after epoch
+checkpointer.load    the newest complete checkpoint, in place of the one with the highest number
+checkpointer.save    called after every step, so a step was made; saved by the session: commit, lock, ledger
+validator.validate   draws nothing from the generators of the training
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megaresume.checkpoint.choosing.choose import choose
+from megaresume.checkpoint.paths import records_dir, torchtitan_tag
+from megaresume.hosts.torch.feeds import Samples
+from megaresume.hosts.torch.steps import Steps
+from megaresume.hosts.torchtitan.host import TitanHost
+from megaresume.session.random_state import kept
+from megaresume.session.session import Pick, Session
+from megaresume.stream.errors import MegaresumeError, StateError
+
+#: torchtitan's IGNORE_INDEX.
+IGNORE = -100
+#: what is hooked, besides a validator's ``validate``.
+OF_TRAINER, OF_MANAGER = ("train",), ("load", "save")
+
+
+class Batches:
+    """Those of this rank, to the end of the data: what torchtitan iterates over.
+
+    Args:
+        steps: the micro-batches.
+        convert: makes of each what torchtitan trains: ``({"input": int64[m, S], ...}, labels)``.
+    """
+
+    def __init__(self, steps: Steps, convert: Callable[[Any], Any]) -> None:
+        self.steps, self.convert = steps, convert
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.steps.feed.has(self.steps.trained):
+            yield from map(self.convert, self.steps)
+
+    def close(self) -> None:
+        """Nothing of it is open."""
+
+
+class Hooks:
+    """See above. Made once for each Trainer.
+
+    Args:
+        host: of the Trainer.
+        session: of this process.
+    """
+
+    def __init__(self, host: TitanHost, session: Session) -> None:
+        self.host, self.session, self.steps = host, session, host.steps
+        trainer, manager = host.trainer, host.manager
+        # What the manager decides by itself is the session's: when to save, what to keep.
+        self._interval, manager.keep_latest_k = manager.interval, 0
+        #: torchtitan's own ways to save and load.
+        self._save, self._load = manager.save, manager.load
+        for owner, names in ((trainer, OF_TRAINER), (manager, OF_MANAGER)):
+            for name in names:
+                before = getattr(owner, name)
+                setattr(owner, name, functools.wraps(before)(functools.partial(getattr(self, name), before)))
+        of_stream = functools.partial(_of_stream, positions=not hasattr(trainer, "job_config"))  # since 0.3
+        trainer.dataloader = Batches(self.steps, of_stream if isinstance(self.steps.feed, Samples) else _as_it_is)
+        if (validator := getattr(trainer, "validator", None)) is not None:
+            validator.validate = functools.wraps(validator.validate)(functools.partial(_keeping, validator.validate))
+
+    def train(self, train: Any) -> None:
+        """Train, save what the end of the data has left unsaved, and say that the run has come to its end."""
+        train()
+        if self.host.trainer.step > self.steps.step:  # the data has ended before a step that was begun
+            self.host.trainer.step = self.steps.step
+            if self.steps.step != self.session.settled_step:
+                self.save_now()
+        self.session.finish()
+        self.session.close()
+
+    def load(self, load: Any, step: int = -1) -> bool:
+        """Go on from the newest complete checkpoint, or from that of ``step``; begin if there is none.
+
+        Raises, on every rank:
+            CheckpointError, StateError: see `Session.load`.
+        """
+        try:
+            found = self.session.load(
+                self.host.folder,
+                lambda choice, _beside: self.host.read(choice, load),
+                pick=None if step == -1 else self._exactly(step),
+            )
+        except MegaresumeError as error:
+            self.steps.fail(error)  # the weights may be loaded, and the data is not
+            raise
+        if found:
+            return True
+        # Our records lie in the folder already, and torchtitan takes initial_load_path only if there is none.
+        with self.host.looking_in(records_dir(self.host.folder) / "none"):
+            return bool(load(-1))
+
+    def _exactly(self, step: int) -> Pick:
+        checksums = self.session.checksums
+        return lambda _shared, damaged: choose(
+            self.host.folder, tag=torchtitan_tag(step), checksums=checksums, damaged=damaged
+        )
+
+    def save(self, save: Any, curr_step: int, last_step: bool = False) -> bool:
+        """A step was made. Save and commit, if it is time."""
+        if not curr_step:  # a seed checkpoint
+            return bool(save(curr_step, last_step))
+        self.steps.stepped()
+        if curr_step != self.steps.step:
+            raise self.steps.fail(_other_count(curr_step, self.steps.step))
+        self.host.background.look()
+        manager = self.host.manager
+        if not manager._should_save(curr_step, last_step):
+            return False
+        if last_step and manager.last_save_model_only:  # no checkpoint to go on from
+            self.host.settle()
+            save(curr_step, last_step)
+        else:
+            self.save_now(last_step=last_step)
+        return True
+
+    def save_now(self, *, last_step: bool = False) -> None:
+        """Save and commit the step that was made last."""
+        manager, step = self.host.manager, self.steps.step
+
+        def write() -> None:
+            manager.interval = 1  # it saves
+            try:
+                self._save(step, last_step)
+            finally:
+                manager.interval = self._interval
+
+        self.session.save(
+            self.host.folder, lambda save: self.host.write(save, write), tag=torchtitan_tag(step), tracker=False
+        )
+
+
+def _as_it_is(batch: Any) -> Any:
+    """A `DataLoader` gives what its ``collate_fn`` has made."""
+    return batch
+
+
+def _of_stream(batch: Any, *, positions: bool) -> tuple[dict[str, Any], Any]:
+    """A batch of a `StreamLoader`: labels that are not to be trained are torchtitan's IGNORE_INDEX."""
+    inputs = {"input": batch["tokens"]} | ({"positions": batch["position_ids"]} if positions else {})
+    return inputs, batch["labels"].masked_fill(batch["loss_mask"] == 0, IGNORE)
+
+
+def _keeping(validate: Any, *args: Any, **more: Any) -> Any:
+    """Between a save and the next step: a resume would not do it again."""
+    with kept():
+        return validate(*args, **more)
+
+
+def _other_count(found: int, expected: int) -> StateError:
+    return StateError(
+        "the Trainer and the data count different steps",
+        found=f"step {found}",
+        expected=f"step {expected}",
+        cause="trainer.step was changed by hand, or loaded from elsewhere",
+        action="trainer.train(), and nothing else, loads checkpoints",
+    )

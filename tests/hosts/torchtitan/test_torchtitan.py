@@ -1,0 +1,178 @@
+"""`megaresume.attach_torchtitan` in torchtitan's own Trainer on gloo: killed, and gone on with on other ranks and data.
+
+What the Trainer trained it writes down itself: `program.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaresume.checkpoint import choose, read_ledger
+from megaresume.checkpoint.paths import ledger_path
+from megaresume.cli.main import main
+from tests.hosts.torch.record import items, launch, lines, losses, trained
+
+PROGRAM = Path(__file__).with_name("program.py")
+DOCUMENT = Path(__file__).parents[3] / "docs" / "torchtitan.md"
+
+
+def run(python: str, directory: Path, ranks: int, **options: Any) -> str:
+    """What a run said that came to its end."""
+    done = launch(PROGRAM, directory, ranks, python=python, **options)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done.stdout + done.stderr
+
+
+def refusal(python: str, directory: Path, ranks: int = 1, **options: Any) -> str:
+    """What a run said that was refused."""
+    done = launch(PROGRAM, directory, ranks, python=python, **options)
+    assert done.returncode != 0
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def whole(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Nearly three epochs with two ranks, which nobody stops."""
+    directory = tmp_path_factory.mktemp("whole") / "run"
+    run(python, directory, 2)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def order(whole: Path) -> list[int]:
+    """The items of its steps."""
+    steps = trained(whole)
+    assert [len(step) for step in steps] == [8] * 37
+    handed = items(steps)
+    assert sorted(handed[:100]) == sorted(handed[100:200]) == list(range(100))
+    assert len(set(handed[200:])) == 96 and handed[:100] != handed[100:200]
+    return handed
+
+
+@pytest.fixture(scope="module")
+def killed(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, killed in the second epoch: in the middle of the save of step 24."""
+    directory = tmp_path_factory.mktemp("killed") / "run"
+    done = launch(PROGRAM, directory, 2, python=python, kill=24)
+    assert done.returncode != 0 and "SIGKILL" in done.stderr, done.stderr[-6000:]
+    assert (directory / "step-24").is_dir()
+    return directory
+
+
+@pytest.fixture
+def copy(killed: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    for path in killed.parent.iterdir():
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / path.name)
+    return tmp_path / "run"
+
+
+@pytest.mark.release
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, {}),
+        (1, {"batch": 2}),
+        (1, {"batch": 8, "num_workers": 2}),
+        (2, {"batch": 2, "step": 4, "steps": 58}),
+        (2, {"batch": 1, "config": {"checkpoint.async_mode": "async"}}),
+    ],
+    ids=["same", "one_rank", "one_batch_and_workers", "halved", "asynchronous"],
+)
+def test_killed_in_a_save_and_gone_on(
+    python: str, copy: Path, whole: Path, order: list[int], ranks: int, options: Any
+) -> None:
+    said = run(python, copy, ranks, attempt=2, **options)
+    step = options.get("step", 8)
+    assert f"gbs 8->{step} | repeated 0 skipped 0 | step 16 from step-16 | random state" in said
+    assert "passed over step-24" in said
+    assert items(trained(copy)) == order
+    assert next(line["step"] for line in lines(copy) if line["attempt"] == 2) == 17
+    if not options and ranks == 2:
+        assert losses(copy) == losses(whole)
+    entries = read_ledger(ledger_path(copy)).entries
+    assert [(e.iteration, e.samples) for e in entries if e.kind == "finished"] == [(options.get("steps", 37), 296)]
+    assert main(["verify", str(copy)]) == 0
+    choice = choose(copy)
+    assert choice is not None and choice.tag == f"step-{options.get('steps', 37)}"
+
+
+@pytest.mark.release
+def test_more_data(python: str, copy: Path, order: list[int]) -> None:
+    said = refusal(python, copy, 2, attempt=2, items=110)
+    assert "has grown by 10 documents" in said and "append: next_epoch" in said
+    run(python, copy, 2, attempt=2, items=110, append="next_epoch", steps=39)
+    handed = items(trained(copy))
+    assert handed[:200] == order[:200]
+    assert sorted(handed[200:310]) == list(range(110))
+
+
+@pytest.mark.release
+def test_the_end_of_the_data_and_of_the_run(python: str, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    assert "the last step of the data may be short" in refusal(python, directory, max_epochs=1)
+    options = {"max_epochs": 1, "drop_last": True, "steps": 50}
+    run(python, directory, 1, **options)
+    assert len(set(items(trained(directory)))) == 96
+    choice = choose(directory)
+    assert choice is not None and choice.tag == "step-12"
+    assert "resumed at sample 96" in run(python, directory, 1, attempt=2, **options)
+    assert len(lines(directory)) == 12 * 4
+
+
+@pytest.mark.release
+def test_what_is_kept_and_the_last_step(python: str, tmp_path: Path, order: list[int]) -> None:
+    directory = tmp_path / "run"
+    keep = {"checkpoint.keep_latest_k": 2, "checkpoint.interval": 2, "checkpoint.async_mode": "async"}
+    run(python, directory, 1, steps=10, config=keep | {"checkpoint.last_save_model_only": True})
+    assert sorted(path.name for path in directory.glob("step-*")) == ["step-10", "step-6", "step-8"]
+    said = run(python, directory, 1, attempt=2, steps=12, config=keep)
+    assert "step 8 from step-8" in said  # step-10 is a model alone
+    assert items(trained(directory)) == order[:96]
+    assert sorted(path.name for path in directory.glob("step-*")) == ["step-10", "step-12"]
+    said = run(python, directory, 1, attempt=3, steps=14, config=keep | {"checkpoint.load_step": 10})
+    assert "step 10 from step-10" in said
+    assert items(trained(directory)) == order[:112]
+
+
+@pytest.mark.release
+def test_what_is_refused(python: str, tmp_path: Path, killed: Path) -> None:
+    directory = tmp_path / "run"
+    assert "accumulation=4" in refusal(python, directory, accumulation=2)
+    assert "dp_size" in refusal(python, directory, 2, dp_size=1, dp_rank=0)
+    assert "checkpoint.enable" in refusal(python, directory, config={"checkpoint.enable": False})
+    excluded = {"checkpoint.exclude_from_loading": ["dataloader"]}
+    assert "exclude_from_loading: dataloader" in refusal(python, directory, config=excluded)
+    # Written without megaresume.
+    run(python, directory, 1, steps=2, attached=False, config={"checkpoint.interval": 2})
+    said = refusal(python, directory)
+    assert "the checkpoint has no data state" in said and "initial_load_path" in said
+    # Its weights, into another folder.
+    weights = {"checkpoint.initial_load_path": str(directory / "step-2")}
+    run(python, tmp_path / "next", 1, steps=2, config=weights)
+    assert "resumed" not in (tmp_path / "next.record.0").read_text()
+
+
+@pytest.mark.release
+def test_the_program_of_the_document(python: str, tmp_path: Path) -> None:
+    program, *_ = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    (settings,) = re.findall(r"```toml\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    (tmp_path / "train.py").write_text(program)
+    settings = settings.replace("seq_len = 128", "seq_len = 16").replace("steps = 100", "steps = 4")
+    (tmp_path / "run.toml").write_text(settings.replace("interval = 10", "interval = 2"))
+    words = [python, "-m", "torch.distributed.run", "--nproc-per-node=2", str(PROGRAM.with_name("cpu.py")), "train.py"]
+    words += ["--job.config_file", "run.toml"]
+    for steps in (4, 6):
+        done = subprocess.run([*words, f"--training.steps={steps}"], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-6000:]
+    assert "resumed at sample 64" in done.stdout
+    choice = choose(tmp_path / "outputs" / "checkpoint")
+    assert choice is not None and choice.tag == "step-6"
+    assert json.loads(json.dumps(choice.to_broadcast()))["samples"] == 96
