@@ -3,7 +3,9 @@
     <DIR>/rank_00003.jsonl
       {"event": "start", "launch": 17636…, "step": 10, "samples": 80, "dp_rank": 3, "dp": 4, "micro_batch_size": 2, ...}
       {"event": "step", "step": 11, "samples": [[86, 88], [94, 96]], "order": "9f…", "content": "17…",
-       "seen": true}
+       "masks": true, "seen": true}
+
+``content`` is of tokens and pixels and, with ``masks``, of which labels count.
 
 Every process that is handed data writes a file of its own: no rank waits for another one, no collective is added to a
 step. ``seen``: these are the samples that the model's own forward was given
@@ -35,19 +37,27 @@ VERSION = 1
 Int64Array = npt.NDArray[np.int64]
 
 
-def hash_rows(tokens: npt.NDArray[Any], images: Iterable[tuple[int, npt.NDArray[Any]]] = ()) -> npt.NDArray[np.uint64]:
+def hash_rows(
+    tokens: npt.NDArray[Any],
+    images: Iterable[tuple[int, npt.NDArray[Any]]] = (),
+    loss_mask: npt.NDArray[Any] | None = None,
+) -> npt.NDArray[np.uint64]:
     """What each sample holds.
 
     Args:
         tokens: integers[m, S], padding included.
         images: (row of the sample, float32 pixels) of every image, in the order of their tokens.
+        loss_mask: float32[m, S], which labels count; None: it is not looked at.
 
     Returns:
-        uint64[m]: xxh3_64 of each row, as int64 little-endian, and of its pixels after that.
+        uint64[m]: xxh3_64 of each row, as int64 little-endian, and of its pixels and its mask after that.
     """
     hashers = [xxhash.xxh3_64(row.data) for row in np.ascontiguousarray(tokens, dtype="<i8")]
     for row, pixels in images:
         hashers[row].update(np.ascontiguousarray(pixels, dtype="<f4").data)
+    if loss_mask is not None:
+        for hasher, counts in zip(hashers, np.ascontiguousarray(loss_mask > 0), strict=True):
+            hasher.update(counts.data)
     return np.array([hasher.intdigest() for hasher in hashers], np.uint64)
 
 
@@ -73,6 +83,8 @@ class Noted:
     #: uint64[m] each: identities, and what they hold (`hash_rows`).
     hashes: npt.NDArray[np.uint64]
     contents: npt.NDArray[np.uint64]
+    #: whether these tell which labels count.
+    masks: bool = False
 
 
 def noted(batch: Mapping[str, Any]) -> Noted:
@@ -80,7 +92,8 @@ def noted(batch: Mapping[str, Any]) -> Noted:
     return Noted(
         np.array(batch["samples"].numpy(), np.int64),
         np.array(batch["hashes"].numpy(), np.int64).view(np.uint64),
-        hash_rows(batch["tokens"].numpy(), images_of(batch)),
+        hash_rows(batch["tokens"].numpy(), images_of(batch), batch["loss_mask"].numpy()),
+        masks=True,
     )
 
 
@@ -181,6 +194,7 @@ class RankLog:
             "samples": ranges_of(samples),
             "order": hash_samples(np.concatenate([batch.hashes for batch in self._batches])),
             "content": hash_samples(np.concatenate([batch.contents for batch in self._batches])),
+            "masks": all(batch.masks for batch in self._batches),
             "seen": seen,
         }
         self._batches = []

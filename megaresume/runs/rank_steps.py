@@ -42,6 +42,8 @@ class RankStep:
     #: hash over the samples' identities; over their tokens (None: not recorded). 16 hex digits.
     order: str
     content: str | None
+    #: whether ``content`` is of their loss masks, too.
+    masks: bool = False
     #: token at places without a document.
     pad_id: int = 0
     #: whether the model's own forward was seen to get these samples; else they are those that were handed out.
@@ -172,6 +174,7 @@ def _read_file(path: Path, launches: dict[tuple[int, int], _Launch], problems: l
                     samples=tuple((int(a), int(b)) for a, b in fields["samples"]),
                     order=str(fields["order"]),
                     content=str(fields["content"]),
+                    masks=bool(fields.get("masks", False)),
                     pad_id=int(start["pad_id"]),
                     seen=bool(fields["seen"]),
                 )

@@ -1,8 +1,9 @@
 """Hashes of what samples and documents hold, read from the corpora: not of what their indexes say.
 
-A sample is hashed as it is trained: its tokens at their places, padding, and the pixels of its images. A document is
-hashed as it lies there: its tokens, and which are trained if the corpus says it; or the record of a source that
-has records (`record(i)`: the bytes of the members of an image-text record), whenever its first segment comes by.
+A sample is hashed as it is trained: its tokens at their places, padding, the pixels of its images, and its loss mask if
+asked for. A document is hashed as it lies there: its tokens, and which are trained if the corpus says it; or the record
+of a source that has records (`record(i)`: the bytes of the members of an image-text record), whenever its first segment
+comes by.
 """
 
 from __future__ import annotations
@@ -64,12 +65,13 @@ class Contents:
         #: by source, what `documents` has read.
         self.digests: dict[str, DocumentDigest] = {}
 
-    def samples(self, parts: Sequence[Planned], pad_id: int) -> npt.NDArray[np.uint64]:
+    def samples(self, parts: Sequence[Planned], pad_id: int, *, masks: bool = False) -> npt.NDArray[np.uint64]:
         """What every sample holds: uint64[n], as `hash_rows`.
 
         Args:
             parts: consecutive samples.
             pad_id: token at places without a document.
+            masks: hash which labels count, too.
 
         Raises:
             CorpusError: a document is damaged, or not as long as the index says.
@@ -82,7 +84,8 @@ class Contents:
                 arrays, images = Arrays.empty(len(plan), assembler.seq_length), Images()
                 assembler.fill(plan, arrays, images, masks=True)
                 rows = [position[0] for position in images.positions]
-                hashes.append(hash_rows(arrays.tokens, zip(rows, images.pixels, strict=True)))
+                pixels = zip(rows, images.pixels, strict=True)
+                hashes.append(hash_rows(arrays.tokens, pixels, arrays.loss_mask if masks else None))
         return np.concatenate(hashes) if hashes else np.zeros(0, np.uint64)
 
     def _assembler(self, part: Planned, pad_id: int) -> Assembler:

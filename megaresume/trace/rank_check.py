@@ -178,7 +178,7 @@ def _span(lines: Sequence[RankStep]) -> tuple[int, int]:
 def _check(group: _Group, parts: list[Planned], contents: Contents | None, check: RankCheck) -> list[RankDifference]:
     low, high = group.samples
     hashes = np.concatenate([part.plan.hashes for part in parts])
-    read: dict[int, npt.NDArray[np.uint64]] = {}
+    read: dict[tuple[int, bool], npt.NDArray[np.uint64]] = {}
     differences = []
 
     def differ(line: RankStep, name: Literal["samples", "order", "content"], recorded: str, planned: str) -> None:
@@ -199,10 +199,11 @@ def _check(group: _Group, parts: list[Planned], contents: Contents | None, check
             continue
         if contents is None or line.content is None:
             continue
-        if line.pad_id not in read:
-            read[line.pad_id] = contents.samples(parts, line.pad_id)
+        how = line.pad_id, line.masks
+        if how not in read:
+            read[how] = contents.samples(parts, line.pad_id, masks=line.masks)
         check.contents += not group.lost
-        content = hash_samples(read[line.pad_id][rows])
+        content = hash_samples(read[how][rows])
         if content != line.content:
             differ(line, "content", line.content, content)
     return differences

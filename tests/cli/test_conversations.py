@@ -7,10 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from megaresume.batches.assemble import Assembler
 from megaresume.batches.batch import make_batch
+from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
 from megaresume.checkpoint import Topology, begin_save, commit_save, record_start
 from megaresume.checkpoint.saving.commit import write_data_config
@@ -18,6 +20,8 @@ from megaresume.corpora import IndexedSource
 from megaresume.corpora.prepare.chat import ChatOptions
 from megaresume.corpora.prepare.conversations.turns import Selection
 from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
+from megaresume.runs.rank_log import RankLog
+from megaresume.stream.batches import BatchSchedule
 from megaresume.trace.content import _hash
 from tests.cli.conftest import SavedRun, megaresume
 from tests.corpora.prepare.conversations.families import FAMILIES
@@ -128,3 +132,23 @@ def test_plan_and_resume_refuse_lost_spans(chat: SavedRun) -> None:
     (chat.corpora / "chat.spans").unlink()
     done = megaresume("plan", chat.save, "--data", chat.data, "--dp", "1", "--global-batch-size", "4")
     assert done.returncode != 0 and "chat.spans is missing" in done.stdout + done.stderr
+
+
+def test_a_mask_that_was_lost_on_the_way_is_found(chat: SavedRun, tmp_path: Path) -> None:
+    """What a rank was handed is held against the spans: not only that it had the right tokens."""
+    stream = open_stream(chat.data)
+    for name, lost in (("kept", False), ("lost", True)):
+        log = RankLog(tmp_path / name, rank=0, launch=1)
+        log.start(step=0, samples=0, dp_rank=0, dp=1, micro_batch_size=4, pad_id=0, digest="0" * 16)
+        loader = StreamLoader(stream, BatchSchedule.constant(4), micro_batch_size=4, stop=8, prefetch=0)
+        for step, batch in enumerate(loader, start=1):
+            if lost and step == 2:
+                batch["loss_mask"] = torch.ones_like(batch["loss_mask"])
+            log.add_batch(batch)
+            log.end_step(step)
+        log.close()
+        words = ("verify", chat.save, "--log-samples", tmp_path / name, "--content")
+        done = megaresume(*words)
+        assert done.returncode == int(lost), done.stdout + done.stderr
+        assert "the content of 2" in done.stdout if not lost else "step 2, rank 0" in done.stdout
+        assert megaresume(*words[:-1]).returncode == 0, "the order is what it was"
