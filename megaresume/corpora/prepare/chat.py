@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megaresume.corpora.prepare.conversations.encode import TOO_LONG, ConversationOptions, TooLong
 from megaresume.corpora.prepare.conversations.rows import KEYS, RowShape, shape_of
-from megaresume.corpora.prepare.conversations.template import read_chat_template
+from megaresume.corpora.prepare.conversations.template import ChatTemplate, read_chat_template
 from megaresume.corpora.prepare.conversations.turns import Selection
 from megaresume.corpora.prepare.documents import MAX_DOCUMENT_BYTES, TextOptions
 from megaresume.corpora.prepare.inputs import InputFile, InputStream
@@ -50,8 +50,9 @@ def with_conversations(
         files: the input.
 
     Raises:
-        UsageError: bad options, no template, files without rows.
+        UsageError: bad options, no template that can be read, files without rows.
         CorpusError: no row tells what shape they have.
+        SetupError: the library `jinja2` is missing.
     """
     _check(chat)
     texts = [file.path for file in files if file.format != "jsonl"]
@@ -63,6 +64,7 @@ def with_conversations(
             action="name the files with conversations, or --format jsonl",
         )
     template, tokens = read_chat_template(tokenizer, chat.template)
+    ChatTemplate(template, tokens, chat.date)  # before anything is begun that would have to be begun again
     options = ConversationOptions(
         template=template,
         tokens=tokens,

@@ -272,7 +272,7 @@ class InputStream:
         if self.file.path.suffix == ".zst":
             damaged += (_zstandard().ZstdError,)
         if self.file.path.suffix == PARQUET:
-            damaged += (parquet_errors(), UnicodeDecodeError)
+            damaged += parquet_errors()[:1]
         try:
             yield
         except damaged as error:

@@ -1,4 +1,8 @@
-"""The rows of a Parquet file as JSON lines: row 17 of it is line 17, counted from 1."""
+"""The rows of a Parquet file as JSON lines: row 17 of it is line 17, counted from 1.
+
+The rows of a row group that is damaged are lines that are no objects, so that they are named, or left out and counted,
+as bad lines are.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ class ParquetLines(io.RawIOBase):
 
     Raises:
         SetupError: the library `pyarrow` is missing.
-        pyarrow.ArrowException: it is no Parquet file, or damaged; also when it is read.
+        pyarrow.ArrowException: it is no Parquet file, or its footer is damaged.
     """
 
     def __init__(self, file: Any, size: int) -> None:
@@ -30,7 +34,7 @@ class ParquetLines(io.RawIOBase):
         from pyarrow.parquet import ParquetFile
 
         self._size = size
-        self._file = ParquetFile(pyarrow.PythonFile(file, mode="r"))
+        self._file = ParquetFile(pyarrow.PythonFile(file, mode="r"), page_checksum_verification=True)
         schema = self._file.schema_arrow
         kinds = pyarrow.types
         binary = (kinds.is_binary, kinds.is_large_binary, kinds.is_fixed_size_binary)
@@ -58,16 +62,25 @@ class ParquetLines(io.RawIOBase):
         return self._size * self._done // max(int(self._rows), 1)
 
     def _read(self) -> Iterator[bytes]:
-        for batch in self._file.iter_batches(ROWS, columns=self._columns):
-            rows = batch.to_pylist()
-            yield "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows).encode()
-            self._done += len(rows)
+        for group in range(self._file.num_row_groups):
+            left = self._file.metadata.row_group(group).num_rows
+            try:
+                for batch in self._file.iter_batches(ROWS, row_groups=[group], columns=self._columns):
+                    rows = batch.to_pylist()
+                    lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows).encode()
+                    left -= len(rows)
+                    self._done += len(rows)
+                    yield lines
+            except (*parquet_errors(), UnicodeDecodeError) as error:
+                if isinstance(error, OSError) and error.errno:  # the file system's, not the file's
+                    raise
+                yield (json.dumps(f"row group {group} is damaged: {error}") + "\n").encode() * left
+                self._done += left
 
 
-def parquet_errors() -> type[BaseException]:
-    """What pyarrow raises."""
-    found: type[BaseException] = _pyarrow().ArrowException
-    return found
+def parquet_errors() -> tuple[type[Exception], ...]:
+    """What pyarrow raises of a file that is damaged."""
+    return (_pyarrow().ArrowException, OSError)
 
 
 def _pyarrow() -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,13 +123,35 @@ def test_parquet_is_what_json_lines_are(tmp_path, tokenizer):
         prepare([path], tmp_path / "p", options)
         for suffix in ("bin", "idx", "spans"):
             assert Path(f"{tmp_path / 'p'}.{suffix}").read_bytes() == Path(f"{tmp_path / 'out'}.{suffix}").read_bytes()
-    path.write_bytes(path.read_bytes()[:300] + b"\0" * 40 + path.read_bytes()[340:])
-    with pytest.raises(CorpusError, match=r"rows\.parquet"):
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-40])
+    with pytest.raises(CorpusError, match=r"rows\.parquet is damaged"):
         prepare([path], tmp_path / "q", PrepareOptions(tokenizer=tokenizer, chat=ChatOptions()))
     pq.write_table(pa.table({"text": ["one", None, "two"]}), path)
     with pytest.raises(CorpusError, match=r"rows\.parquet:2: 'text' is not a text"):
         prepare([path], tmp_path / "t", PrepareOptions())
     assert prepare([path], tmp_path / "t", PrepareOptions(text=TextOptions(bad_lines="skip"))).documents == 2
+
+
+def test_a_damaged_row_group_is_named_or_left_out_and_counted(tmp_path, tokenizer):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=7, write_page_checksum=True)
+    at = pq.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset + 30
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    options = PrepareOptions(tokenizer=tokenizer, chat=ChatOptions(), overwrite=True)
+    with pytest.raises(CorpusError, match=r"rows\.parquet:8 is not a JSON object") as found:
+        prepare([path], tmp_path / "out", options)
+    assert "row group 1 is damaged" in found.value.found
+    summary = prepare([path], tmp_path / "out", replace(options, text=TextOptions(bad_lines="skip")))
+    assert (summary.documents, summary.bad_lines) == (32, 7)
+    kept = documents(tmp_path / "out")
+    made(tmp_path, tokenizer, [*ROWS[:7], *ROWS[14:]], overwrite=True)
+    assert documents(tmp_path / "out") == kept
 
 
 BAD = [
