@@ -62,6 +62,7 @@ class ParquetLines(io.RawIOBase):
         return self._size * self._done // max(int(self._rows), 1)
 
     def _read(self) -> Iterator[bytes]:
+        damaged: tuple[type[Exception], ...] = (*parquet_errors(), UnicodeDecodeError)
         for group in range(self._file.num_row_groups):
             left = self._file.metadata.row_group(group).num_rows
             try:
@@ -71,7 +72,7 @@ class ParquetLines(io.RawIOBase):
                     left -= len(rows)
                     self._done += len(rows)
                     yield lines
-            except (*parquet_errors(), UnicodeDecodeError) as error:
+            except damaged as error:
                 if isinstance(error, OSError) and error.errno:  # the file system's, not the file's
                     raise
                 yield (json.dumps(f"row group {group} is damaged: {error}") + "\n").encode() * left

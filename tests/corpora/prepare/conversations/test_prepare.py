@@ -276,3 +276,4 @@ def test_no_template_and_no_tokenizer(tmp_path, tokenizer):
     template.write_text("{% for %}")
     with pytest.raises(MegaresumeError, match="cannot be read"):
         prepare([path], tmp_path / "o", PrepareOptions(tokenizer=tokenizer, chat=ChatOptions(template=template)))
+    assert not (tmp_path / "o.prepare").exists()
