@@ -45,6 +45,8 @@ class Module(L.LightningModule):
         self.directory, self.attempt, self.kill = directory, attempt, kill
         #: called after each micro-batch.
         self.watch: Callable[[], None] | None = None
+        #: steps after which it was evaluated.
+        self.validated: list[int] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if isinstance(batch, dict):  # packed
@@ -64,6 +66,8 @@ class Module(L.LightningModule):
             self.watch()
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        if batch_idx == 0 and not self.trainer.sanity_checking:
+            self.validated.append(self.trainer.global_step)
         self.log("loss", self.model(batch) + torch.rand(()), sync_dist=True)
 
     def configure_optimizers(self) -> Any:

@@ -155,11 +155,12 @@ def test_other_data_is_refused(copy: Path) -> None:
 
 def test_from_one_epoch_to_three(tmp_path: Path, order: list[int]) -> None:
     directory, by_epoch = tmp_path / "run", {"every_n_epochs": 1, "every_n_train_steps": None}
-    run(directory, epochs=1, saver=by_epoch)
+    trainer = run(directory, epochs=1, saver=by_epoch)
+    assert trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
     assert items(trained(directory)) == order[:100]  # 12 steps of 8, and one of 4
-    trainer = run(directory, attempt=2, saver=by_epoch)
+    trainer = run(directory, attempt=2, saver=by_epoch, validate=True)
     assert items(trained(directory)) == order
-    assert trainer.current_epoch == 3
+    assert trainer.current_epoch == 3 and trainer.lightning_module.validated == [26, 38]
     assert [e.iteration for e in read_ledger(ledger_path(directory)).entries if e.kind == "checkpoint"] == [13, 26, 38]
     run(directory, attempt=3, saver=by_epoch)  # nothing is left to train
     assert not [line for line in lines(directory) if line["attempt"] == 3]
