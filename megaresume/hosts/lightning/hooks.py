@@ -19,7 +19,7 @@ import functools
 import importlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,8 @@ class Hooks:
         self._counted = 0
         #: whether a checkpoint is to follow when the step is made; whether no more will be.
         self._is_due, self._is_over = False, False
+        #: the last step that was saved, and the links to it.
+        self._linked: tuple[int, list[Path]] = 0, []
         #: the generators before the validation that runs.
         self._before: random_state.Snapshot | None = None
         self._request = trainer.fit_loop._data_source.dataloader
@@ -255,9 +257,14 @@ class Hooks:
             self._is_due = True
             write(filepath, weights_only)
             return
-        file = self.save()
-        if file is not None:
-            on_rank_0(lambda: _link(file, Path(os.path.abspath(filepath))))
+        if (file := self.save()) is None:
+            return
+        step, paths = self._linked
+        # Those of an earlier save of this step would be links to a file that is replaced.
+        paths = [path for path in paths if path.exists()] if step == self.host.iteration() else []
+        paths.append(Path(os.path.abspath(filepath)))
+        self._linked = self.host.iteration(), paths
+        on_rank_0(lambda: _link(file, paths))
 
     def save(self) -> Path | None:
         """A complete checkpoint of the last step; its file, or None if that failed and the run is to go on."""
@@ -282,17 +289,18 @@ def _same(file: Path, path: Path) -> bool:
         return False
 
 
-def _link(file: Path, path: Path) -> None:
-    """Let a path name the file of a checkpoint, so that it stays when the checkpoint is deleted."""
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f".{path.name}.new")
-        new.unlink(missing_ok=True)
-        try:
-            os.link(file, new)
-        except OSError:  # another file system, or one without links
-            shutil.copyfile(file, new)
-        os.replace(new, path)
+def _link(file: Path, paths: Sequence[Path]) -> None:
+    """Let paths name the file of a checkpoint, so that it stays when the checkpoint is deleted."""
+    for path in paths:
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            new = path.with_name(f".{path.name}.new")
+            new.unlink(missing_ok=True)
+            try:
+                os.link(file, new)
+            except OSError:  # another file system, or one without links
+                shutil.copyfile(file, new)
+            os.replace(new, path)
 
 
 def _callback(package: str, hooks: Hooks) -> Any:

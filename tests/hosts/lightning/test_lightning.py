@@ -208,9 +208,10 @@ def test_it_saves_and_stops_when_asked(tmp_path: Path, order: list[int]) -> None
     assert items(trained(tmp_path / "run")) == order[:80]
 
 
-def test_files_of_the_model_checkpoint_are_links(tmp_path: Path, order: list[int]) -> None:
+@pytest.mark.parametrize("last", ["link", True])
+def test_files_of_the_model_checkpoint_are_links(tmp_path: Path, order: list[int], last: Any) -> None:
     directory, links = tmp_path / "run", tmp_path / "links"
-    saver = {"save_top_k": 2, "monitor": "step", "mode": "max", "save_last": "link"}
+    saver = {"save_top_k": 2, "monitor": "step", "mode": "max", "save_last": last}
     trainer = run(directory, saver=saver, epochs=1, checkpoints={"keep_last": 1})
     assert sorted(path.name for path in links.iterdir()) == ["epoch=0-step=10.ckpt", "epoch=0-step=5.ckpt", "last.ckpt"]
     assert [path.name for path in directory.glob("global_step*")] == ["global_step10"]
