@@ -91,8 +91,10 @@ class Marks:
                 continue
             first = begun.pop(number - 1, None)
             message, part = self._labels[number // 2]
-            if first is None or (number in done and message >= 0):
+            if first is None or (number in done and message >= 0 and part != "tool-calls"):
                 raise _cut(message, part)
+            if number in done and part == "tool-calls":
+                continue  # what the tool says is headed by its name
             done.add(number)
             if place > first:
                 cores.append(Core(message, part, first, place))

@@ -29,6 +29,8 @@ from megaresume.corpora.prepare.conversations.template import ChatTemplate, Temp
 from megaresume.stream.errors import UsageError
 
 Turns = Literal["all", "last"]
+#: a word that no template writes of itself.
+_ANSWER = "qzjxv"
 _CLOSED = re.compile(r"</think>\s*")
 
 
@@ -78,7 +80,7 @@ class TurnFinder:
         self._end = re.compile(rf"\s*(?:{any_special})") if longest_first else None
         #: by options of the template, what it adds to ask the assistant to go on.
         self._prompts: dict[str, str] = {}
-        self._ends_turns = self._end is not None and self._end.match(self._tail()) is not None
+        self._ends = self._end_of_answers()
 
     def find(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and its trained characters: runs [first, stop), in order, apart.
@@ -109,8 +111,8 @@ class TurnFinder:
         return self._template.render(said.messages, tools=said.tools, options=said.options, **how)
 
     def end_of_turn(self, text: str, at: int) -> int | None:
-        """Where the special token ends that stands there, white space before it aside; None: none does."""
-        found = self._end.match(text, at) if self._end is not None and self._ends_turns else None
+        """Where the special tokens end that stand there to end a turn, white space before them aside; None: none do."""
+        found = next((found for end in self._ends if (found := end.match(text, at)) is not None), None)
         return None if found is None else found.end()
 
     def last_special(self, text: str) -> int | None:
@@ -135,13 +137,21 @@ class TurnFinder:
         around = (found for found in self._any.finditer(text) if found.start() < at < found.end()) if self._any else ()
         return next((found.start() for found in around), at)
 
-    def _tail(self) -> str:
-        """What follows an answer that is the last."""
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-        try:
-            return self.render(Conversation(messages=messages)).rpartition("!")[2]
-        except (TemplateRefuses, UsageError):
-            return ""
+    def _end_of_answers(self) -> list[re.Pattern[str]]:
+        """What ends an answer, whether it is the last or another question follows; else any special token does."""
+        asked = {"role": "user", "content": "?"}
+        tails = []
+        for after in ([], [asked]):
+            messages = [asked, {"role": "assistant", "content": _ANSWER}, *after]
+            try:
+                tails.append(self.render(Conversation(messages=messages)).partition(_ANSWER)[2])
+            except (TemplateRefuses, UsageError):
+                tails.append("")
+        if self._end is None or self._end.match(tails[0]) is None:
+            return []
+        common = tails[0][: _common(*tails)]
+        always = self.last_special(common)
+        return [re.compile(r"\s*" + re.escape(common[:always].lstrip()))] * (always is not None) + [self._end]
 
     def wanted(self, conversation: Conversation) -> list[int]:
         """Numbers of the messages that are trained."""

@@ -142,6 +142,37 @@ def test_templates_that_cannot_be_marked_are_refused(template: str, what: str) -
         of.find(Conversation(messages=THOUGHTS, untrained=frozenset({1}) if "[3]" in template else frozenset()))
 
 
+def test_a_turn_that_ends_with_two_tokens():
+    """As Cohere's; the header of the next turn follows at once, and is of no turn."""
+    turns = each("<|T|>{{ m.role }}<|M|>{{ m.content }}<|R|><|E|>")
+    template = turns + "{% if add_generation_prompt %}<|T|>assistant<|M|>{% endif %}"
+    of = TurnFinder(ChatTemplate(template, {}), ["<|T|>", "<|M|>", "<|R|>", "<|E|>"], EVERYTHING)
+    messages = [{"role": "user", "content": "Hi!"}, {"role": "assistant", "content": "Yes!"}] * 2
+    assert trained(messages, of) == ["Yes!<|R|><|E|>", "Yes!<|R|><|E|>"]
+    # Without a prompt the model has to write the header itself.
+    of = TurnFinder(ChatTemplate(turns, {}), ["<|T|>", "<|M|>", "<|R|>", "<|E|>"], EVERYTHING)
+    assert trained(messages[:2], of) == ["<|T|>assistant<|M|>Yes!<|R|><|E|>"]
+
+
+def test_a_tool_that_is_named_again_when_it_answers():
+    """As in gpt-oss; and the last turn ends with another token than the others."""
+    template = (
+        "{% set ns = namespace(name='') %}{% for m in messages %}{% if m.tool_calls %}{% set ns.name = "
+        "m.tool_calls[0].function.name %}<|start|>assistant to={{ ns.name }}<|message|>"
+        "{{ m.tool_calls[0].function.arguments | tojson }}<|call|>{% elif m.role == 'tool' %}<|start|>{{ ns.name }}"
+        "<|message|>{{ m.content }}<|end|>{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}"
+        "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    )
+    special = ["<|start|>", "<|message|>", "<|call|>", "<|end|>", "<|return|>"]
+    messages = [TOOL_USE[0], TOOL_USE[3], TOOL_USE[4], TOOL_USE[5], TOOL_USE[0], TOOL_USE[5]]
+    assert trained(messages, TurnFinder(ChatTemplate(template, {}), special, EVERYTHING)) == [
+        ' to=look<|message|>{"x": 1, "where": "東京"}<|call|>',
+        "<|message|>It pours.<|end|>",
+        "<|message|>It pours.<|return|>",
+    ]
+
+
 def test_a_template_that_drops_tool_calls_is_refused():
     with pytest.raises(BadRow, match="does not write"):
         trained(TOOL_USE[:2], finder("chatml"))
