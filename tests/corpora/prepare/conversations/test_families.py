@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from megaresume.corpora.prepare.conversations.encode import ConversationEncoder, ConversationOptions
-from megaresume.corpora.prepare.conversations.rows import Conversation
+from megaresume.corpora.prepare.conversations.encode import (
+    ConversationEncoder,
+    ConversationOptions,
+    EncodedConversation,
+)
+from megaresume.corpora.prepare.conversations.rows import BadRow, Conversation
 from megaresume.corpora.prepare.conversations.template import read_chat_template
 from megaresume.corpora.prepare.conversations.turns import Selection
 from megaresume.corpora.prepare.tokenizers import load_tokenizer
@@ -122,3 +128,59 @@ def test_a_tokenizer_that_leaves_white_space_out(tmp_path):
     assert tokens == theirs["input_ids"] and sum(theirs["assistant_masks"]) == 0
     decoded = load_tokenizer(directory).decode([token for token, one in zip(tokens, mask, strict=True) if one])
     assert decoded.strip() == "the fox<|im_end|>"
+
+
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"x": 1}}}
+TALKS: dict[str, Messages] = {
+    "plain": [
+        {"role": "user", "content": "Hi there"},
+        {"role": "assistant", "content": "Hello!"},
+        {"role": "user", "content": "naïve 東京?"},
+        {"role": "assistant", "content": "  Two spaces, then\nlines, é 🦊 the fox\n"},
+    ],
+    "system": [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+    ],
+    "thinking": [
+        {"role": "user", "content": "1+1"},
+        {"role": "assistant", "content": "two", "reasoning_content": "add", "thinking": "add"},
+        {"role": "user", "content": "2+2"},
+        {"role": "assistant", "content": "four", "reasoning_content": "add again", "thinking": "add again"},
+    ],
+    "tools": [
+        {"role": "user", "content": "rain?"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "yes", "name": "look"},
+        {"role": "assistant", "content": "It rains."},
+    ],
+}
+
+
+@pytest.mark.parametrize("talk", TALKS)
+def test_every_template_that_trl_trains_with_against_transformers(tmp_path, talk):
+    """Some thirty real ones, of as many families; what one refuses, the other does."""
+    spec = importlib.util.find_spec("trl")
+    templates = [] if spec is None else Path(str(spec.origin)).parent.glob("chat_templates/*_training.jinja")
+    directory = write_tokenizer(tmp_path / "llama3", FAMILIES["llama3"])
+    theirs, ours, date = reference_tokenizer(directory), load_tokenizer(directory), datetime.date.today().isoformat()
+    compared = 0
+    for path in sorted(templates):
+        theirs.chat_template = path.read_text()
+        tokens = {"bos_token": "<|begin_of_text|>", "unk_token": "<unk>"}
+        options = ConversationOptions(template=path.read_text(), tokens=tokens, date=date)
+        encoder = ConversationEncoder(options, ours, np.zeros(0, np.uint32))  # type: ignore[arg-type]
+        (found,) = encoder.encode_batch([Conversation(messages=TALKS[talk])])
+        try:
+            expected = theirs.apply_chat_template(TALKS[talk], return_assistant_tokens_mask=True, return_dict=True)
+        except Exception:  # noqa: BLE001  whatever a template does
+            assert isinstance(found, BadRow), path.name
+            continue
+        assert isinstance(found, EncodedConversation), (path.name, found)
+        masks = found.tokens.tolist(), found.trained.astype(int).tolist()
+        assert masks == (expected["input_ids"], expected["assistant_masks"]), path.name
+        compared += 1
+    if not compared:
+        pytest.skip("trl is not installed")
+    assert compared > 20
