@@ -29,7 +29,7 @@ from megaresume.checkpoint.paths import deepspeed_tag
 from megaresume.hosts.lightning.host import FILE, KEY, Batches, LightningHost
 from megaresume.session import random_state
 from megaresume.session.file_errors import writing
-from megaresume.session.ranks import on_all_ranks, on_rank_0
+from megaresume.session.ranks import is_rank_0, on_all_ranks, on_rank_0
 from megaresume.session.session import Pick, Session
 from megaresume.stream.errors import StateError, UsageError
 
@@ -127,7 +127,7 @@ class Hooks:
         if self.trainer.state.fn != FITTING:
             read(checkpoint_path, *args, **more)
             return
-        self.host, session = self._open(self._request(), self.save)
+        self.host, session = self._open(on_all_ranks(self._request), self.save)
         self.session = session
         self.batches = Batches(self.host.steps, len(self.host.loader))
         root = session.save_dir
@@ -170,6 +170,8 @@ class Hooks:
         host, trainer = self.host, self.trainer
         fit, loader = trainer.fit_loop, host.loader
         done, _ = host.batches_of_epoch()
+        if host.steps.step and not done:
+            self._warn_of_plateaus()
         for epochs in (fit.epoch_progress.total, fit.epoch_progress.current):
             epochs.ready = epochs.started = loader.epoch + bool(done)
             epochs.processed = epochs.completed = loader.epoch
@@ -181,6 +183,16 @@ class Hooks:
         fit._restarting, loop._restarting, loop.val_loop._restarting = bool(done), False, False
         fit._loaded_from_state_dict = False
         run()
+
+    def _warn_of_plateaus(self) -> None:
+        """After a checkpoint of the end of an epoch: Lightning updates such a scheduler only after the save."""
+        plateaus = any(one.reduce_on_plateau for one in self.trainer.lr_scheduler_configs)
+        if plateaus and self.session is not None and self.session.resumed is not None and is_rank_0():
+            print(
+                "megaresume: warning: the checkpoint was saved at the end of an epoch, before Lightning's update of "
+                "ReduceLROnPlateau, which a resume does not make up for. Save within epochs, with every_n_train_steps",
+                flush=True,
+            )
 
     def begin_epoch(self, begin: Any, fetcher: Any) -> None:
         """With as many micro-batches as this epoch has; those that are trained are counted as fetched."""

@@ -107,6 +107,22 @@ def test_a_data_module_and_a_schedule_of_all_steps(directory: Path) -> None:
     assert rates[1::2] == [pytest.approx(1 - step / 39) for step in (36, 37)]
 
 
+class Plateau(Module):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "loss"}}
+
+
+def test_a_plateau_at_the_end_of_an_epoch(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    held_out = torch.utils.data.DataLoader(Numbers(8), batch_size=4)
+    for epochs, said in ((1, False), (2, True)):
+        links = ModelCheckpoint(directory.with_name("links"))
+        trainer = attached(directory, links, max_steps=-1, max_epochs=epochs)
+        trainer.fit(Plateau(directory, epochs), loader(), held_out, ckpt_path="last")
+        assert ("before Lightning's update of ReduceLROnPlateau" in capfd.readouterr().out) == said
+
+
 def test_early_stopping_ends_the_run_for_good(directory: Path) -> None:
     stopping = EarlyStopping("loss", patience=0, mode="min", stopping_threshold=1e9)
     trainer = attached(directory, stopping, accumulate_grad_batches=4, max_steps=-1, max_epochs=3, val_check_interval=6)
