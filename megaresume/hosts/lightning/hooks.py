@@ -145,7 +145,9 @@ class Hooks:
         checksums = self.session.checksums if self.session else True
 
         def pick(_shared: Any, damaged: Any) -> Choice | None:
-            tags = (file.parent.name for file in root.glob(f"*/{FILE}") if _same(file, path) or file.parent == path)
+            tags = (
+                file.parent.name for file in root.glob(f"*/{FILE}") if _same(file, path) or _same(file.parent, path)
+            )
             if (tag := next(tags, None)) is None:
                 raise UsageError(
                     "this is not a complete checkpoint of the run",
