@@ -228,7 +228,7 @@ def split_root(directory: Path) -> tuple[Path, str | None]:
         ``(root, None)`` for a root, ``(root, tag)`` for a tag directory below one.
     """
     directory = Path(os.path.abspath(directory))
-    if directory.name in _own_tags(directory.parent):  # in which DeepSpeed may have a root of its own
+    if _is_recorded(directory):  # Hugging Face's checkpoint-10 may be a root of DeepSpeed's as well
         return directory.parent, directory.name
     if any((directory / name).exists() for name in (RECORDS_DIR, LATEST, TRACKER)):
         return directory, None
@@ -247,10 +247,11 @@ def same_place(first: Path, second: Path) -> bool:
         return False
 
 
-def _own_tags(root: Path) -> set[str]:
-    """Tags of the user's own that the records of a root name."""
+def _is_recorded(tag_dir: Path) -> bool:
+    """Whether the records of the root above it name it."""
     try:
-        names = os.listdir(records_dir(root))
+        names = os.listdir(records_dir(tag_dir.parent))
     except OSError:
-        return set()
-    return {record.tag for name in names if (record := parse_record_name(name)) is not None and record.tag}
+        return False
+    records = [record for name in names if (record := parse_record_name(name)) is not None]
+    return any(r.tag == tag_dir.name or (r.tag is None and r.iteration == tag_iteration(tag_dir.name)) for r in records)

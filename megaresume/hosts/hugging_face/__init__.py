@@ -7,7 +7,6 @@
     collators.py         how its items become a batch
     host.py              `TrainerHost`: checkpoints and steps
     hooks.py             the Trainer's own methods, hooked on the instance
-    axolotl.py           a plugin of Axolotl's that calls the first function
     accelerator.py       the second function, and what of an Accelerator's settings would be other data
     accelerated_loop.py  `AcceleratedLoop`, which it returns, and `AcceleratorHost`: checkpoints and steps
 

@@ -36,8 +36,11 @@ def check_backend(trainer: Any) -> None:
         UsageError: naming the setting.
     """
     refused: dict[str, tuple[Any, str]] = {
-        "fsdp with XLA": (getattr(trainer, "is_fsdp_xla_enabled", False), "it was not tried: train with DDP or FSDP"),
+        "fsdp with XLA": (getattr(trainer, "is_fsdp_xla_enabled", False), "it was not tried: train with DDP or FSDP2"),
     }
+    if trainer.is_fsdp_enabled:
+        version = trainer.accelerator.state.fsdp_plugin.fsdp_version
+        refused["FSDP1"] = version == 1, "it was not tried: leave version out of fsdp_config, or set it to 2"
     if trainer.is_deepspeed_enabled:
         config: Mapping[str, Any] = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
         saving = config.get("checkpoint") or {}

@@ -32,19 +32,12 @@ def _swift_save(trainer: Any) -> Mapping[str, Any]:
     return {"use_flash_ckpt": trainer.args.use_flash_ckpt}
 
 
-def _axolotl(trainer: Any) -> Mapping[str, Any]:
-    args = trainer.args
-    return {"curriculum_sampling": args.curriculum_sampling, "sample_packing": args.sample_packing}
-
-
 #: (module and class, method) -> when it is not as Trainer's own.
 KNOWN: dict[tuple[str, str], Settings] = {
     ("llamafactory.train.pt.trainer.CustomTrainer", "_get_train_sampler"): _llama_factory,
     ("llamafactory.train.sft.trainer.CustomSeq2SeqTrainer", "_get_train_sampler"): _llama_factory,
-    ("llamafactory.train.rm.trainer.PairwiseTrainer", "_get_train_sampler"): _llama_factory,
     ("swift.trainers.mixin.DataLoaderMixin", "get_train_dataloader"): _swift_loader,
     ("swift.trainers.mixin.SwiftMixin", "_save_checkpoint"): _swift_save,
-    ("axolotl.core.trainers.base.AxolotlTrainer", "_get_train_sampler"): _axolotl,
 }
 #: methods that no other class may have, and what they make.
 _GUARDED = {"get_train_dataloader": "loader", "_get_train_sampler": "sampler"}

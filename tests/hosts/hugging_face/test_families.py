@@ -1,0 +1,62 @@
+"""Trainers of other people that are taken, by class and method; tried with the real packages, which are not here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import megaresume
+from megaresume.stream.errors import UsageError
+from tests.hosts.hugging_face.program import Recorder, make
+
+pytestmark = pytest.mark.process
+
+
+def trainer_of(output: Path, module: str, name: str, method: str, **members: Any) -> Any:
+    """A Trainer of a class of this name, with a method of its own."""
+    own = type(name, (Recorder,), {"__module__": module, method: lambda self, *args, **more: None})
+    trainer = make(output)
+    trainer.__class__ = type("Mine", (own,), {})
+    for member, value in members.items():
+        setattr(trainer, member, value)
+    return trainer
+
+
+LLAMA_FACTORY = ("llamafactory.train.sft.trainer", "CustomSeq2SeqTrainer", "_get_train_sampler")
+SWIFT = ("swift.trainers.mixin", "DataLoaderMixin", "get_train_dataloader")
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_llama_factory(tmp_path: Path, disabled: bool) -> None:
+    settings = SimpleNamespace(disable_shuffling=disabled)
+    trainer = trainer_of(tmp_path / "run", *LLAMA_FACTORY, finetuning_args=settings)
+    if disabled:
+        with pytest.raises(UsageError, match="disable_shuffling cannot be used"):
+            megaresume.attach_trainer(trainer)
+    else:
+        assert len(megaresume.attach_trainer(trainer)) == 50
+
+
+@pytest.mark.parametrize("setting", [None, "group_by_length", "train_dataloader_shuffle", "sequence_parallel_size"])
+def test_swift(tmp_path: Path, setting: str | None) -> None:
+    template = SimpleNamespace(sequence_parallel_size=2 if setting == "sequence_parallel_size" else 1)
+    trainer = trainer_of(tmp_path / "run", *SWIFT, template=template)
+    trainer.args.group_by_length = setting == "group_by_length"
+    trainer.args.train_dataloader_shuffle = setting != "train_dataloader_shuffle"
+    if setting:
+        with pytest.raises(UsageError, match=f"{setting}.* cannot be used"):
+            megaresume.attach_trainer(trainer)
+    else:
+        assert len(megaresume.attach_trainer(trainer)) == 50
+
+
+def test_the_same_method_of_another_class(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path / "run", "llamafactory.train.dpo.trainer", "CustomDPOTrainer", "_get_train_sampler")
+    with pytest.raises(UsageError, match="a sampler of its own"):
+        megaresume.attach_trainer(trainer)
