@@ -6,6 +6,7 @@
     megaresume.attach_accelerator(accelerator, loader)  a loop with Hugging Face's Accelerate: the same
     megaresume.attach_lightning(trainer, Checkpoints(...))  Lightning's Trainer: the same
     megaresume.attach_torchtitan(trainer)      torchtitan's Trainer: the same for its dataloader
+    megaresume.attach_verl(trainer)            VeRL's supervised trainer: the same for its train_dataset
     megaresume.attach_loop(loader, {...}, ...) a training loop of one's own in torch: complete checkpoints of it
     megaresume.Checkpoints(...), Loader(...), DataOptions(...)  settings of `attach`
     megaresume.StopConditions(...)             when an attached run saves and exits; it raises megaresume.Stopped
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from megaresume.hosts.megatron.hooks.install import extra_args_provider, provider
     from megaresume.hosts.torch.loop import attach_loop
     from megaresume.hosts.torchtitan.attach import attach_torchtitan
+    from megaresume.hosts.verl.attach import attach_verl
     from megaresume.session.settings import Checkpoints, DataOptions, Loader
     from megaresume.session.stopping import StopConditions, Stopped
     from megaresume.stream.batches import BatchSchedule
@@ -90,6 +92,7 @@ __all__ = [
     "attach_loop",
     "attach_torchtitan",
     "attach_trainer",
+    "attach_verl",
     "extra_args_provider",
     "loader_provider",
     "open_stream",
@@ -117,6 +120,7 @@ _HOMES = {
     "attach_loop": "megaresume.hosts.torch.loop",
     "attach_torchtitan": "megaresume.hosts.torchtitan.attach",
     "attach_trainer": "megaresume.hosts.hugging_face.attach",
+    "attach_verl": "megaresume.hosts.verl.attach",
     "extra_args_provider": "megaresume.hosts.megatron.hooks.install",
     "loader_provider": "megaresume.hosts.megatron.data.loaders",
     "open_stream": "megaresume.batches.open",
@@ -132,6 +136,7 @@ _EXTRAS = {
     "attach_loop": "torch",
     "attach_torchtitan": "torch",
     "attach_trainer": "hugging-face",
+    "attach_verl": "torch",
     "loader_provider": "megatron",
     "provider": "megatron",
 }

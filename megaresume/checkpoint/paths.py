@@ -1,7 +1,7 @@
 """What lies where in a checkpoint root: names, paths, and how to read them back.
 
     <save>/global_step10/  or  iter_0000010/     tag directory: DeepSpeed's, Megatron's; any other name is allowed too
-    <save>/checkpoint-10/  or  step-10/          Hugging Face's, torchtitan's
+    <save>/checkpoint-10/, step-10/, global_step_10/  Hugging Face's, torchtitan's, VeRL's
     <save>/latest                                DeepSpeed's pointer: a tag
     <save>/latest_checkpointed_iteration.txt     Megatron's pointer, the tracker: an iteration
     <save>/megaresume/step_0000010.json          data state
@@ -43,7 +43,7 @@ _RECORD = re.compile(r"step_([0-9]{7,18})(\.manifest|\.saving)?(?:@(.+))?\.json"
 _OLDER = re.compile(r"\.step_([0-9]{7,18})@(.+)\.older")
 _RANK_FILE = re.compile(r"step_[0-9]{7,18}(?:@.+)?\.(loader|random)/rank_([0-9]{5,})\.[a-z]+")
 _ENDING: dict[RankFileKind, str] = {"loader": "pkl", "random": "json"}
-_TAG = re.compile(r"(?:global_step|checkpoint-|step-)([0-9]{1,18})|iter_([0-9]{7,18})")
+_TAG = re.compile(r"(?:global_step_?|checkpoint-|step-)([0-9]{1,18})|iter_([0-9]{7,18})")
 #: bytes; a record's temporary file must stay below the 255 bytes that filesystems allow.
 _MAX_TAG_BYTES = 160
 _RESERVED = frozenset({RECORDS_DIR, LATEST, TRACKER})
@@ -79,9 +79,15 @@ def torchtitan_tag(iteration: int) -> str:
     return f"step-{iteration}"
 
 
+def verl_tag(iteration: int) -> str:
+    """Name of a tag directory of VeRL: ``global_step_10``."""
+    return f"global_step_{iteration}"
+
+
 def usual_tags(iteration: int) -> tuple[str, ...]:
     """The names of a tag directory that frameworks give by themselves."""
-    return deepspeed_tag(iteration), megatron_tag(iteration), hugging_face_tag(iteration), torchtitan_tag(iteration)
+    names = deepspeed_tag, megatron_tag, hugging_face_tag, torchtitan_tag, verl_tag
+    return tuple(name(iteration) for name in names)
 
 
 def tag_iteration(tag: str) -> int | None:

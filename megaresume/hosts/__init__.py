@@ -6,6 +6,7 @@
     hugging_face/ Hugging Face's Trainer: `megaresume.attach_trainer`
     lightning/   Lightning's Trainer: `megaresume.attach_lightning`
     torchtitan/  torchtitan's Trainer: `megaresume.attach_torchtitan`
+    verl/        VeRL's supervised trainer: `megaresume.attach_verl`
     loaders/     other people's loaders (Energon, torchdata), their states in the checkpoint, for both
 
 How to write another one: docs/hosts.md. Importing this package imports neither torch nor DeepSpeed nor Megatron.

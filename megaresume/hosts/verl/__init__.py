@@ -1,0 +1,9 @@
+"""VeRL's supervised trainer as a host: `megaresume.attach_verl`.
+
+    attach.py   the function, and what of a trainer's settings would be other data
+    host.py     `VerlHost`: checkpoints and steps
+    hooks.py    the trainer's own methods, hooked on the instances
+    batches.py  `Batches`: what it iterates over, in the place of torchdata's loader, and what data_0.pt holds
+
+Importing this package does not import VeRL.
+"""

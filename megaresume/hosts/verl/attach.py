@@ -1,0 +1,124 @@
+"""`attach_verl`: exact data resume for VeRL's supervised trainer.
+
+    class Exact(verl.trainer.sft_trainer.SFTTrainer):
+        def _build_ckpt_handler(self):
+            super()._build_ckpt_handler()
+            megaresume.attach_verl(self)
+
+See docs/verl.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megaresume.batches.data_loader import DataLoader
+from megaresume.hosts.torch.feeds import Items
+from megaresume.hosts.torch.loop import open_session
+from megaresume.hosts.torch.steps import Steps
+from megaresume.hosts.verl.batches import Batches
+from megaresume.hosts.verl.hooks import Hooks
+from megaresume.hosts.verl.host import VerlHost
+from megaresume.session.ranks import on_all_ranks
+from megaresume.session.settings import Checkpoints
+from megaresume.stream.config import Append
+from megaresume.stream.errors import UsageError
+
+#: where a trainer keeps what is attached to it.
+_SLOT = "_megaresume"
+
+
+def attach_verl(trainer: Any, *, append: Append | None = None, checkpoints: Checkpoints = Checkpoints()) -> None:
+    """Give VeRL's supervised trainer its data in an exact order, and its checkpoints the state of that data. Call it on
+    every rank, at the end of the trainer's ``_build_ckpt_handler``.
+
+    Dataset, batch size, workers and seed are those of VeRL's config, which also says where and when it saves, and how
+    many checkpoints it keeps. With ``resume_mode=auto`` it goes on from the newest complete checkpoint.
+
+    Args:
+        trainer: VeRL's ``SFTTrainer``, or of a class made from it.
+        append: what a resume does if the dataset has grown: see `megaresume.DataLoader`.
+        checkpoints: what is kept besides the newest, how often a save is tried, and so on.
+
+    Raises, on every rank:
+        UsageError: a setting under which the data would be other data, by name; or attached already.
+        CheckpointError: another job writes to ``default_local_dir``.
+    """
+    on_all_ranks(lambda: _check(trainer))
+    checkpoints = on_all_ranks(lambda: _with_config(checkpoints, trainer))
+    loader = on_all_ranks(lambda: _loader(trainer, append))
+    feed = Items(loader)
+    steps = Steps(feed, name="trainer.train_dataloader", clock="training_client.train_batch()")
+    batches = Batches(steps, feed, trainer.config.trainer.total_epochs)
+    host = VerlHost(trainer, steps, batches)
+    device = torch.device(trainer.config.trainer.device if torch.cuda.is_available() else "cpu")
+    steps.session = open_session(host, feed, checkpoints, device, None, lambda: None)
+    trainer.train_dataloader = trainer.ckpt_handler.train_dataloader = batches
+    setattr(trainer, _SLOT, Hooks(host, steps.session))
+
+
+def _loader(trainer: Any, append: Append | None) -> DataLoader:
+    data, engine = trainer.config.data, trainer.engine
+    ranks = engine.get_data_parallel_size()
+    if data.train_batch_size % ranks:
+        raise UsageError(
+            "data.train_batch_size cannot be divided by the data-parallel ranks",
+            found=f"{data.train_batch_size} by {ranks}",
+            expected=f"a multiple of {ranks}",
+        )
+    return DataLoader(
+        trainer.train_dataset,
+        data.train_batch_size // ranks,
+        seed=trainer.config.trainer.seed,
+        collate_fn=trainer.collate_fn,
+        num_workers=data.num_workers,
+        drop_last=True,
+        append=append,
+        dp_rank=engine.get_data_parallel_rank(),
+        dp_size=ranks,
+    )
+
+
+def _with_config(checkpoints: Checkpoints, trainer: Any) -> Checkpoints:
+    """With what VeRL's config says of directory and retention."""
+    handler = trainer.ckpt_handler
+    for name in ("save_dir", "keep_last", "elastic", "adopt"):
+        if found := getattr(checkpoints, name):
+            raise UsageError(
+                f"{name} cannot be used with attach_verl",
+                found=f"Checkpoints({name}={found!r})",
+                expected="not set",
+                action="set trainer.default_local_dir, or trainer.max_ckpt_to_keep",
+            )
+    # Retention is the session's: what VeRL deletes, it deletes before the newer one is complete.
+    kept, handler.max_ckpt_to_keep = handler.max_ckpt_to_keep, None
+    return replace(checkpoints, save_dir=handler.default_local_dir, keep_last=kept)
+
+
+def _check(trainer: Any) -> None:
+    """Refuse what would be other data, or is not known to work.
+
+    Raises:
+        UsageError: naming it, and the way out.
+    """
+    if getattr(trainer, _SLOT, None) is not None:
+        raise UsageError("this trainer has its data already", action="call attach_verl once for each trainer")
+    handler: Any = getattr(trainer, "ckpt_handler", None)
+    needed = ("ckpt_handler", "training_client", "train_dataset", "fit")
+    if missing := [name for name in needed if not hasattr(trainer, name)]:
+        raise UsageError(
+            "this is no supervised trainer of VeRL's, or it is not made so far",
+            found=f"{type(trainer).__module__}.{type(trainer).__qualname__}, without {', '.join(missing)}",
+            expected="an SFTTrainer with its ckpt_handler; 0.9.1 was tried",
+            action="call attach_verl(self) at the end of _build_ckpt_handler of a class made from it",
+        )
+    if getattr(handler, "default_hdfs_dir", None):
+        raise UsageError(
+            "trainer.default_hdfs_dir cannot be used with attach_verl",
+            found=str(handler.default_hdfs_dir),
+            expected="not set",
+            action="attach_verl(self, checkpoints=megaresume.Checkpoints(stage_to=...)) copies checkpoints",
+        )

@@ -1,0 +1,98 @@
+"""The methods that carry a trainer's data, hooked on the instances: those that load, save and make a step."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+from megaresume.checkpoint.choosing.choose import choose
+from megaresume.checkpoint.paths import verl_tag
+from megaresume.hosts.verl.host import VerlHost
+from megaresume.session.ranks import on_all_ranks
+from megaresume.session.session import Pick, Session
+from megaresume.stream.errors import MegaresumeError
+
+
+class Hooks:
+    """See above. Made once for each trainer.
+
+    Args:
+        host: of the trainer.
+        session: of this process.
+    """
+
+    def __init__(self, host: VerlHost, session: Session) -> None:
+        self.host, self.session, self.trainer = host, session, host.trainer
+        for owner, name, hook in (
+            (self.trainer.ckpt_handler, "load_checkpoint", self.load),
+            (self.trainer.ckpt_handler, "save_checkpoint", self.save),
+            (self.trainer.training_client, "train_batch", self.step),
+            (self.trainer, "fit", self.fit),
+        ):
+            before = getattr(owner, name)
+            setattr(owner, name, functools.wraps(before)(functools.partial(hook, before)))
+
+    def load(self, load: Any) -> Any:
+        """Go on from what ``resume_mode`` says; begin if there is nothing.
+
+        Raises, on every rank:
+            CheckpointError, StateError: see `Session.load`.
+        """
+        result = self._load(load)
+        trainer, batches = self.trainer, self.host.batches
+        on_all_ranks(batches.end)
+        if trainer.config.trainer.total_training_steps is None:
+            trainer.total_training_steps = batches.total
+        trainer.steps_per_epoch = len(batches)
+        return result
+
+    def _load(self, load: Any) -> Any:
+        asked = self.trainer.ckpt_handler
+        if asked.resume_mode == "disable":
+            return load()
+        root, pick = self.session.save_dir, None
+        assert root is not None
+        if asked.resume_from_path is not None:
+            path = Path(os.path.abspath(asked.resume_from_path))
+            root, pick = path.parent, self._exactly(path)
+        try:
+            found = self.session.load(root, lambda choice, _beside: self.host.read(choice, load), pick=pick)
+        except MegaresumeError as error:
+            self.host.steps.fail(error)  # the weights may be loaded, and the data is not
+            raise
+        if found is not None:
+            return found[0]
+        before, asked.resume_mode = asked.resume_mode, "disable"
+        try:
+            return load()
+        finally:
+            asked.resume_mode = before
+
+    def _exactly(self, path: Path) -> Pick:
+        return lambda _shared, damaged: choose(
+            path.parent, tag=path.name, checksums=self.session.checksums, damaged=damaged
+        )
+
+    def fit(self, fit: Any, *args: Any, **more: Any) -> None:
+        """Train, and say that the run has come to its end."""
+        fit(*args, **more)
+        self.session.finish()
+        self.session.close()
+
+    def step(self, step: Any, *args: Any, **more: Any) -> Any:
+        """An optimizer step is made."""
+        result = step(*args, **more)
+        self.host.steps.stepped()
+        return result
+
+    def save(self, save: Any, *args: Any, **more: Any) -> None:
+        """Save and commit the step that was made last."""
+        root = self.session.save_dir
+        assert root is not None
+        self.session.save(
+            root,
+            lambda written: self.host.write(written, lambda: save(*args, **more)),
+            tag=verl_tag(self.host.steps.step),
+        )
