@@ -26,8 +26,9 @@ def launch(
     words = [python, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
     words += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(program), str(directory), json.dumps(options)]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    # Ranks that start again would find the addresses of those before them.
-    env |= {"DS_ACCELERATOR": "cpu", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    env |= {"DS_ACCELERATOR": "cpu"}
+    if restarts:  # the ranks would find the addresses of those before them
+        env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return subprocess.run(words, env=env, capture_output=True, text=True)
 
 
