@@ -13,6 +13,8 @@ pytest_plugins = ["tests.tiers"]
 
 # Before torch is imported, here and in what is started: threads of many processes at once are in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Nothing is compiled here, and importing what compiles takes a third of the time that megatron-core takes to import.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 # Derandomized: a run that fails in CI fails on the next machine too. No deadline: CI machines are slow and shared.
 settings.register_profile(

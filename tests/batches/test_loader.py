@@ -94,7 +94,10 @@ def test_any_ranks_and_micro_batches(open_it, expected, dp, micro, prefetch):
     assert steps[0]["samples"].tolist() == list(range(8))
 
 
-@pytest.mark.parametrize("num_workers, start_method", [(1, "fork"), (3, "fork"), (2, "spawn"), (2, "forkserver")])
+@pytest.mark.parametrize(
+    "num_workers, start_method",
+    [(1, "fork"), (3, "fork"), (2, "spawn"), pytest.param(2, "forkserver", marks=pytest.mark.release)],
+)
 def test_any_workers_however_started(open_it, expected, num_workers, start_method):
     how = {"num_workers": num_workers, "start_method": start_method}
     dp = 2 if start_method == "fork" else 1  # the others import everything in every worker

@@ -158,7 +158,9 @@ def test_the_same_step_again(root: Path, tmp_path: Path, save: Save, state: Make
         assert_all_of(chosen(attempt), old, files[old])
 
 
-@pytest.mark.parametrize("killed_at", ["manifest", "latest", "tracker", "ledger"])
+@pytest.mark.parametrize(
+    "killed_at", ["manifest", "tracker", *(pytest.param(at, marks=pytest.mark.release) for at in ("latest", "ledger"))]
+)
 def test_a_start_that_finishes_a_killed_commit(
     root: Path, tmp_path: Path, save: Save, state: MakeState, killed_at: str
 ) -> None:

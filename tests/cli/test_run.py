@@ -171,7 +171,15 @@ def torchrun(*words, root, cwd):
     return run_python(*command, path=[root], cwd=cwd, OMP_NUM_THREADS="1")
 
 
-@pytest.mark.parametrize("words", [("shared", "torch"), ("all", "torch"), ("all",)])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("shared", "torch"),
+        pytest.param(("all", "torch"), marks=pytest.mark.release),
+        pytest.param(("all",), marks=pytest.mark.release),
+    ],
+    ids="-".join,
+)
 def test_our_errors_are_said_once_a_job(root, tmp_path, words):
     (tmp_path / "fails.py").write_text(FAILS)
     done = torchrun(*RUN, "fails.py", *words, root=root, cwd=tmp_path)
@@ -184,7 +192,9 @@ def test_our_errors_are_said_once_a_job(root, tmp_path, words):
     assert "StateError" not in done.stderr  # as it would stand in a traceback
 
 
-@pytest.mark.parametrize("words", [("alone", "torch"), ("alone",)])
+@pytest.mark.parametrize(
+    "words", [("alone", "torch"), pytest.param(("alone",), marks=pytest.mark.release)], ids="-".join
+)
 def test_an_error_of_one_rank_ends_the_job(root, tmp_path, words):
     (tmp_path / "fails.py").write_text(FAILS)
     done = torchrun(*RUN, "fails.py", *words, root=root, cwd=tmp_path)

@@ -48,3 +48,4 @@ for batch in data:
 if "KILL" in sys.argv:
     os.kill(os.getpid(), signal.SIGKILL)
 data.close()
+torch.distributed.destroy_process_group()

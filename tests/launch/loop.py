@@ -184,6 +184,7 @@ def main() -> None:
         save()
     session.finish()
     session.close()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

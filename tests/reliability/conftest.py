@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 #: flags of the command: for `make test`, and for `make test-all`.
-_QUICK = "--quick --kills 1 --trials 1 --copies 16 --damage 40 --kinds 24 --megatron 24"
+_QUICK = "--quick --kills 1 --trials 1 --copies 24 --damage 40 --kinds 40 --megatron 32"
 _WHOLE = "--trials 4 --copies 1 --damage 400 --kinds 4 --megatron 4"
 QUICK, WHOLE = _QUICK.split(), _WHOLE.split()
 

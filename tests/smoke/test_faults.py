@@ -59,7 +59,13 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("fault", WRONG)
+#: the others are found by the comparison as these are.
+QUICK = ("drop", "loss", "dies")
+
+
+@pytest.mark.parametrize(
+    "fault", [*QUICK, *(pytest.param(fault, marks=pytest.mark.release) for fault in WRONG if fault not in QUICK)]
+)
 def test_a_wrong_program_is_found(tmp_path: Path, fault: str) -> None:
     status, result, text = smoke(tmp_path, "--kill", "sigkill", "--steps", 12, FAULT=fault)
     assert status == 1 and not result["holds"]
@@ -69,7 +75,7 @@ def test_a_wrong_program_is_found(tmp_path: Path, fault: str) -> None:
     assert result["first_difference"]
 
 
-@pytest.mark.parametrize("fault", ["drop", "content"])
+@pytest.mark.parametrize("fault", [pytest.param("drop", marks=pytest.mark.release), "content"])
 def test_a_wrong_program_is_found_in_records_of_ranks(tmp_path: Path, fault: str) -> None:
     status, result, _ = smoke(tmp_path, "--kill", "sigkill", "--steps", 12, FAULT=fault, RECORDS="ranks")
     assert status == 1 and result["first_difference"].startswith("step 5")

@@ -45,7 +45,7 @@ def fewer(run: Run, killed: Path) -> dict[str, Any]:
     return run(2, killed, "fewer")
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.release)])
 def test_other_ranks_go_on_exactly(run: Run, killed: Path, fewer: dict[str, Any], tmp_path: Path, ranks: int) -> None:
     root = shutil.copytree(killed, tmp_path / "save")
     found = run(ranks, root, "on")

@@ -74,8 +74,11 @@ def planned(config: Path, epoch: int = 0) -> list[str]:
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("batches", "options"),
-    [(5, {"workers": 2}), (3, {"workers": 2, "packing": 9}), (6, {"workers": 0})],
-    ids=["shuffle", "packing", "no-workers"],
+    [
+        pytest.param(5, {"workers": 2}, id="shuffle", marks=pytest.mark.release),
+        pytest.param(3, {"workers": 2, "packing": 9}, id="packing"),
+        pytest.param(6, {"workers": 0}, id="no-workers"),
+    ],
 )
 def test_energon_and_the_stream_together_read_every_record_once(
     energon_dataset: Path, indexed: Path, tmp_path: Path, batches: int, options: dict[str, Any]

@@ -37,8 +37,11 @@ def test_torchdata_read_ahead() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"workers": 2, "every": 60}, {"workers": 2, "packing": 9}, {"workers": 0}],
-    ids=["two", "packing", "none"],
+    [
+        pytest.param({"workers": 2, "every": 60}, id="two", marks=pytest.mark.release),
+        pytest.param({"workers": 2, "packing": 9}, id="packing"),
+        pytest.param({"workers": 0}, id="none", marks=pytest.mark.release),
+    ],
 )
 def test_energon(energon_dataset: Path, options: dict[str, Any]) -> None:
     make = functools.partial(energon_loader, energon_dataset, **options)

@@ -60,7 +60,9 @@ def formats(python: str, directory: Path, text: str, core: Path | None) -> dict[
     return found
 
 
-@pytest.mark.parametrize("version", ["installed", "0.12.3", "0.14.0", "0.19.0"])
+@pytest.mark.parametrize(
+    "version", ["installed", *(pytest.param(v, marks=pytest.mark.release) for v in ("0.12.3", "0.14.0", "0.19.0"))]
+)
 def test_formats(version: str, core_wheel: Callable[[str], Path], stream: Stream, tmp_path: Path) -> None:
     python, core = sys.executable, None
     if version == "0.19.0":

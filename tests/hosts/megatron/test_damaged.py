@@ -17,7 +17,7 @@ pytestmark = pytest.mark.process
     [
         ("torch_dist", "*.distcp"),
         pytest.param("torch_dist", ".metadata", marks=pytest.mark.release),
-        ("torch", "*/*.pt"),
+        pytest.param("torch", "*/*.pt", marks=pytest.mark.release),
     ],
 )
 def test_all_ranks_go_back_together(

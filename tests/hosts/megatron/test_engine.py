@@ -110,7 +110,7 @@ def test_a_resume_on_another_number_of_ranks_trains_the_same_samples(train: Trai
     assert ends == [(4, 4 * SIZE), (8, 8 * SIZE), (12, 12 * SIZE)]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.release), 3])
 def test_a_kill_before_the_pointers_move_loses_no_step_and_repeats_none(
     train: Train, tmp_path: Path, stage: int
 ) -> None:

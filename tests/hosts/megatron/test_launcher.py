@@ -60,7 +60,9 @@ def launch(root: Path, text: str, *args: str, name: str = "pretrain_gpt.py", **o
     return run_python("-c", HOOKED_RUN, script(root / name, text), *args, **options)
 
 
-@pytest.mark.parametrize("version", [(0, 8), (0, 12), (0, 16), (0, 19), (0, 99)])
+@pytest.mark.parametrize(
+    "version", [(0, 8), (0, 99), *(pytest.param((0, v), marks=pytest.mark.release) for v in (12, 16, 19))]
+)
 def test_megatron_lm(tmp_path, version):
     done = launch(write_lm(tmp_path, version), LM_SCRIPT)
     assert hooks_of(done.stdout) == LM_HOOKS, done.stderr

@@ -229,6 +229,10 @@ def main() -> None:
         except Exception as error:  # noqa: BLE001  it is the result
             results.append({"error": str(error), "type": type(error).__name__, "payload": raw.get("loaded")})
     result.with_name(result.name + rank).write_text(json.dumps(results))
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def as_dict(spec: Spec, **more: Any) -> dict[str, Any]:
