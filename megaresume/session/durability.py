@@ -174,20 +174,28 @@ class Durability:
             self._changed.notify_all()
             self._changed.wait_for(lambda: all(work.failed or work not in self._queue for work in same), timeout)
 
-    def close(self, timeout: float | None = None) -> None:
-        """Wait for what is to be done, at most so many seconds; say what is left. On any rank."""
+    def close(self, timeout: float | None = None, *, is_saving: bool = True) -> None:
+        """Wait for what is to be done, at most so many seconds; say what is left. On any rank.
+
+        Args:
+            timeout: None: as long as the end of a run waits.
+            is_saving: False: rank 0 commits nothing more, of what was submitted.
+        """
         atexit.unregister(self._at_exit)
-        self._close(PATIENCE if timeout is None else timeout)
+        self._close(PATIENCE if timeout is None else timeout, is_saving=is_saving)
 
     def _at_exit(self) -> None:
         self._close(PATIENCE if getattr(sys, "last_value", None) is None else PATIENCE_IN_ERROR)
 
-    def _close(self, timeout: float) -> None:
+    def _close(self, timeout: float, *, is_saving: bool = True) -> None:
         deadline = time.monotonic() + max(timeout, 0.0)
+        # Another machine may see a manifest later than the one that wrote it.
+        nothing_comes = not is_saving and self._machines is not None and self._machines.mine == 0
+        patience = 0.0 if nothing_comes else min(PATIENCE_FOR_COMMIT, max(timeout, 0.0))
         with self._changed:
             self._closing = True
             for work in self._queue:
-                work.passed = time.monotonic() - max(0.0, PATIENCE_FOR_COMMIT - timeout)
+                work.passed = time.monotonic() - (PATIENCE_FOR_COMMIT - patience)
             self._changed.notify_all()
             if not self._changed.wait_for(lambda: not self._queue, min(1.0, max(timeout, 0.0))):
                 waiting = ", ".join(work.tag for work in self._queue)

@@ -682,10 +682,11 @@ class Session:
         if self.stopper is not None:
             left = self.stopper.seconds_left()
             self.stopper.uninstall()
-        self.durability.close(left)
+        is_saving = self.host.is_saving()
+        self.durability.close(left, is_saving=is_saving)
         if self._copies is not None:
             self._copies.close(left)
-        if not self.host.is_saving():
+        if not is_saving:
             for directory in self._claimed:
                 release(directory)
 
