@@ -63,6 +63,13 @@ def _broadcast(value: Any) -> Any:
     return box[0]
 
 
+def let_go() -> None:
+    """After the last collective of a program. Gloo's threads drop its tensors when it is over, for which they need
+    Python: if that is ending by then, torch aborts the process (pytorch#190489)."""
+    if world_size() > 1:
+        time.sleep(0.05)
+
+
 def _attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return function(), None

@@ -59,6 +59,7 @@ from megaresume.session.ranks import (
     gather,
     is_rank_0,
     known_to_all,
+    let_go,
     on_all_ranks,
     on_rank_0,
     same_on_all_ranks,
@@ -689,6 +690,7 @@ class Session:
         if not is_saving:
             for directory in self._claimed:
                 release(directory)
+        let_go()
 
 
 def _record_end(root: Path, iteration: int, state: DataState, topology: Topology) -> None:

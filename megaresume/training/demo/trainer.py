@@ -155,7 +155,7 @@ def main() -> None:
     loader = megaresume.attach_trainer(trainer, datasets_in(args.megaresume_data))
     trainer.add_callback(Writer(trainer, loader, args.megaresume_log_samples))
     trainer.train(resume_from_checkpoint=True)
-    trainer.accelerator.end_training()  # destroys the process group: with one a process may abort at its very end
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":
