@@ -136,7 +136,11 @@ def checksum_files(
 
     names = list(paths)
     with ThreadPoolExecutor(threads or min(16, os.cpu_count() or 1)) as pool:
-        return dict(zip(names, pool.map(one, names), strict=True))
+        try:
+            found = pool.map(one, names)
+        except RuntimeError:  # no new threads as Python ends, which waits until the last checkpoint is durable
+            found = map(one, names)
+        return dict(zip(names, found, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

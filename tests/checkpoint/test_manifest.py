@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,18 @@ def test_checksums_are_xxh3_128_of_the_file(tag_dir: Path) -> None:
     sums = checksum_files(tag_dir, ["mp_rank_00/b.pt"], progress=seen.append)
     assert sums["mp_rank_00/b.pt"] == xxhash.xxh3_128_hexdigest((tag_dir / "mp_rank_00/b.pt").read_bytes())
     assert sum(seen) == 10_240_000
+
+
+@pytest.mark.process
+def test_checksums_as_a_program_ends(tag_dir: Path) -> None:
+    """Python waits for the thread that makes the last checkpoint durable, and lets it start no others."""
+    program = (
+        "import atexit, sys, concurrent.futures.thread; from pathlib import Path;"
+        "from megaresume.checkpoint.manifest import checksum_files;"
+        "atexit.register(lambda: print(*checksum_files(Path(sys.argv[1]), ['mp_rank_00/b.pt']).values()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, tag_dir], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == xxhash.xxh3_128_hexdigest((tag_dir / "mp_rank_00/b.pt").read_bytes()), done.stderr
 
 
 def test_problems_are_precise_and_in_order(tag_dir: Path) -> None:
