@@ -285,6 +285,12 @@ class Session:
                 log.warning("megaresume: %s was saved without checksums: only sizes could be compared", choice.tag)
         return choice, beside
 
+    def exactly(self, tag_dir: Path) -> Pick:
+        """For `load` and `choose`: this checkpoint and no other."""
+        return lambda _shared, damaged: choose(
+            tag_dir.parent, tag=tag_dir.name, checksums=self.checksums, damaged=damaged
+        )
+
     def goes_on_in(self, load_dir: str | os.PathLike[str]) -> None:
         """What is in this directory is what the run goes on from: it may save there."""
         self._own.add(Path(load_dir).resolve())

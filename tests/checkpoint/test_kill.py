@@ -128,6 +128,7 @@ def assert_all_of(choice: Choice, digest: str, names: set[str]) -> None:
     assert choice.manifest.verify(choice.tag_dir) == []
 
 
+@pytest.mark.release
 def test_the_same_step_again(root: Path, tmp_path: Path, save: Save, state: MakeState) -> None:
     """A start finds the new save of step 30 or the old one, each with its own files alone: nothing is lost between."""
     save_by_two_ranks(root, state(240))

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.process
 DOCUMENT = Path(__file__).parents[2] / "docs" / "accelerate.md"
 
 
+@pytest.mark.release
 def test_the_program_of_the_document_resumes_bit_for_bit(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     (block,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)

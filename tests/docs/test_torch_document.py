@@ -42,6 +42,7 @@ def run(program: Path, directory: str, *, kill_at: int | None = None) -> list[st
 
 
 @pytest.mark.process
+@pytest.mark.release
 def test_the_program_of_the_document_resumes_bit_for_bit(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(blocks()[0])

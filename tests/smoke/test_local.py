@@ -94,6 +94,7 @@ def forward_step(*args, **more):
 SMALL = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --vocab-size 256"
 
 
+@pytest.mark.release
 def test_a_megatron_script(tmp_path: Path) -> None:
     from tests.training.conftest import write_corpus
 

@@ -39,6 +39,7 @@ def configs(data_yaml: Path) -> dict[str, Path]:
     return paths
 
 
+@pytest.mark.release
 def test_a_change_at_a_resume_is_the_declared_one(
     runs: Any, configs: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

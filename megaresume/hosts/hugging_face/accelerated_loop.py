@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import Envelope
 from megaresume.checkpoint.paths import hugging_face_tag, parse_record_name, records_dir
@@ -227,14 +226,10 @@ class AcceleratedLoop:
 
     def _load_state(self, read: Callable[..., Any], input_dir: Any = None, *args: Any, **more: Any) -> Resume | None:
         on_all_ranks(self._check_prepared)
-        checksums, pick = self.session.checksums, None
-        root = self.session.save_dir
+        root, pick = self.session.save_dir, None
         if input_dir is not None:
             directory = Path(os.path.abspath(os.path.expanduser(input_dir)))
-            root = directory.parent
-
-            def pick(_shared: Any, damaged: Any) -> Choice | None:
-                return choose(directory.parent, tag=directory.name, checksums=checksums, damaged=damaged)
+            root, pick = directory.parent, self.session.exactly(directory)
 
         def read_files(choice: Choice, beside: StepFile | None) -> Reading:
             return self.host.read(choice, lambda path: read(path, *args, **more))

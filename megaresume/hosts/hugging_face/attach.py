@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -23,7 +22,7 @@ from megaresume.hosts.hugging_face.collators import collator, packing_collator
 from megaresume.hosts.hugging_face.hooks import Hooks
 from megaresume.hosts.hugging_face.host import TrainerHost
 from megaresume.hosts.torch.feeds import Items
-from megaresume.hosts.torch.loop import open_session
+from megaresume.hosts.torch.loop import of_trainer, open_session
 from megaresume.session.ranks import on_all_ranks
 from megaresume.session.settings import Checkpoints
 from megaresume.session.stopping import StopConditions
@@ -77,7 +76,8 @@ def attach_trainer(
     """
     on_all_ranks(lambda: check_trainer(trainer))
     args = trainer.args
-    checkpoints = on_all_ranks(lambda: _of_trainer(checkpoints, args))
+    own = ("output_dir", args.output_dir), ("save_total_limit", args.save_total_limit)
+    checkpoints = on_all_ranks(lambda: of_trainer(checkpoints, "attach_trainer", save_dir=own[0], keep_last=own[1]))
     data = trainer.train_dataset if data is None else data
     loader = on_all_ranks(lambda: _loader(trainer, data, options))
     host = TrainerHost(trainer, loader)
@@ -86,27 +86,6 @@ def attach_trainer(
     )
     setattr(trainer, SLOT, Hooks(host, session))
     return loader
-
-
-def _of_trainer(checkpoints: Checkpoints, args: Any) -> Checkpoints:
-    """With what the Trainer's own settings say of directory and retention."""
-    own = {
-        "save_dir": ("output_dir", checkpoints.save_dir),
-        "keep_last": ("save_total_limit", checkpoints.keep_last),
-        "elastic": (None, checkpoints.elastic),
-        "adopt": (None, checkpoints.adopt),
-    }
-    for name, (setting, found) in own.items():
-        if found:
-            raise UsageError(
-                f"{name} cannot be used with attach_trainer",
-                found=f"Checkpoints({name}={found!r})",
-                expected="not set",
-                action=f"set {setting} of TrainingArguments"
-                if setting
-                else "leave it out: it is for DeepSpeed engines",
-            )
-    return replace(checkpoints, save_dir=args.output_dir, keep_last=args.save_total_limit or None)
 
 
 def _loader(trainer: Any, data: Any, options: ItemOptions) -> DataLoader:

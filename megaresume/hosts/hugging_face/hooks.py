@@ -19,12 +19,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.paths import hugging_face_tag
 from megaresume.hosts.hugging_face.host import KEY, TrainerHost
 from megaresume.session.random_state import kept
 from megaresume.session.ranks import on_all_ranks
-from megaresume.session.session import Pick, Session
+from megaresume.session.session import Session
 from megaresume.stream.errors import UsageError
 
 #: without ``get_train_dataloader``, which is replaced.
@@ -119,7 +118,8 @@ class Hooks:
         """The checkpoint to resume from, its data restored; None: there is none yet."""
         root, pick = Path(self.trainer.args.output_dir), None
         if not isinstance(asked, bool):
-            root, pick = Path(os.path.abspath(asked)).parent, self._exactly(Path(os.path.abspath(asked)))
+            tag_dir = Path(os.path.abspath(asked))
+            root, pick = tag_dir.parent, self.session.exactly(tag_dir)
         choice, beside = self.session.choose(root, pick)
         if choice is None:
             return None
@@ -128,11 +128,6 @@ class Hooks:
         self.host.step, self.host.trained = reading.iteration, reading.samples
         self.session.resume()
         return str(choice.tag_dir)
-
-    def _exactly(self, path: Path) -> Pick:
-        return lambda _shared, damaged: choose(
-            path.parent, tag=path.name, checksums=self.session.checksums, damaged=damaged
-        )
 
     def set_initial_training_values(self, values: Any, *args: Any, **more: Any) -> Any:
         """How many epochs and steps the run has, counted from the sample where it goes on."""

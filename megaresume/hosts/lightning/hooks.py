@@ -23,8 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.choosing.choose import choose
-from megaresume.checkpoint.choosing.search import Choice
+from megaresume.checkpoint.choosing.search import Choice, Theirs
 from megaresume.checkpoint.paths import deepspeed_tag
 from megaresume.hosts.lightning.host import FILE, KEY, Batches, LightningHost
 from megaresume.session import random_state
@@ -133,33 +132,12 @@ class Hooks:
         root = session.save_dir
         assert root is not None
         if self._asked:
-            pick = None if self._asked == "last" else self._exactly(root, self._asked)
+            pick = None if self._asked == "last" else _exactly(session, root, self._asked)
             session.load(
                 root, lambda choice, _: self.host.read(choice, lambda file: read(file, *args, **more)), pick=pick
             )
         if session.resumed is None:
             read(None, *args, **more)
-
-    def _exactly(self, root: Path, path: Path) -> Pick:
-        """The checkpoint that a path is of, or is a link to."""
-        checksums = self.session.checksums if self.session else True
-
-        def pick(_shared: Any, damaged: Any) -> Choice | None:
-            tags = (
-                file.parent.name for file in root.glob(f"*/{FILE}") if _same(file, path) or _same(file.parent, path)
-            )
-            if (tag := next(tags, None)) is None:
-                raise UsageError(
-                    "this is not a complete checkpoint of the run",
-                    found=str(path),
-                    expected=f"a directory in {root}, or the file in it, or a link to it",
-                    cause="it was saved in the middle of a step, copied, or written without megaresume; or the "
-                    "checkpoint that it was a link to is deleted (keep_last)",
-                    action="ckpt_path='last'; or read its weights alone, with YourModule.load_from_checkpoint",
-                )
-            return choose(root, tag=tag, checksums=checksums, damaged=damaged)
-
-        return pick
 
     # The loops
 
@@ -294,6 +272,25 @@ class Hooks:
         self._is_over = is_over
         if self._is_due:
             self.save()
+
+
+def _exactly(session: Session, root: Path, path: Path) -> Pick:
+    """The checkpoint that a path is of, or is a link to."""
+
+    def pick(shared: Any, damaged: Any) -> Choice | Theirs | None:
+        of_path = (file.parent for file in root.glob(f"*/{FILE}") if _same(file, path) or _same(file.parent, path))
+        if (tag_dir := next(of_path, None)) is None:
+            raise UsageError(
+                "this is not a complete checkpoint of the run",
+                found=str(path),
+                expected=f"a directory in {root}, or the file in it, or a link to it",
+                cause="it was saved in the middle of a step, copied, or written without megaresume; or the "
+                "checkpoint that it was a link to is deleted (keep_last)",
+                action="ckpt_path='last'; or read its weights alone, with YourModule.load_from_checkpoint",
+            )
+        return session.exactly(tag_dir)(shared, damaged)
+
+    return pick
 
 
 def _same(file: Path, path: Path) -> bool:

@@ -20,6 +20,7 @@ import atexit
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -27,7 +28,6 @@ import torch
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
-from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import Envelope
 from megaresume.checkpoint.paths import deepspeed_tag
@@ -181,15 +181,8 @@ class Loop:
         """
         root = self.session.save_dir if directory is None else Path(os.path.abspath(directory))
         assert root is not None
-        checksums = self.session.checksums
         try:
-            self.session.load(
-                root,
-                self.host.read,
-                pick=None
-                if tag is None
-                else lambda _shared, damaged: choose(root, tag=tag, checksums=checksums, damaged=damaged),
-            )
+            self.session.load(root, self.host.read, pick=None if tag is None else self.session.exactly(root / tag))
         except MegaresumeError as error:
             self.steps.fail(error)  # the weights may be loaded, and the data is not
             raise
@@ -296,6 +289,31 @@ def check_checkpoints(checkpoints: Checkpoints) -> None:
             expected="save_dir, and neither elastic nor adopt, which are DeepSpeed's",
             action="Checkpoints(save_dir='checkpoints'); a checkpoint of any writer loads on any number of ranks",
         )
+
+
+def of_trainer(
+    checkpoints: Checkpoints, function: str, *, save_dir: tuple[str, Any], keep_last: tuple[str, Any]
+) -> Checkpoints:
+    """The settings under a trainer that says by itself where it saves, and how many checkpoints it keeps.
+
+    Args:
+        checkpoints: with neither of the two.
+        function: for errors: "attach_trainer".
+        save_dir, keep_last: how its own setting is called, and what it says.
+
+    Raises:
+        UsageError: one of them was given here as well, or one that is DeepSpeed's.
+    """
+    own = {"save_dir": f"set {save_dir[0]}", "keep_last": f"set {keep_last[0]}"}
+    for name, action in (own | dict.fromkeys(("elastic", "adopt"), "leave it out: it is DeepSpeed's")).items():
+        if found := getattr(checkpoints, name):
+            raise UsageError(
+                f"{name} cannot be used with {function}",
+                found=f"Checkpoints({name}={found!r})",
+                expected="not set",
+                action=action,
+            )
+    return replace(checkpoints, save_dir=save_dir[1], keep_last=keep_last[1] or None)
 
 
 def _check(checkpoints: Checkpoints, writer: str) -> None:

@@ -11,12 +11,11 @@ See docs/torchtitan.md.
 from __future__ import annotations
 
 import atexit
-from dataclasses import replace
 from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.hosts.torch.feeds import Feed, feed_of
-from megaresume.hosts.torch.loop import open_session
+from megaresume.hosts.torch.loop import of_trainer, open_session
 from megaresume.hosts.torch.steps import Steps
 from megaresume.hosts.torchtitan.hooks import OF_MANAGER, OF_TRAINER, Hooks
 from megaresume.hosts.torchtitan.host import DATALOADER, TitanHost
@@ -51,7 +50,9 @@ def attach_torchtitan(
         CheckpointError: another job writes to the folder of the checkpoints.
     """
     on_all_ranks(lambda: _check_trainer(trainer))
-    checkpoints = on_all_ranks(lambda: _of_trainer(checkpoints, trainer.checkpointer))
+    manager = trainer.checkpointer
+    own = ("checkpoint.folder", manager.folder), ("checkpoint.keep_latest_k", manager.keep_latest_k)
+    checkpoints = on_all_ranks(lambda: of_trainer(checkpoints, "attach_torchtitan", save_dir=own[0], keep_last=own[1]))
     feed = on_all_ranks(lambda: _feed(trainer))
     steps = Steps(feed, name="trainer.dataloader", clock="trainer.train_step()")
     host = TitanHost(trainer, steps)
@@ -59,25 +60,6 @@ def attach_torchtitan(
     hooks = Hooks(host, steps.session)
     setattr(trainer, _SLOT, hooks)
     atexit.register(host.background.look_at_exit)
-
-
-def _of_trainer(checkpoints: Checkpoints, manager: Any) -> Checkpoints:
-    """With what the Trainer's own config says of directory and retention."""
-    own = {
-        "save_dir": ("checkpoint.folder", checkpoints.save_dir),
-        "keep_last": ("checkpoint.keep_latest_k", checkpoints.keep_last),
-        "elastic": (None, checkpoints.elastic),
-        "adopt": (None, checkpoints.adopt),
-    }
-    for name, (setting, found) in own.items():
-        if found:
-            raise UsageError(
-                f"{name} cannot be used with attach_torchtitan",
-                found=f"Checkpoints({name}={found!r})",
-                expected="not set",
-                action=f"set {setting} of torchtitan's config" if setting else "leave it out: it is DeepSpeed's",
-            )
-    return replace(checkpoints, save_dir=manager.folder, keep_last=manager.keep_latest_k or None)
 
 
 def _feed(trainer: Any) -> Feed:

@@ -13,13 +13,12 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.paths import records_dir, torchtitan_tag
 from megaresume.hosts.torch.feeds import Samples
 from megaresume.hosts.torch.steps import Steps
 from megaresume.hosts.torchtitan.host import TitanHost
 from megaresume.session.random_state import kept
-from megaresume.session.session import Pick, Session
+from megaresume.session.session import Session
 from megaresume.stream.errors import MegaresumeError, StateError
 
 #: torchtitan's IGNORE_INDEX.
@@ -91,7 +90,7 @@ class Hooks:
             found = self.session.load(
                 self.host.folder,
                 lambda choice, _beside: self.host.read(choice, load),
-                pick=None if step == -1 else self._exactly(step),
+                pick=None if step == -1 else self.session.exactly(self.host.folder / torchtitan_tag(step)),
             )
         except MegaresumeError as error:
             self.steps.fail(error)  # the weights may be loaded, and the data is not
@@ -101,12 +100,6 @@ class Hooks:
         # Our records lie in the folder already, and torchtitan takes initial_load_path only if there is none.
         with self.host.looking_in(records_dir(self.host.folder) / "none"):
             return bool(load(-1))
-
-    def _exactly(self, step: int) -> Pick:
-        checksums = self.session.checksums
-        return lambda _shared, damaged: choose(
-            self.host.folder, tag=torchtitan_tag(step), checksums=checksums, damaged=damaged
-        )
 
     def save(self, save: Any, curr_step: int, last_step: bool = False) -> bool:
         """A step was made. Save and commit, if it is time."""

@@ -10,14 +10,13 @@ See docs/verl.md.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.hosts.torch.feeds import Items
-from megaresume.hosts.torch.loop import open_session
+from megaresume.hosts.torch.loop import of_trainer, open_session
 from megaresume.hosts.torch.steps import Steps
 from megaresume.hosts.verl.batches import Batches
 from megaresume.hosts.verl.hooks import Hooks
@@ -85,17 +84,14 @@ def _loader(trainer: Any, append: Append | None) -> DataLoader:
 def _with_config(checkpoints: Checkpoints, trainer: Any) -> Checkpoints:
     """With what VeRL's config says of directory and retention."""
     handler = trainer.ckpt_handler
-    for name in ("save_dir", "keep_last", "elastic", "adopt"):
-        if found := getattr(checkpoints, name):
-            raise UsageError(
-                f"{name} cannot be used with attach_verl",
-                found=f"Checkpoints({name}={found!r})",
-                expected="not set",
-                action="set trainer.default_local_dir, or trainer.max_ckpt_to_keep",
-            )
+    own = (
+        ("trainer.default_local_dir", handler.default_local_dir),
+        ("trainer.max_ckpt_to_keep", handler.max_ckpt_to_keep),
+    )
+    checkpoints = of_trainer(checkpoints, "attach_verl", save_dir=own[0], keep_last=own[1])
     # Retention is the session's: what VeRL deletes, it deletes before the newer one is complete.
-    kept, handler.max_ckpt_to_keep = handler.max_ckpt_to_keep, None
-    return replace(checkpoints, save_dir=handler.default_local_dir, keep_last=kept)
+    handler.max_ckpt_to_keep = None
+    return checkpoints
 
 
 def _check(trainer: Any) -> None:

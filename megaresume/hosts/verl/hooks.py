@@ -7,11 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.paths import verl_tag
 from megaresume.hosts.verl.host import VerlHost
 from megaresume.session.ranks import on_all_ranks
-from megaresume.session.session import Pick, Session
+from megaresume.session.session import Session
 from megaresume.stream.errors import MegaresumeError
 
 
@@ -56,7 +55,7 @@ class Hooks:
         assert root is not None
         if asked.resume_from_path is not None:
             path = Path(os.path.abspath(asked.resume_from_path))
-            root, pick = path.parent, self._exactly(path)
+            root, pick = path.parent, self.session.exactly(path)
         try:
             found = self.session.load(root, lambda choice, _beside: self.host.read(choice, load), pick=pick)
         except MegaresumeError as error:
@@ -69,11 +68,6 @@ class Hooks:
             return load()
         finally:
             asked.resume_mode = before
-
-    def _exactly(self, path: Path) -> Pick:
-        return lambda _shared, damaged: choose(
-            path.parent, tag=path.name, checksums=self.session.checksums, damaged=damaged
-        )
 
     def fit(self, fit: Any, *args: Any, **more: Any) -> None:
         """Train, and say that the run has come to its end."""

@@ -297,7 +297,11 @@ finally:
 
 
 @pytest.mark.parametrize(
-    ("loop", "words"), [(["evaluate", "train"], "forward_backward_no_pipelining"), ([""], "AdamW")]
+    ("loop", "words"),
+    [
+        (["evaluate", "train"], "forward_backward_no_pipelining"),
+        pytest.param([""], "AdamW", marks=pytest.mark.release),
+    ],
 )
 def test_a_loop_on_megatron_core_alone(tmp_path: Path, loop: list[str], words: str) -> None:
     """As Megatron-Bridge beside a checkout of Megatron-LM: evaluation passes, the first training step does not."""

@@ -138,6 +138,7 @@ def test_killed_between_tracker_and_records(
     assert status == 0, text
 
 
+@pytest.mark.release
 def test_killed_inside_a_save(
     mini: Any, tmp_path: Path, stream_flags: list[object], uninterrupted: dict[int, list[str]]
 ) -> None:
