@@ -3,8 +3,8 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
-# Test files at the same time; many wait for processes, schedulers and disks most of the time.
-WORKERS ?= 4
+# Test files at the same time; many start two processes, and those with a scheduler wait most of the time.
+WORKERS ?= 3
 BIN    := $(VENV)/bin
 # A file stays in one worker, which makes its fixtures once; tests/tiers.py puts the longest files first.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
