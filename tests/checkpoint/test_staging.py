@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ import pytest
 from megaresume.checkpoint import KEEP_ALL, Retention, StepFile, choose, read_ledger, record_start
 from megaresume.checkpoint.choosing.choose import choose_of_two
 from megaresume.checkpoint.saving.copying import adopt, is_copied, stage
+from megaresume.checkpoint.saving.durable import make_durable
 from megaresume.checkpoint.saving.retention import prune
 from megaresume.checkpoint.saving.staging import Stager, read_staging
 from megaresume.stream.errors import CheckpointError
@@ -90,6 +92,30 @@ def test_what_is_not_copied_stays(roots: tuple[Path, Path]) -> None:
     _wait_for(stager)
     assert stager.close(5) == ()
     assert [p.name for p in local.glob("global_step*")] == ["global_step40"]
+
+
+def test_what_is_durable_only_after_its_copy_makes_room_at_the_end(
+    roots: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy machine copies faster than it forces files to the disk."""
+    local, shared = roots
+    later: list[Callable[[], object]] = []
+    monkeypatch.setattr(
+        "tests.checkpoint.conftest.make_durable",
+        lambda *args, **more: later.append(functools.partial(make_durable, *args, **more)),
+    )
+    stager = Stager(local, shared, Retention(keep_last=2))
+    stager.start()
+    for iteration in (40, 50):
+        save_checkpoint(local, iteration)
+        stager.submit(iteration, f"global_step{iteration}")
+    _wait_for(stager)
+    assert len(list(local.glob("global_step*"))) == 4  # two durable ones, and two that may be lost
+    for finish in later:
+        finish()
+    assert stager.close(5) == ()
+    for root in (local, shared):
+        assert sorted(p.name for p in root.glob("global_step*")) == ["global_step40", "global_step50"]
 
 
 def test_errors_are_loud(roots: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
@@ -233,6 +259,7 @@ def counted(function):
         return function(*args, **kwargs)
     return call
 
+from megaresume.checkpoint.saving.durable import make_durable
 from megaresume.checkpoint.saving.retention import prune
 from megaresume.checkpoint.saving.copying import stage
 for name in names:

@@ -66,7 +66,14 @@ class Retention:
 KEEP_ALL = Retention()
 
 
-def prune(root: Path, retention: Retention, committed: StepFile, *, copied_to: Path | None = None) -> tuple[str, ...]:
+def prune(
+    root: Path,
+    retention: Retention,
+    committed: StepFile,
+    *,
+    copied_to: Path | None = None,
+    copies_of: Path | None = None,
+) -> tuple[str, ...]:
     """Delete what a policy does not keep. On rank 0, when the checkpoint ``committed`` is durable.
 
     A directory disappears in one rename and is deleted by a thread, which the interpreter waits for at its end; what a
@@ -77,6 +84,7 @@ def prune(root: Path, retention: Retention, committed: StepFile, *, copied_to: P
         retention: the policy. ``keep_every`` alone keeps the newest one besides.
         committed: the checkpoint that is durable now.
         copied_to: only what has a complete copy there may go; None: no matter.
+        copies_of: what is still there stays; None: no matter.
 
     Returns:
         the tags that are gone, newest first.
@@ -91,6 +99,8 @@ def prune(root: Path, retention: Retention, committed: StepFile, *, copied_to: P
         check_owned(root)
         for candidate in _superfluous(root, retention, committed):
             if copied_to is not None and not _has_copy(root, copied_to, candidate):
+                continue
+            if copies_of is not None and (copies_of / candidate.tag).is_dir():
                 continue
             place = root / candidate.tag
             away = place.with_name(leftover_name(candidate.tag))

@@ -31,7 +31,7 @@ from megaresume.checkpoint.paths import check_tag, records_dir
 from megaresume.checkpoint.saving.copying import is_copied, share_ledger, stage
 from megaresume.checkpoint.saving.rank_files import remove_orphans
 from megaresume.checkpoint.saving.retention import KEEP_ALL, Retention, prune
-from megaresume.checkpoint.step_file import run_of
+from megaresume.checkpoint.step_file import StepFile, run_of
 from megaresume.stream.errors import CheckpointError, MegaresumeError
 
 log = logging.getLogger(__name__)
@@ -99,6 +99,8 @@ class Stager:
         self._changed = threading.Condition()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
+        #: of the checkpoint that was copied last; None: none was.
+        self._last: StepFile | None = None
 
     def start(self) -> None:
         """Begin, with what an earlier process left uncopied.
@@ -151,7 +153,10 @@ class Stager:
             self._changed.notify_all()
         self._thread.join(timeout=1.0)
         self._thread = None
-        if left_over := self.waiting():
+        left_over = self.waiting()
+        if self._last is not None and not left_over:
+            self._prune(self._last)  # what became durable after its copy counts now
+        if left_over:
             log.error(
                 "megaresume: not copied to %s: %s. They are complete in %s; the next start there goes on with them",
                 self.shared,
@@ -195,8 +200,12 @@ class Stager:
     def _copy(self, iteration: int, tag: str) -> None:
         copied = stage(self.local, self.shared, iteration, tag)
         if copied is not None:
-            # Local ones first: a copy that has gone by the same rule is no copy.
-            prune(self.local, self.retention, copied, copied_to=self.shared)
-            prune(self.shared, self.retention, copied)
-            remove_orphans(self.local)
-            remove_orphans(self.shared)
+            self._last = copied
+            self._prune(copied)
+
+    def _prune(self, copied: StepFile) -> None:
+        # Local ones first: without its copy one would stay for ever. A copy may be durable before what it is a copy of.
+        prune(self.local, self.retention, copied, copied_to=self.shared)
+        prune(self.shared, self.retention, copied, copies_of=self.local)
+        remove_orphans(self.local)
+        remove_orphans(self.shared)
