@@ -21,13 +21,13 @@ from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import Envelope
 from megaresume.checkpoint.paths import hugging_face_tag, parse_record_name, records_dir
 from megaresume.checkpoint.step_file import StepFile
-from megaresume.checkpoint.topology import Topology
+from megaresume.hosts.torch.host import StepHost, hook
 from megaresume.hosts.torch.steps import Steps
 from megaresume.session.file_errors import writing
 from megaresume.session.host import Reading, Resume, Save
 from megaresume.session.ranks import all_come, on_all_ranks, on_rank_0
 from megaresume.session.session import Session
-from megaresume.stream.errors import MegaresumeError, UsageError
+from megaresume.stream.errors import UsageError
 
 
 class DataRecord:
@@ -45,7 +45,7 @@ class DataRecord:
         self.held = state
 
 
-class AcceleratorHost:
+class AcceleratorHost(StepHost):
     """See `megaresume.session.host.Host`.
 
     Args:
@@ -60,31 +60,6 @@ class AcceleratorHost:
     def __init__(self, accelerator: Any, steps: Steps) -> None:
         self.accelerator, self.steps, self.record = accelerator, steps, DataRecord()
         self.framework = f"accelerate {importlib.metadata.version('accelerate')}"
-
-    def iteration(self) -> int:
-        """See `Host`."""
-        return self.steps.step
-
-    def samples(self) -> int:
-        """See `Host`."""
-        return self.steps.trained
-
-    def topology(self) -> Topology:
-        """See `Host`."""
-        return self.steps.feed.topology(self.steps.trained)
-
-    def expected_files(self, save_dir: Path, tag: str) -> None:
-        """See `Host`: what Accelerate writes depends on the model."""
-
-    def settle(self) -> None:
-        """See `Host`: nothing is written in the background."""
-
-    def is_saving(self) -> bool:
-        """See `Host`."""
-        return False
-
-    def committed(self, save_dir: Path) -> None:
-        """See `Host`."""
 
     def write(self, save: Save, write: Callable[[str], Any]) -> Any:
         """Write a checkpoint by Accelerate's own method ``write(directory)``."""
@@ -134,11 +109,11 @@ class AcceleratedLoop:
         self._made: list[Any] = []
         accelerator.register_for_checkpointing(host.record)
         for optimizer in self._optimizers:
-            _hook(optimizer, "step", functools.partial(self._step, optimizer))
-        _hook(accelerator, "save_state", self._save_state)
-        _hook(accelerator, "load_state", self._load_state)
-        _hook(accelerator, "prepare", self._prepare)
-        _hook(accelerator, "skip_first_batches", self._skip)
+            hook(optimizer, "step", functools.partial(self._step, optimizer))
+        hook(accelerator, "save_state", self._save_state)
+        hook(accelerator, "load_state", self._load_state)
+        hook(accelerator, "prepare", self._prepare)
+        hook(accelerator, "skip_first_batches", self._skip)
 
     @property
     def step(self) -> int:
@@ -235,11 +210,8 @@ class AcceleratedLoop:
             return self.host.read(choice, lambda path: read(path, *args, **more))
 
         assert root is not None
-        try:
+        with self.steps.loading():
             self.session.load(root, read_files, pick=pick)
-        except MegaresumeError as error:
-            self.steps.fail(error)  # the weights may be loaded, and the data is not
-            raise
         return self.session.resumed
 
     def _check_prepared(self) -> None:
@@ -295,8 +267,3 @@ def _check_name(directory: Path, step: int) -> None:
             cause="it would be overwritten in place: a kill in the middle leaves neither",
             action="save_state() with automatic_checkpoint_naming; or a path with the number of the step in it",
         )
-
-
-def _hook(target: Any, name: str, hook: Callable[..., Any]) -> None:
-    before = getattr(target, name)
-    setattr(target, name, functools.wraps(before)(functools.partial(hook, before)))

@@ -23,6 +23,7 @@ from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
 from megaresume.hosts.hugging_face.accelerated_loop import AcceleratedLoop, AcceleratorHost
 from megaresume.hosts.torch.feeds import feed_of
+from megaresume.hosts.torch.host import refuse
 from megaresume.hosts.torch.loop import open_session
 from megaresume.hosts.torch.steps import Steps
 from megaresume.session.ranks import on_all_ranks
@@ -111,14 +112,7 @@ def check_accelerator(accelerator: Any, loader: Any) -> None:
             "train with DDP; with FSDP2 in a loop under megaresume.attach_loop; with DeepSpeed under megaresume.attach",
         ),
     }
-    for name, (found, action) in refused.items():
-        if found:
-            raise UsageError(
-                f"{name} cannot be used with attach_accelerator",
-                found=f"{name}: {found}",
-                expected="not set" if found is True else None,
-                action=action,
-            )
+    refuse("attach_accelerator", refused)
 
 
 def _with_naming(checkpoints: Checkpoints, naming: Any) -> Checkpoints:

@@ -22,7 +22,8 @@ from megaresume.hosts.hugging_face.collators import collator, packing_collator
 from megaresume.hosts.hugging_face.hooks import Hooks
 from megaresume.hosts.hugging_face.host import TrainerHost
 from megaresume.hosts.torch.feeds import Items
-from megaresume.hosts.torch.loop import of_trainer, open_session
+from megaresume.hosts.torch.host import of_trainer
+from megaresume.hosts.torch.loop import open_session
 from megaresume.session.ranks import on_all_ranks
 from megaresume.session.settings import Checkpoints
 from megaresume.session.stopping import StopConditions

@@ -8,6 +8,7 @@ from typing import Any
 from megaresume.hosts.hugging_face.backends import check_backend
 from megaresume.hosts.hugging_face.families import check_methods
 from megaresume.hosts.hugging_face.hooks import HOOKED
+from megaresume.hosts.torch.host import refuse
 from megaresume.stream.errors import UsageError
 
 #: where a Trainer keeps what is attached to it.
@@ -60,13 +61,6 @@ def check_trainer(trainer: Any) -> None:
             "train with DDP, DeepSpeed or FSDP",
         ),
     }
-    for name, (found, action) in refused.items():
-        if found:
-            raise UsageError(
-                f"{name} cannot be used with attach_trainer",
-                found=f"{name}: {found}",
-                expected="not set",
-                action=action,
-            )
+    refuse("attach_trainer", refused, expected="not set")
     check_backend(trainer)
     check_methods(trainer)

@@ -14,13 +14,13 @@ _load_callback_state             the data state is no state of a callback
 
 from __future__ import annotations
 
-import functools
 import os
 from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.paths import hugging_face_tag
 from megaresume.hosts.hugging_face.host import KEY, TrainerHost
+from megaresume.hosts.torch.host import hook
 from megaresume.session.random_state import kept
 from megaresume.session.ranks import on_all_ranks
 from megaresume.session.session import Session
@@ -53,9 +53,7 @@ class Hooks:
         trainer = self.trainer = host.trainer
         self._attached_with = self._settings()
         for name in HOOKED:
-            before = getattr(trainer, name)
-            hook = getattr(self, name.lstrip("_"))
-            setattr(trainer, name, functools.wraps(before)(functools.partial(hook, before)))
+            hook(trainer, name, getattr(self, name.lstrip("_")))
         trainer.get_train_dataloader = lambda: host.loader
         trainer.callback_handler.callbacks.insert(0, _callback(host))  # before those that log the epoch
 

@@ -18,6 +18,7 @@ from megaresume.batches.data_loader import DataLoader
 from megaresume.hosts.lightning.hooks import Hooks
 from megaresume.hosts.lightning.host import LightningHost
 from megaresume.hosts.torch.feeds import Items
+from megaresume.hosts.torch.host import refuse
 from megaresume.hosts.torch.loop import check_checkpoints, open_session
 from megaresume.hosts.torch.steps import Steps
 from megaresume.session.ranks import on_all_ranks
@@ -124,7 +125,7 @@ def check_trainer(trainer: Any, *, stops: bool) -> str:
             "requeues. Or Trainer(plugins=[SLURMEnvironment(auto_requeue=False)])",
         ),
     }
-    _refuse(refused)
+    refuse("attach_lightning", refused)
     return package
 
 
@@ -143,7 +144,7 @@ def check_fit(trainer: Any, package: str, loader: Any) -> None:
             action="megaresume.DataLoader(dataset, batch_size) around a map-style dataset, or around several: "
             "{name: (dataset, weight)}; a StreamLoader in a loop under megaresume.attach_loop",
         )
-    _refuse(_of_callbacks(trainer, importlib.import_module(f"{package}.callbacks")))
+    refuse("attach_lightning", _of_callbacks(trainer, importlib.import_module(f"{package}.callbacks")))
     module = trainer.lightning_module
     accumulation = trainer.accumulate_grad_batches
     ranks, own = f"rank {trainer.global_rank} of {trainer.world_size}", f"rank {loader.dp_rank} of {loader.dp_size}"
@@ -177,7 +178,7 @@ def check_fit(trainer: Any, package: str, loader: Any) -> None:
             "training_step(self, batch, batch_idx)",
         ),
     }
-    _refuse(refused)
+    refuse("attach_lightning", refused)
 
 
 def _of_callbacks(trainer: Any, kinds: Any) -> dict[str, tuple[Any, str]]:
@@ -205,14 +206,3 @@ def _of_callbacks(trainer: Any, kinds: Any) -> dict[str, tuple[Any, str]]:
         "a local one; megaresume.Checkpoints(stage_to=...) copies complete checkpoints",
     )
     return found
-
-
-def _refuse(refused: dict[str, tuple[Any, str]]) -> None:
-    for name, (found, action) in refused.items():
-        if found:
-            raise UsageError(
-                f"{name} cannot be used with attach_lightning",
-                found=f"{name}: {found}",
-                expected="not set" if found is True else None,
-                action=action,
-            )

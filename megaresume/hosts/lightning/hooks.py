@@ -15,7 +15,6 @@ and a callback, before all others: a step was made; a data state for what is sav
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 import shutil
@@ -26,6 +25,7 @@ from typing import Any
 from megaresume.checkpoint.choosing.search import Choice, Theirs
 from megaresume.checkpoint.paths import deepspeed_tag
 from megaresume.hosts.lightning.host import FILE, KEY, Batches, LightningHost
+from megaresume.hosts.torch.host import hook
 from megaresume.session import random_state
 from megaresume.session.file_errors import writing
 from megaresume.session.ranks import is_rank_0, on_all_ranks, on_rank_0
@@ -68,9 +68,8 @@ class Hooks:
         #: the generators before the validation that runs.
         self._before: random_state.Snapshot | None = None
         self._request = trainer.fit_loop._data_source.dataloader
-        for owner, name, hook in self._hooks(trainer):
-            before = getattr(owner, name)
-            setattr(owner, name, functools.wraps(before)(functools.partial(hook, before)))
+        for owner, name, function in self._hooks(trainer):
+            hook(owner, name, function)
         if listens:
             trainer._signal_connector.register_signal_handlers = lambda: None
         trainer.callbacks.insert(0, _callback(package, self))

@@ -12,8 +12,8 @@ from typing import Any
 from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import Envelope
-from megaresume.checkpoint.topology import Topology
 from megaresume.hosts.torch.feeds import micro_batches_to
+from megaresume.hosts.torch.host import StepHost
 from megaresume.hosts.torch.steps import Steps
 from megaresume.session.file_errors import writing
 from megaresume.session.host import Reading, Save
@@ -23,7 +23,7 @@ from megaresume.session.ranks import is_rank_0, on_all_ranks
 FILE, KEY = "checkpoint.ckpt", "megaresume"
 
 
-class LightningHost:
+class LightningHost(StepHost):
     """See `megaresume.session.host.Host`.
 
     Args:
@@ -41,31 +41,9 @@ class LightningHost:
         #: what the checkpoint that is being made is to hold; None: none is.
         self.held: dict[str, Any] | None = None
 
-    def iteration(self) -> int:
-        """See `Host`."""
-        return self.steps.step
-
-    def samples(self) -> int:
-        """See `Host`."""
-        return self.steps.trained
-
-    def topology(self) -> Topology:
-        """See `Host`."""
-        return self.steps.feed.topology(self.steps.trained)
-
     def expected_files(self, save_dir: Path, tag: str) -> Sequence[str]:
         """See `Host`."""
         return [FILE] if is_rank_0() else []
-
-    def settle(self) -> None:
-        """See `Host`: nothing is written in the background."""
-
-    def is_saving(self) -> bool:
-        """See `Host`."""
-        return False
-
-    def committed(self, save_dir: Path) -> None:
-        """See `Host`."""
 
     def write(self, save: Save) -> Path:
         """Write the file that Lightning would write, with the data state in it: for `Session.save`."""

@@ -1,5 +1,6 @@
 """A training loop of one's own in torch as a host: `megaresume.attach_loop`; and what other loops share with it.
 
+host.py        what the hosts of trainers and loops have in common
 loop.py        the function, `Loop`, which it returns, and `LoopHost`
 files.py       what is in a checkpoint: torch.distributed.checkpoint, in the foreground or background, or one file
 background.py  `Background`: a save that is written while training goes on

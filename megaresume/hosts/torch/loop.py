@@ -20,7 +20,6 @@ import atexit
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -32,10 +31,10 @@ from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import Envelope
 from megaresume.checkpoint.paths import deepspeed_tag
 from megaresume.checkpoint.step_file import StepFile
-from megaresume.checkpoint.topology import Topology
 from megaresume.hosts.torch import files
 from megaresume.hosts.torch.background import Background
 from megaresume.hosts.torch.feeds import Feed, feed_of
+from megaresume.hosts.torch.host import StepHost
 from megaresume.hosts.torch.steps import Steps
 from megaresume.session.file_errors import writing
 from megaresume.session.host import Host, Reading, Resume, Save
@@ -44,10 +43,10 @@ from megaresume.session.ranks import all_come, is_rank_0, on_all_ranks, same_on_
 from megaresume.session.session import Session
 from megaresume.session.settings import Checkpoints
 from megaresume.session.stopping import StopConditions
-from megaresume.stream.errors import MegaresumeError, UsageError
+from megaresume.stream.errors import UsageError
 
 
-class LoopHost:
+class LoopHost(StepHost):
     """See `megaresume.session.host.Host`.
 
     Args:
@@ -66,18 +65,6 @@ class LoopHost:
         self._group = files.own_group()
         self.background = Background(lambda save: steps.session.commit(save))
 
-    def iteration(self) -> int:
-        """See `Host`."""
-        return self.steps.step
-
-    def samples(self) -> int:
-        """See `Host`."""
-        return self.steps.trained
-
-    def topology(self) -> Topology:
-        """See `Host`."""
-        return self.steps.feed.topology(self.steps.trained)
-
     def expected_files(self, save_dir: Path, tag: str) -> Sequence[str]:
         """See `Host`: what rank 0 writes last, after it has heard of the files of all ranks."""
         last = files.SINGLE if self.writer == "torch" else files.METADATA
@@ -90,9 +77,6 @@ class LoopHost:
     def is_saving(self) -> bool:
         """See `Host`."""
         return self.background.is_saving()
-
-    def committed(self, save_dir: Path) -> None:
-        """See `Host`."""
 
     def write(self, save: Save) -> None:
         """Write the files of this rank: for `Session.save`."""
@@ -181,11 +165,8 @@ class Loop:
         """
         root = self.session.save_dir if directory is None else Path(os.path.abspath(directory))
         assert root is not None
-        try:
+        with self.steps.loading():
             self.session.load(root, self.host.read, pick=None if tag is None else self.session.exactly(root / tag))
-        except MegaresumeError as error:
-            self.steps.fail(error)  # the weights may be loaded, and the data is not
-            raise
         return self.session.resumed
 
     def finish(self) -> None:
@@ -289,31 +270,6 @@ def check_checkpoints(checkpoints: Checkpoints) -> None:
             expected="save_dir, and neither elastic nor adopt, which are DeepSpeed's",
             action="Checkpoints(save_dir='checkpoints'); a checkpoint of any writer loads on any number of ranks",
         )
-
-
-def of_trainer(
-    checkpoints: Checkpoints, function: str, *, save_dir: tuple[str, Any], keep_last: tuple[str, Any]
-) -> Checkpoints:
-    """The settings under a trainer that says by itself where it saves, and how many checkpoints it keeps.
-
-    Args:
-        checkpoints: with neither of the two.
-        function: for errors: "attach_trainer".
-        save_dir, keep_last: how its own setting is called, and what it says.
-
-    Raises:
-        UsageError: one of them was given here as well, or one that is DeepSpeed's.
-    """
-    own = {"save_dir": f"set {save_dir[0]}", "keep_last": f"set {keep_last[0]}"}
-    for name, action in (own | dict.fromkeys(("elastic", "adopt"), "leave it out: it is DeepSpeed's")).items():
-        if found := getattr(checkpoints, name):
-            raise UsageError(
-                f"{name} cannot be used with {function}",
-                found=f"Checkpoints({name}={found!r})",
-                expected="not set",
-                action=action,
-            )
-    return replace(checkpoints, save_dir=save_dir[1], keep_last=keep_last[1] or None)
 
 
 def _check(checkpoints: Checkpoints, writer: str) -> None:

@@ -10,6 +10,7 @@ What is out when the run ends, or is killed, is not trained: it comes again afte
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from megaresume.hosts.torch.feeds import Feed
@@ -53,6 +54,15 @@ class Steps:
         """Train and save nothing any more; returns the error."""
         self._failure = error
         return error
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around a load: if it fails, the weights may be loaded and the data is not, so nothing is trained any more."""
+        try:
+            yield
+        except MegaresumeError as error:
+            self.fail(error)
+            raise
 
     @property
     def is_untouched(self) -> bool:

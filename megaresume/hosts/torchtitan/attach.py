@@ -15,7 +15,8 @@ from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.hosts.torch.feeds import Feed, feed_of
-from megaresume.hosts.torch.loop import of_trainer, open_session
+from megaresume.hosts.torch.host import of_trainer
+from megaresume.hosts.torch.loop import open_session
 from megaresume.hosts.torch.steps import Steps
 from megaresume.hosts.torchtitan.hooks import OF_MANAGER, OF_TRAINER, Hooks
 from megaresume.hosts.torchtitan.host import DATALOADER, TitanHost

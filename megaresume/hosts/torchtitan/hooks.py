@@ -15,11 +15,12 @@ from typing import Any
 
 from megaresume.checkpoint.paths import records_dir, torchtitan_tag
 from megaresume.hosts.torch.feeds import Samples
+from megaresume.hosts.torch.host import hook
 from megaresume.hosts.torch.steps import Steps
 from megaresume.hosts.torchtitan.host import TitanHost
 from megaresume.session.random_state import kept
 from megaresume.session.session import Session
-from megaresume.stream.errors import MegaresumeError, StateError
+from megaresume.stream.errors import StateError
 
 #: torchtitan's IGNORE_INDEX.
 IGNORE = -100
@@ -63,12 +64,11 @@ class Hooks:
         self._save, self._load = manager.save, manager.load
         for owner, names in ((trainer, OF_TRAINER), (manager, OF_MANAGER)):
             for name in names:
-                before = getattr(owner, name)
-                setattr(owner, name, functools.wraps(before)(functools.partial(getattr(self, name), before)))
+                hook(owner, name, getattr(self, name))
         of_stream = functools.partial(_of_stream, positions=not hasattr(trainer, "job_config"))  # since 0.3
         trainer.dataloader = Batches(self.steps, of_stream if isinstance(self.steps.feed, Samples) else _as_it_is)
         if (validator := getattr(trainer, "validator", None)) is not None:
-            validator.validate = functools.wraps(validator.validate)(functools.partial(_keeping, validator.validate))
+            hook(validator, "validate", _keeping)
 
     def train(self, train: Any) -> None:
         """Train, save what the end of the data has left unsaved, and say that the run has come to its end."""
@@ -86,15 +86,12 @@ class Hooks:
         Raises, on every rank:
             CheckpointError, StateError: see `Session.load`.
         """
-        try:
+        with self.steps.loading():
             found = self.session.load(
                 self.host.folder,
                 lambda choice, _beside: self.host.read(choice, load),
                 pick=None if step == -1 else self.session.exactly(self.host.folder / torchtitan_tag(step)),
             )
-        except MegaresumeError as error:
-            self.steps.fail(error)  # the weights may be loaded, and the data is not
-            raise
         if found:
             return True
         # Our records lie in the folder already, and torchtitan takes initial_load_path only if there is none.

@@ -14,9 +14,9 @@ from typing import Any
 
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import Envelope
-from megaresume.checkpoint.topology import Topology
 from megaresume.hosts.torch import files
 from megaresume.hosts.torch.background import Background
+from megaresume.hosts.torch.host import StepHost
 from megaresume.hosts.torch.steps import Steps
 from megaresume.session.file_errors import writing
 from megaresume.session.host import Reading, Save
@@ -42,7 +42,7 @@ class Carried:
         self.text = state[KEY]
 
 
-class TitanHost:
+class TitanHost(StepHost):
     """See `megaresume.session.host.Host`.
 
     Args:
@@ -65,18 +65,6 @@ class TitanHost:
         """The checkpoint root."""
         return Path(self.manager.folder)
 
-    def iteration(self) -> int:
-        """See `Host`."""
-        return self.steps.step
-
-    def samples(self) -> int:
-        """See `Host`."""
-        return self.steps.trained
-
-    def topology(self) -> Topology:
-        """See `Host`."""
-        return self.steps.feed.topology(self.steps.trained)
-
     def expected_files(self, save_dir: Path, tag: str) -> Sequence[str]:
         """See `Host`: what rank 0 writes last, after it has heard of the files of all ranks."""
         return [files.METADATA] if is_rank_0() else []
@@ -88,9 +76,6 @@ class TitanHost:
     def is_saving(self) -> bool:
         """See `Host`."""
         return self.background.is_saving()
-
-    def committed(self, save_dir: Path) -> None:
-        """See `Host`."""
 
     def write(self, save: Save, write: Callable[[], object]) -> None:
         """Write the files of this rank by torchtitan's own method, ``write()``: for `Session.save`."""

@@ -16,7 +16,8 @@ import torch
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.hosts.torch.feeds import Items
-from megaresume.hosts.torch.loop import of_trainer, open_session
+from megaresume.hosts.torch.host import of_trainer
+from megaresume.hosts.torch.loop import open_session
 from megaresume.hosts.torch.steps import Steps
 from megaresume.hosts.verl.batches import Batches
 from megaresume.hosts.verl.hooks import Hooks

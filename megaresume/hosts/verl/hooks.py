@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.paths import verl_tag
+from megaresume.hosts.torch.host import hook
 from megaresume.hosts.verl.host import VerlHost
 from megaresume.session.ranks import on_all_ranks
 from megaresume.session.session import Session
-from megaresume.stream.errors import MegaresumeError
 
 
 class Hooks:
@@ -24,14 +23,13 @@ class Hooks:
 
     def __init__(self, host: VerlHost, session: Session) -> None:
         self.host, self.session, self.trainer = host, session, host.trainer
-        for owner, name, hook in (
+        for owner, name, function in (
             (self.trainer.ckpt_handler, "load_checkpoint", self.load),
             (self.trainer.ckpt_handler, "save_checkpoint", self.save),
             (self.trainer.training_client, "train_batch", self.step),
             (self.trainer, "fit", self.fit),
         ):
-            before = getattr(owner, name)
-            setattr(owner, name, functools.wraps(before)(functools.partial(hook, before)))
+            hook(owner, name, function)
 
     def load(self, load: Any) -> Any:
         """Go on from what ``resume_mode`` says; begin if there is nothing.
@@ -56,11 +54,8 @@ class Hooks:
         if asked.resume_from_path is not None:
             path = Path(os.path.abspath(asked.resume_from_path))
             root, pick = path.parent, self.session.exactly(path)
-        try:
+        with self.host.steps.loading():
             found = self.session.load(root, lambda choice, _beside: self.host.read(choice, load), pick=pick)
-        except MegaresumeError as error:
-            self.host.steps.fail(error)  # the weights may be loaded, and the data is not
-            raise
         if found is not None:
             return found[0]
         before, asked.resume_mode = asked.resume_mode, "disable"

@@ -16,7 +16,7 @@ import torch
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import Envelope
 from megaresume.checkpoint.paths import tag_iteration
-from megaresume.checkpoint.topology import Topology
+from megaresume.hosts.torch.host import StepHost
 from megaresume.hosts.torch.steps import Steps
 from megaresume.hosts.verl.batches import FILE, KEY, Batches
 from megaresume.session.file_errors import writing
@@ -27,7 +27,7 @@ from megaresume.stream.errors import CheckpointError
 _SHARD = re.compile(r"model_world_size_([0-9]+)_rank_[0-9]+\.pt")
 
 
-class VerlHost:
+class VerlHost(StepHost):
     """See `megaresume.session.host.Host`.
 
     Args:
@@ -43,31 +43,6 @@ class VerlHost:
     def __init__(self, trainer: Any, steps: Steps, batches: Batches) -> None:
         self.trainer, self.steps, self.batches = trainer, steps, batches
         self.framework = f"verl {importlib.metadata.version('verl')}"
-
-    def iteration(self) -> int:
-        """See `Host`."""
-        return self.steps.step
-
-    def samples(self) -> int:
-        """See `Host`."""
-        return self.steps.trained
-
-    def topology(self) -> Topology:
-        """See `Host`."""
-        return self.steps.feed.topology(self.steps.trained)
-
-    def expected_files(self, save_dir: Path, tag: str) -> None:
-        """See `Host`: what VeRL writes depends on its engine and ``save_contents``."""
-
-    def settle(self) -> None:
-        """See `Host`: nothing is written in the background."""
-
-    def is_saving(self) -> bool:
-        """See `Host`."""
-        return False
-
-    def committed(self, save_dir: Path) -> None:
-        """See `Host`."""
 
     def write(self, save: Save, write: Callable[[], object]) -> None:
         """Write the files of this rank by VeRL's own method, ``write()``: for `Session.save`."""

@@ -5,7 +5,6 @@ What a loop trained it writes down itself: `accelerated.py`.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from megaresume.stream.errors import StateError, UsageError
 from tests.hosts.conftest import write_corpus
 from tests.hosts.hugging_face.accelerated import accelerator_of, run
 from tests.hosts.torch.program import Numbers
-from tests.hosts.torch.record import items, launch, lines, losses, trained
+from tests.hosts.torch.record import copied, items, launch, lines, losses, trained
 
 pytestmark = pytest.mark.process
 
@@ -64,9 +63,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copy(killed: Path, tmp_path: Path) -> Path:
     """A copy of it."""
-    for path in killed.parent.iterdir():
-        (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / path.name)
-    return tmp_path / "run"
+    return copied(killed, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from megaresume.checkpoint.paths import ledger_path
 from megaresume.cli.main import main
 from megaresume.stream.errors import StateError, UsageError
 from tests.hosts.hugging_face.program import ITEMS, Numbers, Recorder, make
-from tests.hosts.torch.record import items, launch, lines, trained
+from tests.hosts.torch.record import copied, items, launch, lines, trained
 
 pytestmark = pytest.mark.process
 
@@ -68,9 +68,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copy(killed: Path, tmp_path: Path) -> Path:
     """A copy of it."""
-    for path in killed.parent.iterdir():
-        (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / path.name)
-    return tmp_path / "run"
+    return copied(killed, tmp_path)
 
 
 def test_every_epoch_has_every_item_once(order: list[int]) -> None:

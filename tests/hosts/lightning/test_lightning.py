@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import multiprocessing.connection
 import os
-import shutil
 import signal
 import socket
 from pathlib import Path
@@ -26,7 +25,7 @@ from megaresume.cli.main import main
 from megaresume.stream.errors import StateError, UsageError
 from tests.hosts.lightning.program import Module, Texts, run
 from tests.hosts.torch.program import ITEMS, Numbers
-from tests.hosts.torch.record import items, launch, lines, losses, trained
+from tests.hosts.torch.record import copied, items, launch, lines, losses, trained
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore::UserWarning:lightning")]
 
@@ -87,9 +86,7 @@ def fork(ranks: int, directory: Path, **options: Any) -> list[int | None]:
 @pytest.fixture
 def copy(killed: Path, tmp_path: Path) -> Path:
     """A copy of it."""
-    for path in killed.parent.iterdir():
-        (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / path.name)
-    return tmp_path / "run"
+    return copied(killed, tmp_path)
 
 
 @pytest.mark.parametrize(

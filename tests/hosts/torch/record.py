@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from itertools import chain, zip_longest
@@ -30,6 +31,13 @@ def launch(
     if restarts:  # the ranks would find the addresses of those before them
         env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return subprocess.run(words, env=env, capture_output=True, text=True)
+
+
+def copied(directory: Path, to: Path) -> Path:
+    """A copy of a run, with what it has written down beside it."""
+    for path in directory.parent.iterdir():
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, to / path.name)
+    return to / directory.name
 
 
 def lines(directory: Path) -> list[dict[str, Any]]:

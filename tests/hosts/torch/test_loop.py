@@ -5,7 +5,6 @@ What a loop trained it writes down itself: `program.py`.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from megaresume.cli.main import main
 from megaresume.stream.errors import StateError
 from tests.hosts.conftest import write_corpus
 from tests.hosts.torch.program import ITEMS, Numbers, run
-from tests.hosts.torch.record import items, launch, lines, losses, trained
+from tests.hosts.torch.record import copied, items, launch, lines, losses, trained
 
 pytestmark = pytest.mark.process
 
@@ -54,9 +53,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copy(killed: Path, tmp_path: Path) -> Path:
     """A copy of it."""
-    for path in killed.parent.iterdir():
-        (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / path.name)
-    return tmp_path / "run"
+    return copied(killed, tmp_path)
 
 
 def test_every_epoch_has_every_item_once(order: list[int]) -> None:

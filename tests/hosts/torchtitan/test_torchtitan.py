@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import pytest
 from megaresume.checkpoint import choose, read_ledger
 from megaresume.checkpoint.paths import ledger_path
 from megaresume.cli.main import main
-from tests.hosts.torch.record import items, launch, lines, losses, trained
+from tests.hosts.torch.record import copied, items, launch, lines, losses, trained
 
 PROGRAM = Path(__file__).with_name("program.py")
 DOCUMENT = Path(__file__).parents[3] / "docs" / "torchtitan.md"
@@ -69,9 +68,7 @@ def killed(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copy(killed: Path, tmp_path: Path) -> Path:
     """A copy of it."""
-    for path in killed.parent.iterdir():
-        (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / path.name)
-    return tmp_path / "run"
+    return copied(killed, tmp_path)
 
 
 @pytest.mark.release

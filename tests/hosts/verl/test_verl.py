@@ -5,7 +5,6 @@ What the trainer trained it writes down itself: `program.py`.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from megaresume.checkpoint import choose, read_ledger
 from megaresume.checkpoint.paths import ledger_path
 from megaresume.cli.main import main
-from tests.hosts.torch.record import items, launch, lines, trained
+from tests.hosts.torch.record import copied, items, launch, lines, trained
 
 PROGRAM = Path(__file__).with_name("program.py")
 
@@ -57,9 +56,7 @@ def order(python: str, killed: Path, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.fixture
 def copy(killed: Path, tmp_path: Path) -> Path:
     """A copy of the killed run."""
-    for path in killed.parent.iterdir():
-        (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / path.name)
-    return tmp_path / "run"
+    return copied(killed, tmp_path)
 
 
 @pytest.mark.release
