@@ -30,7 +30,8 @@ def add_shard_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--processor",
         metavar="KIND",
-        help="images to tokens: patches, tiles, native or python; options as YAML: '{kind: patches, size: 336}'",
+        help="images to tokens: patches, tiles, native or python; options as YAML: '{kind: patches, size: 336}', or "
+        "the values of a model: '{preset: qwen3-vl}', '{model: DIRECTORY}'",
     )
     group.add_argument(
         "--template", metavar="KIND", help="record to document: caption (default), chat, ...; options as YAML"

@@ -15,6 +15,7 @@ from typing import Any, cast
 from megaresume.corpora.prepare.tokenizers import Tokenizer, read_tokenizer_file, tokenizer_from_content
 from megaresume.images.decode import ImageOptions
 from megaresume.images.processors import processor_from_options, processor_options
+from megaresume.images.processors.pretrained import resolved
 from megaresume.images.templates import template_from_options, template_options
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.schema import Options, Truth, plain, read
@@ -50,7 +51,7 @@ def spec_from_options(options: object, base_dir: str | Path = ".") -> dict[str, 
     eod          true: every document ends with the end-of-document token
     eod_token    by default the first that the tokenizer has of `megaresume.corpora.prepare.tokenizers.EOD_TOKENS`
     template     see `megaresume.images.templates`; caption by default
-    processor    see `megaresume.images.processors`
+    processor    see `megaresume.images.processors`; ``model`` and ``preset`` become the values they stand for
     images       see `megaresume.images.decode.ImageOptions`
     ============ ==========================================================================================
 
@@ -64,7 +65,7 @@ def spec_from_options(options: object, base_dir: str | Path = ".") -> dict[str, 
             "the encoder has no processor",
             found=f"keys {', '.join(cast(dict[str, Any], options)) or 'none'}",
             expected="how an image becomes pixels and tokens",
-            action="add processor: {kind: patches} (or tiles, native, python)",
+            action="add processor: {preset: qwen3-vl}, {model: DIRECTORY} or {kind: patches} (tiles, native, python)",
         )
     path = said.tokenizer
     content, name = read_tokenizer_file(None if path is None else Path(base_dir) / Path(path).expanduser())
@@ -73,7 +74,7 @@ def spec_from_options(options: object, base_dir: str | Path = ".") -> dict[str, 
         "version": VERSION,
         "tokenizer": pack_tokenizer(content, name),
         "template": template_options(template_from_options(said.template)),
-        "processor": processor_options(processor_from_options(said.processor)),
+        "processor": processor_options(processor_from_options(resolved(said.processor, base_dir))),
     }
 
 

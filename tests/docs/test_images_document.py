@@ -12,6 +12,8 @@ import yaml
 from megaresume.images.augment import STEPS, augmentation_from_options
 from megaresume.images.encoder import ImageTextEncoder
 from megaresume.images.processors import KINDS
+from megaresume.images.processors.published import PUBLISHED
+from tests.images.transformers_kit import write_model
 
 pytest.importorskip("PIL")
 
@@ -19,20 +21,25 @@ TEXT = (Path(__file__).parents[2] / "docs" / "images.md").read_text()
 BLOCKS = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", TEXT, flags=re.DOTALL)]
 
 
-def test_every_encoder() -> None:
+def test_every_encoder(tmp_path: Path) -> None:
+    write_model(tmp_path / "Qwen3-VL-8B-Instruct", *PUBLISHED["qwen3-vl"])
     encoders, kinds = 0, set()
     for block in BLOCKS:
         if "augment" in block:
             assert len(augmentation_from_options(block["augment"])) == 3
         elif block.get("processor", {}).get("kind") != "python":
-            ImageTextEncoder.from_options({"processor": {"kind": "patches", "size": 28}, **block})
+            ImageTextEncoder.from_options({"processor": {"kind": "patches", "size": 28}, **block}, tmp_path)
             kinds.add(block.get("processor", {}).get("kind"))
             encoders += 1
-    assert encoders == 10 and kinds == {None, "patches", "tiles", "native"}
+    assert encoders == 12 and kinds == {None, "patches", "tiles", "native"}
 
 
 def test_the_defaults_are_the_defaults() -> None:
-    written = {block["processor"]["kind"]: block for block in BLOCKS if len(block) == 1 and "processor" in block}
+    written = {
+        block["processor"]["kind"]: block
+        for block in BLOCKS
+        if len(block) == 1 and "kind" in block.get("processor", ())
+    }
     for kind in ("tiles", "native"):
         assert set(written[kind]["processor"]) - {"kind"} == {field.name for field in dataclasses.fields(KINDS[kind])}
         spec = ImageTextEncoder.from_options(written[kind]).to_spec()
@@ -49,10 +56,20 @@ def test_every_step_is_named() -> None:
 
 
 def test_the_numbers_of_tokens() -> None:
-    (siglip,) = [block for block in BLOCKS if block.get("processor", {}).get("size") == 378]
+    (siglip,) = [block for block in BLOCKS if block.get("processor", {}).get("size") == 384]
     assert ImageTextEncoder.from_options(siglip).processor.num_tokens(5, 9) == 729
     tiles, native = (ImageTextEncoder.from_options({"processor": kind}).processor for kind in ("tiles", "native"))
     counts = {tiles.num_tokens(w * 100, h * 100) for w in range(1, 40) for h in range(1, 40)}
     assert (min(counts), max(counts)) == (256, 3328)
     counts = {native.num_tokens(w, h) for w in (21, 28, 60, 999, 4000) for h in (21, 28, 60, 999, 4000)}
-    assert (min(counts), max(counts) <= 1280) == (4, True)
+    assert min(counts) == 4 and 16000 < max(counts) <= 16384
+    (smaller,) = [block for block in BLOCKS if "preset" in block.get("processor", ())]
+    for options, most in ((smaller, 1024), ({"processor": {"preset": "qwen3-vl"}}, 16384)):
+        qwen3 = ImageTextEncoder.from_options(options).processor
+        counts = {qwen3.num_tokens(w, h) for w in (60, 999, 9000) for h in (60, 999, 9000)}
+        assert min(counts) >= 64 and 0.97 * most < max(counts) <= most
+
+
+def test_every_preset_is_named() -> None:
+    listed = TEXT[TEXT.index("`preset` is one of") : TEXT.index("and holds the values")]
+    assert re.findall(r"`([\w.-]+)`", listed)[1:] == list(PUBLISHED)

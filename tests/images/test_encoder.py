@@ -193,7 +193,7 @@ def test_images_of_a_document_draw_from_generators_of_their_own():
         ({"processor": {"kind": "native", "max_pixel": 1}}, ["unknown key 'max_pixel'", "did you mean 'max_pixels'?"]),
         ({"processor": {"kind": "native", "merge": True}}, ["processor.merge", "an integer from 1 to 64"]),
         ({"processor": {"kind": "native", "max_pixels": 100}}, ["leave no room", "784 pixels a token"]),
-        ({"processor": {"kind": "patches", "size": 330}}, ["not a multiple", "such as 336"]),
+        ({"processor": {"kind": "patches", "size": 330, "merge": 2}}, ["does not fit", "23 a side", "size 336"]),
         ({"processor": {"kind": "tiles", "min_tiles": 13}}, ["min_tiles 13, max_tiles 12"]),
         ({"processor": {"kind": "tiles", "normalize": "imagnet"}}, ["processor.normalize", "imagenet"]),
         ({"processor": SMALL, "template": {"kind": "chat", "style": "chatlm"}}, ["did you mean 'chatml'?"]),

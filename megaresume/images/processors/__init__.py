@@ -5,7 +5,11 @@ tiles.py    tiles    squares, as many as its shape asks for     InternVL, NVLM
 native.py   native   patches of about its own size              Qwen2-VL and its successors
 python.py   python   one's own, from a factory
 
-base.py says what a processor promises, and has the compiled loop from 8-bit pixels to normalised patches.
+base.py        what a processor promises, and the compiled loop from 8-bit pixels to normalised patches
+backends.py    resizing and normalising as Pillow and as torchvision do it
+statistics.py  means and standard deviations, by name
+pretrained.py  a model's own preprocessor_config.json, as options of these kinds
+published.py   the files that were published with well-known models
 """
 
 from __future__ import annotations
@@ -13,14 +17,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megaresume.images.processors.base import Grid, Pixels, Processor, Statistics
+from megaresume.images.processors.base import Grid, Pixels, Processor
 from megaresume.images.processors.native import Native
 from megaresume.images.processors.patches import Patches
 from megaresume.images.processors.python import PythonProcessor
 from megaresume.images.processors.tiles import Tiles
 from megaresume.stream.schema import plain, read_kind
 
-__all__ = ["KINDS", "Grid", "Pixels", "Processor", "Statistics", "processor_from_options", "processor_options"]
+__all__ = ["KINDS", "Grid", "Pixels", "Processor", "processor_from_options", "processor_options"]
 
 KINDS: dict[str, type[Any]] = {cls.kind: cls for cls in (Patches, Tiles, Native, PythonProcessor)}
 

@@ -1,4 +1,4 @@
-"""What an image processor promises, and the arithmetic that all of them share.
+"""What an image processor promises, and the compiled loop that all of them share.
 
     PIL image, RGB, W x H  --processor-->  float32[k, ...] normalised, (frames, rows, columns)
     W, H                   --num_tokens->  tokens that the image takes in the sequence
@@ -9,16 +9,12 @@ to that when an encoder is built.
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BeforeValidator
 
 from megaresume.stream.compiled import compiled
-from megaresume.stream.schema import Items, Options, Within, refused
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -74,60 +70,3 @@ class Processor(Protocol):
     def __call__(self, image: Image, generator: np.random.Generator) -> tuple[Pixels, Grid]:
         """float32[k, *pixel_shape], C-contiguous, and the grid of an RGB image."""
         ...
-
-
-Mean = Annotated[float, Within(-10, 10)]
-Deviation = Annotated[float, Within(1e-6, 10)]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Statistics(Options):
-    """Mean and standard deviation of red, green, blue, of values from 0 to 1."""
-
-    mean: Annotated[tuple[Mean, Mean, Mean], Items()] = (0.5, 0.5, 0.5)
-    std: Annotated[tuple[Deviation, Deviation, Deviation], Items()] = (0.5, 0.5, 0.5)
-
-
-#: what published vision encoders were trained with.
-CLIP = Statistics(mean=(0.48145466, 0.4578275, 0.40821073), std=(0.26862954, 0.26130258, 0.27577711))
-IMAGENET = Statistics(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
-STATISTICS = {
-    "clip": CLIP,
-    "imagenet": IMAGENET,
-    "siglip": Statistics(),
-    "none": Statistics(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)),
-}
-
-
-def _statistics(value: Any) -> Any:
-    if isinstance(value, str) and value not in STATISTICS:
-        raise refused(expected=f"one of {', '.join(STATISTICS)}, or mean and std")
-    return STATISTICS.get(value) if isinstance(value, str) else value
-
-
-#: ``normalize``: a name in `STATISTICS`, or {mean: [r, g, b], std: [r, g, b]}.
-Normalize = Annotated[Statistics, BeforeValidator(_statistics)]
-#: ``resample``: the filter that images are resized with.
-Resampling = Literal["bicubic", "bilinear", "lanczos"]
-
-
-@functools.lru_cache(maxsize=16)
-def normalized(by: Statistics) -> Pixels:
-    """(value / 255 - mean) / std of every channel and 8-bit value, as one multiplication and one subtraction: [3, 256].
-
-    Rounded once from float64, then computed in float32 by NumPy, which contracts no multiplication and subtraction:
-    the same bits on every machine.
-    """
-    table = np.empty((3, 256), np.float32)
-    for channel in range(3):
-        table[channel] = np.arange(256)
-        table[channel] *= np.float32(1 / (255 * by.std[channel]))
-        table[channel] -= np.float32(by.mean[channel] / by.std[channel])
-    return table
-
-
-def resized(image: Image, width: int, height: int, resample: str) -> Image:
-    """Resized by Pillow, antialiased, in 8 bits, as the originals do it; the image itself if it has the size."""
-    from PIL.Image import Resampling
-
-    return image if image.size == (width, height) else image.resize((width, height), Resampling[resample.upper()])

@@ -16,16 +16,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
 
-from megaresume.images.processors.base import (
-    CLIP,
-    Grid,
-    Normalize,
-    Pixels,
-    Resampling,
-    fill_patches,
-    normalized,
-    resized,
-)
+from megaresume.images.processors.backends import Backend, Resampling, check_backend, normalized, resized
+from megaresume.images.processors.base import Grid, Pixels, fill_patches
+from megaresume.images.processors.statistics import CLIP, Normalize
 from megaresume.images.room import new_pixels
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.schema import Options, Within
@@ -39,7 +32,7 @@ _MAX_RATIO = 200
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Native(Options):
-    """Patches by size. The defaults are Qwen2-VL's: 4 to 1280 tokens an image.
+    """Patches by size. The defaults are those published with Qwen2-VL: 4 to 16384 tokens an image.
 
     Raises:
         ConfigError: ``min_pixels`` is larger than ``max_pixels``, or ``max_pixels`` less than one token.
@@ -55,12 +48,15 @@ class Native(Options):
     temporal_patch_size: Annotated[int, Within(1, 64)] = 2
     #: of the resized image.
     min_pixels: Annotated[int, Within(1, 2**31)] = 56 * 56
-    max_pixels: Annotated[int, Within(1, 2**31)] = 28 * 28 * 1280
+    max_pixels: Annotated[int, Within(1, 2**31)] = 28 * 28 * 16384
     #: bicubic, bilinear or lanczos.
     resample: Resampling = "bicubic"
     normalize: Normalize = CLIP
+    #: whose pixels: pillow or torchvision (`megaresume.images.processors.backends`).
+    backend: Backend = "pillow"
 
     def __post_init__(self) -> None:
+        check_backend(self.backend, self.resample)
         token = (self.patch_size * self.merge) ** 2
         if not max(self.min_pixels, token) <= self.max_pixels:
             raise ConfigError(
@@ -94,9 +90,9 @@ class Native(Options):
         merge, size = self.merge, self.patch_size
         rows, columns = height // size, width // size
         out = new_pixels((rows * columns, *self.pixel_shape))
-        values = np.asarray(resized(image, width, height, self.resample))
+        values = resized(image, width, height, self.resample, self.backend)
         shape = (rows, columns, 3, self.temporal_patch_size, size, size)
-        fill_patches(values, 0, 0, normalized(self.normalize), merge, out.reshape(shape))
+        fill_patches(values, 0, 0, normalized(self.normalize, self.backend), merge, out.reshape(shape))
         return out, (1, rows, columns)
 
     def target(self, width: int, height: int) -> tuple[int, int]:

@@ -14,17 +14,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import numpy as np
+import numpy.typing as npt
 
-from megaresume.images.processors.base import (
-    CLIP,
-    Grid,
-    Normalize,
-    Pixels,
-    Resampling,
-    fill_patches,
-    normalized,
-    resized,
-)
+from megaresume.images.processors.backends import Backend, Resampling, check_backend, normalized, resized
+from megaresume.images.processors.base import Grid, Pixels, fill_patches
+from megaresume.images.processors.statistics import CLIP, Normalize
 from megaresume.images.room import new_pixels
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.schema import Options, Within
@@ -41,7 +35,7 @@ class Patches(Options):
     """One square an image. Every image takes the same number of tokens.
 
     Raises:
-        ConfigError: ``size`` is not a multiple of ``patch_size * merge``.
+        ConfigError: fewer than one patch, or patches that ``merge`` does not divide.
     """
 
     kind: ClassVar[str] = "patches"
@@ -59,14 +53,18 @@ class Patches(Options):
     #: bicubic, bilinear or lanczos.
     resample: Resampling = "bicubic"
     normalize: Normalize = CLIP
+    #: whose pixels: pillow or torchvision (`megaresume.images.processors.backends`).
+    backend: Backend = "pillow"
 
     def __post_init__(self) -> None:
-        unit = self.patch_size * self.merge
-        if self.size % unit:
+        check_backend(self.backend, self.resample)
+        # Pixels after the last whole patch are shown to the vision model, whose convolution passes over them.
+        if not self._side or self._side % self.merge:
+            unit = self.patch_size * self.merge
             raise ConfigError(
-                "the size of an image is not a multiple of its patches",
-                found=f"size {self.size}, patch_size {self.patch_size}, merge {self.merge}",
-                expected=f"a multiple of {unit}, such as {max(1, round(self.size / unit)) * unit}",
+                "the size of an image does not fit its patches",
+                found=f"size {self.size}, patch_size {self.patch_size}: {self._side} a side, merge {self.merge}",
+                expected=f"a multiple of {self.merge} patches, such as size {max(1, round(self.size / unit)) * unit}",
                 action="correct processor.size",
             )
 
@@ -82,7 +80,7 @@ class Patches(Options):
             CorpusError: an image so narrow that the square, before it is cut or made small, would fill the memory.
         """
         self._check_room(width, height)
-        return (self.size // (self.patch_size * self.merge)) ** 2 + self.class_tokens
+        return (self._side // self.merge) ** 2 + self.class_tokens
 
     def tokens_of(self, pixels: Pixels, grid: Grid) -> int:
         """Of the grid of patches."""
@@ -96,11 +94,15 @@ class Patches(Options):
         """float32[1, 3, size, size], and (1, rows, columns) of patches. Draws nothing."""
         out = new_pixels((1, *self.pixel_shape))
         self._check_room(*image.size)
-        values = np.asarray(self._square(image))
+        values = self._square(image)
         shape = (1, 1, 3, 1, self.size, self.size)
-        fill_patches(values, 0, 0, normalized(self.normalize), 1, out.reshape(shape))
-        side = self.size // self.patch_size
-        return out, (1, side, side)
+        fill_patches(values, 0, 0, normalized(self.normalize, self.backend), 1, out.reshape(shape))
+        return out, (1, self._side, self._side)
+
+    @property
+    def _side(self) -> int:
+        """Patches along an edge."""
+        return self.size // self.patch_size
 
     def _check_room(self, width: int, height: int) -> None:
         longer, shorter = max(width, height), min(width, height)
@@ -114,24 +116,20 @@ class Patches(Options):
                 action="fit: stretch needs no room; or see on_fault, or leave the record out",
             )
 
-    def _square(self, image: Image) -> Image:
+    def _square(self, image: Image) -> npt.NDArray[np.uint8]:
+        """uint8[size, size, 3]."""
         width, height = image.size
-        if self.fit == "stretch" or width == height:
-            return resized(image, self.size, self.size, self.resample)
-        if self.fit == "crop":
-            return self._crop(image)
-        import PIL.Image
+        if self.fit == "crop" and width != height:
+            short = min(width, height)
+            width, height = int(self.size * width / short), int(self.size * height / short)
+            return resized(image, width, height, self.resample, self.backend, square=self.size)
+        if self.fit == "pad" and width != height:
+            import PIL.Image
 
-        edge = max(width, height)
-        # As LLaVA fills it: truncated, not rounded.
-        colour = tuple(int(255 * mean) for mean in self.normalize.mean)
-        square = PIL.Image.new("RGB", (edge, edge), colour)
-        square.paste(image, ((edge - width) // 2, (edge - height) // 2))
-        return resized(square, self.size, self.size, self.resample)
-
-    def _crop(self, image: Image) -> Image:
-        width, height = image.size
-        short = min(width, height)
-        width, height = int(self.size * width / short), int(self.size * height / short)
-        left, top = (width - self.size) // 2, (height - self.size) // 2
-        return resized(image, width, height, self.resample).crop((left, top, left + self.size, top + self.size))
+            edge = max(width, height)
+            # As LLaVA fills it: truncated, not rounded.
+            colour = tuple(int(255 * mean) for mean in self.normalize.mean)
+            square = PIL.Image.new("RGB", (edge, edge), colour)
+            square.paste(image, ((edge - width) // 2, (edge - height) // 2))
+            image = square
+        return resized(image, self.size, self.size, self.resample, self.backend)

@@ -18,16 +18,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.images.processors.base import (
-    IMAGENET,
-    Grid,
-    Normalize,
-    Pixels,
-    Resampling,
-    fill_patches,
-    normalized,
-    resized,
-)
+from megaresume.images.processors.backends import Backend, Resampling, check_backend, normalized, resized
+from megaresume.images.processors.base import Grid, Pixels, fill_patches
+from megaresume.images.processors.statistics import IMAGENET, Normalize
 from megaresume.images.room import new_pixels
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.schema import Options, Truth, Within
@@ -65,8 +58,11 @@ class Tiles(Options):
     #: bicubic, bilinear or lanczos.
     resample: Resampling = "bicubic"
     normalize: Normalize = IMAGENET
+    #: whose pixels: pillow or torchvision (`megaresume.images.processors.backends`).
+    backend: Backend = "pillow"
 
     def __post_init__(self) -> None:
+        check_backend(self.backend, self.resample)
         unit = self.patch_size * self.merge
         if self.tile_size % unit:
             raise ConfigError(
@@ -112,17 +108,17 @@ class Tiles(Options):
         columns, rows = self.shape(*image.size)
         tiles = columns * rows
         out = new_pixels((tiles + self._thumbnails(tiles), *self.pixel_shape))
-        whole = np.asarray(resized(image, columns * size, rows * size, self.resample))
+        whole = resized(image, columns * size, rows * size, self.resample, self.backend)
         for number in range(tiles):
             top, left = number // columns * size, number % columns * size
             self._fill(out[number], whole, top, left)
         if len(out) > tiles:
-            self._fill(out[tiles], np.asarray(resized(image, size, size, self.resample)), 0, 0)
+            self._fill(out[tiles], resized(image, size, size, self.resample, self.backend), 0, 0)
         return out, (1, rows, columns)
 
     def _fill(self, out: Pixels, values: npt.NDArray[np.uint8], top: int, left: int) -> None:
         shape = (1, 1, 3, 1, self.tile_size, self.tile_size)
-        fill_patches(values, top, left, normalized(self.normalize), 1, out.reshape(shape))
+        fill_patches(values, top, left, normalized(self.normalize, self.backend), 1, out.reshape(shape))
 
     def shape(self, width: int, height: int) -> tuple[int, int]:
         """(columns, rows) of tiles of an image of this size."""
