@@ -16,6 +16,7 @@ the parent of it in the middle of the very save that the signal asked for.
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import signal
@@ -33,6 +34,9 @@ from megaresume.stream.stream import Stream
 
 _SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
 _listening = False
+
+#: seconds that the end of a program waits for a batch that is being read.
+_PATIENCE_AT_EXIT = 30.0
 
 
 def outlive_signals(_worker: int = 0) -> None:
@@ -190,15 +194,22 @@ class StreamLoader:
                 put(error)
 
         thread = threading.Thread(target=read_ahead, name="megaresume-prefetch", daemon=True)
+
+        def stop(timeout: float | None = None) -> None:
+            stopped.set()
+            thread.join(timeout)
+
         thread.start()
+        # A thread that is inside torch as Python ends aborts the process: "terminate called without an active exception".
+        atexit.register(stop, _PATIENCE_AT_EXIT)
         try:
             while (item := ready.get()) is not None:
                 if isinstance(item, BaseException):
                     raise item
                 yield item
         finally:
-            stopped.set()
-            thread.join()
+            atexit.unregister(stop)
+            stop()
 
 
 class _Indices:

@@ -6,6 +6,8 @@ import copy
 import itertools
 import multiprocessing
 import pickle
+import subprocess
+import sys
 import threading
 import time
 
@@ -269,3 +271,32 @@ def test_open_stream_from_classic_data_path(corpora):
 def test_a_source_without_anything_to_open_is_an_error(config):
     with pytest.raises(ConfigError, match="notes"):
         open_stream(config)
+
+
+ENDS_WHILE_READING = """
+import sys, numpy as np, torch
+from megaresume.batches.loader import StreamLoader
+from megaresume.batches.open import open_stream
+from megaresume.stream.batches import BatchSchedule
+
+class Source:
+    def __len__(self): return 1000
+    def length(self, i): return 17
+    def get(self, i):
+        rows = [torch.full((17,), i)] * 50
+        for _ in range(400):
+            stacked = torch.stack(rows)  # lets other threads run, and wants Python back
+        return stacked[0].numpy()
+
+config = {"seq_length": 16, "seed": 1, "sources": {"own": {"weight": 1.0}}}
+stream = open_stream(config, objects={"own": Source()})
+batches = iter(StreamLoader(stream, BatchSchedule.constant(2), micro_batch_size=2, dp_rank=0, dp_size=1, prefetch=100))
+print(next(batches)["samples"].tolist())
+"""
+
+
+def test_a_program_ends_while_the_next_batch_is_read() -> None:
+    """torch would abort it: status -6, after a training that went well."""
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", ENDS_WHILE_READING], capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (0, "[0, 1]\n"), done.stderr
