@@ -200,7 +200,7 @@ class StreamLoader:
             thread.join(timeout)
 
         thread.start()
-        # A thread that is inside torch as Python ends aborts the process: "terminate called without an active exception".
+        # A thread that is inside torch as Python ends aborts the process, with status -6.
         atexit.register(stop, _PATIENCE_AT_EXIT)
         try:
             while (item := ready.get()) is not None:

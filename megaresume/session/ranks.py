@@ -7,12 +7,16 @@ All of them are collectives of the default process group; without one, or withou
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import itertools
 import json
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from megaresume.checkpoint.manifest import FileEntry
@@ -48,6 +52,7 @@ def gather(value: Any) -> list[Any]:
         return [value]
     import torch.distributed as dist
 
+    _end_after_gloo()
     values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value)
     return values
@@ -58,16 +63,37 @@ def _broadcast(value: Any) -> Any:
         return value
     import torch.distributed as dist
 
+    _end_after_gloo()
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
-def let_go() -> None:
-    """After the last collective of a program. Gloo's threads drop its tensors when it is over, for which they need
-    Python: if that is ending by then, torch aborts the process (pytorch#190489)."""
-    if world_size() > 1:
-        time.sleep(0.05)
+@functools.cache
+def _end_after_gloo() -> None:
+    """Before a collective: from now on, this process ends after gloo's threads have dropped its tensors.
+
+    They do that after those who wait for the collective are told that it is over, and need Python for it: if that is
+    ending by then, torch aborts the process (pytorch#190489).
+    """
+    atexit.register(_wait_for_gloo)
+
+
+def _wait_for_gloo(patience_seconds: float = 5.0) -> None:
+    deadline, asleep = time.monotonic() + patience_seconds, 0
+    while asleep < 3 and time.monotonic() < deadline:
+        asleep = 0 if _gloo_is_running() else asleep + 1
+        time.sleep(0.001)  # lets them have Python
+
+
+def _gloo_is_running() -> bool:
+    """Whether one of its threads does anything but sleep, as those do that wait for work."""
+    for thread in Path("/proc/self/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            name, _, rest = thread.read_text().rpartition(")")
+            if name.endswith("(pt_gloo_runloop") and not rest.startswith(" S"):
+                return True
+    return False
 
 
 def _attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:

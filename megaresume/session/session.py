@@ -59,7 +59,6 @@ from megaresume.session.ranks import (
     gather,
     is_rank_0,
     known_to_all,
-    let_go,
     on_all_ranks,
     on_rank_0,
     same_on_all_ranks,
@@ -696,7 +695,6 @@ class Session:
         if not is_saving:
             for directory in self._claimed:
                 release(directory)
-        let_go()
 
 
 def _record_end(root: Path, iteration: int, state: DataState, topology: Topology) -> None:

@@ -142,6 +142,3 @@ if __name__ == "__main__":
     trainer.train(resume_from_checkpoint=True)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-        # Threads of gloo that DDP and FSDP leave running may abort a process as Python ends: pytorch#190489.
-        sys.stdout.flush(), sys.stderr.flush()
-        os._exit(0)
