@@ -63,6 +63,8 @@ class Measure:
     num_images: int
     #: of all images.
     image_tokens: int
+    #: named by the page and not in the record: left out, as the template was told.
+    missing_images: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -21,7 +21,7 @@ import copy
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,7 +35,7 @@ from megaresume.images.checks import check_processor
 from megaresume.images.decode import ImageOptions, decode, size_of
 from megaresume.images.processors import Grid, Pixels, processor_from_options
 from megaresume.images.spec import check_spec, spec_from_options, unpack_tokenizer
-from megaresume.images.templates import Image, template_from_options
+from megaresume.images.templates import Image, Missing, Piece, template_from_options
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.schema import read
 
@@ -179,7 +179,8 @@ class ImageTextEncoder:
             CorpusError: the record is not what the template expects, or an image header cannot be read.
         """
         tokens = num_images = image_tokens = 0
-        for part in self._parts(record):
+        pieces = self._template.pieces(record)
+        for part in self._parts(record, pieces):
             if isinstance(part, Image):
                 name = _name(record, part.member)
                 width, height = size_of(record.members[part.member], self._images, name)
@@ -187,7 +188,12 @@ class ImageTextEncoder:
                 image_tokens += _named(name, self.processor.num_tokens, width, height)
             else:
                 tokens += len(part[0])
-        return Measure(tokens=tokens + image_tokens, num_images=num_images, image_tokens=image_tokens)
+        return Measure(
+            tokens=tokens + image_tokens,
+            num_images=num_images,
+            image_tokens=image_tokens,
+            missing_images=sum(isinstance(piece, Missing) for piece in pieces),
+        )
 
     def encode(self, record: Record, key: Key) -> EncodedDocument:
         """The document: as many tokens as `measure` says, whatever the augmentation draws.
@@ -198,7 +204,7 @@ class ImageTextEncoder:
         tokens: list[int] = []
         spans: list[tuple[int, int]] = []
         images: list[EncodedImage] = []
-        for part in self._parts(record):
+        for part in self._parts(record, self._template.pieces(record)):
             if isinstance(part, Image):
                 image = self._image(record, part.member, key, number=len(images), offset=len(tokens))
                 tokens += [self.image_token_id] * image.num_tokens
@@ -242,10 +248,12 @@ class ImageTextEncoder:
         """
         return self._drawn(record, member, key, number)[0]
 
-    def _parts(self, record: Record) -> Iterator[Image | tuple[list[int], bool]]:
+    def _parts(self, record: Record, pieces: Iterable[Piece]) -> Iterator[Image | tuple[list[int], bool]]:
         """Images, and (tokens, are they trained on), in order."""
         is_trained = False
-        for piece in self._template.pieces(record):
+        for piece in pieces:
+            if isinstance(piece, Missing):
+                continue
             if isinstance(piece, Image):
                 yield from self._markup(self._spec["image_start"])
                 yield piece

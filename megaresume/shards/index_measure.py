@@ -78,6 +78,7 @@ class _Columns:
     invalid: int = 0
     first_invalid: list[dict[str, Any]] = field(default_factory=list)
     ignored: int = 0
+    missing_images: int = 0
     excluded: list[str] = field(default_factory=list)
 
     def ignore(self, name: str) -> None:
@@ -108,6 +109,7 @@ def measure_shard(spec: IndexSpec, task: ShardTask) -> dict[str, Any]:
             columns.excluded.append(extent.key)
         else:
             measure, content = _measured(spec, task, number, extent, file, columns)
+        columns.missing_images += measure.missing_images
         lengths = (measure.tokens, measure.image_tokens, measure.num_images)
         columns.rows.append((*lengths, extent.offset, extent.nbytes, content))
     if unknown := task.excluded.difference(columns.excluded):
@@ -119,6 +121,7 @@ def measure_shard(spec: IndexSpec, task: ShardTask) -> dict[str, Any]:
         "records": len(table),
         "invalid": columns.invalid,
         "first_invalid": columns.first_invalid,
+        "missing_images": columns.missing_images,
         "ignored": columns.ignored,
         "left_out": len(columns.excluded),
     }

@@ -50,6 +50,8 @@ class ShardSummary:
     tokens: int
     images: int
     image_tokens: int
+    #: named by pages and not in their records: left out (template.missing_images).
+    missing_images: int
     #: tokens of the longest document.
     longest: int
     #: records that could not be measured, what was done with them, and the first of them: document, shard, key, reason.
@@ -143,7 +145,7 @@ def prepare_shards(
         encoder=encoder.fingerprint,
         seconds=time.monotonic() - begin,
         resumed_shards=resumed,
-        **{key: header[key] for key in ("records", "tokens", "images", "image_tokens", "longest")},
+        **{key: header[key] for key in ("records", "tokens", "images", "image_tokens", "missing_images", "longest")},
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megaresume.images.templates import Image, template_from_options, template_options
+from megaresume.images.templates import Image, Missing, template_from_options, template_options
 from megaresume.stream.errors import CorpusError
 from tests.images.kit import record
 
@@ -18,7 +18,13 @@ def shown(options, **members):
     assert template_from_options(dict(template_options(template))) == template
     pieces = template.pieces(record(**members))
     return [
-        f"<{piece.member}>" if isinstance(piece, Image) else f"[{piece.text}]" if piece.trained else piece.text
+        f"<no {piece.name}>"
+        if isinstance(piece, Missing)
+        else f"<{piece.member}>"
+        if isinstance(piece, Image)
+        else f"[{piece.text}]"
+        if piece.trained
+        else piece.text
         for piece in pieces
     ]
 
@@ -40,7 +46,10 @@ def test_caption():
     assert shown({"image_first": False, "strip": False}, png=X, txt="a ") == ["[a ]", "<png>"]
     assert shown({"text_only": True}, txt="a") == ["[a]"]
     assert shown({"json_key": "caption"}, jpg=X, json={"caption": "a"}) == ["<jpg>", "[a]"]
-    assert shown({"image": ["seg.png"], "text": "alt"}, jpg=X, _seg_png=X, alt="a") == ["<seg.png>", "[a]"]
+    assert shown({"image": ["seg.png"], "text": "alt", "unused_images": True}, jpg=X, _seg_png=X, alt="a") == [
+        "<seg.png>",
+        "[a]",
+    ]
 
 
 def test_chat_of_llava():
@@ -109,7 +118,21 @@ def turns(*contents, role="assistant"):
         (CHAT, {"json": turns("a", role="user")}, ["has no text", "assistant"]),
         (CHAT, {"json": turns(None)}, ["messages[0] has no content"]),
         (CHAT, {"json": turns(3)}, ["a turn without text"]),
-        (CHAT, {"json": turns([{"type": "video"}])}, ["unknown part of a turn", "'video'"]),
+        (CHAT, {"json": turns([{"type": "table"}])}, ["unknown part of a turn", "'table'"]),
+        (CHAT, {"json": turns([{"type": "video"}])}, ["video or audio, which is not supported", "type 'video'"]),
+        (CHAT, {"json": {**turns("<video> a"), "video": "a.mp4"}}, ["not supported", "video in the JSON"]),
+        (CHAT, {"json": turns("a"), "wav": X}, ["not supported", "wav", "unused_images"]),
+        (CHAT, {"json": turns([{"type": "image", "image": "0.MP4"}])}, ["not supported", "0.MP4"]),
+        ("caption", {"mp4": X, "txt": "a"}, ["not supported", "mp4"]),
+        ("caption", {"jpg": X, "mp4": X, "txt": "a"}, ["not supported", "mp4"]),
+        ("caption", {"jpg": X, "png": X, "txt": "a"}, ["images that its document does not show", "png; 1 are shown"]),
+        ({"text_only": True}, {"_0_jpg": X, "txt": "a"}, ["does not show", "0.jpg; 0 are shown"]),
+        (
+            {**CHAT, "unused_images": False},
+            {"_0_jpg": X, "_1_jpg": X, "json": {**turns("<image>a"), "images": ["0.jpg"]}},
+            ["does not show", "1.jpg; 1 are shown"],
+        ),
+        ("interleaved", {"_0_mp4": X, "json": {"texts": ["a", None], "images": [None, "0.mp4"]}}, ["not supported"]),
         (
             CHAT,
             {"json": turns([{"type": "image", "image": "z.png"}]), "jpg": X},
@@ -126,7 +149,7 @@ def turns(*contents, role="assistant"):
         (
             "interleaved",
             {"_0_png": X, "_1_png": X, "json": {"texts": ["a", None], "images": [None, "1.png"]}},
-            ["images that its page does not show", "0.png; 1 are shown", "unused_images: true"],
+            ["images that its document does not show", "0.png; 1 are shown", "unused_images: true"],
         ),
         ("interleaved", {"_0_png": X, "json": {"text_list": ["a"]}}, ["does not show", "0.png; 0 are shown"]),
         ("interleaved", {"json": {"text_list": ["a"], "image_info": [{}]}}, ["without the index of its text"]),
@@ -141,3 +164,12 @@ def test_refused(options, members, words):
 
 def test_an_unused_image_can_be_declared():
     assert shown({**CHAT, "unused_images": True}, jpg=X, json=turns("a")) == ["assistant: ", "[a]", "[\n]"]
+    assert shown({"unused_images": True}, jpg=X, png=X, mp4=X, txt="a") == ["<jpg>", "[a]"]
+
+
+def test_an_image_that_is_not_there_can_be_left_out_of_its_page():
+    page = {"texts": ["a", None, "b", None, "c"], "images": [None, "0.png", None, "1.png", None]}
+    options = {"kind": "interleaved", "missing_images": True}
+    assert shown(options, _1_png=X, json=page) == ["[a]", "<no 0.png>", "[\nb]", "<1.png>", "[c]"]
+    assert shown(options, _0_png=b"", _1_png=X, json=page) == ["[a]", "<no 0.png>", "[\nb]", "<1.png>", "[c]"]
+    assert shown(options, json=page) == ["[a]", "<no 0.png>", "[\nb]", "<no 1.png>", "[\nc]"]

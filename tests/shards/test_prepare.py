@@ -207,6 +207,18 @@ def test_bad_records_are_counted_and_listed_and_keep_their_place(mixed, tmp_path
         assert source.encoded(3, key(3)).fault == document.fault
 
 
+def test_a_missing_image_does_not_cost_the_page(tmp_path):
+    page = json.dumps({"texts": ["a", None, "b"], "images": [None, "0.png", None]}).encode()
+    path = write_shard(tmp_path / "a.tar", [("0", {"json": page}), ("1", {"json": page, "0.png": file(picture())})])
+    with pytest.raises(CorpusError, match="no image '0"):
+        prepare_shards([path], tmp_path / "refused", encoder(template="interleaved"))
+    kept = encoder(template={"kind": "interleaved", "missing_images": True})
+    assert prepare_shards([path], tmp_path / "a", kept).missing_images == 1
+    source = ShardSource(tmp_path / "a.shards.idx")
+    assert bytes(source.get(0)[:-1].astype(np.uint8)) == b"a\nb"
+    assert source.lengths(np.arange(2)).tolist() == [4, 1 + 4 + 1 + 1]
+
+
 def test_files_without_a_record_are_counted(tmp_path):
     import tarfile
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megaresume.images.templates.base import Image, Piece, Template, Text
+from megaresume.images.templates.base import Image, Missing, Piece, Template, Text
 from megaresume.images.templates.caption import Caption
 from megaresume.images.templates.chat import Chat
 from megaresume.images.templates.interleaved import Interleaved
 from megaresume.stream.schema import plain, read_kind
 
-__all__ = ["KINDS", "Image", "Piece", "Template", "Text", "template_from_options", "template_options"]
+__all__ = ["KINDS", "Image", "Missing", "Piece", "Template", "Text", "template_from_options", "template_options"]
 
 KINDS: dict[str, type[Any]] = {cls.kind: cls for cls in (Caption, Chat, Interleaved)}
 

@@ -15,6 +15,11 @@ from megaresume.stream.errors import CorpusError
 
 #: the last part of the names of members that are images.
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif", "bmp")
+#: of those that are video or sound.
+MEDIA_EXTENSIONS = (
+    *("mp4", "m4v", "mov", "avi", "mkv", "webm", "mpg", "mpeg"),
+    *("mp3", "m4a", "wav", "flac", "ogg", "opus", "aac"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +41,15 @@ class Image:
     member: str
 
 
-Piece = Text | Image
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Missing:
+    """An image that a page names and the record does not have: nothing stands for it, but it is counted."""
+
+    #: as the page has it.
+    name: str
+
+
+Piece = Text | Image | Missing
 
 
 class Template(Protocol):
@@ -110,24 +123,77 @@ def image_members(record: Record) -> list[str]:
     return sorted(names, key=_natural)
 
 
+def check_shown(record: Record, pieces: Collection[Piece], *, unused: bool) -> None:
+    """Nothing of the record to be seen or heard may be left out without a word.
+
+    Args:
+        record: the record.
+        pieces: its document.
+        unused: leave out what the document does not show.
+
+    Raises:
+        CorpusError: an image that the document does not show, video or sound, unless ``unused``.
+    """
+    if unused:
+        return
+    if media := [name for name in record.members if _extension(name) in MEDIA_EXTENSIONS]:
+        raise no_media(record, ", ".join(media[:4]))
+    shown = {piece.member for piece in pieces if isinstance(piece, Image)}
+    if left := [name for name in image_members(record) if name not in shown]:
+        raise CorpusError(
+            f"record '{record.key}' has images that its document does not show",
+            found=f"{', '.join(left[:4])}{' ...' if len(left) > 4 else ''}; {len(shown)} are shown",
+            expected="every image of the record in the document",
+            cause="a template of one image for records of several, or images that the JSON does not place",
+            action="take the template that shows them, correct its options, or leave them out: "
+            "template.unused_images: true",
+        )
+
+
+def find_image(record: Record, name: object) -> str | None:
+    """As `named_image`; None if there is no such member.
+
+    Raises:
+        CorpusError: the name is none, or that of a video.
+    """
+    text = checked_text(record, name, "the name of an image")
+    if _extension(text) in MEDIA_EXTENSIONS:
+        raise no_media(record, text)
+    file = text.rpartition("/")[2]
+    own = record.key.rpartition("/")[2]
+    for candidate in (text.lower(), file.lower(), file.removeprefix(f"{own}.").lower()):
+        if candidate in record.members:
+            return candidate
+    return None
+
+
 def named_image(record: Record, name: object) -> str:
     """The member that JSON calls ``name``: by its extension ("0.jpg"), or by its file name ("000123.0.jpg").
 
     Raises:
         CorpusError: no such member.
     """
-    text = checked_text(record, name, "the name of an image")
-    file = text.rpartition("/")[2]
-    own = record.key.rpartition("/")[2]
-    for candidate in (text.lower(), file.lower(), file.removeprefix(f"{own}.").lower()):
-        if candidate in record.members:
-            return candidate
+    member = find_image(record, name)
+    if member is not None:
+        return member
+    file, own = str(name).rpartition("/")[2], record.key.rpartition("/")[2]
     raise CorpusError(
-        f"record '{record.key}' has no image '{text}'",
+        f"record '{record.key}' has no image '{name}'",
         found=f"members {', '.join(sorted(record.members)) or 'none'}",
         expected=f"'{own}.{file}', or a name in the JSON that is the part after '{own}.'",
         cause="an image that was not downloaded, or a path of the data set before it was written to shards",
         action=f"correct the name, or write the record again; it is in {record.path}",
+    )
+
+
+def no_media(record: Record, found: str) -> CorpusError:
+    """Video or sound, which no processor takes."""
+    return CorpusError(
+        f"record '{record.key}' has video or audio, which is not supported",
+        found=found,
+        expected="text and images",
+        action="store frames of the video as images of the record (0.jpg, 1.jpg, ...); template.unused_images: true "
+        "leaves out members that the document does not show",
     )
 
 
@@ -160,6 +226,10 @@ def no_text(record: Record, where: str) -> CorpusError:
         expected="text to be predicted",
         action=f"write the record again, or see on_fault; it is in {record.path}",
     )
+
+
+def _extension(name: str) -> str:
+    return name.rpartition(".")[2].lower()
 
 
 def _natural(name: str) -> tuple[tuple[int, int, str], ...]:

@@ -15,7 +15,9 @@ from megaresume.images.templates.base import (
     Piece,
     Text,
     bad_json,
+    check_shown,
     checked_text,
+    image_members,
     json_member,
     missing,
     no_text,
@@ -44,10 +46,15 @@ class Caption(Options):
     text_only: Truth = False
     #: take white space at the ends of the text away.
     strip: Truth = True
+    #: other images of the record, video and audio are left out; otherwise they are errors.
+    unused_images: Truth = False
 
     def pieces(self, record: Record) -> list[Piece]:
-        """Raises CorpusError: no image, no text, not UTF-8, not JSON."""
+        """Raises CorpusError: no image, several, no text, not UTF-8, not JSON."""
         member = next((name for name in self.image if name in record.members), None)
+        shown: list[Piece] = [] if member is None else [Image(member=member)]
+        if member is not None or self.text_only or not image_members(record):
+            check_shown(record, shown, unused=self.unused_images)
         if member is None and not self.text_only:
             raise missing(record, self.image)
         text = self._text(record)
@@ -58,9 +65,7 @@ class Caption(Options):
         if member is None:
             return [caption]
         prompt = [Text(text=self.prompt, trained=False, markup=True)] if self.prompt else []
-        return (
-            [Image(member=member), *prompt, caption] if self.image_first else [caption, *prompt, Image(member=member)]
-        )
+        return [*shown, *prompt, caption] if self.image_first else [caption, *prompt, *shown]
 
     def _text(self, record: Record) -> str:
         if self.json_key is not None:

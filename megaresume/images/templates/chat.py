@@ -27,14 +27,20 @@ from megaresume.images.templates.base import (
     Piece,
     Text,
     bad_json,
+    check_shown,
     checked_text,
     image_members,
     json_member,
     named_image,
+    no_media,
     no_text,
 )
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.schema import Options, Texts, Truth, near, refused
+
+#: keys beside the turns, and types of their parts, that are neither text nor image.
+_MEDIA_KEYS = ("video", "videos", "audio", "audios")
+_MEDIA_PARTS = ("video", "video_url", "audio", "audio_url", "input_audio")
 
 RoleName = Literal["system", "user", "assistant", "tool"]
 
@@ -104,12 +110,14 @@ class Chat(Options):
     system: str | None = None
     #: marks an image in a turn that is one text.
     mark: str = "<image>"
-    #: images of the record that no turn shows are left out; otherwise they are errors.
+    #: images, video and audio of the record that no turn shows are left out; otherwise they are errors.
     unused_images: Truth = False
 
     def pieces(self, record: Record) -> list[Piece]:
         """Raises CorpusError: no JSON, no turns, an unknown role, no answer, images and marks that do not agree."""
         data = json_member(record, self.json)
+        if media := [key for key in _MEDIA_KEYS if data.get(key)]:
+            raise no_media(record, f"{' and '.join(media)} in the JSON")
         key = next((key for key in self.turns if key in data), None)
         turns = None if key is None else data[key]
         if not isinstance(turns, list) or not turns:
@@ -127,6 +135,7 @@ class Chat(Options):
             raise no_text(record, "the turns of the assistant")
         if not self.unused_images:
             images.check_all_used()
+        check_shown(record, pieces, unused=self.unused_images)
         return pieces
 
     def _around(self, record: Record, name: str, content: list[Piece]) -> list[Piece]:
@@ -155,6 +164,8 @@ class Chat(Options):
                 yield Text(text=checked_text(record, part.get("text"), "a part of a turn"), trained=is_trained)
             elif kind in ("image", "image_url"):
                 yield Image(member=images.take(_name_in(part)))
+            elif kind in _MEDIA_PARTS:
+                raise no_media(record, f"type {kind!r} in a turn")
             else:
                 found = f"type {kind!r}" if isinstance(part, dict) else type(part).__name__
                 raise bad_json(record, "an unknown part of a turn", found, "type: text, image or image_url")

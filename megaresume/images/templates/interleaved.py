@@ -14,16 +14,18 @@ from typing import Any, ClassVar
 from megaresume.corpora.image_text import Record
 from megaresume.images.templates.base import (
     Image,
+    Missing,
     Piece,
     Text,
     bad_json,
+    check_shown,
     checked_text,
+    find_image,
     image_members,
     json_member,
     named_image,
     no_text,
 )
-from megaresume.stream.errors import CorpusError
 from megaresume.stream.schema import Options, Texts, Truth
 
 
@@ -41,27 +43,38 @@ class Interleaved(Options):
     images: str = "images"
     #: between two texts with no image between them.
     separator: str = "\n"
-    #: images of the record that the lists do not name are left out; otherwise they are errors.
+    #: images, video and audio of the record that the lists do not name are left out; otherwise they are errors.
     unused_images: Truth = False
+    #: images that the lists name and the record does not have, or has as an empty file, are left out and counted;
+    #: otherwise they are errors.
+    missing_images: Truth = False
 
     def pieces(self, record: Record) -> list[Piece]:
         """Raises CorpusError: no JSON, no lists, lists of two lengths, an unknown image, no text."""
         data = json_member(record, self.json)
         places = self._listed(record, data) if self.texts in data or "text_list" not in data else _matched(record, data)
         pieces: list[Piece] = []
-        for images, text in places:
-            pieces += [Image(member=named_image(record, name)) for name in images]
+        follows_text = False
+        for names, text in places:
+            images = [self._image(record, name) for name in names]
+            pieces += images
+            follows_text = follows_text and not any(isinstance(piece, Image) for piece in images)
             if text is None or not text.strip():
                 continue
-            if pieces and isinstance(pieces[-1], Text):
-                text = self.separator + text
-            pieces.append(Text(text=text, trained=True))
-        shown = {piece.member for piece in pieces if isinstance(piece, Image)}
-        if not self.unused_images and (unused := [name for name in image_members(record) if name not in shown]):
-            raise _unused(record, unused, len(shown))
+            pieces.append(Text(text=self.separator + text if follows_text else text, trained=True))
+            follows_text = True
+        # An empty file has nothing to show.
+        empty = {name for name in image_members(record) if self.missing_images and not record.members[name]}
+        check_shown(record, [*pieces, *(Image(member=name) for name in empty)], unused=self.unused_images)
         if not any(isinstance(piece, Text) for piece in pieces):
             raise no_text(record, "the texts")
         return pieces
+
+    def _image(self, record: Record, name: object) -> Piece:
+        if not self.missing_images:
+            return Image(member=named_image(record, name))
+        member = find_image(record, name)
+        return Image(member=member) if member is not None and record.members[member] else Missing(name=str(name))
 
     def _listed(self, record: Record, data: dict[str, Any]) -> list[tuple[list[Any], str | None]]:
         texts, images = data.get(self.texts), data.get(self.images)
@@ -79,16 +92,6 @@ class Interleaved(Options):
             ([] if image is None else [image], None if text is None else checked_text(record, text, "a text"))
             for text, image in zip(texts, images, strict=True)
         ]
-
-
-def _unused(record: Record, names: list[str], shown: int) -> CorpusError:
-    return CorpusError(
-        f"record '{record.key}' has images that its page does not show",
-        found=f"{', '.join(names[:4])}{' ...' if len(names) > 4 else ''}; {shown} are shown",
-        expected="every image of the record in the page",
-        cause="a list of images under a key other than template.images, or images that the page no longer places",
-        action="correct template.images, or template.unused_images: true leaves them out",
-    )
 
 
 def _matched(record: Record, data: dict[str, Any]) -> list[tuple[list[Any], str | None]]:
