@@ -18,7 +18,17 @@ if TYPE_CHECKING:
 
 #: flags of text alone, by their names in the namespace.
 TEXT_ONLY = ("json_key", "text_unit", "glob", "format", "invalid_utf8", "dtype", "block_bytes", "chat", *CHAT_ONLY)
-SHARDS_ONLY = ("encoder", "processor", "template", "images", "image_token", "invalid", "split_config", "dataset_config")
+SHARDS_ONLY = (
+    "encoder",
+    "processor",
+    "template",
+    "images",
+    "image_token",
+    "invalid",
+    "decode",
+    "split_config",
+    "dataset_config",
+)
 
 
 def add_shard_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +53,9 @@ def add_shard_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("error", "mask", "drop"),
         help="for a record that cannot be measured: stop (default); one token that nothing is learned from; leave it "
         "out. Counted and listed either way",
+    )
+    group.add_argument(
+        "--decode", action="store_true", help="decode every image: finds truncated ones, which a header does not show"
     )
     group.add_argument("--split-config", metavar="NAME", help="Energon's split file in .nv-meta (default: split.yaml)")
     group.add_argument(
@@ -102,6 +115,7 @@ def run_shards(args: argparse.Namespace) -> int:
             output,
             encoder,
             invalid=args.invalid or "error",
+            decode=args.decode,
             workers=args.workers,
             overwrite=args.overwrite,
             restart=args.restart,

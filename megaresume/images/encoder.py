@@ -172,18 +172,23 @@ class ImageTextEncoder:
         )
         return f"ImageTextEncoder({kinds}, {self.fingerprint[:8]})"
 
-    def measure(self, record: Record) -> Measure:
-        """Lengths of the document, from text and image headers: no pixel is decoded.
+    def measure(self, record: Record, *, decoded: bool = False) -> Measure:
+        """Lengths of the document, from text and image headers: no pixel is decoded unless ``decoded``.
+
+        Args:
+            record: as it lies in its shard.
+            decoded: decode every image, which finds truncated ones.
 
         Raises:
-            CorpusError: the record is not what the template expects, or an image header cannot be read.
+            CorpusError: the record is not what the template expects, or an image (of it, the header) cannot be read.
         """
+        size: Callable[..., tuple[int, int]] = _decoded_size if decoded else size_of
         tokens = num_images = image_tokens = 0
         pieces = self._template.pieces(record)
         for part in self._parts(record, pieces):
             if isinstance(part, Image):
                 name = _name(record, part.member)
-                width, height = size_of(record.members[part.member], self._images, name)
+                width, height = size(record.members[part.member], self._images, name)
                 num_images += 1
                 image_tokens += _named(name, self.processor.num_tokens, width, height)
             else:
@@ -324,6 +329,10 @@ class ImageTextEncoder:
         # The tokenizer by what it does: neither its file name nor how its content was packed.
         spec = {**self._spec, "tokenizer": self.tokenizer.fingerprint()}
         return xxhash.xxh3_128_hexdigest(json.dumps(spec, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _decoded_size(content: bytes, options: ImageOptions, name: str) -> tuple[int, int]:
+    return decode(content, options, name).size
 
 
 def _name(record: Record, member: str) -> str:

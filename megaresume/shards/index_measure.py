@@ -43,6 +43,8 @@ class IndexSpec:
     output: Path
     encoder: ImageTextEncoder
     invalid: Invalid
+    #: every image is decoded, not only its header.
+    decode: bool = False
     #: of an Energon data set.
     fields: Fields | None = None
 
@@ -163,7 +165,7 @@ def _measured(
             )
         raw = parse_record(file.read_at(extent.offset, extent.nbytes), task.path)
         record = raw if spec.fields is None else spec.fields.apply(raw)
-        return spec.encoder.measure(record), content_hash(raw)
+        return spec.encoder.measure(record, decoded=spec.decode), content_hash(raw)
     except CorpusError as error:
         if spec.invalid == "error":
             raise CorpusError(

@@ -78,6 +78,7 @@ def prepare_shards(
     encoder: ImageTextEncoder,
     *,
     invalid: Invalid = "error",
+    decode: bool = False,
     workers: int = 1,
     overwrite: bool = False,
     restart: bool = False,
@@ -92,6 +93,7 @@ def prepare_shards(
         encoder: measures the records; the index keeps its spec.
         invalid: what becomes of a record that cannot be measured: ``error``, ``mask`` (one token, masked), ``drop``
             (length 0: the stream passes over it).
+        decode: decode every image, so that truncated ones are found here and not in training.
         workers: processes; the result does not depend on it.
         overwrite: replace an index that is there.
         restart: throw away what a killed run left.
@@ -115,12 +117,14 @@ def prepare_shards(
         )
     dataset = _energon(inputs, split_config, dataset_config)
     tasks, names = _tasks(inputs, dataset)
-    spec = IndexSpec(output=index, encoder=encoder, invalid=invalid, fields=None if dataset is None else dataset.fields)
+    fields = None if dataset is None else dataset.fields
+    spec = IndexSpec(output=index, encoder=encoder, invalid=invalid, decode=decode, fields=fields)
     directory = WorkDirectory(index)
     plan = {
         "encoder": encoder.fingerprint,
         "invalid": invalid,
-        "fields": None if spec.fields is None else spec.fields.options(),
+        "decode": decode,
+        "fields": None if fields is None else fields.options(),
     }
     try:
         index.parent.mkdir(parents=True, exist_ok=True)

@@ -46,7 +46,7 @@ def test_flags_and_a_file_make_the_same_index(there, capsys):
 
 def test_the_summary_names_what_was_left_out(there, capsys):
     write_shard(there / "bad.tar", [*captions(2), ("x", {"png": b"", "txt": b"a"})])
-    command = ["prepare", "bad.tar", "--output", "bad", "--processor", PATCHES]
+    command = ["prepare", "bad.tar", "--output", "bad", "--processor", PATCHES, "--decode"]
     assert main(command) == 1
     assert main([*command, "--invalid", "mask"]) == 0
     out = capsys.readouterr().out
@@ -61,6 +61,7 @@ def test_the_summary_names_what_was_left_out(there, capsys):
         (["shards/*.tar"], 2, "no image processor"),
         (["shards/*.tar", "text.jsonl", "--processor", PATCHES], 2, "shards and text"),
         (["shards/*.tar", "--processor", PATCHES, "--json-key", "a"], 2, "--json-key does not hold for tar shards"),
+        (["text.jsonl", "--decode"], 2, "--decode does not hold for text"),
         (["text.jsonl", "--invalid", "mask"], 2, "--invalid does not hold for text"),
         (["shards/*.tar", "--processor", "{kind"], 2, "is not YAML"),
         (["shards/*.tar", "--processor", "patch"], 1, "did you mean 'patches'"),

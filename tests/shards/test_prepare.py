@@ -219,6 +219,20 @@ def test_a_missing_image_does_not_cost_the_page(tmp_path):
     assert source.lengths(np.arange(2)).tolist() == [4, 1 + 4 + 1 + 1]
 
 
+def test_decoding_finds_truncated_images(tmp_path):
+    cut = file(picture(64, 64), "JPEG")[:-300]
+    path = write_shard(tmp_path / "a.tar", [*captions(1), ("cut", {"jpg": cut, "txt": b"a"}), *captions(2, 1)])
+    assert prepare_shards([path], tmp_path / "headers", encoder()).invalid == 0
+    with pytest.raises(CorpusError, match=r"record 1 .*truncated or damaged"):
+        prepare_shards([path], tmp_path / "error", encoder(), decode=True)
+    summary = prepare_shards([path], tmp_path / "mask", encoder(), decode=True, invalid="mask")
+    assert (summary.invalid, summary.first_invalid[0]["key"], summary.images) == (1, "cut", 3)
+    whole = write_shard(tmp_path / "whole.tar", captions(3))
+    for name, decode in (("read", False), ("decoded", True)):
+        prepare_shards([whole], tmp_path / name, encoder(), decode=decode)
+    assert (tmp_path / "read.shards.idx").read_bytes() == (tmp_path / "decoded.shards.idx").read_bytes()
+
+
 def test_files_without_a_record_are_counted(tmp_path):
     import tarfile
 
