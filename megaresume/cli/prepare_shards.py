@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,11 +70,11 @@ def wants_shards(args: argparse.Namespace, parser: argparse.ArgumentParser) -> b
     Raises:
         UsageError: shards beside text, or a flag that does not hold for the inputs.
     """
-    from megaresume.shards.paths import is_shards
+    from megaresume.shards.paths import is_index, is_shards
     from megaresume.shards.remote import is_url
     from megaresume.sources.metadataset import is_metadataset
 
-    kinds = [is_shards(path) or is_metadataset(path) or is_url(path) for path in args.inputs]
+    kinds = [is_shards(path) or is_index(path) or is_metadataset(path) or is_url(path) for path in args.inputs]
     if any(kinds) and not all(kinds):
         raise UsageError(
             "shards and text in one prepare",
@@ -100,9 +101,12 @@ def run_shards(args: argparse.Namespace) -> int:
     Raises:
         MegaresumeError: see `megaresume.shards.prepare.prepare_shards`.
     """
+    from megaresume.shards.paths import is_index
     from megaresume.shards.prepare import prepare_shards
     from megaresume.sources.metadataset import index_files, is_metadataset
 
+    if any(is_index(path) for path in args.inputs):
+        return _run_join(args)
     encoder = _encoder(args)
     jobs: list[tuple[list[str], str | Path]] = [(args.inputs, args.output)]
     if is_metadataset(args.inputs[0]):
@@ -124,13 +128,34 @@ def run_shards(args: argparse.Namespace) -> int:
         )
         for inputs, output in jobs
     ]
+    _print(args, summaries)
+    return 0
+
+
+def _run_join(args: argparse.Namespace) -> int:
+    from megaresume.shards.join import join_indexes
+    from megaresume.shards.paths import is_index
+
+    given = [name for name in (*SHARDS_ONLY, "tokenizer", "eod_token") if getattr(args, name)]
+    given += ["no-append-eod"] if args.append_eod is False else []
+    if given or args.restart or not all(is_index(path) for path in args.inputs):
+        raise UsageError(
+            "indexes are joined as they are",
+            found=f"{', '.join('--' + name.replace('_', '-') for name in given) or 'other inputs, or --restart'}",
+            expected="indexes (NAME.shards.idx) alone, with --output, --overwrite and --json",
+            action="make an index of the shards first; indexes hold their encoder",
+        )
+    _print(args, [join_indexes(args.inputs, args.output, overwrite=args.overwrite)])
+    return 0
+
+
+def _print(args: argparse.Namespace, summaries: Sequence[ShardSummary]) -> None:
     if args.json:
         found = [asdict(summary) for summary in summaries]
         json.dump(found[0] if len(found) == 1 else found, sys.stdout, indent=1)
         print()
     else:
         print("\n".join(_text(summary) for summary in summaries))
-    return 0
 
 
 def _encoder(args: argparse.Namespace) -> ImageTextEncoder:

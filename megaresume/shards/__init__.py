@@ -3,6 +3,7 @@
 shards -- megaresume prepare --> NAME.shards.idx -- data.yaml --> ShardSource -- one range read --> record
 
 prepare.py      tar shards to an index; index_measure.py: one shard to a part, index_merge.py: parts to the index
+join.py         the indexes of several machines to one
 index.py        the bytes of an index, and opening one
 source.py       `ShardSource`: records as documents
 tar.py          members to records, and the damage that archives can have

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,8 @@ import numpy as np
 import xxhash
 
 from megaresume.checkpoint.files import fsync_dir
-from megaresume.corpora.prepare.workdir import WorkDirectory
 from megaresume.shards.index import COLUMNS, COLUMNS_AT, FORMAT, VERSION, Preamble, column_places
-from megaresume.shards.index_measure import SHOWN, IndexSpec, ShardTask, read_part
+from megaresume.shards.index_measure import SHOWN, IndexSpec, ShardTask
 from megaresume.shards.paths import portable
 
 
@@ -72,10 +71,10 @@ class _Range:
 
 def merge_parts(
     index: Path,
-    directory: WorkDirectory,
     spec: IndexSpec,
     tasks: Sequence[ShardTask],
     heads: Sequence[Mapping[str, Any]],
+    parts: Iterable[tuple[Mapping[str, Any], dict[str, np.ndarray[Any, Any]]]],
     energon: Mapping[str, Any] | None,
     tick: Callable[[int], Any],
 ) -> Mapping[str, Any]:
@@ -83,10 +82,10 @@ def merge_parts(
 
     Args:
         index: path of the ``.shards.idx``.
-        directory: where the parts are.
         spec: what the parts were made with.
         tasks: all shards, in order.
         heads: of their parts.
+        parts: head and columns of each, read as they are needed.
         energon: of an Energon data set: hash, parts (part -> [first, stop) documents), names of the shards.
         tick: called with the records written.
 
@@ -106,8 +105,7 @@ def merge_parts(
     totals, at = _Totals(), 0
     new = index.with_name(f".{index.name}.new")
     with open(new, "wb") as file:
-        for k, task in enumerate(tasks):
-            head, columns = read_part(directory, task)
+        for k, (task, (head, columns)) in enumerate(zip(tasks, parts, strict=True)):
             columns["shard"] = np.full(head["records"], k, COLUMNS["shard"])
             for name, dtype in COLUMNS.items():
                 file.seek(places[name] + at * dtype.itemsize)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from megaresume.shards.index import SUFFIX
 from megaresume.shards.remote import RemoteStore, is_url, missing_library
 from megaresume.stream.errors import CorpusError, UsageError
 
@@ -18,6 +19,11 @@ _SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 def is_shards(path: str | os.PathLike[str]) -> bool:
     """Whether an input is meant as tar shards (compressed ones too: they are refused by name later)."""
     return os.fspath(path).endswith(_SUFFIXES) or is_energon(path)
+
+
+def is_index(path: str | os.PathLike[str]) -> bool:
+    """Whether it is an index that ``megaresume prepare`` wrote of shards."""
+    return os.fspath(path).endswith(SUFFIX)
 
 
 def is_energon(path: str | os.PathLike[str]) -> bool:
@@ -49,6 +55,12 @@ def expand_shards(patterns: Sequence[str | os.PathLike[str]], base: str | os.Pat
         text = os.path.expanduser(os.path.expandvars(os.fspath(pattern)))
         for path in braces(text):
             shards += _matches(join(base, path))
+    check_distinct(shards)
+    return shards
+
+
+def check_distinct(shards: Sequence[str]) -> None:
+    """Raises UsageError: one shard twice."""
     # By where they lead: another spelling or a link would train on every record twice.
     places = [path if is_url(path) else os.path.realpath(path.removeprefix("file://")) for path in shards]
     if len(set(places)) < len(places):
@@ -59,7 +71,6 @@ def expand_shards(patterns: Sequence[str | os.PathLike[str]], base: str | os.Pat
             expected="each shard once",
             action="correct the list of shards",
         )
-    return shards
 
 
 def braces(pattern: str) -> list[str]:

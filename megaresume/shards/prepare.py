@@ -29,6 +29,7 @@ from megaresume.shards.index_measure import (
     find_part,
     measure_in_worker,
     measure_shard,
+    read_part,
     start_worker,
 )
 from megaresume.shards.index_merge import merge_parts
@@ -108,13 +109,7 @@ def prepare_shards(
     begin = time.monotonic()
     check_workers(workers)
     index = index_path(output)
-    if index.exists() and not overwrite:
-        raise UsageError(
-            f"{index} exists",
-            found="an index of shards",
-            expected="an unused --output",
-            action="give another --output, or replace it: --overwrite",
-        )
+    check_free(index, overwrite)
     dataset = _energon(inputs, split_config, dataset_config)
     tasks, names = _tasks(inputs, dataset)
     fields = None if dataset is None else dataset.fields
@@ -131,24 +126,50 @@ def prepare_shards(
         with directory.locked(plan, restart=restart):
             heads, resumed = _make_parts(directory, spec, tasks, workers)
             energon = None if dataset is None else _energon_header(dataset, tasks, names, heads)
+            parts = (read_part(directory, task) for task in tasks)
             with progress("writing the index", sum(head["records"] for head in heads), "records") as bar:
-                header = merge_parts(index, directory, spec, tasks, heads, energon, bar.update)
+                header = merge_parts(index, spec, tasks, heads, parts, energon, bar.update)
             directory.remove()
     except OSError as error:
         raise disk_error(index.parent, error) from error
+    return summary_of(header, index, tasks, heads, seconds=time.monotonic() - begin, resumed_shards=resumed)
+
+
+def check_free(index: Path, overwrite: bool) -> None:
+    """Raises UsageError: there is an index, and it is not to be replaced."""
+    if index.exists() and not overwrite:
+        raise UsageError(
+            f"{index} exists",
+            found="an index of shards",
+            expected="an unused --output",
+            action="give another --output, or replace it: --overwrite",
+        )
+
+
+def summary_of(
+    header: Mapping[str, Any],
+    index: Path,
+    tasks: Sequence[ShardTask],
+    heads: Sequence[Mapping[str, Any]],
+    *,
+    seconds: float,
+    resumed_shards: int = 0,
+) -> ShardSummary:
+    """Of an index that was written just now."""
+    parts = header.get("energon", {}).get("parts", {})
     return ShardSummary(
         index=str(index),
         shards=len(tasks),
         bytes=sum(task.size for task in tasks),
         invalid=header["invalid"]["count"],
-        invalid_policy=invalid,
+        invalid_policy=header["invalid"]["policy"],
         first_invalid=tuple(header["invalid"]["first"]),
         ignored_files=sum(head["ignored"] for head in heads),
         excluded=sum(head["left_out"] for head in heads),
-        parts={} if energon is None else {part: stop - first for part, (first, stop) in energon["parts"].items()},
-        encoder=encoder.fingerprint,
-        seconds=time.monotonic() - begin,
-        resumed_shards=resumed,
+        parts={part: stop - first for part, (first, stop) in parts.items()},
+        encoder=header["encoder"]["fingerprint"],
+        seconds=seconds,
+        resumed_shards=resumed_shards,
         **{key: header[key] for key in ("records", "tokens", "images", "image_tokens", "missing_images", "longest")},
     )
 

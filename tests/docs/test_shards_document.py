@@ -31,8 +31,12 @@ def test_commands_and_scripts_as_they_stand(tmp_path, monkeypatch, capsys):
     (tmp_path / "encoder.yaml").write_text(ENCODER)
     (tmp_path / "data.yaml").write_text(DATA)
     (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "line {i} of a text corpus"}}\n' for i in range(300)))
-    local = [shlex.split(c) for c in COMMANDS if "s3://" not in c and "DATASET" not in c and "metadataset" not in c]
-    assert [c[1] for c in local] == ["prepare", "prepare", "prepare", "stream"]
+    local = [
+        shlex.split(c, comments=True)
+        for c in COMMANDS
+        if "s3://" not in c and "DATASET" not in c and "metadataset" not in c
+    ]
+    assert [c[1] for c in local] == [*["prepare"] * 6, "stream"]
     for command in local:
         capsys.readouterr()
         workers = ["--workers", "1"] if command[1] == "prepare" else []
