@@ -218,6 +218,8 @@ def _text(summary: ShardSummary) -> str:
         f"  {s.images:,} images with {s.image_tokens:,} tokens ({share:.1f} %); the longest document has {s.longest:,}",
         f"  encoder {s.encoder}",
     ]
+    if s.documents > s.records:
+        lines.append(f"  {s.documents:,} documents: pages longer than template.split became several")
     if s.missing_images:
         lines.append(f"  {s.missing_images:,} images that pages name are not in their records: left out")
     if s.parts:

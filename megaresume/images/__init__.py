@@ -4,6 +4,7 @@ encoder.py      `ImageTextEncoder`: a record to tokens, images and what is train
 spec.py         what defines an encoder, as JSON; options.py reads options into dataclasses
 processors/     an image to tiles or patches, as CLIP, InternVL, Qwen2-VL do
 templates/      how text and images of a record follow each other
+pages.py        a page longer than a document may be, to several documents
 augment.py      declared random changes of an image, keyed
 decode.py       bytes to an RGB image, and its size from the header alone
 faults.py       what becomes of a record that cannot be encoded

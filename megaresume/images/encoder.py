@@ -1,7 +1,7 @@
 """Records to documents: text to tokens, images to pixels and places, what is trained on.
 
-    record --template--> text, images --+-- measure: tokenize, read image headers --> lengths        (the index)
-                                        `-- encode:  tokenize, decode, augment, process --> document (a sample)
+    record --template--> text, images --+-- measures: tokenize, read image headers -> lengths        (the index)
+                                        `-- encode:   tokenize, decode, augment, process --> document (a sample)
 
     tokens   [ 12  7  9  I  I  I  I  88  41  5  E ]     I image token, E end of document
     trained  [  .  .  .  .  .  .  .   x   x  x  x ]
@@ -21,7 +21,7 @@ import copy
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,9 +33,10 @@ from megaresume.corpora.prepare.tokenizers import ByteTokenizer, Tokenizer
 from megaresume.images.augment import augmentation_from_options, augmentation_options
 from megaresume.images.checks import check_processor
 from megaresume.images.decode import ImageOptions, decode, size_of
+from megaresume.images.pages import Part, Unit, Words, split_page
 from megaresume.images.processors import Grid, Pixels, processor_from_options
 from megaresume.images.spec import check_spec, spec_from_options, unpack_tokenizer
-from megaresume.images.templates import Image, Missing, Piece, template_from_options
+from megaresume.images.templates import Image, Missing, Piece, Text, template_from_options
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.schema import read
 
@@ -172,8 +173,10 @@ class ImageTextEncoder:
         )
         return f"ImageTextEncoder({kinds}, {self.fingerprint[:8]})"
 
-    def measure(self, record: Record, *, decoded: bool = False) -> Measure:
-        """Lengths of the document, from text and image headers: no pixel is decoded unless ``decoded``.
+    def measures(self, record: Record, *, decoded: bool = False) -> list[Measure]:
+        """Lengths of each document, from text and image headers: no pixel is decoded unless ``decoded``.
+
+        A record is one document, unless its template splits long ones.
 
         Args:
             record: as it lies in its shard.
@@ -182,34 +185,40 @@ class ImageTextEncoder:
         Raises:
             CorpusError: the record is not what the template expects, or an image (of it, the header) cannot be read.
         """
-        size: Callable[..., tuple[int, int]] = _decoded_size if decoded else size_of
-        tokens = num_images = image_tokens = 0
         pieces = self._template.pieces(record)
-        for part in self._parts(record, pieces):
-            if isinstance(part, Image):
-                name = _name(record, part.member)
-                width, height = size(record.members[part.member], self._images, name)
-                num_images += 1
-                image_tokens += _named(name, self.processor.num_tokens, width, height)
-            else:
-                tokens += len(part[0])
-        return Measure(
-            tokens=tokens + image_tokens,
-            num_images=num_images,
-            image_tokens=image_tokens,
-            missing_images=sum(isinstance(piece, Missing) for piece in pieces),
-        )
+        missing = sum(isinstance(piece, Missing) for piece in pieces)
+        measures: list[Measure] = []
+        for parts in self._documents(record, pieces):
+            images = [self._size(record, part.member, decoded)[2] for part in parts if isinstance(part, Image)]
+            words = sum(len(part[0]) for part in parts if not isinstance(part, Image))
+            measures.append(
+                Measure(
+                    tokens=words + sum(images),
+                    num_images=len(images),
+                    image_tokens=sum(images),
+                    missing_images=0 if measures else missing,
+                )
+            )
+        return measures
 
-    def encode(self, record: Record, key: Key) -> EncodedDocument:
-        """The document: as many tokens as `measure` says, whatever the augmentation draws.
+    def encode(self, record: Record, key: Key, part: int = 0) -> EncodedDocument:
+        """A document: as many tokens as `measures` says, whatever the augmentation draws.
+
+        Args:
+            record: as it lies in its shard.
+            key: which document it is.
+            part: of a record that is several documents, 0-based.
 
         Raises:
-            CorpusError: as `measure`, or an image cannot be decoded.
+            CorpusError: as `measures`, there is no such part, or an image cannot be decoded.
         """
+        return self._encoded(record, key, self._document(record, part))
+
+    def _encoded(self, record: Record, key: Key, parts: Iterable[Part]) -> EncodedDocument:
         tokens: list[int] = []
         spans: list[tuple[int, int]] = []
         images: list[EncodedImage] = []
-        for part in self._parts(record, self._template.pieces(record)):
+        for part in parts:
             if isinstance(part, Image):
                 image = self._image(record, part.member, key, number=len(images), offset=len(tokens))
                 tokens += [self.image_token_id] * image.num_tokens
@@ -224,20 +233,14 @@ class ImageTextEncoder:
             trained[start:end] = True
         return EncodedDocument(tokens=np.array(tokens, np.int64), trained=trained, images=tuple(images))
 
-    def images(self, record: Record) -> list[tuple[str, int, int, int]]:
-        """(member, width, height, tokens) of the images of a record in the order of the document, from their headers.
+    def images(self, record: Record, part: int = 0) -> list[tuple[str, int, int, int]]:
+        """(member, width, height, tokens) of the images of a document in order, from their headers.
 
         Raises:
-            CorpusError: as `measure`.
+            CorpusError: as `measures`, or there is no such part.
         """
-        found = []
-        for piece in self._template.pieces(record):
-            if isinstance(piece, Image):
-                name = _name(record, piece.member)
-                width, height = size_of(record.members[piece.member], self._images, name)
-                tokens = _named(name, self.processor.num_tokens, width, height)
-                found.append((piece.member, width, height, tokens))
-        return found
+        shown = [piece.member for piece in self._document(record, part) if isinstance(piece, Image)]
+        return [(member, *self._size(record, member)) for member in shown]
 
     def augmented_image(self, record: Record, member: str, key: Key, number: int) -> PILImage:
         """An image as the model is shown it, before the processor resizes and normalises it.
@@ -253,16 +256,41 @@ class ImageTextEncoder:
         """
         return self._drawn(record, member, key, number)[0]
 
-    def _parts(self, record: Record, pieces: Iterable[Piece]) -> Iterator[Image | tuple[list[int], bool]]:
-        """Images, and (tokens, are they trained on), in order."""
-        is_trained = False
+    def _document(self, record: Record, part: int) -> Sequence[Part]:
+        documents = self._documents(record, self._template.pieces(record))
+        if part < len(documents):
+            return documents[part]
+        raise CorpusError(
+            f"record '{record.key}' is not as long as its index says",
+            found=f"{len(documents)} documents",
+            expected=f"{part + 1} or more",
+            cause="a shard that was written again after `megaresume prepare`",
+            action="run megaresume prepare again",
+        )
+
+    def _documents(self, record: Record, pieces: Sequence[Piece]) -> list[list[Part]]:
+        """Images and texts of each document, in order."""
+        units = list(self._units(record, pieces))
+        end: list[Part] = []
+        if self._spec["eod"]:
+            last = next((piece for piece in reversed(pieces) if isinstance(piece, Text)), None)
+            end = [([self.filler], last is not None and last.trained)]
+        limit = self._template.split
+        if limit is None:
+            return [[*(part for unit in units for part in unit.parts), *end]]
+        *others, final = split_page(units, limit - len(end))
+        return [*others, [*final, *end]]
+
+    def _units(self, record: Record, pieces: Iterable[Piece]) -> Iterator[Unit]:
+        """Images with the tokens around them, and texts; tokens are counted only where pages are split."""
         for piece in pieces:
             if isinstance(piece, Missing):
                 continue
             if isinstance(piece, Image):
-                yield from self._markup(self._spec["image_start"])
-                yield piece
-                yield from self._markup(self._spec["image_end"])
+                around = [self._markup(self._spec[name]) for name in ("image_start", "image_end")]
+                image = 0 if self._template.split is None else self._size(record, piece.member)[2]
+                tokens = image + sum(len(ids) for words in around for ids, _ in words)
+                yield Unit(parts=[*around[0], piece, *around[1]], tokens=tokens, image=_name(record, piece.member))
             else:
                 ids = self.tokenizer.encode(piece.text, special=piece.markup)
                 if self.image_token_id in ids:
@@ -273,14 +301,17 @@ class ImageTextEncoder:
                         cause="a mark such as <image> that the template does not take for one",
                         action="correct the template, or the record",
                     )
-                is_trained = piece.trained
-                yield ids, is_trained
-        if self._spec["eod"]:
-            yield [self.filler], is_trained
+                yield Unit(parts=[(ids, piece.trained)], tokens=len(ids))
 
-    def _markup(self, text: str) -> Iterator[tuple[list[int], bool]]:
-        if text:
-            yield self.tokenizer.encode(text, special=True), False
+    def _markup(self, text: str) -> list[Words]:
+        return [(self.tokenizer.encode(text, special=True), False)] if text else []
+
+    def _size(self, record: Record, member: str, decoded: bool = False) -> tuple[int, int, int]:
+        """Width, height, tokens of an image: from its header, or decoded."""
+        name = _name(record, member)
+        size: Callable[..., tuple[int, int]] = _decoded_size if decoded else size_of
+        width, height = size(record.members[member], self._images, name)
+        return width, height, _named(name, self.processor.num_tokens, width, height)
 
     def _image(self, record: Record, member: str, key: Key, *, number: int, offset: int) -> EncodedImage:
         name = _name(record, member)

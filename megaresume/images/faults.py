@@ -34,6 +34,7 @@ def encode_as_indexed(
     tokens: int,
     policy: FaultPolicy,
     changed: CorpusError | None = None,
+    part: int = 0,
 ) -> EncodedDocument:
     """The document, exactly as long as its index says.
 
@@ -44,6 +45,7 @@ def encode_as_indexed(
         tokens: its length in the index.
         policy: of the source.
         changed: set where the record has another content than when it was measured.
+        part: of a record that is several documents.
 
     Returns:
         the document; with `fault` where the policy was applied, which is logged once a document and process.
@@ -56,7 +58,7 @@ def encode_as_indexed(
         error = record_or_error
     else:
         try:
-            document = encoder.encode(record_or_error, key)
+            document = encoder.encode(record_or_error, key, part)
         except CorpusError as raised:
             error = raised
     if document is not None and len(document.tokens) != tokens:

@@ -30,7 +30,7 @@ from megaresume.stream.errors import CorpusError, SetupError
 from megaresume.stream.text import parse_json
 
 FORMAT = "megaresume.shards"
-VERSION = 3
+VERSION = 4
 SUFFIX = ".shards.idx"
 #: name -> dtype, in the order of the file.
 COLUMNS: Mapping[str, np.dtype[Any]] = {
@@ -41,6 +41,7 @@ COLUMNS: Mapping[str, np.dtype[Any]] = {
     "num_images": np.dtype("<i4"),
     # index into the shards of the header.
     "shard": np.dtype("<i4"),
+    # of the record; documents of one record follow one another.
     "offset": np.dtype("<i8"),
     "nbytes": np.dtype("<u4"),
     # `tar.content_hash` of the record; 0 where it was not read.

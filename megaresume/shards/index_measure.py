@@ -81,6 +81,7 @@ class _Columns:
     first_invalid: list[dict[str, Any]] = field(default_factory=list)
     ignored: int = 0
     missing_images: int = 0
+    split: int = 0
     excluded: list[str] = field(default_factory=list)
 
     def ignore(self, name: str) -> None:
@@ -106,14 +107,16 @@ def measure_shard(spec: IndexSpec, task: ShardTask) -> dict[str, Any]:
     file = files.scan(task.path, task.size)
     columns = _Columns()
     for number, extent in enumerate(walk(file, task.path, columns.ignore)):
-        measure, content = Measure(tokens=0, num_images=0, image_tokens=0), 0
+        measures, content = [Measure(tokens=0, num_images=0, image_tokens=0)], 0
         if extent.key in task.excluded:
             columns.excluded.append(extent.key)
         else:
-            measure, content = _measured(spec, task, number, extent, file, columns)
-        columns.missing_images += measure.missing_images
-        lengths = (measure.tokens, measure.image_tokens, measure.num_images)
-        columns.rows.append((*lengths, extent.offset, extent.nbytes, content))
+            measures, content = _measured(spec, task, number, extent, file, columns)
+        columns.split += len(measures) - 1
+        for measure in measures:
+            columns.missing_images += measure.missing_images
+            lengths = (measure.tokens, measure.image_tokens, measure.num_images)
+            columns.rows.append((*lengths, extent.offset, extent.nbytes, content))
     if unknown := task.excluded.difference(columns.excluded):
         raise _not_excluded(task, sorted(unknown))
     table = np.array(columns.rows, np.int64).reshape(-1, len(PART_COLUMNS))
@@ -124,6 +127,7 @@ def measure_shard(spec: IndexSpec, task: ShardTask) -> dict[str, Any]:
         "invalid": columns.invalid,
         "first_invalid": columns.first_invalid,
         "missing_images": columns.missing_images,
+        "split": columns.split,
         "ignored": columns.ignored,
         "left_out": len(columns.excluded),
     }
@@ -154,8 +158,8 @@ def _body_bytes(head: Mapping[str, Any]) -> int:
 
 def _measured(
     spec: IndexSpec, task: ShardTask, number: int, extent: Extent, file: BlockFile, columns: _Columns
-) -> tuple[Measure, int]:
-    """Lengths of a record, and the hash of its content."""
+) -> tuple[list[Measure], int]:
+    """Lengths of the documents of a record, and the hash of its content."""
     try:
         if extent.nbytes > MAX_RECORD_BYTES:
             raise CorpusError(
@@ -165,7 +169,7 @@ def _measured(
             )
         raw = parse_record(file.read_at(extent.offset, extent.nbytes), task.path)
         record = raw if spec.fields is None else spec.fields.apply(raw)
-        return spec.encoder.measure(record, decoded=spec.decode), content_hash(raw)
+        return spec.encoder.measures(record, decoded=spec.decode), content_hash(raw)
     except CorpusError as error:
         if spec.invalid == "error":
             raise CorpusError(
@@ -179,9 +183,9 @@ def _measured(
         columns.invalid += 1
         if len(columns.first_invalid) < SHOWN:
             reason = error.headline if error.found is None else f"{error.headline}; found {error.found}"
-            columns.first_invalid.append({"record": number, "key": extent.key, "reason": reason})
+            columns.first_invalid.append({"record": len(columns.rows), "key": extent.key, "reason": reason})
         tokens = MASKED_TOKENS if spec.invalid == "mask" else 0
-        return Measure(tokens=tokens, num_images=UNMEASURED, image_tokens=0), 0
+        return [Measure(tokens=tokens, num_images=UNMEASURED, image_tokens=0)], 0
 
 
 def _not_excluded(task: ShardTask, keys: list[str]) -> CorpusError:

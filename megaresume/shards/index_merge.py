@@ -5,6 +5,7 @@ The header holds
     encoder        spec (with the tokenizer's content) and fingerprint
     shards         path (relative to the index where they lie below it), bytes, records of each, in order
     records, tokens, image_tokens, images, missing_images, longest
+    split          documents beyond one for each record: ``records`` counts documents
     invalid        policy, count, and the first records that could not be measured, with the reason
     fingerprints   range, tokens, hash of the lengths, hash of the contents: of all documents, and of each part of an
                    Energon data set
@@ -40,6 +41,7 @@ class _Totals:
     image_tokens: int = 0
     images: int = 0
     missing_images: int = 0
+    split: int = 0
     longest: int = 0
     invalid: int = 0
     first_invalid: list[dict[str, Any]] = field(default_factory=list)
@@ -145,6 +147,7 @@ def _add(totals: _Totals, columns: Mapping[str, Any], head: Mapping[str, Any], a
     totals.image_tokens += int(columns["image_tokens"].sum(dtype=np.int64))
     totals.images += int(np.maximum(columns["num_images"], 0).sum(dtype=np.int64))
     totals.missing_images += head["missing_images"]
+    totals.split += head["split"]
     totals.longest = max(totals.longest, int(tokens.max(initial=0)))
     totals.invalid += head["invalid"]
     for entry in head["first_invalid"][: SHOWN - len(totals.first_invalid)]:
@@ -172,6 +175,7 @@ def _header(
         "image_tokens": totals.image_tokens,
         "images": totals.images,
         "missing_images": totals.missing_images,
+        "split": totals.split,
         "longest": totals.longest,
         "invalid": {"policy": spec.invalid, "count": totals.invalid, "first": totals.first_invalid},
         "encoder": {"fingerprint": spec.encoder.fingerprint, "spec": spec.encoder.to_spec()},

@@ -91,6 +91,7 @@ def _heads(index: ShardIndex) -> list[dict[str, Any]]:
                 "invalid": int(np.count_nonzero(unmeasured[shard.first : stop] == UNMEASURED)),
                 "first_invalid": [{**entry, "record": entry["document"] - shard.first} for entry in first],
                 "missing_images": 0 if k else index.header["missing_images"],
+                "split": 0 if k else index.header["split"],
                 "ignored": 0,
                 "left_out": 0,
             }

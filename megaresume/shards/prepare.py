@@ -48,6 +48,8 @@ class ShardSummary:
     #: of the shards, bytes.
     bytes: int
     records: int
+    #: more than records if pages were split (template.split).
+    documents: int
     tokens: int
     images: int
     image_tokens: int
@@ -170,7 +172,9 @@ def summary_of(
         encoder=header["encoder"]["fingerprint"],
         seconds=seconds,
         resumed_shards=resumed_shards,
-        **{key: header[key] for key in ("records", "tokens", "images", "image_tokens", "missing_images", "longest")},
+        records=header["records"] - header["split"],
+        documents=header["records"],
+        **{key: header[key] for key in ("tokens", "images", "image_tokens", "missing_images", "longest")},
     )
 
 
@@ -260,7 +264,7 @@ def _energon_header(
     for part, shards in dataset.parts.items():
         first = at
         for name in shards:
-            records, expected = heads[k]["records"], dataset.counts[name]
+            records, expected = heads[k]["records"] - heads[k]["split"], dataset.counts[name]
             if records != expected:
                 raise CorpusError(
                     f"{tasks[k].path} is not the shard that Energon has prepared",
@@ -269,7 +273,7 @@ def _energon_header(
                     cause="the shard was written again after energon prepare",
                     action=f"run it again: energon prepare {dataset.path}",
                 )
-            at += records
+            at += heads[k]["records"]
             k += 1
         parts[part] = (first, at)
     return {"hash": dataset.hash, "parts": parts, "names": list(names)}

@@ -211,7 +211,9 @@ class ShardSource:
             except RecordError as error:
                 record = error
         indexed = int(self._tokens[i])
-        document = encode_as_indexed(self.encoder, record, key, tokens=indexed, policy=policy, changed=changed)
+        document = encode_as_indexed(
+            self.encoder, record, key, tokens=indexed, policy=policy, changed=changed, part=self.part(i)
+        )
         return document if length == indexed else fit_document(document, length, self.encoder.filler)
 
     def record(self, i: int) -> Record:
@@ -224,6 +226,18 @@ class ShardSource:
             SetupError: the store does not answer.
         """
         return self._with_fields(self._raw(i))
+
+    def part(self, i: int) -> int:
+        """Which part of its record document i is: 0, unless the record was split into several documents.
+
+        Raises:
+            IndexError: no such document.
+        """
+        offset = self.index.column("offset")
+        first, start = i, self._shard(i)[0].first
+        while first > start and offset[first - 1] == offset[i]:
+            first -= 1
+        return i - first
 
     def _raw(self, i: int) -> Record:
         shard, path = self._shard(i)
@@ -251,6 +265,7 @@ class ShardSource:
         place = {
             "shard": path,
             "record": i - shard.first,
+            "part": self.part(i),
             "offset": int(self.index.column("offset")[i]),
             "bytes": int(self.index.column("nbytes")[i]),
             "image_tokens": int(self.index.column("image_tokens")[i]),
@@ -336,6 +351,7 @@ class ShardSource:
             expected=f"at most {self._limit} tokens",
             cause="long captions or conversations, or images of more tokens than a sample has room for",
             action=f"for source '{self.name}' say too_long: truncate (cut their text) or drop (leave them out), "
+            "make the index again with template: {kind: interleaved, split: N} (pages alone), "
             f"or give max_tokens and seq_length of {self.index.header['longest']}",
         )
 

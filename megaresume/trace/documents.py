@@ -144,7 +144,7 @@ def show(source: DocumentSource, key: Key) -> Shown:
         except CorpusError:
             found = []  # declared by the policy: the document is masked
         else:
-            found = _images(encoder, record)
+            found = _images(encoder, record, inner.part(start + key.document))
     pictures = []
     for number, (member, size) in enumerate(found):
         # A document that was cut has lost images at its end alone.
@@ -160,12 +160,12 @@ def show(source: DocumentSource, key: Key) -> Shown:
     return Shown(key=key, encoded=encoded, record=record, pictures=pictures, encoder=encoder)
 
 
-def _images(encoder: ImageTextEncoder, record: Record) -> list[tuple[str | None, tuple[int, int] | None]]:
+def _images(encoder: ImageTextEncoder, record: Record, part: int) -> list[tuple[str | None, tuple[int, int] | None]]:
     """Members and sizes in the order of the document; of a record that its template cannot read, in that of names."""
     from megaresume.images.templates.base import image_members
 
     try:
-        return [(member, (width, height)) for member, width, height, _ in encoder.images(record)]
+        return [(member, (width, height)) for member, width, height, _ in encoder.images(record, part)]
     except CorpusError:
         return [(member, None) for member in image_members(record)]
 

@@ -100,7 +100,7 @@ class ShardRecords:
         except CorpusError as error:
             return {"key": None, "images": [], "error": error.headline}
         try:
-            found = shards.encoder.images(record)
+            found = shards.encoder.images(record, shards.part(start + document))
         except CorpusError as error:
             return {"key": record.key, "images": [], "error": error.headline}
         names = ("member", "width", "height", "tokens")

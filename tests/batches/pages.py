@@ -49,7 +49,7 @@ class Pages:
         options |= {"image_start": marks[:1], "image_end": marks[1:]}
         self.encoder = ImageTextEncoder.from_options(options).augmented([{"flip": 0.5}])
         self.records = [page(i) for i in range(num)]
-        self._lengths = [self.encoder.measure(record).tokens for record in self.records]
+        self._lengths = [self.encoder.measures(record)[0].tokens for record in self.records]
 
     def __len__(self) -> int:
         return len(self.records)

@@ -55,7 +55,7 @@ def test_tokens_mask_and_place_of_a_caption():
 def test_measure_is_what_encode_makes(processor, size):
     encoder = build(processor=processor, image_start="<a>", image_end="</a>")
     item = record(jpg=file(picture(*size), "JPEG"), txt=CAT)
-    measure = encoder.measure(item)
+    measure = encoder.measures(item)[0]
     document = encoder.encode(item, KEY)
     assert measure.tokens == len(document.tokens)
     assert measure.num_images == len(document.images) == 1
@@ -79,9 +79,9 @@ def test_an_image_that_would_fill_the_memory_on_its_way_to_a_square_is_a_fault(f
     narrow = build(processor={"kind": "patches", "size": 336, "fit": fit})
     content = record(png=file(picture(*size)), txt="a")
     if fits:
-        assert len(narrow.encode(content, KEY).tokens) == narrow.measure(content).tokens
+        assert len(narrow.encode(content, KEY).tokens) == narrow.measures(content)[0].tokens
         return
-    for call in (narrow.measure, lambda content: narrow.encode(content, KEY)):
+    for call in (narrow.measures, lambda content: narrow.encode(content, KEY)):
         with pytest.raises(CorpusError, match=r"png: an image too narrow for its length[\s\S]*fit: stretch"):
             call(content)
 
@@ -91,7 +91,7 @@ def test_measure_decodes_no_pixel(monkeypatch):
 
     item = record(jpg=file(picture(300, 200), "JPEG")[:700], txt=CAT)
     monkeypatch.setattr(PIL.ImageFile.ImageFile, "load", lambda self: pytest.fail("decoded"))
-    assert build().measure(item).num_images == 1
+    assert build().measures(item)[0].num_images == 1
 
 
 @pytest.mark.process
@@ -125,7 +125,7 @@ def test_spec_is_json_and_self_contained(tokenizer):
 
 def test_pickle_leaves_the_tokenizer_to_the_worker(tokenizer):
     encoder = build(tokenizer=str(tokenizer), image_token="<image>")
-    encoder.measure(record(png=file(picture()), txt="a cat"))
+    encoder.measures(record(png=file(picture()), txt="a cat"))
     again = pickle.loads(pickle.dumps(encoder))
     assert "tokenizer" in vars(encoder)
     assert "tokenizer" not in vars(again)

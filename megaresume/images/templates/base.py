@@ -55,6 +55,11 @@ Piece = Text | Image | Missing
 class Template(Protocol):
     """A frozen dataclass of its options; picklable."""
 
+    @property
+    def split(self) -> int | None:
+        """Tokens above which a record becomes several documents; None: it is always one."""
+        ...
+
     def pieces(self, record: Record) -> list[Piece]:
         """The document. Raises CorpusError when the record is not what the template expects."""
         ...

@@ -31,6 +31,7 @@ class Caption(Options):
     """One image, one text."""
 
     kind: ClassVar[str] = "caption"
+    split: ClassVar[int | None] = None
 
     #: member of the image: the first of these that is there.
     image: Texts = IMAGE_EXTENSIONS

@@ -99,6 +99,7 @@ class Chat(Options):
     """A conversation in the JSON member."""
 
     kind: ClassVar[str] = "chat"
+    split: ClassVar[int | None] = None
 
     #: member of the conversation: the first of these that is there.
     json: Texts = ("json",)

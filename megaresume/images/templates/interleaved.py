@@ -9,7 +9,7 @@ A cat. <image> It sleeps. <eod>        an image stands before the text of its in
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from megaresume.corpora.image_text import Record
 from megaresume.images.templates.base import (
@@ -26,7 +26,7 @@ from megaresume.images.templates.base import (
     named_image,
     no_text,
 )
-from megaresume.stream.schema import Options, Texts, Truth
+from megaresume.stream.schema import Options, Texts, Truth, Within
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +48,8 @@ class Interleaved(Options):
     #: images that the lists name and the record does not have, or has as an empty file, are left out and counted;
     #: otherwise they are errors.
     missing_images: Truth = False
+    #: tokens of the longest document: a longer page becomes several, cut between its parts; None: one document a page.
+    split: Annotated[int, Within(2, 2**31 - 1)] | None = None
 
     def pieces(self, record: Record) -> list[Piece]:
         """Raises CorpusError: no JSON, no lists, lists of two lengths, an unknown image, no text."""
