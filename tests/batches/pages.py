@@ -44,8 +44,8 @@ class Pages:
 
     whole = True
 
-    def __init__(self, processor: dict[str, Any], num: int = 30, *, marks: str = "<>") -> None:
-        options = {"processor": processor, "template": "interleaved"}
+    def __init__(self, processor: dict[str, Any], num: int = 30, *, marks: str = "<>", eod: bool = True) -> None:
+        options = {"processor": processor, "template": "interleaved", "eod": eod}
         options |= {"image_start": marks[:1], "image_end": marks[1:]}
         self.encoder = ImageTextEncoder.from_options(options).augmented([{"flip": 0.5}])
         self.records = [page(i) for i in range(num)]

@@ -18,6 +18,7 @@ PATCHES = {"kind": "patches", "size": 16, "patch_size": 4, "fit": "stretch"}
 TILES = {"kind": "tiles", "tile_size": 16, "patch_size": 4, "merge": 2, "max_tiles": 3}
 NATIVE = {"kind": "native", "patch_size": 4, "merge": 2, "min_pixels": 64, "max_pixels": 1024}
 PROCESSORS = {"llava": PATCHES, "internvl": TILES, "qwen2_vl": NATIVE, "causal_lm": PATCHES}
+PROCESSORS["gemma3"] = {**PATCHES, "merge": 2, "normalize": "siglip"}
 LANGUAGE = {
     "vocab_size": 258,
     "hidden_size": 32,
@@ -68,19 +69,36 @@ def model_of(family: str, attention: str = "sdpa") -> torch.nn.Module:
             image_token_id=257,
         )
         model = transformers.Qwen2VLForConditionalGeneration
+    elif family == "gemma3":
+        config = transformers.Gemma3Config(
+            vision_config=transformers.SiglipVisionConfig(**vision),
+            # a layer that sees 16 tokens, and one that sees all
+            text_config={
+                **LANGUAGE,
+                "head_dim": 8,
+                "sliding_window": 16,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            mm_tokens_per_image=4,
+            image_token_id=257,
+        )
+        made = transformers.Gemma3ForConditionalGeneration._from_config(config, attn_implementation=attention).eval()
+        # as published its images count; as made, they are multiplied by 0
+        torch.nn.init.normal_(made.model.multi_modal_projector.mm_input_projection_weight)
+        return made
     else:
         config, model = transformers.LlamaConfig(**LANGUAGE), transformers.LlamaForCausalLM
     config._attn_implementation = attention
     return model._from_config(config, attn_implementation=attention).eval()
 
 
-def stream_of(family: str, **changes):
+def stream_of(family: str, changed_objects=None, **changes):
     words = np.random.default_rng(3)
     notes = [words.integers(0, 256, n) for n in words.integers(2, 40, 40)]
     sources = {"notes": {"weight": 1}} | ({} if family == "causal_lm" else {"pages": {"weight": 3}})
     config = {"seed": SEED, "seq_length": 128, "packing": {"mode": "best_fit", "align": 4}, "sources": sources}
     objects = {"notes": _Notes(notes)} | ({} if family == "causal_lm" else {"pages": Pages(PROCESSORS[family])})
-    return open_stream(config | changes, objects=objects)
+    return open_stream(config | changes, objects=objects | (changed_objects or {}))
 
 
 class _Notes:
@@ -113,6 +131,8 @@ def one_by_one(model, family, stream, plan):
                     if family == "qwen2_vl":
                         arguments["image_grid_thw"] = torch.tensor([i.grid for i in document.images])
                         arguments["mm_token_type_ids"] = (tokens == 257).int()[None]
+                if family == "gemma3":
+                    arguments["token_type_ids"] = (tokens == 257).long()[None]
             else:
                 tokens = torch.from_numpy(np.asarray(source.get(s.document), np.int64))
                 trained = torch.ones(len(tokens), dtype=torch.bool)
@@ -136,6 +156,54 @@ def test_the_loss_of_a_packed_batch_is_the_mean_over_its_documents(family, atten
     assert count == int(batch["loss_mask"].sum()) > 100
     if family != "causal_lm":
         assert len(batch["num_tiles"]) > 4
+    assert loss == pytest.approx(total / count, abs=2e-5)
+
+
+@pytest.mark.parametrize("attention, mask_dtype", [("sdpa", None), ("eager", torch.float32)])
+def test_gemma_3_lets_an_image_see_all_of_itself_and_nothing_of_other_documents(attention, mask_dtype):
+    # without marks: images that touch, in a document and on both sides of the edge of two
+    bare = Pages(PROCESSORS["gemma3"], marks="", eod=False)
+    for objects in ({}, {"pages": bare}):
+        stream, model = stream_of("gemma3", objects), model_of("gemma3", attention)
+        batch = StreamDataset(stream).__getitems__([0, 1, 2])
+        assert len(batch["num_tiles"]) > 4
+        arguments = for_hf(batch, family="gemma3", mask_dtype=mask_dtype, sliding_window=16)
+        assert (arguments["token_type_ids"] == (batch["tokens"] == 257)).all()
+        with torch.no_grad():
+            loss = model(**arguments).loss.item()
+            total, count = one_by_one(model, "gemma3", stream, stream.plan(0, 3))
+        assert count == int(batch["loss_mask"].sum()) > 100
+        assert loss == pytest.approx(total / count, abs=2e-5)
+    with pytest.raises(UsageError, match="window of its sliding layers"):
+        for_hf(batch, family="gemma3")
+
+
+def test_gemma_3_keeps_images_of_two_documents_that_touch_apart():
+    batch = StreamDataset(stream_of("gemma3")).__getitems__([0])
+    _, column, num = batch["image_positions"][0].tolist()
+    touching = {**batch, "image_positions": torch.tensor([[0, column - num, num], [0, column, num]])}
+    for edge, together in ((None, True), (column, False)):
+        bounds = torch.tensor([0, *([edge] if edge else []), 128])
+        masks = for_hf({**touching, "cu_seqlens": [bounds]}, family="gemma3", sliding_window=16)["attention_mask"]
+        for mask in masks.values():
+            assert mask[0, 0, column - 1, column] == mask[0, 0, column, column - 1] == together
+            assert mask[0, 0, column, column + num - 1]
+
+
+def test_qwen3_vl_takes_the_same_as_qwen2_vl():
+    torch.manual_seed(0)
+    vision = {"depth": 2, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 32}
+    vision |= {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "deepstack_visual_indexes": [0]}
+    rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0, "mrope_interleaved": True}
+    config = transformers.Qwen3VLConfig(
+        vision_config={**vision, "num_position_embeddings": 64},
+        text_config={**LANGUAGE, "head_dim": 8, "rope_parameters": rope},
+        image_token_id=257,
+    )
+    stream, model = stream_of("qwen2_vl"), transformers.Qwen3VLForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        loss = model(**for_hf(StreamDataset(stream).__getitems__([0, 1]), family="qwen2_vl")).loss.item()
+        total, count = one_by_one(model, "qwen2_vl", stream, stream.plan(0, 2))
     assert loss == pytest.approx(total / count, abs=2e-5)
 
 

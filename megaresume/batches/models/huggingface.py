@@ -1,4 +1,4 @@
-"""Batches for Hugging Face transformers: causal language models, LLaVA, InternVL, Qwen2-VL and Qwen2.5-VL.
+"""Batches for Hugging Face transformers: causal language models, LLaVA, InternVL, Gemma 3, Qwen2-VL to Qwen3-VL.
 
     position_ids   0 1 2 3 | 0 1 2 | 0 0 0     begin again in every document: with no attention mask and no cache,
                                                transformers keeps documents apart by that alone, in every attention
@@ -18,28 +18,31 @@ import torch
 from megaresume.batches.batch import Batch, document_mask
 from megaresume.stream.errors import UsageError
 
-Family = Literal["causal_lm", "llava", "internvl", "qwen2_vl"]
+Family = Literal["causal_lm", "llava", "internvl", "gemma3", "qwen2_vl"]
 #: What transformers leave out of a loss.
 IGNORED = -100
 
 
-def for_hf(batch: Batch, *, family: Family, mask_dtype: torch.dtype | None = None) -> dict[str, Any]:
+def for_hf(
+    batch: Batch, *, family: Family, mask_dtype: torch.dtype | None = None, sliding_window: int | None = None
+) -> dict[str, Any]:
     """Keyword arguments of ``model.forward``; its loss is the mean over all tokens with ``loss_mask``.
 
     Args:
-        batch: m samples of S tokens. For ``llava`` and ``internvl`` with tiles (processors ``patches``, ``tiles``), for
-            ``qwen2_vl`` with patches (``native``); the image token must be that of the model.
+        batch: m samples of S tokens. For ``llava``, ``gemma3`` and ``internvl`` with tiles (processors ``patches``,
+            ``tiles``), for ``qwen2_vl`` with patches (``native``); the image token must be that of the model.
         family: the model.
         mask_dtype: add a mask for versions of transformers that do not look at position ids: [m, 1, S, S] in this dtype
-            (that of the attention), added to the scores.
+            (that of the attention), added to the scores. ``gemma3`` always has masks, for sdpa unless this is given.
+        sliding_window: of the model's config; ``gemma3`` needs it.
 
     Returns:
         input_ids, position_ids, labels, shift_labels, use_cache; pixel_values where there are images, for ``qwen2_vl``
-        with image_grid_thw; attention_mask with ``mask_dtype``. Without an image in the batch the vision model is left
-        out.
+        with image_grid_thw; for ``gemma3`` token_type_ids and attention_mask; attention_mask with ``mask_dtype``.
+        Without an image in the batch the vision model is left out.
 
     Raises:
-        UsageError: another family, or pixels that are not of this one.
+        UsageError: another family, pixels that are not of this one, or no ``sliding_window`` for ``gemma3``.
     """
     if family not in get_args(Family):
         raise UsageError(
@@ -73,8 +76,11 @@ def for_hf(batch: Batch, *, family: Family, mask_dtype: torch.dtype | None = Non
             expected="text",
             action="pass the family of a model that takes images, or leave the image sources out",
         )
-    if mask_dtype is not None:
-        arguments["attention_mask"] = _added_mask(batch, mask_dtype)
+    if family == "gemma3":
+        arguments["token_type_ids"], arguments["attention_mask"] = _of_gemma3(batch, sliding_window, mask_dtype)
+    elif mask_dtype is not None:
+        hidden = document_mask(batch["cu_seqlens"], batch["tokens"].shape[1]).to(batch["tokens"].device)
+        arguments["attention_mask"] = _added(hidden, mask_dtype)
     return arguments
 
 
@@ -92,9 +98,42 @@ def _check_pixels(batch: Batch, family: str) -> None:
         )
 
 
-def _added_mask(batch: Batch, dtype: torch.dtype) -> torch.Tensor:
-    mask = document_mask(batch["cu_seqlens"], batch["tokens"].shape[1]).to(batch["tokens"].device)
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, torch.finfo(dtype).min)
+def _added(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill(hidden, torch.finfo(dtype).min)
+
+
+def _of_gemma3(
+    batch: Batch, window: int | None, dtype: torch.dtype | None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Which tokens are of images, and the masks of both kinds of its layers.
+
+    An image (images that touch, as one) sees all of itself. transformers finds the images of a packed row by positions
+    that begin again in every document, so its own masks for the layers with a window are those of other documents.
+
+    Returns:
+        int64[m, S], and bool[m, 1, S, S] each, True where attention is allowed; with a dtype, added to the scores.
+    """
+    if window is None:
+        raise UsageError(
+            "gemma3 needs the window of its sliding layers",
+            found="sliding_window=None",
+            expected="a number of tokens",
+            action="pass sliding_window=model.config.text_config.sliding_window",
+        )
+    types = torch.zeros_like(batch["tokens"])
+    begins = torch.zeros_like(types, dtype=torch.bool)
+    for row, bounds in enumerate(batch["cu_seqlens"]):
+        begins[row, bounds[:-1].long()] = True
+    for row, column, num in batch["image_positions"].tolist() if "image_positions" in batch else ():
+        types[row, column : column + num] = 1
+    is_image = types == 1
+    begins[:, 1:] |= ~is_image[:, :-1]
+    runs = torch.where(is_image, (begins & is_image).cumsum(1), 0)
+    together = (runs[:, :, None] == runs[:, None, :]) & is_image[:, :, None]
+    hidden = document_mask(batch["cu_seqlens"], types.shape[1]).to(types.device) & ~together[:, None]
+    places = torch.arange(types.shape[1], device=types.device)
+    masks = {"full_attention": hidden, "sliding_attention": hidden | (places <= places[:, None] - window)}
+    return types, {name: ~mask if dtype is None else _added(mask, dtype) for name, mask in masks.items()}
 
 
 def _positions_of_axes(batch: Batch) -> torch.Tensor:
