@@ -13,6 +13,7 @@ from megaresume.shards import ShardSource
 from megaresume.shards.join import join_indexes
 from megaresume.shards.prepare import prepare_shards
 from megaresume.stream.errors import ConfigError, CorpusError
+from megaresume.trace.documents import show
 from tests.images.kit import KEY, file, picture
 from tests.shards.kit import key, same, write_shard
 
@@ -115,6 +116,9 @@ def test_documents_of_an_index_are_the_parts(tmp_path):
             continue
         direct = encoder.augmented([{"flip": 0.5}]).encode(source.record(i), key(i), where["part"])
         assert same(read, direct) and read.fault is None
+        pictures = [(picture.member, picture.offset) for picture in show(source, key(i)).pictures]
+        members = [member for member, *_ in encoder.images(source.record(i), where["part"])]
+        assert pictures == [(m, image.offset) for m, image in zip(members, read.images, strict=True)]
     for name in "ab":
         prepare_shards([tmp_path / f"{name}.tar"], tmp_path / name, encoder, invalid="mask")
     joined = join_indexes([tmp_path / "a.shards.idx", tmp_path / "b.shards.idx"], tmp_path / "joined")

@@ -18,6 +18,7 @@ from megaresume.sources.data_config import DataConfig
 from megaresume.sources.metadataset import expand_metadatasets
 from megaresume.stream.errors import ConfigError, CorpusError
 from tests.images.kit import file, picture
+from tests.images.test_pages import build, page
 from tests.shards.kit import captions, encoder, key, write_shard
 
 pytestmark = pytest.mark.process
@@ -135,6 +136,17 @@ def test_a_split_or_field_map_that_was_changed_is_noticed(coco):
     path.write_text(path.read_text().replace("s1.tar", "s2.tar"))
     with pytest.raises(CorpusError, match="is not the index of"):
         keys(coco)
+
+
+def test_pages_that_are_split_stay_in_their_part(tmp_path):
+    shards = {f"s{k}.tar": [(f"{k}-{i}", page(10 * k + i)) for i in range(2)] for k in range(2)}
+    crude = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
+    pages = prepared(tmp_path / "pages", shards, crude, train=["s0.tar"], val=["s1.tar"])
+    summary = prepare_shards([pages], pages, build(40))
+    assert summary.records == 4 < summary.documents
+    for part, k in (("train", 0), ("valid", 1)):
+        found = keys(pages, part)
+        assert list(dict.fromkeys(found)) == [f"{k}-0", f"{k}-1"] and len(found) > 4
 
 
 def test_a_shard_that_was_written_again_after_energon_prepare_is_noticed(made, tmp_path):
