@@ -17,7 +17,8 @@ import dataclasses
 import logging
 
 from megaresume.corpora.image_text import EncodedDocument, Fault, FaultPolicy, Key, Record
-from megaresume.images.encoder import ImageTextEncoder, fit_document, masked_document
+from megaresume.images.encoder import ImageTextEncoder
+from megaresume.images.fit import fit_document, masked_document
 from megaresume.stream.errors import CorpusError
 
 log = logging.getLogger(__name__)

@@ -192,8 +192,8 @@ class ShardSource:
                 missing or another one, which no policy covers.
             SetupError: the store does not answer.
         """
-        from megaresume.images.encoder import fit_document
         from megaresume.images.faults import encode_as_indexed
+        from megaresume.images.fit import fit_document
 
         length = self.length(i)
         policy = self.policy

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from megaresume.images import faults
-from megaresume.images.encoder import ImageTextEncoder, fit_document
+from megaresume.images.encoder import ImageTextEncoder
 from megaresume.images.faults import encode_as_indexed
+from megaresume.images.fit import fit_document
 from megaresume.stream.errors import ConfigError, CorpusError
 from tests.images.kit import KEY, file, picture, record
 
