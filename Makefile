@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo check test test-all docs upstream lint types bench clean
+.PHONY: demo check test test-all docs upstream trainers lint types bench clean
 
 # The constraints file pins what CI runs; a GPU machine gets the CUDA build of the same torch.
 $(STAMP): pyproject.toml constraints.txt
@@ -55,6 +55,10 @@ upstream-clones:
 upstream: upstream-clones $(UPSTREAM)
 	.upstream/3.11/bin/python -m tests.upstream --clones $(CLONES) --scratch $(SCRATCH) \
 	  --python312 .upstream/3.12/bin/python $(if $(ONLY),--only $(ONLY))
+
+# docs/trainers.md: every trainer but Megatron's, on the real packages; half an hour. ONLY="torch lightning" repeats a part.
+trainers: $(STAMP)
+	$(BIN)/python -m tests.upstream.trainers $(if $(ONLY),--only $(ONLY))
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

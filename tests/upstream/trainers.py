@@ -1,0 +1,146 @@
+"""Try megaresume under every trainer but Megatron's, on the real packages, and write docs/trainers.md.
+
+    python -m tests.upstream.trainers [--only NAME ...]
+
+It runs the tests of the hosts, those of `make test-all` too, in the environment that it is started in. torchtitan and
+VeRL get environments of their own, which their tests make.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from tests.upstream.fingerprint import ROOT
+
+DOCUMENT = ROOT / "docs" / "trainers.md"
+
+HEAD = """\
+# Trainers that were tried
+
+What was tried under trainers other than Megatron ([that](compatibility.md)), on the real packages, on CPUs with gloo,
+and what came out. This file is written by a program; nothing in it is written by hand. To repeat it, in half an hour:
+
+    make trainers
+
+Every row is a test, or one test with several parameters. Those that kill do it with SIGKILL; all of them compare what a
+recorder of the test's own wrote, item by item and in order, with the run that nobody stopped.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Host:
+    """A trainer and the tests of it."""
+
+    title: str
+    page: str
+    packages: tuple[str, ...]
+    #: below tests/hosts.
+    tests: tuple[str, ...]
+
+
+HOSTS = {
+    "torch": Host(title="A plain torch loop", page="torch.md", packages=("torch",), tests=("torch/test_loop.py",)),
+    "trainer": Host(
+        title="Hugging Face's Trainer",
+        page="hugging-face.md",
+        packages=("transformers", "accelerate", "deepspeed"),
+        tests=tuple(f"hugging_face/test_{name}.py" for name in ("trainer", "trainer_data", "backends")),
+    ),
+    "trl": Host(
+        title="TRL's SFTTrainer",
+        page="hugging-face.md",
+        packages=("trl", "transformers"),
+        tests=("hugging_face/test_trl.py",),
+    ),
+    "accelerate": Host(
+        title="A loop with Accelerate",
+        page="accelerate.md",
+        packages=("accelerate",),
+        tests=("hugging_face/test_accelerator.py",),
+    ),
+    "lightning": Host(
+        title="Lightning", page="lightning.md", packages=("lightning",), tests=("lightning/test_lightning.py",)
+    ),
+    "torchtitan": Host(title="torchtitan", page="torchtitan.md", packages=("torchtitan",), tests=("torchtitan",)),
+    "verl": Host(title="VeRL's SFT trainer", page="verl.md", packages=("verl",), tests=("verl",)),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what was asked for. Exit status 1 if anything failed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.upstream.trainers")
+    parser.add_argument("--only", nargs="+", choices=list(HOSTS), metavar="NAME", help=", ".join(HOSTS))
+    parser.add_argument("--output", type=Path, default=DOCUMENT, help="the document (default: docs/trainers.md)")
+    options = parser.parse_args(argv)
+    sections = dict(_sections(options.output)) if options.only else {}
+    num_failed = 0
+    for name in options.only or HOSTS:
+        host = HOSTS[name]
+        report = _run(host)
+        num_failed += len(report.findall(".//failure")) + len(report.findall(".//error"))
+        sections[host.title] = _section(host, report)
+        print(f"{host.title}: {num_failed} failed so far", flush=True)
+    texts = [sections[host.title] for host in HOSTS.values() if host.title in sections]
+    options.output.write_text("\n".join([HEAD, *texts]), encoding="utf-8")
+    return 1 if num_failed else 0
+
+
+def _sections(document: Path) -> Iterable[tuple[str, str]]:
+    text = document.read_text(encoding="utf-8") if document.exists() else ""
+    for part in re.split(r"^(?=## )", text, flags=re.MULTILINE)[1:]:
+        yield part.partition("\n")[0].removeprefix("## "), part
+
+
+def _run(host: Host) -> ElementTree.Element:
+    """The report of pytest, as JUnit's XML."""
+    with tempfile.TemporaryDirectory() as directory:
+        report = Path(directory) / "report.xml"
+        words = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}"]
+        subprocess.run([*words, *(f"tests/hosts/{test}" for test in host.tests)], cwd=ROOT, check=False)
+        return ElementTree.parse(report).getroot()
+
+
+def _section(host: Host, report: ElementTree.Element) -> str:
+    versions = {one.attrib["name"]: one.attrib["value"] for one in report.iter("property")}
+    for package in host.packages:
+        try:
+            versions.setdefault(package, version(package).partition("+")[0])
+        except PackageNotFoundError:
+            versions.setdefault(package, "not here")
+    tried = ", ".join(f"{package} {versions[package]}" for package in host.packages)
+    python = ".".join(map(str, sys.version_info[:2]))
+    head = f"## {host.title}\n\n[How to use it]({host.page}). Tried: {tried}, Python {python}.\n"
+    rows = [f"| {what} | {came_out} |" for what, came_out in _rows(report)]
+    return "\n".join([head, "| what | came out |", "| --- | --- |", *rows, ""])
+
+
+def _rows(report: ElementTree.Element) -> list[tuple[str, str]]:
+    """A row for every test, and for every outcome of its parameters."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for case in report.iter("testcase"):
+        name, _, parameter = case.attrib["name"].removeprefix("test_").partition("[")
+        parameters = found.setdefault((name.replace("_", " "), _came_out(case)), [])
+        # Numbered parameters (options0-...) say nothing to a reader.
+        if parameter and not re.match(r"[a-z]+\d", parameter):
+            parameters.append(parameter.removesuffix("]").replace("_", " "))
+    return [(f"{name}: {', '.join(words)}" if words else name, result) for (name, result), words in found.items()]
+
+
+def _came_out(case: ElementTree.Element) -> str:
+    if case.find("failure") is not None or case.find("error") is not None:
+        return "**failed**"
+    skipped = case.find("skipped")
+    return "ok" if skipped is None else f"not run: {skipped.attrib.get('message', '')}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
