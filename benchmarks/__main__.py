@@ -16,6 +16,7 @@ NAMES = (
     "planning",
     "packing",
     "diversity",
+    "balance",
     "assembly",
     "loader",
     "items",

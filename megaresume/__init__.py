@@ -15,6 +15,7 @@
     megaresume.extra_args_provider(base)       Megatron: the script's flags, and ours
     megaresume.open_stream("data.yaml")        the stream itself: plan, state and digest of any sample
     megaresume.StreamLoader, StreamDataset     its samples as torch tensors
+    megaresume.Balance(...)                    their samples dealt so that all ranks have as much to do
     megaresume.DataLoader(dataset, ...)        any map-style dataset in such an order, in the place of torch's
 
 Names are imported when they are first used, so that the command line stays fast. The rooms, each importing only from
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from megaresume.session.stopping import StopConditions, Stopped
     from megaresume.stream.batches import BatchSchedule
     from megaresume.stream.config import StreamConfig
+    from megaresume.stream.dealing.balance import Balance
     from megaresume.stream.errors import MegaresumeError
     from megaresume.stream.state import StreamState
     from megaresume.stream.stream import Stream
@@ -72,6 +74,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Balance",
     "BatchSchedule",
     "Checkpoints",
     "DataLoader",
@@ -100,6 +103,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Balance": "megaresume.stream.dealing.balance",
     "BatchSchedule": "megaresume.stream.batches",
     "Checkpoints": "megaresume.session.settings",
     "DataLoader": "megaresume.batches.data_loader",

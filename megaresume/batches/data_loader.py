@@ -40,7 +40,8 @@ from megaresume.batches.items.source import ItemSource
 from megaresume.batches.loader import outlive_signals
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import Append, BlendUnit, OnChange, StreamConfig
-from megaresume.stream.errors import StateError, UsageError
+from megaresume.stream.dealing.balance import Balance
+from megaresume.stream.errors import StateError, StreamExhausted, UsageError
 from megaresume.stream.skips import SkipConfig
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
@@ -80,6 +81,8 @@ class DataLoader:
         skip: what to leave out: ``["80:88"]``, or ``{"samples": [...], "documents": {"data": [17]}}`` (items).
         keyed: seed the generators of Python, NumPy and torch before each item by (seed, dataset, epoch, item), so that
             a dataset that draws random numbers draws the same on any layout and after a resume.
+        balance: deal the samples of each step so that all ranks have as much to do; None: as the picture shows. Needs
+            ``seq_length``. Over micro-batches of an accumulation, a state can then be taken between steps alone.
         dp_rank, dp_size: this rank among the data-parallel ranks; default: those of torch.distributed.
         torch_options: others of torch's ``DataLoader``: timeout, worker_init_fn, prefetch_factor, ...
 
@@ -114,6 +117,7 @@ class DataLoader:
         stages: Sequence[Mapping[str, Any]] = (),
         skip: Any = None,
         keyed: bool = False,
+        balance: Balance | None = None,
         dp_rank: int | None = None,
         dp_size: int | None = None,
         **torch_options: Any,
@@ -121,9 +125,10 @@ class DataLoader:
         options.check_torch_options(torch_options, shuffle=shuffle)
         named = options.named(dataset)
         self.dataset, self.num_workers = dataset, num_workers
-        self._share = _share(batch_size, accumulation, dp_rank, dp_size, drop_last=drop_last)
+        self._share = _share(batch_size, accumulation, dp_rank, dp_size, drop_last=drop_last, balance=balance)
         self._packing = options.Packing(seq_length=seq_length, how=packing)
         options.check_packing(self._packing, lengths, list(named))
+        options.check_balance(balance, self._packing)
         of_each = lengths if isinstance(lengths, Mapping) else dict.fromkeys(named, lengths)
         directory = None if lengths_dir is None else Path(lengths_dir)
         sources = {name: self._source(name, one, of_each[name], directory) for name, (one, _) in named.items()}
@@ -236,6 +241,11 @@ class DataLoader:
         return self._share.drop_last
 
     @property
+    def balance(self) -> Balance | None:
+        """How the samples of a step are dealt to the ranks; None: as they come."""
+        return self._share.balance
+
+    @property
     def step_samples(self) -> int:
         """Samples of one step, all ranks and micro-batches together."""
         return self._share.step
@@ -288,13 +298,35 @@ class DataLoader:
         return self.state_at(self._position).to_dict()
 
     def state_at(self, sample: int) -> StreamState:
-        """The state before a sample that lies at or after the one loaded."""
+        """The state before a sample that lies at or after the one loaded.
+
+        Raises:
+            StateError: the samples of the step are balanced, and it has trained some of them.
+        """
         schedule = self.stream.schedule
         assert schedule is not None
         batches, short = schedule.until(sample), (sample - self.stream.start) % self.step_samples
+        if short and self.balance is not None and self._goes_on(sample):
+            raise StateError(
+                "there is no state inside a step with balanced ranks",
+                found=f"sample {sample}, {short} samples after the beginning of a step of {self.step_samples}",
+                expected="a state after the last micro-batch of a step",
+                cause="the samples of a step are dealt out in another order than that of the stream",
+                action="take the state after the optimizer step; or leave out balance or accumulation",
+            )
         if short:  # the last step of a run, or a part of one
             batches = (*schedule.until(sample - short), (sample - short, short))
         return self.stream.state_at(sample, batches=batches)
+
+    def _goes_on(self, sample: int) -> bool:
+        """Whether the run has samples from there on."""
+        if self.stop is not None and sample >= self.stop:
+            return False
+        try:
+            self.stream.plan(sample, sample + 1)
+        except StreamExhausted:
+            return False
+        return True
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave, on any number of ranks, workers, and items a batch.
@@ -323,7 +355,10 @@ class DataLoader:
             UsageError: ``collate_fn`` gave nothing.
         """
         turn = self._turn = object()
-        self._places.start, self._places.stop = self._position, self.stop
+        self._places.start = self._places.step_start = self._position
+        if self.balance is not None:
+            self._places.step_start -= (self._position - self.stream.start) % self.step_samples
+        self._places.stop = self.stop
         text = f"{self.stream.config.seed} {self._position}"
         self._generator.manual_seed(xxhash.xxh3_64_intdigest(text.encode()) >> 1)
         for batch in self._torch:
@@ -352,7 +387,15 @@ def _begin_worker(worker_init_fn: Callable[[int], object] | None, worker: int) -
         worker_init_fn(worker)
 
 
-def _share(batch_size: int, accumulation: int, dp_rank: int | None, dp_size: int | None, *, drop_last: bool) -> Share:
+def _share(
+    batch_size: int,
+    accumulation: int,
+    dp_rank: int | None,
+    dp_size: int | None,
+    *,
+    drop_last: bool,
+    balance: Balance | None,
+) -> Share:
     distributed = dist.is_available() and dist.is_initialized()
     return Share(
         batch_size=options.count("batch_size", batch_size),
@@ -360,4 +403,5 @@ def _share(batch_size: int, accumulation: int, dp_rank: int | None, dp_size: int
         dp_rank=(dist.get_rank() if distributed else 0) if dp_rank is None else dp_rank,
         dp_size=(dist.get_world_size() if distributed else 1) if dp_size is None else dp_size,
         drop_last=drop_last,
+        balance=balance,
     )

@@ -122,9 +122,13 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
 
     def __getitems__(self, samples: Sequence[int]) -> Batch:
         """A micro-batch: ``samples`` in this order, usually consecutive."""
+        return self.read(samples)
+
+    def read(self, samples: Sequence[int], *, pin_memory: bool = False) -> Batch:
+        """The same, if asked for in page-locked memory."""
         plan = self._plan(samples)
         assembler = self.assembler_of(min(samples), max(samples) + 1)
-        return make_batch(plan, assembler, samples=samples, attention_mask=self._attention_mask)
+        return make_batch(plan, assembler, samples=samples, attention_mask=self._attention_mask, pin_memory=pin_memory)
 
     def _plan(self, samples: Sequence[int]) -> Plan:
         first, stop = samples[0], samples[-1] + 1

@@ -21,14 +21,16 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch.utils.data
 
-from megaresume.batches.batch import Batch, make_batch
+from megaresume.batches.batch import Batch
 from megaresume.batches.dataset import StreamDataset, whole
 from megaresume.stream.batches import BatchSchedule, micro_batches
+from megaresume.stream.dealing.balance import Balance
+from megaresume.stream.dealing.deal import deal
 from megaresume.stream.errors import MegaresumeError
 from megaresume.stream.stream import Stream
 
@@ -80,6 +82,7 @@ class StreamLoader:
         pin_memory: put tensors into page-locked memory, for asynchronous copies to a GPU.
         attention_mask: add the document-diagonal mask.
         pad_id: token written where there is no document.
+        balance: deal the samples of each global batch so that all ranks have as much to do; None: as they come.
 
     Raises:
         UsageError: the global batch does not divide over the ranks.
@@ -101,6 +104,7 @@ class StreamLoader:
         pin_memory: bool = False,
         attention_mask: bool = False,
         pad_id: int = 0,
+        balance: Balance | None = None,
     ) -> None:
         self.stream = stream
         self.schedule = schedule
@@ -112,13 +116,13 @@ class StreamLoader:
         self.prefetch = prefetch
         self.start_method = start_method
         self.pin_memory = pin_memory
+        self.balance = balance
         self.dataset = StreamDataset(stream, attention_mask=attention_mask, pad_id=pad_id)
-        self._attention_mask = attention_mask
         # Wrong sizes must fail when the loader is built, on every rank, not in the middle of the ramp-up.
         for _, size in schedule.segments:
             micro_batches(0, size, micro_batch_size=micro_batch_size, dp_rank=dp_rank, dp_size=dp_size)
 
-    def indices(self) -> Iterator[range]:
+    def indices(self) -> Iterator[Sequence[int]]:
         """The sample numbers of every micro-batch of this rank, in order.
 
         Raises:
@@ -129,8 +133,14 @@ class StreamLoader:
         while self.stop is None or sample < self.stop:
             size = self.schedule.size_at(sample)
             self.stream.plan(sample + size - 1, sample + size)
-            yield from micro_batches(
-                sample, size, micro_batch_size=self.micro_batch_size, dp_rank=self.dp_rank, dp_size=self.dp_size
+            yield from deal(
+                self.stream,
+                sample,
+                size,
+                micro_batch_size=self.micro_batch_size,
+                dp_rank=self.dp_rank,
+                dp_size=self.dp_size,
+                balance=self.balance,
             )
             sample += size
 
@@ -149,9 +159,7 @@ class StreamLoader:
 
     def _on_demand(self) -> Iterator[Batch]:
         for samples in self.indices():
-            plan = self.stream.plan(samples.start, samples.stop)
-            assembler = self.dataset.assembler_of(samples.start, samples.stop)
-            yield make_batch(plan, assembler, attention_mask=self._attention_mask, pin_memory=self.pin_memory)
+            yield self.dataset.read(samples, pin_memory=self.pin_memory)
 
     def _from_workers(self) -> Iterator[Batch]:
         indices = _Indices(self)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
+
+from megaresume.stream.dealing.balance import Balance
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,8 +31,10 @@ class Topology:
     zero_stage: int | None = None
     #: machines.
     nodes: int | None = None
+    #: how the samples of a step are dealt to the ranks; None: as they come.
+    balance: Balance | None = None
 
-    def to_dict(self) -> dict[str, int]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain JSON, without what is not known."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
@@ -39,14 +43,15 @@ class Topology:
         """Read what `to_dict` wrote; members that a later version added are passed over.
 
         Raises:
-            ValueError: a value is not an integer.
+            ValueError: a value is not an integer, or ``balance`` is none.
         """
         if not isinstance(data, dict):
             raise ValueError(f"topology is {data!r}, not an object")
         try:
-            return _topology(**{name: data[name] for name in data if name in _NAMES})
+            counts = _topology(**{name: data[name] for name in data if name in _NAMES})
         except TypeError as error:  # no key of a cache: a list, an object
             raise ValueError(f"topology: {data!r:.80} holds more than integers") from error
+        return replace(counts, balance=Balance.from_dict(data["balance"])) if "balance" in data else counts
 
     def __str__(self) -> str:
         parts = [f"dp {self.dp}"]
@@ -54,14 +59,16 @@ class Topology:
         parts.append(f"workers {self.num_workers}")
         if self.global_batch_size is not None:
             parts.append(f"gbs {self.global_batch_size}")
+        if self.balance is not None:
+            parts.append(f"balanced by {self.balance.objective}")
         return " ".join(parts)
 
 
-_NAMES = frozenset(field.name for field in fields(Topology))
+_NAMES = frozenset(field.name for field in fields(Topology)) - {"balance"}
 
 
 @functools.lru_cache(maxsize=64, typed=True)  # the lines of a ledger are of the same few
-def _topology(**known: int) -> Topology:
+def _topology(**known: Any) -> Topology:
     for name, value in known.items():
         if type(value) is not int:
             raise ValueError(f"topology: {name} is {value!r}, not an integer")

@@ -31,7 +31,7 @@ def _count(text: str) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command: those of a training program, with their meaning there."""
     from megaresume.session.flags import add_settings
-    from megaresume.session.settings import Checkpoints, DataOptions
+    from megaresume.session.settings import Checkpoints, DataOptions, Loader
 
     parser.add_argument("dir", metavar="DIR", type=Path, help="the run's --save directory")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -59,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     layout.add_argument("--num-workers", type=int, metavar="W", help="worker processes per rank")
     layout.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), metavar="Z", help="DeepSpeed's ZeRO")
     add_settings(layout, Checkpoints, "plan")
+    add_settings(layout, Loader, "plan")
     layout.add_argument("--universal-checkpoint", action="store_true", help="load what ds_to_universal wrote")
     length = parser.add_argument_group("the run (not recorded: give what the launch gives)")
     length.add_argument("--ckpt-step", type=int, metavar="N", help="load exactly this iteration")
@@ -161,6 +162,7 @@ def _report(result: DryRun) -> dict[str, Any]:
             "now": None if result.now is None else result.now.to_dict(),
         },
         "batches": None if result.schedule is None else [list(segment) for segment in result.schedule.segments],
+        "balance": None if result.gain is None else asdict(result.gain),
         "end": None if last is None else {"step": last[0], "samples": None if state is None else last[1]},
         "end_with_the_batch_size_before": None
         if result.ending is None or result.ending.before is None
@@ -248,6 +250,8 @@ def _run(result: DryRun) -> str:
         future = [s for s in result.schedule.segments if s[0] > result.state.samples]
         sizes = [f"{result.schedule.size_at(result.state.samples):,} samples a step"]
         lines.append("  " + ", ".join([*sizes, *(f"{size:,} from sample {first:,}" for first, size in future)]))
+    if result.gain is not None:
+        lines.append(f"  {result.gain}")
     if result.last is not None:
         step, sample = result.last
         lines.append(f"  last step {step:,}" + ("" if result.state is None else f", last sample {sample - 1:,}"))

@@ -311,6 +311,6 @@ def _ahead(trace: Trace, occurrence: Occurrence) -> str:
         return ""
     text = f": {occurrence.pieces_ahead:,} pieces of the source come before it"
     if occurrence.about_sample is not None:
-        step = trace.steps.place(occurrence.about_sample)[0]
+        step = trace.steps.step_of(occurrence.about_sample)
         text += f", about sample {occurrence.about_sample:,}" + ("" if step is None else f", step {step:,}")
     return text + " (--until-step or --epochs plans ahead)"

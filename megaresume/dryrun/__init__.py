@@ -5,12 +5,13 @@
     start.py    which checkpoint is loaded, on which ranks       Run.choose, hosts.deepspeed.elastic.load_rules
     data.py     what of the data config changed                  stream.changes
     ending.py   last step, epochs left, the end of the stream    training.arguments, stream.outlook
+    balance.py  what balanced ranks gain                         stream.dealing
     guard.py    Megatron's own datasets                          hosts.megatron.guard.compare
       |
     dry_run.py  `dry_run` -> `DryRun`: a verdict, and findings with the flags that solve them
 
 Every rule is the one that the real resume asks; this package only brings them together. It imports neither torch nor
-DeepSpeed nor Megatron, and the compiled planner only for streams that have an end.
+DeepSpeed nor Megatron, and the compiled planner only for streams that have an end, and for balanced ranks.
 """
 
 from megaresume.dryrun.dry_run import DryRun, dry_run

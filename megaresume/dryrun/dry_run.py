@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megaresume.checkpoint.paths import split_root
 from megaresume.checkpoint.topology import Topology
+from megaresume.dryrun.balance import Gain, gain
 from megaresume.dryrun.data import Data, read_data
 from megaresume.dryrun.ending import (
     Ahead,
@@ -45,6 +46,8 @@ class DryRun:
     sources: list[Ahead] = field(default_factory=list)
     #: samples that the stream holds, where it ends before the run; None: enough.
     stream_ends: int | None = None
+    #: what balanced ranks gain; None: not asked for, or not known.
+    gain: Gain | None = None
     guarded: Guarded | None = None
 
     @property
@@ -148,3 +151,5 @@ def _stream(result: DryRun, before: Topology, state: StreamState) -> None:
     result.sources = sources_ahead(state, fingerprints, data.in_force, result.schedule, step, end)
     if end is None or not end.finished:
         result.stream_ends = end_of_stream(data, state, result.schedule, step, end, flags, findings)
+    if flags.balance is not None:
+        result.gain = gain(data, state, result.schedule, now, flags, findings, is_megatron=found.is_megatron)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from megaresume.stream.config import OnChange
+from megaresume.stream.dealing.balance import TOKEN_COST, Balance, Objective
 from megaresume.stream.errors import MegaresumeError
 from megaresume.stream.skips import NO_SKIP, SkipConfig
 
@@ -38,9 +39,17 @@ class Flags:
     rampup_batch_size: tuple[int, int, int] | None = None
     num_workers: int | None = None
     zero_stage: int | None = None
+    #: how ranks are balanced; None: as recorded, and nothing is planned to tell what it gains.
+    balance: Objective | None = None
+    balance_token_cost: int = TOKEN_COST
     #: the length of the run, once: in steps or in samples. None: not said, and not recorded anywhere.
     train_iters: int | None = None
     train_samples: int | None = None
+
+    @property
+    def balanced(self) -> Balance | None:
+        """How ranks are to be balanced. Raises UsageError for a bad cost of a token."""
+        return None if self.balance is None else Balance(objective=self.balance, token_cost=self.balance_token_cost)
 
 
 T = TypeVar("T")

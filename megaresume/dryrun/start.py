@@ -167,6 +167,7 @@ def topology(before: Topology, flags: Flags) -> Topology:
         micro_batch_size=flags.micro_batch_size or before.micro_batch_size,
         global_batch_size=flags.global_batch_size or before.global_batch_size,
         zero_stage=before.zero_stage if flags.zero_stage is None else flags.zero_stage,
+        balance=flags.balanced or before.balance,
     )
 
 

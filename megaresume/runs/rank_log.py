@@ -30,6 +30,7 @@ import xxhash
 
 from megaresume.checkpoint.files import seal
 from megaresume.checkpoint.system import utc
+from megaresume.stream.dealing.balance import Balance
 from megaresume.stream.errors import SetupError
 
 FORMAT = "megaresume.ranks"
@@ -130,7 +131,16 @@ class RankLog:
             ) from error
 
     def start(
-        self, *, step: int, samples: int, dp_rank: int, dp: int, micro_batch_size: int, pad_id: int, digest: str
+        self,
+        *,
+        step: int,
+        samples: int,
+        dp_rank: int,
+        dp: int,
+        micro_batch_size: int,
+        pad_id: int,
+        digest: str,
+        balance: Balance | None = None,
     ) -> None:
         """Note where this process goes on, and what it will be handed.
 
@@ -141,9 +151,12 @@ class RankLog:
             micro_batch_size: samples.
             pad_id: token at places without a document.
             digest: of the samples trained.
+            balance: how the samples of a step are dealt to the ranks.
         """
         self._batches = []
-        layout = {"dp_rank": dp_rank, "dp": dp, "micro_batch_size": micro_batch_size, "pad_id": pad_id}
+        layout: dict[str, Any] = {"dp_rank": dp_rank, "dp": dp, "micro_batch_size": micro_batch_size, "pad_id": pad_id}
+        if balance is not None:
+            layout |= {"balance": balance.to_dict()}
         at = {"step": step, "samples": samples, "digest": digest}
         self._write({"event": "start", "format": FORMAT, "version": VERSION, "rank": self._rank} | at | layout)
 

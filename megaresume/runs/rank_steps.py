@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from megaresume.checkpoint.files import NewerFormatError, SealError, read_file, unseal
 from megaresume.runs.rank_log import VERSION, ranges_of
 from megaresume.stream.batches import micro_batches
+from megaresume.stream.dealing.balance import Balance
 from megaresume.stream.errors import UsageError
 
 #: steps without a line that are named, of one launch: a faulty writer may give any number to a step.
@@ -37,7 +39,8 @@ class RankStep:
     dp_rank: int | None
     dp: int | None
     micro_batch_size: int | None
-    #: [first, stop) samples, in the order in which they were handed out.
+    #: [first, stop) samples, in the order in which they were handed out; or those of the whole step, of which this rank
+    #: had its part (``part``).
     samples: tuple[tuple[int, int], ...]
     #: hash over the samples' identities; over their tokens (None: not recorded). 16 hex digits.
     order: str
@@ -46,6 +49,9 @@ class RankStep:
     masks: bool = False
     #: token at places without a document.
     pad_id: int = 0
+    #: how the samples of the step were dealt to the ranks; None: as they come.
+    balance: Balance | None = None
+    part: bool = False
     #: whether the model's own forward was seen to get these samples; else they are those that were handed out.
     seen: bool = False
 
@@ -176,6 +182,7 @@ def _read_file(path: Path, launches: dict[tuple[int, int], _Launch], problems: l
                     content=str(fields["content"]),
                     masks=bool(fields.get("masks", False)),
                     pad_id=int(start["pad_id"]),
+                    balance=Balance.from_dict(start["balance"]) if "balance" in start else None,
                     seen=bool(fields["seen"]),
                 )
             )
@@ -215,19 +222,26 @@ def _read_gathered(path: Path, launches: dict[tuple[int, int], _Launch], problem
 
 
 def samples_of_rank(
-    first: int, stop: int, *, micro_batch_size: int, dp_rank: int, dp: int
+    order: npt.NDArray[np.int64], *, micro_batch_size: int, dp_rank: int, dp: int
 ) -> tuple[tuple[int, int], ...]:
-    """The samples that a data-parallel rank gets of a step's ``first .. stop``, as [first, stop) ranges."""
-    mine = micro_batches(first, stop - first, micro_batch_size=micro_batch_size, dp_rank=dp_rank, dp_size=dp)
-    ranges = ranges_of(np.concatenate([np.arange(r.start, r.stop) for r in mine]))
+    """The samples that a data-parallel rank gets of a step, as [first, stop) ranges.
+
+    Args:
+        order: int64[n], the samples of the step in the order in which they are dealt out (`dealt_order`).
+        micro_batch_size: samples.
+        dp_rank, dp: place among the data-parallel ranks.
+    """
+    mine = micro_batches(0, len(order), micro_batch_size=micro_batch_size, dp_rank=dp_rank, dp_size=dp)
+    ranges = ranges_of(np.concatenate([order[places.start : places.stop] for places in mine]))
     return tuple((a, b) for a, b in ranges)
 
 
 def _gathered(record: dict[str, Any]) -> Iterable[RankStep]:
     first, stop = record["samples"]
     step, dp, micro = int(record["step"]), int(record.get("dp", 1)), int(record.get("micro_batch_size") or 1)
+    everything = ((int(first), int(stop)),)
+    balance = Balance.from_dict(record["balance"]) if "balance" in record else None
     if record["order"] is not None:
-        everything = ((int(first), int(stop)),)
         yield RankStep(
             step=step,
             rank=None,
@@ -246,7 +260,9 @@ def _gathered(record: dict[str, Any]) -> Iterable[RankStep]:
             dp_rank=rank,
             dp=dp,
             micro_batch_size=micro,
-            samples=samples_of_rank(first, stop, micro_batch_size=micro, dp_rank=rank, dp=dp),
+            samples=everything,
+            part=True,
+            balance=balance,
             order=str(order),
             content=str(content),
         )

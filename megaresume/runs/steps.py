@@ -1,4 +1,4 @@
-"""Which step, rank and micro-batch trained a sample."""
+"""Which step trained a sample, and by which layout of ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -148,17 +148,17 @@ class Steps:
             topology=topologies[index][1] if index >= 0 else None,
         )
 
-    def place(self, sample: int) -> tuple[int | None, int | None, int | None]:
-        """(step, rank, micro-batch) of a sample; None where no record tells."""
-        span = self._span(sample, sample + 1)
+    def span(self, sample: int) -> Span:
+        """That of one sample."""
+        return self._span(sample, sample + 1)
+
+    def step_of(self, sample: int) -> int | None:
+        """The step of a sample; None where no record tells."""
+        span = self.span(sample)
         if span.batch_size is None:
-            return None, None, None
-        num, inside = divmod(sample - span.step_sample, span.batch_size)
-        step = span.step + num if span.step + num > 0 else None
-        if span.ranks is None:
-            return step, None, None
-        dp, micro = span.ranks
-        return step, inside // micro % dp, inside // (dp * micro)
+            return None
+        step = span.step + (sample - span.step_sample) // span.batch_size
+        return step if step > 0 else None
 
 
 def _runs(schedule: BatchSchedule) -> list[tuple[int, int, int]]:

@@ -14,7 +14,7 @@ import argparse
 import dataclasses
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NoReturn, TypeVar
 
 from megaresume.stream.errors import UsageError
@@ -31,7 +31,15 @@ def flag(default: Any = None, help: str = "", **options: Any) -> Any:
     return dataclasses.field(default=default, metadata={"help": help, "options": options})
 
 
-def setting(default: Any, help: str, *, hosts: str = "", flag: str | None = None, **options: Any) -> Any:
+def setting(
+    default: Any,
+    help: str,
+    *,
+    hosts: str = "",
+    flag: str | None = None,
+    refused: Mapping[Host, str] = types.MappingProxyType({}),
+    **options: Any,
+) -> Any:
     """A field that is a setting.
 
     Args:
@@ -39,9 +47,10 @@ def setting(default: Any, help: str, *, hosts: str = "", flag: str | None = None
         help: one sentence, for flags, docs and docstrings.
         hosts: on whose command lines it is a flag.
         flag: its name there, without the prefix; default: that of the field.
+        refused: on whose command lines the flag is refused, and why.
         options: as for `flag`.
     """
-    metadata = {"help": help, "options": options, "hosts": tuple(hosts.split()), "flag": flag}
+    metadata = {"help": help, "options": options, "hosts": tuple(hosts.split()), "flag": flag, "refused": refused}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -69,9 +78,12 @@ def add_settings(parser: Any, cls: type[Any], host: Host) -> None:
     """
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
+        name, help, default = flag_of(field), field.metadata["help"], field.default
+        if why := field.metadata.get("refused", {}).get(host):
+            both = [name, "--" + name[2:].replace("-", "_")]
+            parser.add_argument(*both, action=_Refuse, nargs="?", const=why, help=argparse.SUPPRESS)
         if host not in field.metadata.get("hosts", ()):
             continue
-        name, help, default = flag_of(field), field.metadata["help"], field.default
         if default not in (None, False, True, ()):
             help = f"{help} (default: {default})"
         if host == "megatron":
@@ -97,6 +109,13 @@ def add_flags(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
         if kind is not bool and default is not None and default != ():
             text = f"{text} (default: {default})"
         parser.add_argument(f"--{field.name.replace('_', '-')}", default=default, help=text, **_options(field, kind))
+
+
+class _Refuse(argparse.Action):
+    """A flag that this program cannot have; ``const`` says why."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> NoReturn:
+        parser.error(f"{self.option_strings[0]} cannot be used here: {self.const}")
 
 
 def _options(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from megaresume.session.flags import described, setting
 from megaresume.session.retries import OnSaveFailure, Retries
 from megaresume.session.stopping import StopConditions
 from megaresume.stream.config import OnChange
+from megaresume.stream.dealing.balance import TOKEN_COST, Balance, Objective
 
 
 @described
@@ -66,6 +67,25 @@ class Loader:
         None,
         "turns a batch into what the model takes, for example ((tokens, position_ids), labels) for a pipeline engine",
     )
+    balance: Objective | None = setting(
+        None,
+        "deal the samples of each global batch to the ranks so that all have as much to do, by the lengths of their "
+        "documents. step: over a step. micro-step: in every micro-batch, for ZeRO 3, FSDP and pipelines. Default: in "
+        "the order of the stream. How much there is to gain: megaresume plan DIR --balance step",
+        hosts="training plan",
+        refused={"megatron": "Megatron's own sampler deals the samples to the ranks, in the order of the stream"},
+    )
+    balance_token_cost: int = setting(
+        TOKEN_COST,
+        "cost of a token apart from attention, in units of one token's attention to another one: 6 x hidden size, or "
+        "measured",
+        hosts="training plan",
+    )
+
+    @property
+    def balanced(self) -> Balance | None:
+        """How ranks are balanced. Raises UsageError for another objective, or cost."""
+        return None if self.balance is None else Balance(objective=self.balance, token_cost=self.balance_token_cost)
 
 
 @described

@@ -8,6 +8,7 @@
         weights.py          blend weights as exact integers
         skips.py            what a run leaves out: documents, and ranges.py: samples
         batches.py          which samples belong to which step, rank and micro-step
+        dealing/            the same, so that all ranks have as much to do
         source.py           what is asked of a source: how many documents, how long each is; aliases.py: one renamed
         eras.py             where the epochs of a source begin and end
     from there

@@ -319,7 +319,7 @@ def _again(found: Sought, source: int, epoch: int, position: int) -> _Target:
 
 
 def _seen(trace: Trace, sample: int, place: int, offset: int, length: int) -> Seen:
-    step, rank, micro = trace.steps.place(sample)
+    step, rank, micro = trace.place(sample)
     return Seen(step=step, sample=sample, rank=rank, micro_batch=micro, place=place, offset=offset, length=length)
 
 
@@ -364,5 +364,5 @@ def as_json(trace: Trace, found: Sought) -> dict[str, Any]:
     data = asdict(found)
     for occurrence in data["occurrences"]:
         about = occurrence["about_sample"]
-        occurrence["about_step"] = None if about is None else trace.steps.place(about)[0]
+        occurrence["about_step"] = None if about is None else trace.steps.step_of(about)
     return data

@@ -284,6 +284,8 @@ def heading(piece: Piece) -> str:
     else:
         micro = span.topology.micro_batch_size
         parts.append(f"dp {span.topology.dp}, micro-batch size {'?' if micro is None else micro}")
+        if span.topology.balance is not None:
+            parts.append(f"balanced by {span.topology.balance.objective}")
     return "# " + ", ".join(parts)
 
 

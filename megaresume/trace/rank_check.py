@@ -18,7 +18,9 @@ from megaresume.checkpoint.ledger import LedgerEntry
 from megaresume.runs.rank_log import hash_samples
 from megaresume.runs.rank_steps import RankStep, RankSteps, samples_of_rank
 from megaresume.runs.steps import Steps
+from megaresume.stream.dealing.deal import dealt_order
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
+from megaresume.stream.planning.plan import Plan, concatenate
 from megaresume.trace.content import Contents
 from megaresume.trace.replan import Past, Planned
 from megaresume.trace.trace import Trace
@@ -177,7 +179,7 @@ def _span(lines: Sequence[RankStep]) -> tuple[int, int]:
 
 def _check(group: _Group, parts: list[Planned], contents: Contents | None, check: RankCheck) -> list[RankDifference]:
     low, high = group.samples
-    hashes = np.concatenate([part.plan.hashes for part in parts])
+    plan = concatenate([part.plan for part in parts])
     read: dict[tuple[int, bool], npt.NDArray[np.uint64]] = {}
     differences = []
 
@@ -187,13 +189,14 @@ def _check(group: _Group, parts: list[Planned], contents: Contents | None, check
         )
 
     for line in sorted(group.lines, key=lambda n: (-1 if n.dp_rank is None else n.dp_rank, n.rank or 0)):
-        expected = line.samples if group.lost else _expected(line, low, high)
-        inside = all(low <= a < b <= high for a, b in line.samples)
-        if line.samples != expected or not inside:
+        expected = _expected(line, plan) if line.part or not group.lost else line.samples
+        samples = expected if line.part else line.samples
+        inside = all(low <= a < b <= high for a, b in samples)
+        if samples != expected or not samples or not inside:
             differ(line, "samples", _words(line.samples), _words(expected))
             continue
-        rows = np.concatenate([np.arange(a - low, b - low) for a, b in line.samples])
-        order = hash_samples(hashes[rows])
+        rows = np.concatenate([np.arange(a - low, b - low) for a, b in samples])
+        order = hash_samples(plan.hashes[rows])
         if order != line.order:
             differ(line, "order", line.order, order)
             continue
@@ -209,13 +212,14 @@ def _check(group: _Group, parts: list[Planned], contents: Contents | None, check
     return differences
 
 
-def _expected(line: RankStep, first: int, stop: int) -> tuple[tuple[int, int], ...]:
+def _expected(line: RankStep, plan: Plan) -> tuple[tuple[int, int], ...]:
     """The samples that a rank gets in a step."""
     if line.dp_rank is None or line.dp is None or line.micro_batch_size is None:
-        return ((first, stop),)
-    if (stop - first) % (line.dp * line.micro_batch_size):
+        return ((plan.first, plan.stop),)
+    if len(plan) % (line.dp * line.micro_batch_size):
         return ()
-    return samples_of_rank(first, stop, micro_batch_size=line.micro_batch_size, dp_rank=line.dp_rank, dp=line.dp)
+    order = dealt_order(plan, line.balance, micro_batch_size=line.micro_batch_size, dp_size=line.dp)
+    return samples_of_rank(order, micro_batch_size=line.micro_batch_size, dp_rank=line.dp_rank, dp=line.dp)
 
 
 def _words(ranges: Sequence[tuple[int, int]]) -> str:

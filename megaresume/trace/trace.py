@@ -16,6 +16,7 @@ from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.stream.planning.plan import Plan
 from megaresume.stream.ranges import trained
 from megaresume.stream.source import LengthSource
+from megaresume.trace.dealt import Dealt
 from megaresume.trace.replan import Planned, Replan
 from megaresume.trace.shard_records import ShardRecords
 
@@ -96,11 +97,23 @@ class Trace:
         self.steps = Steps(self.history)
         self.replan = Replan(self.history, sources, self.steps.schedule, compare=compare)
         self.records = ShardRecords(self.replan.sources)
+        self._dealt = Dealt(self.replan)
 
     @property
     def names(self) -> list[str]:
         """Of the sources."""
         return self.replan.names
+
+    def place(self, sample: int) -> tuple[int | None, int | None, int | None]:
+        """(step, rank, micro-batch) of a sample; None where no record tells.
+
+        Raises:
+            StateError: ranks were balanced by another version of megaresume.
+        """
+        span = self.steps.span(sample)
+        rank, micro = _ranks(span, self._dealt.places(span, sample, sample + 1))[0].tolist()
+        known = [None if value == UNKNOWN else value for value in (rank, micro)]
+        return self.steps.step_of(sample), known[0], known[1]
 
     def work(self, first: int, stop: int) -> int:
         """Samples to be planned for a range, those before it included."""
@@ -126,7 +139,7 @@ class Trace:
 
     def _piece(self, plan: Plan, planned: Planned, span: Span) -> Piece:
         skipped = self.replan.skips.ranges
-        samples = _samples(plan, span)
+        samples = _samples(plan, span, self._dealt.places(span, plan.first, plan.stop))
         if planned.left_out:
             samples[:, ABSOLUTE], samples[:, 1] = samples[:, 1], UNKNOWN
         elif skipped:
@@ -174,16 +187,22 @@ def places(lengths: Int64Array, starts: Int64Array, align: int) -> Int64Array:
     return np.asarray(before - np.repeat(before[starts[:-1]], np.diff(starts)), np.int64)
 
 
-def _samples(plan: Plan, span: Span) -> Int64Array:
+def _samples(plan: Plan, span: Span, places: Int64Array) -> Int64Array:
     out = np.full((len(plan), len(SAMPLE_COLUMNS) + 1), UNKNOWN, np.int64)
     out[:, 1] = out[:, ABSOLUTE] = np.arange(plan.first, plan.stop)
     out[:, 4] = plan.tokens()
     if span.batch_size is not None:
-        num, inside = np.divmod(out[:, 1] - span.step_sample, span.batch_size)
+        num = (out[:, 1] - span.step_sample) // span.batch_size
         # An iteration counted from another start than the samples may not reach back to them.
         out[:, 0] = np.where(span.step + num > 0, span.step + num, UNKNOWN)
-        if span.ranks is not None:
-            dp, micro = span.ranks
-            out[:, 2] = inside // micro % dp
-            out[:, 3] = inside // (dp * micro)
+    out[:, 2:4] = _ranks(span, places)
     return out
+
+
+def _ranks(span: Span, places: Int64Array) -> Int64Array:
+    """(rank, micro-batch) of places in a global batch, int64[n, 2]; `UNKNOWN` where no record tells."""
+    if span.ranks is None:
+        return np.full((len(places), 2), UNKNOWN, np.int64)
+    dp, micro = span.ranks
+    known = np.stack([places // micro % dp, places // (dp * micro)], axis=1)
+    return np.where(places[:, None] == UNKNOWN, UNKNOWN, known)

@@ -213,7 +213,9 @@ class SampleLog:
     def step(self, record: StepRecord) -> None:
         """Note a step."""
         names = ("dp", "tp", "micro_batch_size", "num_workers")
-        layout = {name: getattr(self._topology, name) for name in names}
+        layout: dict[str, Any] = {name: getattr(self._topology, name) for name in names}
+        if self._topology.balance is not None:
+            layout["balance"] = self._topology.balance.to_dict()
         self._write({"event": "step", **asdict(record), "loss_hex": record.loss.hex(), **layout})
 
     def validation(self, *, step: int, name: str, measured: Measured) -> None:

@@ -77,6 +77,19 @@ def test_nothing_heavy_is_imported(run: SavedRun) -> None:
     assert "in a new stage" in done.stdout
 
 
+def test_what_balanced_ranks_gain(run: SavedRun) -> None:
+    assert plan(run)["balance"] is None
+    for objective in ("step", "micro-step"):
+        gain = plan(run, "--balance", objective, "--dp", 4, "--micro-batch-size", 1)["balance"]
+        assert gain["objective"] == objective and gain["steps"] == 20
+        assert 1 <= gain["after"] <= gain["before"]
+    assert (
+        "times the work of the mean"
+        in megaresume("plan", run.save, "--balance", "step", "--micro-batch-size", 1).stdout
+    )
+    assert "a whole number" in megaresume("plan", run.save, "--balance", "step", "--balance-token-cost", -1).stderr
+
+
 def test_a_new_mixture(run: SavedRun) -> None:
     data = edited(run, sources={"web": {"path": "corpora/web", "weight": 0.2}})
     report = plan(run, "--data", data)

@@ -199,11 +199,11 @@ def test_steps_that_do_not_fit_are_not_guessed(toy: ToyRun) -> None:
     steps = type(trace.steps)(history)
     with pytest.raises(StateError, match="iterations and the batch sizes"):
         steps.samples(1, 2)
-    assert steps.place(3) == (None, None, None)
+    assert steps.step_of(3) is None
     # A run that began with another one's weights at iteration 100 counts from there.
     history.points[:] = [replace(point, iteration=point.samples // 4 + 100) for point in history.points]
     steps = type(trace.steps)(history)
-    assert steps.samples(101, 103) == (0, 8) and steps.place(9)[0] == 103
+    assert steps.samples(101, 103) == (0, 8) and steps.step_of(9) == 103
     with pytest.raises(UsageError, match="steps from 101 on"):
         steps.samples(100, 101)
 
@@ -215,7 +215,7 @@ def test_ranks_that_no_record_tells(toy: ToyRun) -> None:
         trace.history.topologies[0] = (0, topology)
         (row,) = rows(trace, 5, 6)
         assert (row["step"], row["rank"], row["micro_batch"]) == (2, None, None)
-        assert trace.steps.place(5) == (2, None, None)
+        assert trace.place(5) == (2, None, None)
 
 
 def test_nothing_to_trace(toy: ToyRun, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 
 from megaresume.batches.items.source import check_map_style
 from megaresume.stream.config import Append, BlendUnit, OnChange
+from megaresume.stream.dealing.balance import Balance
 from megaresume.stream.errors import StateError, UsageError
 from megaresume.stream.schema import check_keys
 
@@ -39,6 +40,7 @@ class ItemOptions(TypedDict, total=False):
     stages: Sequence[Mapping[str, Any]]
     skip: Any
     keyed: bool
+    balance: Balance | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,6 +175,17 @@ def check_packing(packing: Packing, lengths: Any, names: Sequence[str]) -> None:
             found=", ".join(map(str, lengths)) or "nothing",
             expected=", ".join(names),
             action="give lengths for every dataset, by its name; or one function or column for all",
+        )
+
+
+def check_balance(balance: Balance | None, packing: Packing) -> None:
+    """Refuse to balance items of which the tokens are not known."""
+    if balance is not None and packing.seq_length is None:
+        raise UsageError(
+            "ranks cannot be balanced by items of unknown length",
+            found="balance, and no seq_length",
+            expected="seq_length, and lengths if items have no input_ids",
+            action="pass seq_length; with packing='none' every sample is one item",
         )
 
 

@@ -13,6 +13,8 @@ import xxhash
 
 from megaresume.batches.items.epochs import Epochs, available
 from megaresume.batches.items.source import ItemSource
+from megaresume.stream.dealing.balance import Balance
+from megaresume.stream.dealing.deal import dealt_order
 from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.stream.planning.plan import Plan
 from megaresume.stream.stream import Stream
@@ -35,6 +37,8 @@ class Share:
     dp_size: int
     #: a short step is dropped.
     drop_last: bool
+    #: how the samples of a step are dealt to the ranks; None: as they come.
+    balance: Balance | None
 
     @property
     def everybody(self) -> int:
@@ -54,6 +58,20 @@ class Share:
         """This rank's part of so many samples: batch_size of a whole micro-batch, else dealt out evenly."""
         return samples * self.dp_rank // self.dp_size, samples * (self.dp_rank + 1) // self.dp_size
 
+    def dealt(self, plan: Plan) -> list[int]:
+        """The samples of whole steps, and of one that may be short, in the order in which they are dealt out: by
+        number in the plan."""
+        order = [
+            dealt_order(
+                plan.slice(first, min(first + self.step, plan.stop)),
+                self.balance,
+                micro_batch_size=self.batch_size,
+                dp_size=self.dp_size,
+            )
+            for first in range(plan.first, plan.stop, self.step)
+        ]
+        return list((np.concatenate(order) - plan.first).tolist()) if order else []
+
 
 class Places:
     """What torch asks for the places of each batch, far ahead of the batches themselves: from `start` on, to the end of
@@ -72,8 +90,9 @@ class Places:
         self._stream, self._epochs, self._share = stream, epochs, share
         self._names, self._sources = list(sources), list(sources.values())
         self._whole_rows = whole_rows
-        #: the next sample, and the one with which the run ends; None: no end but those of the datasets.
-        self.start = 0
+        #: the next sample, the first one of its step, and the one with which the run ends; None: no end but those of
+        #: the datasets.
+        self.start = self.step_start = 0
         self.stop: int | None = None
         #: where each batch that is on its way ends, in samples.
         self.ahead: deque[int] = deque()
@@ -82,7 +101,7 @@ class Places:
         """The places of each batch."""
         ahead: deque[int] = deque()
         self.ahead = ahead
-        share, position = self._share, self.start
+        share, position = self._share, self.step_start
         everybody, mine = share.everybody, share.of(share.everybody)
         known = self._epochs.known_end(position)
         while True:
@@ -98,6 +117,7 @@ class Places:
                 samples -= samples % share.step
             plan = self._stream.plan(position, position + samples)
             places, starts = self._places(plan), plan.starts.tolist()
+            order = None if share.balance is None else share.dealt(plan)
             for first in range(0, samples, everybody):
                 size = min(everybody, samples - first)
                 if size < share.dp_size:
@@ -107,9 +127,15 @@ class Places:
                         share.dp_size,
                     )
                     return
+                if position + first < self.start:
+                    continue  # handed out before
                 begin, stop = mine if size == everybody else share.of(size)
                 ahead.append(position + first + size)
-                yield places[starts[first + begin] : starts[first + stop]]
+                if order is None:
+                    yield places[starts[first + begin] : starts[first + stop]]
+                else:
+                    mine_too = order[first + begin : first + stop]
+                    yield [place for k in mine_too for place in places[starts[k] : starts[k + 1]]]
             position += samples
             if there < wanted or (end is not None and position >= end):
                 return

@@ -252,6 +252,7 @@ def attach(
     session = session_of(host, checkpoints, stop=stop, on_stop=save)
     session.start()  # before anything that takes long
 
+    balance = on_all_ranks(lambda: loader.balanced)
     opened: list[Stream] = []
 
     def open_data() -> Stream:
@@ -264,11 +265,11 @@ def attach(
     # Rank 0 first: it leaves the fingerprints beside the corpora, and the other ranks need not compute them again.
     on_rank_0(lambda: bool(open_data()))
     stream = on_all_ranks(open_data)
-    order = repr((stream.config.to_dict(), sorted(stream.fingerprints.items())))
+    order = repr((stream.config.to_dict(), sorted(stream.fingerprints.items()), balance))
     same_on_all_ranks(
         hashlib.sha256(order.encode()).hexdigest()[:16],
         "the data",
-        cause="the nodes have different copies of data.yaml or of a corpus",
+        cause="the nodes have different copies of data.yaml or of a corpus, or another Loader(balance=...)",
         action="compare data.yaml and the sizes of the .idx files on the nodes",
     )
     if is_rank_0():
@@ -285,6 +286,7 @@ def attach(
         pin_memory=engine.device.type == "cuda" if loader.pin_memory is None else loader.pin_memory,
         attention_mask=loader.attention_mask,
         pad_id=loader.pad_id,
+        balance=balance,
         transform=loader.transform,
         log=None if log_samples is None else _open_log(log_samples),
     )

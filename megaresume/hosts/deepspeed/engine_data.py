@@ -18,6 +18,7 @@ from megaresume.session.random_state import RandomState
 from megaresume.session.session import Session
 from megaresume.session.stopping import Stopped
 from megaresume.stream.batches import BatchSchedule
+from megaresume.stream.dealing.balance import Balance
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 
 
@@ -27,6 +28,9 @@ class EngineData(ABC):
     changed: tuple[str, ...] = ()
     #: what is handed out and not trained.
     _taken: Taken
+
+    #: how the samples of a step are dealt to the ranks; None: as they come.
+    balance: Balance | None = None
 
     def __init__(self, engine: Any, session: Session) -> None:
         self.engine, self.session = engine, session

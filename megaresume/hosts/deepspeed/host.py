@@ -30,6 +30,7 @@ from megaresume.session.random_state import RandomState
 from megaresume.session.ranks import Meeting, is_rank_0, on_all_ranks
 from megaresume.session.session import Pick, Session
 from megaresume.stream.batches import BatchSchedule
+from megaresume.stream.dealing.balance import Balance
 from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
 from megaresume.stream.state import StreamState
 
@@ -47,6 +48,10 @@ class Batches(Protocol):
     @property
     def schedule(self) -> BatchSchedule:
         """Global batch sizes of the whole run: those that were, those that are planned."""
+
+    @property
+    def balance(self) -> Balance | None:
+        """How the samples of a step are dealt to the ranks; None: as they come."""
 
     @property
     def samples_trained(self) -> int:
@@ -99,7 +104,8 @@ class EngineHost:
         assert batches is not None
         # In a ramp-up the engine learns of its batch size only when the next step begins.
         size = batches.schedule.size_at(batches.samples_trained)
-        return self.layout(num_workers=batches.num_workers, global_batch_size=size)
+        now = self.layout(num_workers=batches.num_workers, global_batch_size=size)
+        return dataclasses.replace(now, balance=batches.balance)
 
     def layout(self, *, num_workers: int, global_batch_size: int | None) -> Topology:
         """What the engine says of the layout of the run, with what it does not know."""

@@ -32,7 +32,9 @@ from megaresume.runs.rank_log import RankLog, noted
 from megaresume.session.host import change_lines
 from megaresume.session.ranks import gather, on_all_ranks
 from megaresume.session.session import Session
-from megaresume.stream.batches import BatchSchedule, check_sizes, micro_batches
+from megaresume.stream.batches import BatchSchedule, check_sizes
+from megaresume.stream.dealing.balance import Balance
+from megaresume.stream.dealing.deal import deal
 from megaresume.stream.errors import MegaresumeError, StateError
 from megaresume.stream.faults import NO_FAULTS, Faults
 from megaresume.stream.state import StreamState
@@ -43,7 +45,8 @@ class TrainingData(EngineData):
     """Iterates over this rank's micro-batches for ever; made by `megaresume.attach`.
 
     Micro-step k of the step that begins at sample c gives data-parallel rank r of D the samples
-    ``c + k*(D*m) + r*m .. + m``. Batch sizes are read from the engine at the first micro-batch of every step.
+    ``c + k*(D*m) + r*m .. + m``, or with balance others of that step. Batch sizes are read from the engine at the first
+    micro-batch of every step.
 
     ``iter(data)`` is ``data`` itself: there is one position, that of the engine. What was taken before and not trained
     is handed out again.
@@ -62,12 +65,13 @@ class TrainingData(EngineData):
         pin_memory: bool,
         attention_mask: bool,
         pad_id: int,
+        balance: Balance | None,
         transform: Callable[[Batch], Any] | None,
         log: RankLog | None = None,
     ) -> None:
         super().__init__(engine, session)
         self.stream = stream
-        self._planned = schedule
+        self.balance, self._planned = balance, schedule
         self._loading: dict[str, Any] = {
             "num_workers": num_workers,
             "prefetch": prefetch,
@@ -75,6 +79,7 @@ class TrainingData(EngineData):
             "pin_memory": pin_memory,
             "attention_mask": attention_mask,
             "pad_id": pad_id,
+            "balance": balance,
         }
         self._transform = transform
         self._log = log
@@ -192,7 +197,7 @@ class TrainingData(EngineData):
         self._new_faults += batch.get("faults", ())
         samples, tokens = batch["samples"], batch["tokens"]
         what = MicroBatch(
-            name=f"samples {int(samples[0])} to {int(samples[-1])}",
+            name=f"samples {int(samples.min())} to {int(samples.max())}",
             key=None if self._is_pipeline else int(fingerprint(tokens)),
             tokens=tokens.numel(),
             noted=None if self._log is None else noted(batch),
@@ -216,12 +221,14 @@ class TrainingData(EngineData):
         if self._taken.is_full:  # what comes after the step that is out
             sample, index = sample + size, 0
             size = self._schedule.size_at(sample) if self._planned else size
-        numbers = micro_batches(
+        numbers = deal(
+            self.stream,
             sample,
             size,
             micro_batch_size=int(self.engine.train_micro_batch_size_per_gpu()),
             dp_rank=facts.data_rank(self.engine),
             dp_size=facts.data_size(self.engine),
+            balance=self.balance,
         )[index]
         options = {name: self._loading[name] for name in ("attention_mask", "pad_id")}
         batch = StreamDataset(self.stream, **options).__getitems__(numbers)
@@ -282,6 +289,7 @@ class TrainingData(EngineData):
                 dp_rank=facts.data_rank(self.engine),
                 dp=facts.data_size(self.engine),
                 micro_batch_size=int(self.engine.train_micro_batch_size_per_gpu()),
+                balance=self.balance,
                 pad_id=int(self._loading["pad_id"]),
                 digest=self.stream.digest_at(self._base_sample),
             )

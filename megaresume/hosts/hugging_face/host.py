@@ -66,6 +66,7 @@ class TrainerHost:
             micro_batch_size=loader.batch_size,
             global_batch_size=loader.step_samples,
             zero_stage=zero_stage(self.trainer),
+            balance=loader.balance,
         )
 
     def expected_files(self, save_dir: Path, tag: str) -> Sequence[str] | None:

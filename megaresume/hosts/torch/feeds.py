@@ -280,4 +280,5 @@ def _topology(loader: DataLoader | StreamLoader, micro_batch_size: int, step_sam
         num_workers=loader.num_workers,
         micro_batch_size=micro_batch_size,
         global_batch_size=step_samples,
+        balance=loader.balance,
     )

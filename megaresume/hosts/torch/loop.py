@@ -250,10 +250,10 @@ def open_session(
     stream = feed.stream
     on_all_ranks(lambda: bool(stream.fingerprints))
     same_on_all_ranks(
-        repr((stream.config.to_dict(), sorted(stream.fingerprints.items()))),
+        repr((stream.config.to_dict(), sorted(stream.fingerprints.items()), feed.loader.balance)),  # type: ignore[attr-defined]
         "the data",
-        cause="the nodes have different copies of it, or it was made with random numbers",
-        action="make the data from the same files, and with the same seed, on every rank",
+        cause="the nodes have different copies of it, or it was made with random numbers, or with another balance",
+        action="make the data from the same files, and with the same seed and balance, on every rank",
     )
     if session.stopper is not None:
         session.stopper.install()

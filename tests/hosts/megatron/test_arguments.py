@@ -34,6 +34,13 @@ def test_modes() -> None:
     assert parse("--megaresume-accept", "weights", "split").accept == ("weights", "split")
 
 
+def test_balanced_ranks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--megaresume-balance", "step"], ["--megaresume-balance=step"], ["--megaresume_balance", "step"]):
+        with pytest.raises(SystemExit):
+            parse(*words)
+        assert "Megatron's own sampler deals the samples" in capsys.readouterr().err
+
+
 def test_contradiction() -> None:
     with pytest.raises(UsageError, match="contradict"):
         parse("--megaresume-mode", "guard", "--megaresume-data", "d.yaml")

@@ -69,13 +69,16 @@ def wrapped(parallel: str) -> Any:
 
 
 def loader_of(data: Any, batch: int, accumulation: int, **options: Any) -> Any:
-    """Of items; or, if ``data`` is the path of a data.yaml, of packed text."""
+    """Of items; or, if ``data`` is the path of a data.yaml, of packed text. ``balance``: the arguments of one."""
+    if "balance" in options:
+        options["balance"] = megaresume.Balance(**options["balance"])
     if not isinstance(data, str):
         return megaresume.DataLoader(data, batch_size=batch, accumulation=accumulation, **options)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     schedule = megaresume.BatchSchedule.constant(batch * accumulation * ranks)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    options = {"num_workers": options.get("num_workers", 0), "dp_rank": rank, "dp_size": ranks}
+    options = {name: options[name] for name in ("num_workers", "balance") if name in options}
+    options |= {"dp_rank": rank, "dp_size": ranks}
     return megaresume.StreamLoader(megaresume.open_stream(data), schedule, micro_batch_size=batch, **options)
 
 

@@ -1,0 +1,111 @@
+"""What balanced ranks would gain in the steps to come, from the lengths of the run's own data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megaresume.checkpoint.topology import Topology
+from megaresume.dryrun.data import Data
+from megaresume.dryrun.findings import Findings, Flags
+from megaresume.stream.batches import BatchSchedule
+from megaresume.stream.dealing.balance import Balance, Objective
+from megaresume.stream.errors import StreamExhausted, UsageError
+from megaresume.stream.state import StreamState
+
+if TYPE_CHECKING:
+    from megaresume.stream.stream import Stream
+
+#: steps that are planned for it, and samples at most.
+_STEPS, _SAMPLES = 20, 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gain:
+    """How much the slowest rank has to do, by the costs of its samples, in units of the mean over ranks."""
+
+    objective: Objective
+    token_cost: int
+    #: that were planned.
+    steps: int
+    #: in the order of the stream; and balanced.
+    before: float
+    after: float
+
+    def __str__(self) -> str:
+        waits = "a step" if self.objective == "step" else "a micro-step"
+        return (
+            f"the slowest rank of {waits} has {self.before:.3f} times the work of the mean in the order of the stream, "
+            f"{self.after:.3f} with --balance {self.objective} (next {self.steps:,} steps)"
+        )
+
+
+def gain(
+    data: Data,
+    state: StreamState,
+    schedule: BatchSchedule | None,
+    now: Topology,
+    flags: Flags,
+    findings: Findings,
+    *,
+    is_megatron: bool,
+) -> Gain | None:
+    """Plan the next steps, and deal them both ways. None: something for it is not known, as a note tells."""
+    balance = findings.attempt(lambda: flags.balanced)
+    if balance is None:
+        return None
+    if is_megatron:
+        findings.refuse(
+            UsageError(
+                "--megaresume-balance cannot be used with Megatron-LM",
+                found=f"--balance {balance.objective}",
+                expected="no such flag",
+                cause="Megatron's own sampler deals the samples to the ranks, in the order of the stream",
+                action="leave it out of the launch; what it would gain is told below",
+            )
+        )
+    if now.micro_batch_size is None or schedule is None or not data.sources or data.config is None:
+        findings.note(
+            "what balanced ranks gain is not known: the corpora were not opened, or the batches are not recorded",
+            action="--data DATA.yaml --micro-batch-size M --global-batch-size B",
+        )
+        return None
+    from megaresume.stream.stream import Stream  # deferred: the compiled planner takes a second to import
+
+    stream = Stream(data.config, list(data.sources.values()), state=state, on_change=flags.on_change)
+    stream.schedule = schedule
+    stream.skip(flags.skip)
+    return _expected(stream, schedule, balance, sample=state.samples, micro=now.micro_batch_size, dp=now.dp)
+
+
+def _expected(
+    stream: Stream, schedule: BatchSchedule, balance: Balance, *, sample: int, micro: int, dp: int
+) -> Gain | None:
+    """The gain of the steps from a sample on; None: there is no such step, which other findings tell."""
+    from megaresume.stream.dealing.deal import costs, dealt_order
+
+    waited, means, steps, first = [0, 0], 0.0, 0, sample
+    while steps < _STEPS and (not steps or sample - first < _SAMPLES):
+        size = schedule.size_at(sample)
+        if size % (micro * dp):
+            break
+        try:
+            plan = stream.plan(sample, sample + size)
+        except StreamExhausted:
+            break
+        cost = costs(plan, balance)
+        for k, how in enumerate((None, balance)):
+            order = dealt_order(plan, how, micro_batch_size=micro, dp_size=dp) - sample
+            parts = cost[order].reshape(-1, dp, micro).sum(axis=2)
+            waited[k] += int(parts.sum(axis=0).max() if balance.objective == "step" else parts.max(axis=1).sum())
+        means += float(cost.sum()) / dp
+        steps, sample = steps + 1, sample + size
+    if not steps:
+        return None
+    return Gain(
+        objective=balance.objective,
+        token_cost=balance.token_cost,
+        steps=steps,
+        before=waited[0] / means,
+        after=waited[1] / means,
+    )

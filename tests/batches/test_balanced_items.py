@@ -1,0 +1,105 @@
+"""`megaresume.DataLoader` with balanced ranks: each step trains the items that it trains without.
+
+Items are told by their own tokens.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import pytest
+
+import megaresume
+from megaresume import Balance
+from megaresume.stream.errors import StateError, UsageError
+from tests.batches.test_packed_items import SEQ_LENGTH, Texts, texts
+
+BALANCE = Balance(token_cost=8)
+Step = list[list[list[int]]]  # by rank: the items of its micro-batches, by their first tokens
+
+
+def loaders(dp: int, batch_size: int, accumulation: int, state: Any = None, **options: Any) -> list[Any]:
+    made = [
+        megaresume.DataLoader(
+            Texts(200),
+            batch_size,
+            accumulation=accumulation,
+            dp_rank=rank,
+            dp_size=dp,
+            **{"seq_length": SEQ_LENGTH, "max_epochs": 1, "balance": BALANCE} | options,
+        )
+        for rank in range(dp)
+    ]
+    for loader in made:
+        if state is not None:
+            loader.load_state_dict(state)
+    return made
+
+
+def steps(made: list[Any], count: int | None = None) -> list[Step]:
+    """What the ranks were handed in their next steps; of the last one a part perhaps."""
+    size = made[0].accumulation
+    handed = [
+        [[t[0] for t in texts(batch)] for batch in islice(loader, None if count is None else count * size)]
+        for loader in made
+    ]
+    return [[rank[k : k + size] for rank in handed] for k in range(0, max(map(len, handed)), size)]
+
+
+def items(step: Step) -> list[int]:
+    return sorted(item for rank in step for micro_batch in rank for item in micro_batch)
+
+
+LAYOUTS = [(2, 2, 2), (4, 1, 2), (2, 4, 1), (1, 2, 4), (8, 1, 1)]
+
+
+@pytest.mark.parametrize("objective", ["step", "micro-step"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_items_in_each_step(objective: Any, layout: tuple[int, int, int]) -> None:
+    plain = steps(loaders(*layout, balance=None))
+    balance = Balance(objective=objective, token_cost=8)
+    dealt = steps(loaders(*layout, balance=balance))
+    assert [items(step) for step in dealt] == [items(step) for step in plain]
+    if layout[0] > 1:
+        assert dealt != plain
+
+
+@pytest.mark.process
+def test_worker_processes_deal_alike() -> None:
+    assert steps(loaders(2, 2, 2, num_workers=1), 4) == steps(loaders(2, 2, 2), 4)
+
+
+@pytest.mark.parametrize("after", LAYOUTS)
+def test_a_resume_on_another_layout(after: tuple[int, int, int]) -> None:
+    whole = steps(loaders(1, 8, 1, balance=None, drop_last=True))
+    before = loaders(2, 2, 2, drop_last=True)
+    handed = steps(before, 3)
+    (state, *others) = [loader.state_dict() for loader in before]
+    assert all(other == state for other in others)
+    handed += steps(loaders(*after, state=state, drop_last=True))
+    assert [items(step) for step in handed] == [items(step) for step in whole]
+
+
+def test_another_balance_or_none_after_a_resume() -> None:
+    whole = steps(loaders(1, 8, 1, balance=None))
+    made, handed = loaders(2, 2, 2), []
+    for balance in (None, Balance(objective="micro-step"), BALANCE):
+        handed += steps(made, 1)
+        made = loaders(2, 2, 2, state=made[1].state_dict(), balance=balance)
+    handed += steps(made)
+    assert [items(step) for step in handed] == [items(step) for step in whole]
+
+
+def test_no_state_inside_a_step() -> None:
+    """It would be one of samples that nobody has trained."""
+    made = loaders(2, 2, 2)
+    for loader in made:
+        next(iter(loader))
+    with pytest.raises(StateError, match=r"inside a step(.|\n)*after the optimizer step"):
+        made[0].state_dict()
+
+
+def test_items_of_unknown_length_are_refused() -> None:
+    with pytest.raises(UsageError, match="unknown length"):
+        loaders(2, 2, 2, seq_length=None)
