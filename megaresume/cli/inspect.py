@@ -262,7 +262,9 @@ def _stream_rows(state: StreamState) -> list[list[str]]:
     config = state.config
     packing = dict(config.get("packing", {}))
     order = {name: config.get(name) for name in ("seed", "seq_length")}
-    order |= {"packing": packing.pop("mode", None), **packing, "blend by": config.get("blend", {}).get("unit")}
+    fillers = [name for name, source in config.get("sources", {}).items() if source.get("packing")]
+    order |= {"packing": packing.pop("mode", None), **packing, "filled with": ", ".join(fillers) or None}
+    order["blend by"] = config.get("blend", {}).get("unit")
     rows = [
         ["documents", f"{state.documents:,}"],
         ["tokens", f"{state.tokens:,}"],

@@ -187,7 +187,7 @@ def _summary(stream: Stream, plan: Plan) -> dict[str, Any]:
         "first": plan.first,
         "stop": plan.stop,
         "seq_length": config.seq_length,
-        "packing": config.packing.mode,
+        "packing": config.packed_by,
         "tokens": total,
         "fill": round(total / (len(plan) * config.seq_length), 6),
         "sources": sources,

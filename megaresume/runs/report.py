@@ -107,7 +107,7 @@ def _stage(first: int, name: str, config: Any) -> dict[str, Any]:
         "name": name,
         "first_sample": first,
         "seq_length": config["seq_length"],
-        "packing": config["packing"]["mode"],
+        "packing": StreamConfig.recorded(config).packed_by,
         "unit": config["blend"]["unit"],
         "weights": {source: weight / total for source, weight in weights.items()},
     }

@@ -74,6 +74,8 @@ def outlook(state: StreamState, config: StreamConfig) -> list[SourceOutlook]:
                     if s.name in state.fingerprints
                 )
                 per_sample = share * fingerprint.tokens / documents / max(average, 1e-9) * length
+            elif config.blend.unit == "trained" and cursor is not None and cursor.tokens:
+                per_sample = cursor.tokens / max(state.samples, 1)  # as it was so far
             left = round(tokens / max(per_sample, 1e-9))
         result.append(
             SourceOutlook(

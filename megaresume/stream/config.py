@@ -25,7 +25,9 @@ from megaresume.stream.skips import NO_SKIP, SkipConfig
 from megaresume.stream.weights import integer_weights, parse_weight
 
 PackingMode = Literal["best_fit", "knapsack", "split", "none"]
-BlendUnit = Literal["tokens", "documents"]
+#: How one source is packed where the others are not: ``split`` fills with its pieces what whole documents leave free.
+SourcePacking = Literal["split"]
+BlendUnit = Literal["tokens", "trained", "documents"]
 ExhaustedPolicy = Literal["repeat", "stop", "drop"]
 StageUnit = Literal["samples", "tokens", "step"]
 #: When documents that a corpus has won take part: from its next epoch on, or in the one that has begun.
@@ -92,6 +94,8 @@ class SourceConfig:
     on_exhausted: ExhaustedPolicy = "drop"
     #: in two levels; None: any document may follow any other.
     shuffle: ShuffleConfig | None = None
+    #: ``split``: its documents are cut, to fill the samples of whole ones; None: as all are.
+    packing: SourcePacking | None = None
     #: steps by which its images are changed, every default written out. No part of the order, but of what is trained.
     augment: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
     #: whether what its items draw at random follows from seed, epoch and item. No part of the order either.
@@ -167,12 +171,16 @@ class StreamConfig:
             data = _with_flag(data, seq_length)
         document: _Document = read(_Document, data, "data.yaml", inside="")
         sources = _sources(document.sources or {})
+        packing = document.packing or PackingConfig(mode=_default_packing(sources))
+        said = data.get("packing")
+        if isinstance(said, Mapping) and "mode" not in said and any(s.packing is not None for s in sources):
+            packing = replace(packing, mode="best_fit")
         # Everywhere else in the mapping a source goes by its name of today.
         names = {source.label: source.name for source in sources} | {source.name: source.name for source in sources}
         return cls(
             seed=document.seed,
             seq_length=document.seq_length,
-            packing=_used(document.packing or PackingConfig(mode=_default_packing(sources))),
+            packing=_used(packing),
             blend=document.blend or BlendConfig(),
             sources=sources,
             stages=_stages(document.stages or (), sources),
@@ -205,6 +213,7 @@ class StreamConfig:
         for stage in (None, *self.stages):
             current = current if stage is None else current.changed_by(stage)
             where = "" if stage is None else f" in stage '{stage.name}'"
+            current._check_fillers(where)
             align = current.packing.align
             if current.seq_length % align:
                 raise ConfigError(
@@ -214,6 +223,33 @@ class StreamConfig:
                     action="change one of the two",
                 )
         return self
+
+    def _check_fillers(self, where: str) -> None:
+        """Refuse a source that is to fill what another packing than ``best_fit`` leaves free."""
+        names = [source.label for source in self.sources if source.packing is not None]
+        if names and self.packing.mode not in ("best_fit", "split"):
+            raise ConfigError(
+                f"source '{names[0]}' cannot be packed by split beside packing {self.packing.mode}{where}",
+                found=f"packing {self.packing.mode}, and packing: split of {', '.join(names)}",
+                expected="packing best_fit for the other sources, or split for all",
+                cause="only best_fit has open samples that the pieces of a source can fill",
+                action="set packing: best_fit, or leave it out",
+            )
+
+    @property
+    def fillers(self) -> tuple[bool, ...]:
+        """Which sources are cut to fill what the whole documents of the others leave free."""
+        return tuple(self.packing.mode == "best_fit" and source.packing == "split" for source in self.sources)
+
+    @property
+    def packed_by(self) -> str:
+        """The packing in words: ``best_fit``; with sources that fill, ``best_fit filled with web``."""
+        names = [source.label for source, fills in zip(self.sources, self.fillers, strict=True) if fills]
+        return f"{self.packing.mode} filled with {', '.join(names)}" if names else self.packing.mode
+
+    def packs_as(self, other: StreamConfig) -> bool:
+        """Whether what waits in the open bins of the other, over the same sources, can stay there."""
+        return (self.packing, self.seq_length, self.fillers) == (other.packing, other.seq_length, other.fillers)
 
     def to_dict(self) -> dict[str, Any]:
         """The normalised form, plain JSON: ``StreamConfig.from_dict(config.to_dict()) == config``."""
@@ -241,6 +277,8 @@ def _source_dict(source: SourceConfig) -> dict[str, Any]:
         data |= {"max_epochs": source.max_epochs, "on_exhausted": source.on_exhausted}
     if source.shuffle is not None:
         data["shuffle"] = {"block": source.shuffle.block, "window": source.shuffle.window}
+    if source.packing is not None:
+        data["packing"] = source.packing
     if source.augment:
         data["augment"] = [dict(step) for step in source.augment]
     if source.keyed:
@@ -251,7 +289,9 @@ def _source_dict(source: SourceConfig) -> dict[str, Any]:
 
 
 def _default_packing(sources: Iterable[SourceConfig]) -> PackingMode:
-    """Images must never be cut, and leave gaps that only a choice among many documents fills."""
+    """Images must never be cut, and leave gaps that only a choice among many documents fills, or pieces of text do."""
+    if any(source.packing is not None for source in sources):
+        return "best_fit"
     return "knapsack" if any(source.options.get("kind") in IMAGE_KINDS for source in sources) else "split"
 
 
@@ -323,6 +363,7 @@ class _Source(Options):
     on_exhausted: ExhaustedPolicy | None = None
     shuffle: Annotated[ShuffleConfig | None, BeforeValidator(_whole_or_blocks)] = None
     append: Append | None = None
+    packing: SourcePacking | None = None
     augment: Annotated[tuple[Any, ...], ListOf("a list of steps, in order")] | None = None
     keyed: Truth | None = None
     was: (
@@ -428,6 +469,7 @@ def _source(name: str, entry: _Source, weight: int) -> SourceConfig:
         max_epochs=entry.max_epochs,
         on_exhausted=entry.on_exhausted or "drop",
         shuffle=entry.shuffle,
+        packing=entry.packing,
         append=entry.append,
         augment=entry.augment or (),
         keyed=bool(entry.keyed),

@@ -22,7 +22,7 @@ from megaresume.stream.errors import StateError
 from megaresume.stream.planning import kernel
 from megaresume.stream.planning.bins import pending_segments, segments_of, tail_segments, with_bins
 from megaresume.stream.planning.kernel import Arrays
-from megaresume.stream.planning.planner import fresh_arrays, orders_of
+from megaresume.stream.planning.planner import fresh_arrays, orders_of, past_orders
 from megaresume.stream.planning.stages import Course
 from megaresume.stream.source import LengthSource
 from megaresume.stream.state import Bin, Segment, SourceCursor, StreamState
@@ -133,7 +133,8 @@ def arrays_of(state: StreamState, course: Course, sources: Sequence[LengthSource
     _check_stages(state)
     _restore_sources(arrays, state, config)
     _check_sums(state)
-    orders = course.orders[stage] = orders_of(course.past or state, config, sources)
+    known = orders_of(state, config, sources) if course.past is None else past_orders(course, config, sources)
+    orders = course.orders[stage] = known.known_in(stage)
     _check_sources(state, config, orders)
     scalars = arrays.scalars
     scalars[kernel.SAMPLES] = state.reached
@@ -253,7 +254,7 @@ def _check_sources(state: StreamState, config: StreamConfig, orders: Orders) -> 
         ends = source.max_epochs is not None and source.on_exhausted != "repeat"
         last = max((s.position for s in waiting if s.source == i), default=-1)
         documents = order.eras[-1].documents if order.eras else 0
-        in_stage = c.tokens if config.blend.unit == "tokens" else c.documents
+        in_stage = c.documents if config.blend.unit == "documents" else c.tokens
         if (
             c.epoch != order.epoch_of(c.position)
             or (c.position > 0 and not order.eras)

@@ -26,6 +26,8 @@ class Era:
     pieces: int
     #: 0; or the rest of an epoch, into which new documents came: positions of it that were to come without them.
     rest: int = 0
+    #: number of the stage in which it was settled: who plans an earlier one again must not look ahead into it.
+    stage: int = 0
 
 
 class Eras:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -29,3 +30,19 @@ class LengthSource(Protocol):
             first: of its first documents only, as if there were no more; None: of all.
         """
         ...
+
+
+def count_trained(
+    source: LengthSource,
+    ids: npt.NDArray[np.int64],
+    offsets: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+) -> npt.NDArray[np.int64]:
+    """Trained tokens among ``lengths[k]`` of each document from token ``offsets[k]`` on: int64[n] to int64[n].
+
+    Raises:
+        IndexError, CorpusError: as the source's ``trained_spans``; all are trained of a source without.
+    """
+    ask: Callable[[npt.NDArray[np.int64]], Any] | None = getattr(source, "trained_spans", None)
+    spans = None if ask is None else ask(ids)
+    return lengths if spans is None else np.asarray(spans.count(offsets, lengths), np.int64)

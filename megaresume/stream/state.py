@@ -327,7 +327,11 @@ def _flat_fingerprint(fingerprint: Fingerprint) -> dict[str, Any]:
 
 def _flat_era(era: Era) -> list[int]:
     fields: list[int] = [getattr(era, name) for name in Era.__slots__]
-    return fields
+    return fields if era.stage else fields[:_SETTLED_AT_ONCE]
+
+
+#: Fields of an era of the first stage, which leaves its number out.
+_SETTLED_AT_ONCE = len(Era.__slots__) - 1
 
 
 def _short(segment: Segment) -> list[int]:
@@ -361,9 +365,9 @@ def _cursor(fields: object) -> SourceCursor:
 
 def _era(short: object) -> Era:
     fields = [_count(n) for n in _list(short)]
-    if len(fields) != len(Era.__slots__) or not fields[Era.__slots__.index("pieces")]:
+    if len(fields) not in (_SETTLED_AT_ONCE, len(Era.__slots__)) or not fields[Era.__slots__.index("pieces")]:
         raise ValueError(f"{short!r} is not an era of a source")
-    return Era(**dict(zip(Era.__slots__, fields, strict=True)))
+    return Era(**dict(zip(Era.__slots__, fields, strict=False)))
 
 
 def _fingerprint(fields: object) -> Fingerprint:

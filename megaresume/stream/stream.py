@@ -34,6 +34,7 @@ from megaresume.stream.planning.plan import Plan, concatenate
 from megaresume.stream.planning.planner import Planner
 from megaresume.stream.planning.remaining import check_remaining
 from megaresume.stream.planning.stages import Course
+from megaresume.stream.planning.trained import check_trained
 from megaresume.stream.planning.whole import check_whole
 from megaresume.stream.progress import Progress, progress
 from megaresume.stream.ranges import Range
@@ -107,6 +108,7 @@ class Stream:
                 action="pass one source for each of the config's, in its order",
             )
         check_whole(config, sources)
+        check_trained(config, sources)
         #: over all sources that the run ever had; those that are gone have weight 0.
         self.config = config
         self.origin = origin

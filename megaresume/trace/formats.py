@@ -275,7 +275,7 @@ def heading(piece: Piece) -> str:
         ("left out" if piece.past else "to be left out") if piece.left_out else "trained" if piece.past else "to come"
     )
     parts = [when, f"stage {piece.stage}"]
-    parts.append(f"{config.packing.mode} into {config.seq_length} tokens")
+    parts.append(f"{config.packed_by} into {config.seq_length} tokens")
     if piece.left_out:
         return "# " + ", ".join(parts)
     parts.append("batch size ?" if span.batch_size is None else f"batch size {span.batch_size}")

@@ -20,6 +20,7 @@ REQUIRED = (
     "planning, split",
     "tokens in a sample",
     "documents cut",
+    "first batch",
     "assembly, batches of 8",
     "loader, in process",
     "loader, prefetch thread",

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
+from megaresume.stream.config import StreamConfig
 from tests.cli.conftest import megaresume
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "stream.md"
@@ -29,9 +31,14 @@ def directory(tmp_path_factory) -> Path:
         # a hundred documents of a few thousand bytes; wiki is split, and its train part must not be empty
         text.write_text("\n\n".join(f"{name} {i} " + "word " * (200 + 31 * i % 900) for i in range(100)))
         prepare([text], root / "corpora" / f"{name}_text_document", PrepareOptions(text_unit="paragraph", workers=1))
-    (config,) = blocks("yaml")
+    config, _ = blocks("yaml")
     (root / "data.yaml").write_text(config)
     return root
+
+
+def test_text_that_fills():
+    _, config = blocks("yaml")
+    assert StreamConfig.from_dict({"seq_length": 64} | yaml.safe_load(config)).packed_by == "best_fit filled with text"
 
 
 def test_the_commands(directory):

@@ -15,7 +15,9 @@ from megaresume.testing import LengthList
 
 StreamOf = Callable[..., Stream]
 Lengths = dict[str, list[int]]
-MODES = ("best_fit", "knapsack", "split", "none")
+#: best_fit with sources that fill what it leaves free.
+FILLED = "filled"
+MODES = ("best_fit", "knapsack", "split", "none", FILLED)
 
 
 def _stream_of(
@@ -35,8 +37,9 @@ def stream_of() -> StreamOf:
 def _configs(draw: st.DrawFn, modes: Sequence[str] = MODES) -> tuple[dict[str, Any], Lengths]:
     """(data.yaml mapping, lengths by source): all modes and policies, documents empty to three samples long."""
     seq_length = draw(st.sampled_from([1, 2, 8, 16, 60, 64]))
+    mode = draw(st.sampled_from(modes))
     packing: dict[str, Any] = {
-        "mode": draw(st.sampled_from(modes)),
+        "mode": "best_fit" if mode == FILLED else mode,
         "align": draw(st.sampled_from([a for a in (1, 2, 4, 5, 8) if seq_length % a == 0])),
     }
     if packing["mode"] == "best_fit":
@@ -61,6 +64,10 @@ def _configs(draw: st.DrawFn, modes: Sequence[str] = MODES) -> tuple[dict[str, A
             policies = ["drop", "drop", "stop", *([] if all_end else ["repeat"])]
             sources[name]["on_exhausted"] = draw(st.sampled_from(policies))
         lengths[name] = draw(st.lists(length, min_size=1, max_size=20))
+        if mode == FILLED and (i == 0 or draw(st.booleans())):
+            sources[name]["packing"] = "split"
+            if draw(st.booleans()):  # so many that as many wait as can
+                lengths[name] = [min(n, 2) for n in lengths[name]]
         if not any(lengths[name]):
             lengths[name][0] = 1
     data = {

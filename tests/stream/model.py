@@ -18,8 +18,10 @@ from megaresume.stream.planning.reference import permute
 Piece = tuple[str, int, int, int]
 #: epoch, document, offset, tokens.
 Part = tuple[int, int, int, int]
-#: Ends of documents that `split` keeps back.
+#: Ends of documents that `split` keeps back, and pieces that wait to fill.
 TAILS = 256
+#: So many wait before a piece that fills a sample passes by.
+FEW_TAILS = 16
 
 
 @dataclass
@@ -30,6 +32,8 @@ class Model:
     lengths: dict[str, list[int]]
     packing: dict[str, Any]
     seq_length: int
+    #: sources that are cut to fill what the whole documents of the others leave free.
+    fillers: set[str] = field(default_factory=set)
     weights: dict[str, int] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     positions: dict[str, int] = field(default_factory=dict)
@@ -66,9 +70,13 @@ class Model:
     def length(self, name: str, position: int) -> int:
         return self.part(name, position)[3]
 
-    def begin_stage(self, weights: dict[str, int], packing: dict[str, Any], seq_length: int) -> None:
+    def begin_stage(
+        self, weights: dict[str, int], packing: dict[str, Any], seq_length: int, fillers: set[str] = frozenset()
+    ) -> None:
         self.order += [name for name in weights if name not in self.order]
-        if (packing, seq_length) != (self.packing, self.seq_length):
+        # What a source that is gone did, it does.
+        fillers = {n for n in self.fillers if n not in weights} | fillers if packing["mode"] == "best_fit" else set()
+        if (packing, seq_length, fillers) != (self.packing, self.seq_length, self.fillers):
             self.pending = [piece for _, pieces in self.bins for piece in pieces] + self.tails + self.pending
             self.bins, self.tails = [], []
         for name, parts in self.parts.items():
@@ -76,6 +84,7 @@ class Model:
             begun = {epoch for epoch, *_ in parts[: self.positions.get(name, 0)]}
             self.parts[name] = [part for part in parts if part[0] in begun]
         self.weights, self.packing, self.seq_length, self.drawn = dict(weights), packing, seq_length, {}
+        self.fillers = fillers
 
     def skip(self, first: int, stop: int) -> None:
         self.skipped |= set(range(max(first, self.closed), stop))
@@ -103,11 +112,30 @@ class Model:
         while True:
             if mode == "best_fit" and self.bins and self.closed - self.bins[0][0] >= self.packing["max_age"]:
                 return self._close(0)
-            if not self.pending and mode == "split" and not self.bins and len(self.tails) == TAILS:
+            if not self.pending and len(self.tails) == TAILS and (self.fillers or not self.bins):
                 self.pending = [self.tails.pop(0)]
             if not self.pending:
                 self.pending = [self._draw()]
+                waits = self.pending[0][3] < self.seq_length or len(self.tails) < FEW_TAILS
+                if waits and self.pending[0][0] in self.fillers:
+                    self.tails.append(self.pending.pop())
+                    continue
             length = self.pending[0][3]
+            if self.pending[0][0] in self.fillers:
+                if length >= self.seq_length:
+                    self.closed += 1
+                    whole = [self._take(self.seq_length)]
+                    self._keep_back(whole[0])
+                    return whole
+                if not self.bins:
+                    self.bins = [(self.closed, [])]
+                rooms = [self.seq_length - self._used(b) for b in range(len(self.bins))]
+                fullest = rooms.index(min(rooms))
+                self.bins[fullest][1].append(self._take(rooms[fullest]))
+                self._keep_back(self.bins[fullest][1][-1])
+                if self._used(fullest) == self.seq_length:
+                    return self._close(fullest)
+                continue
             if mode == "none" or (mode == "best_fit" and length >= self.seq_length):
                 self.closed += 1
                 return [self._take(self.seq_length)]
@@ -143,6 +171,11 @@ class Model:
 
     def _close(self, b: int) -> list[Piece]:
         self.closed += 1
+        while self.fillers and self.tails and (room := self.seq_length - self._used(b)):
+            name, position, offset, length = self.tails.pop(0)
+            self.bins[b][1].append((name, position, offset, min(length, room)))
+            if length > room:
+                self.tails.append((name, position, offset + room, length - room))
         return self.bins.pop(b)[1]
 
     def _take(self, tokens: int) -> Piece:

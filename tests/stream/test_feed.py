@@ -12,6 +12,7 @@ from megaresume.stream.config import SourceConfig, StreamConfig
 from megaresume.stream.documents.order import SourceOrder
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.planning.feed import MAX_DOCUMENT_TOKENS, Feed
+from megaresume.stream.planning.kernel import AHEAD_WIDTH
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList
 from tests.stream.orders import order_of
@@ -66,7 +67,7 @@ def _feed(lengths: list[int], **options: Any) -> tuple[Feed, SourceConfig]:
 
 
 def _walk(feed: Feed, config: SourceConfig, order: SourceOrder, num: int) -> list[list[int]]:
-    out, rows, position = np.zeros((64, 4), np.int64), [], 0
+    out, rows, position = np.zeros((64, AHEAD_WIDTH), np.int64), [], 0
     while len(rows) < num and (filled := feed.fill(position, out, config, order)):
         rows += out[:filled].tolist()
         position = rows[-1][0] + 1
@@ -76,11 +77,11 @@ def _walk(feed: Feed, config: SourceConfig, order: SourceOrder, num: int) -> lis
 def test_what_is_remembered_changes_nothing() -> None:
     """A feed asked again from a little behind gives what one gives that was never asked before."""
     lengths = [i % 3 for i in range(500)]
-    (feed, config), out = _feed(lengths), np.zeros((64, 4), np.int64)
+    (feed, config), out = _feed(lengths), np.zeros((64, AHEAD_WIDTH), np.int64)
     order = order_of(500, 1, "a")
     walked = _walk(feed, config, order, 2000)
     for position in (*range(1900, 1000, -1), *range(0, 2000, 3)):
-        fresh = np.zeros((64, 4), np.int64)
+        fresh = np.zeros((64, AHEAD_WIDTH), np.int64)
         filled = feed.fill(position, out, config, order)
         filled_fresh = _feed(lengths)[0].fill(position, fresh, config, order)
         common = min(filled, filled_fresh)

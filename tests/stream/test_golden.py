@@ -55,6 +55,10 @@ CASES: dict[str, dict[str, Any]] = {
             "pairs": {"weight": 0.1},
         },
     },
+    "filled": {
+        "packing": {"mode": "best_fit", "open_bins": 4, "max_age": 64, "align": 8},
+        "sources": {"web": {"weight": 0.4, "packing": "split"}, "code": {"weight": 0.3}, "pairs": {"weight": 0.3}},
+    },
     "ending": {
         "packing": {"mode": "best_fit", "open_bins": 2},
         "sources": {

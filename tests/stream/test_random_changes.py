@@ -31,6 +31,7 @@ PACKINGS: list[dict[str, Any]] = [
     {"mode": "split", "align": 4},
     {"mode": "none", "align": 1},
 ]
+FILLS = {"packing": "split"}
 
 
 class Run:
@@ -38,11 +39,13 @@ class Run:
 
     def __init__(self, data: st.DataObject) -> None:
         self.data = data
+        #: whether some sources fill what the whole documents of others leave free.
+        self.fills = data.draw(st.booleans())
         self.config: dict[str, Any] = {
             "seed": data.draw(st.integers(0, 99)),
             "seq_length": 16,
-            "packing": data.draw(st.sampled_from(PACKINGS)),
-            "sources": {"a": {"weight": 2}, "b": {"weight": 1}},
+            "packing": self._any_packing(),
+            "sources": {"a": {"weight": 2}, "b": {"weight": 1}} | ({"b": {"weight": 1} | FILLS} if self.fills else {}),
             "skip": {"samples": [], "documents": {}},
         }
         #: today's name -> first name.
@@ -50,10 +53,13 @@ class Run:
         self.batch, self.sample = 4, 0
         self.schedule = BatchSchedule.constant(4)
         self.model = Model(seed=self.config["seed"], lengths=LENGTHS, packing=self.config["packing"], seq_length=16)
-        self.model.begin_stage(self._shares(), self.config["packing"], 16)
+        self._stage()
         self.stream = self._open(None)
         self.saves: list[tuple[Any, ...]] = []
         self.save()
+
+    def _any_packing(self) -> dict[str, Any]:
+        return self.data.draw(st.sampled_from(PACKINGS[:-1] if self.fills else PACKINGS))
 
     def _shares(self) -> dict[str, int]:
         return {self.first[name]: entry["weight"] for name, entry in self.config["sources"].items()}
@@ -99,6 +105,7 @@ class Run:
 
         assert [(b.opened_at, pieces(b.segments)) for b in state.bins] == self.model.bins
         assert pieces(state.pending) == self.model.pending
+        assert pieces(state.tails) == self.model.tails
         assert state.reached == self.model.closed
         for name, cursor in state.sources.items():
             gone = [p for p in self.model.left_out if p[0] == name]
@@ -123,7 +130,19 @@ class Run:
         before, names = copy.deepcopy((self.config, self.first, self.model)), list(self.config["sources"])
         kind = self.data.draw(
             st.sampled_from(
-                ["weights", "add", "remove", "rename", "reorder", "length", "packing", "batch", "samples", "documents"]
+                [
+                    "weights",
+                    "add",
+                    "remove",
+                    "rename",
+                    "reorder",
+                    "length",
+                    "packing",
+                    "filler",
+                    "batch",
+                    "samples",
+                    "documents",
+                ]
             )
         )
         getattr(self, f"_{kind}")(names)
@@ -137,7 +156,8 @@ class Run:
             self.stream = self._open(state)
 
     def _stage(self) -> None:
-        self.model.begin_stage(self._shares(), self.config["packing"], self.config["seq_length"])
+        fillers = {self.first[name] for name, entry in self.config["sources"].items() if "packing" in entry}
+        self.model.begin_stage(self._shares(), self.config["packing"], self.config["seq_length"], fillers)
 
     def _weights(self, names: list[str]) -> None:
         before = self._shares()
@@ -154,7 +174,8 @@ class Run:
         known = set(self.model.order)
         for name in LENGTHS:
             if name not in known:
-                self.config["sources"][name] = {"weight": self.data.draw(st.integers(1, 3))}
+                fills = FILLS if self.fills and self.data.draw(st.booleans()) else {}
+                self.config["sources"][name] = {"weight": self.data.draw(st.integers(1, 3))} | fills
                 self.first[name] = name
                 self._stage()
                 return
@@ -189,9 +210,17 @@ class Run:
             self._stage()
 
     def _packing(self, names: list[str]) -> None:
-        packing = self.data.draw(st.sampled_from(PACKINGS))
+        packing = self._any_packing()
         if packing != self.config["packing"]:
             self.config["packing"] = packing
+            self._stage()
+
+    def _filler(self, names: list[str]) -> None:
+        """A source that filled is whole from here on, or the other way round."""
+        if self.fills:
+            source = self.config["sources"][self.data.draw(st.sampled_from(names))]
+            if source.pop("packing", None) is None:
+                source |= FILLS
             self._stage()
 
     def _batch(self, names: list[str]) -> None:

@@ -55,7 +55,7 @@ def _assert_equal(data: dict[str, Any], lengths: dict[str, list[int]], num_sampl
 
 @settings(max_examples=100)
 @given(drawn=st.data(), at_once=st.sampled_from([1, 7, NUM_SAMPLES]))
-@pytest.mark.parametrize("mode", ["best_fit", "knapsack", "split", "none"])
+@pytest.mark.parametrize("mode", ["best_fit", "knapsack", "split", "none", "filled"])
 def test_kernel_equals_reference(mode: str, configs: Configs, drawn: st.DataObject, at_once: int) -> None:
     data, lengths = drawn.draw(configs(modes=[mode]))
     _assert_equal(data, lengths, NUM_SAMPLES, at_once)

@@ -51,7 +51,8 @@ def _stages(draw: st.DrawFn, data: dict[str, Any], seq_lengths: bool = True) -> 
         elif kind == "seq_length":
             changes["seq_length"] = 40 * draw(st.sampled_from([1, 2, 3]))
         else:
-            mode = draw(st.sampled_from(["best_fit", "knapsack", "split", "none"]))
+            filled = any("packing" in source for source in data["sources"].values())
+            mode = draw(st.sampled_from(["best_fit", "split", *([] if filled else ["knapsack", "none"])]))
             changes["packing"] = {"mode": mode, "align": draw(st.sampled_from([1, 2, 4]))}
             if mode == "best_fit":
                 changes["packing"]["open_bins"] = draw(st.sampled_from([1, 2, 5]))

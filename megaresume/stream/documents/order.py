@@ -51,7 +51,7 @@ class SourceOrder(Eras):
         super().__init__(eras)
         self.name, self.seed, self.shuffle, self.lists = name, seed, shuffle, lists
 
-    def revised(self, position: int, *, documents: int, piece: int, now: bool = False) -> SourceOrder:
+    def revised(self, position: int, *, documents: int, piece: int, now: bool = False, stage: int = 0) -> SourceOrder:
         """The order from a position on with other pieces.
 
         Args:
@@ -59,32 +59,39 @@ class SourceOrder(Eras):
             documents: of the source.
             piece: tokens of the longest piece; 0: documents are whole.
             now: new documents come into the epoch that has begun, and not from the next one on.
+            stage: number of the one that begins there.
         """
         eras = [era for era in self.eras if era.first <= position]  # what was to come is decided anew
         if not eras:
-            return self._with([self._era(0, 0, documents, piece)])
+            return self._with([self._era(0, 0, documents, piece, stage)])
         last = eras[-1]
         if (last.documents, last.piece) == (documents, piece) and not last.rest:
             return self._with(eras)
         begin, end = self.epoch_bounds(last, position)
         epoch = last.epoch + (begin - last.first) // last.pieces
         if position == begin and not last.rest:
-            if last.first == position:
+            if last.first == position and last.stage == stage:  # else its stage has looked ahead into it
                 eras.pop()
-            return self._with([*eras, self._era(position, epoch, documents, piece)])
+            return self._with([*eras, self._era(position, epoch, documents, piece, stage)])
         if now and documents > last.documents:
             new = self.lists.num_pieces(documents, last.piece) - self.lists.num_pieces(last.documents, last.piece)
             left = end - position
             end += new
-            eras.append(replace(last, first=position, epoch=epoch, documents=documents, pieces=left + new, rest=left))
-        return self._with([*eras, self._era(end, epoch + 1, documents, piece)])
+            grown = replace(last, first=position, epoch=epoch, documents=documents, stage=stage)
+            eras.append(replace(grown, pieces=left + new, rest=left))
+        return self._with([*eras, self._era(end, epoch + 1, documents, piece, stage)])
+
+    def known_in(self, stage: int) -> SourceOrder:
+        """The order as a stage knew it, without what later ones have settled."""
+        known = [era for era in self.eras if era.stage <= stage]
+        return self if len(known) == len(self.eras) else self._with(known)
 
     def _with(self, eras: Sequence[Era]) -> SourceOrder:
         return SourceOrder(self.name, self.seed, self.shuffle, self.lists, eras)
 
-    def _era(self, first: int, epoch: int, documents: int, piece: int) -> Era:
+    def _era(self, first: int, epoch: int, documents: int, piece: int, stage: int) -> Era:
         pieces = self.lists.num_pieces(documents, piece)
-        return Era(first=first, epoch=epoch, documents=documents, piece=piece, pieces=pieces)
+        return Era(first=first, epoch=epoch, documents=documents, piece=piece, pieces=pieces, stage=stage)
 
     def check(self) -> None:
         """Raise a `StateError` unless the eras, which were read from a state, are those of the corpus."""
@@ -207,6 +214,10 @@ def _part(era: Era) -> str:
 
 class Orders(tuple[SourceOrder, ...]):
     """Those of all sources."""
+
+    def known_in(self, stage: int) -> Orders:
+        """As a stage knew them."""
+        return Orders(order.known_in(stage) for order in self)
 
     def epochs(self, sources: Int64Array, positions: Int64Array) -> Int64Array:
         """The epochs of positions in sources: int64[n] twice to int64[n]."""

@@ -7,7 +7,7 @@
     tournament.py       which of many sources is next; prefetch.py: what the loop needs soon
     stages.py           stages that were, and those that are declared to come
     masking.py          documents that a run leaves out; remaining.py: what is left of a source
-    whole.py            documents that must never be cut
+    whole.py            documents that must never be cut; trained.py: what a blend by trained tokens needs
     plan.py             what a run of samples holds: segments
     reference.py        the same in plain Python, to hold the loop against
 

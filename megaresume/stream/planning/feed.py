@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megaresume.stream.compiled import compiled
-from megaresume.stream.config import SourceConfig
+from megaresume.stream.config import BlendUnit, SourceConfig
 from megaresume.stream.documents.order import SourceOrder
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.planning.masking import Masks, masked
-from megaresume.stream.source import LengthSource
+from megaresume.stream.source import LengthSource, count_trained
 
 #: Longer documents would leave int64 in the arithmetic of the blend.
 MAX_DOCUMENT_TOKENS = (1 << 31) - 1
@@ -37,8 +37,10 @@ class Feed:
         self.name = name
         self.num_documents = len(source)
         self.chunk = FIRST_CHUNK
-        #: (first position, position after the last, int64[n, 4] rows of `fill`, its masks, its order), the latest last.
-        self._recent: deque[tuple[int, int, npt.NDArray[np.int64], Masks, SourceOrder]] = deque(maxlen=RECENT_CHUNKS)
+        #: (first position, position after the last, rows of `fill`, its masks, order and unit), the latest last.
+        self._recent: deque[tuple[int, int, npt.NDArray[np.int64], Masks, SourceOrder, BlendUnit]] = deque(
+            maxlen=RECENT_CHUNKS
+        )
 
     def fill(
         self,
@@ -47,15 +49,17 @@ class Feed:
         config: SourceConfig,
         order: SourceOrder,
         masks: Masks = (),
+        unit: BlendUnit = "tokens",
     ) -> int:
         """Write the next pieces that are not empty, from ``position`` on.
 
         Args:
             position: in the source, epochs included.
-            out: int64[A, 4]: position, document, offset, length.
+            out: int64[A, AHEAD_WIDTH]: position, document, offset, length, units of the blend.
             config: how often the source is gone through, in the stage at hand.
             order: what comes at a position.
             masks: documents to pass over as if they were empty.
+            unit: what the blend counts.
 
         Returns:
             Rows written: at least 1, or 0 when the source has no more documents.
@@ -67,16 +71,17 @@ class Feed:
         limit = order.start_of(config.max_epochs or 0) if ends else None
         if limit is not None and position >= limit:
             return 0
-        if rows := self._remembered(position, out, masks, order):
+        if rows := self._remembered(position, out, masks, order, unit):
             return rows
         start = begin = position
         while limit is None or position < limit:
             self._note_repeat(position, config, order)
             num = min(self.chunk, len(out), order.left(position))
             rows = self._look_up(position, num, out, order, masks)
+            self._count_units(out[:rows], unit)
             self.chunk = min(2 * self.chunk, len(out))
             if rows:
-                self._recent.append((position, position + num, out[:rows].copy(), masks, order))
+                self._recent.append((position, position + num, out[:rows].copy(), masks, order, unit))
                 return rows
             position += num
             # Two epochs hold a whole one wherever they begin; a single one may miss its only document.
@@ -114,10 +119,24 @@ class Feed:
             action="give it weight 0, or check how it was prepared and what is skipped",
         )
 
-    def _remembered(self, position: int, out: npt.NDArray[np.int64], masks: Masks, order: SourceOrder) -> int:
+    def _count_units(self, rows: npt.NDArray[np.int64], unit: BlendUnit) -> None:
+        """Write into the last column what the blend counts of each piece."""
+        _, documents, offsets, lengths, units = rows.T
+        if unit == "documents":
+            units[:] = offsets == 0  # a later piece is no further document
+        elif unit == "trained":
+            units[:] = count_trained(self.source, documents, offsets, lengths)
+        else:
+            units[:] = lengths
+
+    def _remembered(
+        self, position: int, out: npt.NDArray[np.int64], masks: Masks, order: SourceOrder, unit: BlendUnit
+    ) -> int:
         """Answer from a remembered chunk; 0 if there is none."""
-        for first, stop, known, its_masks, its_order in self._recent:
-            if first <= position < stop and its_masks == masks and its_order is order:
+        for first, stop, known, its_masks, its_order, its_unit in self._recent:
+            if not first <= position < stop:
+                continue
+            if its_masks == masks and its_order is order and its_unit == unit:
                 # Empty documents are not among the rows: the first at or after the position.
                 rows = known[int(known[:, 0].searchsorted(position)) :][: len(out)]
                 out[: len(rows)] = rows

@@ -21,6 +21,9 @@ Packing. A drawn piece is *pending* until it lies in a bin. ``split`` concatenat
 of a sample waits until `TAILS` others were, and begins another one, so that both parts are in different batches. What
 fills a sample passes by uncut. ``best_fit`` puts a piece into the open bin that it fills best; where it fits nowhere it
 opens a bin, after closing the fullest if all are in use, or if `OPEN_SEGMENTS` lie in them: tiny documents need few.
+Sources that are packed by ``split`` beside it *fill*: up to `TAILS` of their pieces wait (of those that fill a sample
+`FEW_TAILS`, so that there is always something), a bin that is closed is filled with them, the oldest first and the last
+one cut, and when so many wait the oldest goes into the fullest bin.
 ``knapsack`` lets every document wait in a bin of its own, or with the one before it as long as both are small
 (`Config.group`), and when all are in use it makes a sample of those that fill it best. Bins are kept in opening order,
 and every tie goes to the oldest, so that the state needs no slot numbers.
@@ -74,14 +77,21 @@ SHARE_FRACTION = 15  # of SHARE_REST: in units of 2**-32 of the weight, rounded 
 ACTIVE = 16  # 1 while the source is drawn
 IS_EXHAUSTED = 17
 LEFT_OUT_DOCUMENTS, LEFT_OUT_TOKENS = 18, 19  # of those drawn
-SOURCE_WIDTH = 20
+FILLS = 20  # 1: its documents are cut to fill the samples of whole ones
+SOURCE_WIDTH = 21
+
+# Columns of a piece that is looked ahead at: its position, document, offset, length, and what the blend counts of it.
+UNITS = 4
+AHEAD_WIDTH = 5
 
 #: Bits for the index of a bin: `config.MAX_OPEN_BINS` is below 2**INDEX_BITS.
 INDEX_BITS = 11
 #: Segments in open bins from which ``best_fit`` opens no further one.
 OPEN_SEGMENTS = 2048
-#: Ends of documents that ``split`` keeps back: about so many samples later each begins one.
+#: Ends of documents that ``split`` keeps back: so many samples later each begins one; or pieces that wait to fill.
 TAILS = 256
+#: Pieces from which on those that fill a sample do not wait to fill others.
+FEW_TAILS = 16
 #: Units that no stream comes to: later releases and deadlines count as this one.
 LATE = 1 << 61
 #: Sources up to which looking at all is quicker than a tournament.
@@ -101,7 +111,8 @@ class Config(NamedTuple):
     open_bins: int
     max_age: int
     align: int
-    by_tokens: bool
+    #: some sources fill what the whole documents of the others leave free.
+    fills: bool
     #: ``knapsack``: tokens up to which documents wait together.
     group: int
 
@@ -128,8 +139,8 @@ class Arrays(NamedTuple):
     link: Int64Array
     #: int64[w, SEGMENT_WIDTH]: taken out of the bins of the stage before, to be placed before anything is drawn.
     carried: Int64Array
-    #: int64[TAILS, SEGMENT_WIDTH], of other packings than ``split`` int64[0, SEGMENT_WIDTH]: a ring of NUM_TAILS ends
-    #: of documents, the oldest at FIRST_TAIL.
+    #: int64[TAILS, SEGMENT_WIDTH], where nothing is packed by ``split`` int64[0, SEGMENT_WIDTH]: a ring of NUM_TAILS
+    #: ends of documents, or of pieces that wait to fill, the oldest at FIRST_TAIL.
     tails: Int64Array
 
 
@@ -228,7 +239,7 @@ def advance(a, config, keys, by_name, ahead, want, out, starts, hashes, digests)
         config: `Config`.
         keys: uint64[n], hash of each source's name.
         by_name: int64[n], the sources in the order of their names: its inverse breaks ties.
-        ahead: int64[n, A, 4], the next pieces of each source: position, document, offset, length (never 0).
+        ahead: int64[n, A, AHEAD_WIDTH], the next pieces of each source; no length is 0.
         want: samples.
         out: int64[capacity, SEGMENT_WIDTH], segments of the samples planned.
         starts: int64[want + 1], first segment of each sample.
@@ -263,7 +274,7 @@ def advance(a, config, keys, by_name, ahead, want, out, starts, hashes, digests)
     sums = np.empty((num_sums, words), np.uint64)
 
     while num_out < want:
-        if num_segments + num_waiting + 1 > out.shape[0]:
+        if num_segments + num_waiting + (num_tails if config.fills else 0) + 1 > out.shape[0]:
             status = GROW_OUT
             break
 
@@ -277,8 +288,9 @@ def advance(a, config, keys, by_name, ahead, want, out, starts, hashes, digests)
             # (A whole sample of one document passes the open bins by, through the one spare slot.)
             b = -1
             fits_a_bin = (config.mode == BEST_FIT or knapsack) and length < config.seq_length
+            is_filler = config.fills and sources[source, FILLS] > 0
             if fits_a_bin and not knapsack:
-                b = _best_fit(room, length)
+                b = _best_fit(room, 1 if is_filler else length)  # the fullest, or the one that it fills best
             elif config.mode == SPLIT and length < config.seq_length:
                 b = num_open - 1
             elif fits_a_bin and num_open > 0:
@@ -310,7 +322,7 @@ def advance(a, config, keys, by_name, ahead, want, out, starts, hashes, digests)
                 offset += put
                 length -= put
                 room[b] -= put if config.align == 1 else -(-put // config.align) * config.align
-                if length > 0 and num_tails < tails.shape[0]:
+                if length > 0 and num_tails < tails.shape[0] and (is_filler or not config.fills):
                     row = (first_tail + num_tails) % tails.shape[0]
                     tails[row, 0], tails[row, 1], tails[row, 2] = source, position, document
                     tails[row, 3], tails[row, 4] = offset, length
@@ -322,7 +334,7 @@ def advance(a, config, keys, by_name, ahead, want, out, starts, hashes, digests)
             source, position, document = carried[next_carried, 0], carried[next_carried, 1], carried[next_carried, 2]
             offset, length = carried[next_carried, 3], carried[next_carried, 4]
             next_carried += 1
-        elif num_tails > 0 and ((num_tails == tails.shape[0] and num_open == 0) or ending):
+        elif num_tails > 0 and ((num_tails == tails.shape[0] and (num_open == 0 or config.fills)) or ending):
             source, position, document = tails[first_tail, 0], tails[first_tail, 1], tails[first_tail, 2]
             offset, length = tails[first_tail, 3], tails[first_tail, 4]
             first_tail = (first_tail + 1) % tails.shape[0]
@@ -341,7 +353,7 @@ def advance(a, config, keys, by_name, ahead, want, out, starts, hashes, digests)
                     break
                 source, position, document = i, ahead[i, at, 0], ahead[i, at, 1]
                 offset, length = ahead[i, at, 2], ahead[i, at, 3]
-                units = length if config.by_tokens else np.int64(offset == 0)
+                units = ahead[i, at, UNITS]
                 stage_units += units
                 sources[i, NEXT] = position + 1
                 sources[i, DRAWN_PIECES] += 1
@@ -351,12 +363,18 @@ def advance(a, config, keys, by_name, ahead, want, out, starts, hashes, digests)
                 sources[i, RELEASE] = sources[i, NEXT_RELEASE]
                 sources[i, RELEASE_REST] = sources[i, NEXT_RELEASE_REST]
                 sources[i, HEAD] = at + 1
+                waits = length < config.seq_length or num_tails < FEW_TAILS
+                if waits and config.fills and sources[i, FILLS] > 0:
+                    row = (first_tail + num_tails) % tails.shape[0]
+                    tails[row, 0], tails[row, 1], tails[row, 2] = source, position, document
+                    tails[row, 3], tails[row, 4] = offset, length
+                    num_tails += 1
+                    length = 0
                 if at + 1 == sources[i, NUM_AHEAD]:
                     scalars[REFILL_SOURCE] = i
                     status = REFILL
                     break
-                units = ahead[i, at + 1, 3] if config.by_tokens else np.int64(ahead[i, at + 1, 2] == 0)
-                set_deadline(sources, i, units)
+                set_deadline(sources, i, ahead[i, at + 1, UNITS])
                 release[place], deadline[place] = sources[i, RELEASE], sources[i, DEADLINE]
                 if many:
                     play(matches, place, release[place], deadline[place], stage_units)
@@ -374,6 +392,31 @@ def advance(a, config, keys, by_name, ahead, want, out, starts, hashes, digests)
                 status = EXHAUSTED
                 break
 
+        if close >= 0 and config.fills:
+            while room[close] > 0 and num_tails > 0 and free >= 0:
+                k = free
+                free = link[k]
+                for column in range(SEGMENT_WIDTH):
+                    segments[k, column] = tails[first_tail, column]
+                link[tail[close]], link[k], tail[close] = k, -1, k
+                put = min(segments[k, LENGTH], room[close])
+                rest = segments[k, LENGTH] - put
+                segments[k, LENGTH] = put
+                num_waiting += 1
+                room[close] -= put if config.align == 1 else -(-put // config.align) * config.align
+                oldest = first_tail
+                first_tail = (first_tail + 1) % tails.shape[0]
+                num_tails -= 1
+                if rest > 0:  # after all that wait
+                    row = (first_tail + num_tails) % tails.shape[0]
+                    for column in range(SEGMENT_WIDTH):
+                        tails[row, column] = tails[oldest, column]
+                    tails[row, OFFSET] += put
+                    tails[row, LENGTH] = rest
+                    num_tails += 1
+            if room[close] > 0 and num_tails > 0:
+                status = GROW_BINS  # the bin stays the one to be closed
+                break
         if gather:
             choose(room, num_open, config.seq_length, config.align, overdue, order, tried, sums, chosen)
         elif close >= 0:

@@ -55,6 +55,7 @@ def fresh_arrays(config: StreamConfig) -> Arrays:
     """The arrays at sample 0."""
     sources = np.zeros((len(config.sources), kernel.SOURCE_WIDTH), np.int64)
     sources[:, kernel.WEIGHT] = [s.weight for s in config.sources]
+    sources[:, kernel.FILLS] = config.fillers
     sources[:, kernel.ACTIVE] = sources[:, kernel.WEIGHT] > 0
     scalars = np.zeros(kernel.NUM_SCALARS, np.int64)
     scalars[kernel.FREE] = -1
@@ -91,9 +92,16 @@ def orders_of(state: StreamState | None, config: StreamConfig, sources: Sequence
     return orders
 
 
+def past_orders(course: Course, config: StreamConfig, sources: Sequence[LengthSource]) -> Orders:
+    """Those that the past of a course knows in the end: made once, as they keep the lists of long documents."""
+    if course.past_orders is None:
+        course.past_orders = orders_of(course.past, config, sources)
+    return course.past_orders
+
+
 def revised_orders(orders: Orders, stage: Stage, sources: Sequence[LengthSource], arrays: Arrays) -> Orders:
     """Those of the sources from the beginning of a stage on: of the ones that are drawn in it."""
-    config = stage.config
+    config, number = stage.config, int(arrays.scalars[kernel.STAGE])
     positions = arrays.sources[:, kernel.NEXT].tolist()
     return Orders(
         order.revised(
@@ -101,6 +109,7 @@ def revised_orders(orders: Orders, stage: Stage, sources: Sequence[LengthSource]
             documents=len(source),
             piece=config.seq_length if may_be_cut(source) else 0,
             now=entry.name in stage.grown_now,
+            stage=number,
         )
         if entry.weight > 0
         else order
@@ -136,7 +145,7 @@ class Planner:
         self._keys = np.array([source_key(s.name) for s in first.sources], np.uint64)
         most = LOOK_AHEAD_HIGH if feeds is None else LOOK_AGAIN
         num = min(max(LOOK_AHEAD // len(sources), LOOK_AHEAD_LOW), most)
-        self._ahead = np.zeros((len(sources), num, 4), np.int64)
+        self._ahead = np.zeros((len(sources), num, kernel.AHEAD_WIDTH), np.int64)
         self._arrays = _copy(arrays or fresh_arrays(first))
         #: int64[n]: ties go by name.
         self._by_name = np.array(sorted(range(len(sources)), key=lambda i: first.sources[i].name), np.int64)
@@ -160,13 +169,13 @@ class Planner:
                     expected="at least one, since its weight is positive",
                     action="give it weight 0, or check its path and split",
                 )
-        orders = self.course.orders
-        if self._stage not in orders:
-            past = self.course.past
+        orders, past = self.course.orders, self.course.past
+        if self._stage not in orders and past is not None and self._stage < len(past.stages):
+            orders[self._stage] = past_orders(self.course, self._config, self._sources).known_in(self._stage)
+        elif self._stage not in orders:
             before = orders.get(self._stage - 1) or orders_of(past, self._config, self._sources)
-            known = past is not None and self._stage < len(past.stages)
             stage = self.course.stages[self._stage]
-            orders[self._stage] = before if known else revised_orders(before, stage, self._sources, self._arrays)
+            orders[self._stage] = revised_orders(before, stage, self._sources, self._arrays)
         self._orders = orders[self._stage]
 
     def _arrive(self) -> bool:
@@ -341,7 +350,8 @@ class Planner:
             self._exhaust(i)
 
     def _fill(self, i: int, position: int, out: npt.NDArray[np.int64]) -> int:
-        return self.feeds[i].fill(position, out, self._config.sources[i], self._orders[i], self._masks.get(i, ()))
+        config, masks = self._config, self._masks.get(i, ())
+        return self.feeds[i].fill(position, out, config.sources[i], self._orders[i], masks, config.blend.unit)
 
     def _top_up(self) -> None:
         """Look further ahead in all sources that are nearly used up, so that the loop is left for few of them alone."""
@@ -354,8 +364,8 @@ class Planner:
             heads[i], stops[i] = 0, left + self._fill(i, int(ahead[left - 1, 0]) + 1, ahead[left:])
 
     def _set_deadline(self, i: int) -> None:
-        _, _, offset, length = self._ahead[i, self._arrays.sources[i, kernel.HEAD]].tolist()
-        kernel.set_deadline(self._arrays.sources, i, length if self._constants.by_tokens else int(offset == 0))
+        units = self._ahead[i, self._arrays.sources[i, kernel.HEAD], kernel.UNITS]
+        kernel.set_deadline(self._arrays.sources, i, units)
 
     def _exhaust(self, i: int) -> None:
         """A source has ended: the stream ends with it, or the others go on with deficits from zero."""

@@ -19,8 +19,10 @@ from typing import NamedTuple
 
 from megaresume.stream.config import ShuffleConfig, SourceConfig, StreamConfig
 
-#: Ends of documents that ``split`` keeps back.
+#: Ends of documents that ``split`` keeps back, or pieces that wait to fill samples.
 TAILS = 256
+#: Pieces from which on those that fill a sample do not wait to fill others.
+FEW_TAILS = 16
 #: Longest documents that ``knapsack`` tries a sample with.
 STARTS = 8
 #: Segments in open bins from which ``best_fit`` opens no further one.
@@ -169,7 +171,10 @@ class _Blend:
     among equals, and among those that should end later than any stream does, the first by name.
     """
 
-    def __init__(self, config: StreamConfig, lengths: Mapping[str, Sequence[int]]) -> None:
+    def __init__(
+        self, config: StreamConfig, lengths: Mapping[str, Sequence[int]], trained: Mapping[str, Sequence[Sequence[int]]]
+    ) -> None:
+        self._trained = trained
         self._walks = [_Walk(i, s, config.seed, lengths[s.name]) for i, s in enumerate(config.sources)]
 
     def documents(self, config: StreamConfig) -> Iterator[ReferenceSegment]:
@@ -203,25 +208,30 @@ class _Blend:
             for i in feeds:
                 share = Fraction(config.sources[i].weight, parts)
                 if drawn.get(i, 0) < share * (total + 1):
-                    end = ceil((drawn.get(i, 0) + _units(heads[i], config)) / share)
+                    end = ceil((drawn.get(i, 0) + self._units(heads[i], config)) / share)
                     ends.append((min(end, LATE), config.sources[i].name, i))
             *_, chosen = min(ends)
             document = heads[chosen]
-            drawn[chosen] = drawn.get(chosen, 0) + _units(document, config)
+            drawn[chosen] = drawn.get(chosen, 0) + self._units(document, config)
             self._walks[chosen].take()
             goes_on = look_ahead(chosen)
             yield document
             if not goes_on:
                 return
 
+    def _units(self, piece: ReferenceSegment, config: StreamConfig) -> int:
+        """What the blend counts of a piece."""
+        name = config.sources[piece.source].name
+        if config.blend.unit == "documents":
+            return int(piece.offset == 0)
+        if config.blend.unit == "trained" and name in self._trained:
+            return sum(self._trained[name][piece.document][piece.offset : piece.offset + piece.length])
+        return piece.length
+
 
 def reference_documents(config: StreamConfig, lengths: Mapping[str, Sequence[int]]) -> Iterator[ReferenceSegment]:
     """Documents in the order in which the blend draws them; of the first stage alone."""
-    return _Blend(config, lengths).documents(config)
-
-
-def _units(document: ReferenceSegment, config: StreamConfig) -> int:
-    return document.length if config.blend.unit == "tokens" else int(document.offset == 0)
+    return _Blend(config, lengths, {}).documents(config)
 
 
 class _Bin(NamedTuple):
@@ -235,7 +245,7 @@ class _Packer:
     def __init__(self, config: StreamConfig, bins: list[_Bin], tails: deque[ReferenceSegment], closed: int) -> None:
         self.config = config
         self.bins = bins  # in the order in which they were opened
-        #: what ``split`` cut off at the ends of samples, the oldest first.
+        #: what ``split`` cut off at the ends of samples, or what waits to fill them, the oldest first.
         self.tails = tails
         self.closed = closed
         #: of the document at hand, what is in no bin.
@@ -247,6 +257,7 @@ class _Packer:
         mode = self.config.packing.mode
         place, best_fit, knapsack = modes[mode], mode == "best_fit", mode == "knapsack"
         documents = iter(documents)
+        fills = any(self.config.fillers)
         while True:
             full: Sample | None = None
             if best_fit and self.bins and self.closed - self.bins[0].opened_at >= self.config.packing.max_age:
@@ -255,10 +266,12 @@ class _Packer:
                 full = place()
             elif (segment := next(carried, None)) is not None:
                 self.rest = [segment]
-            elif not self.bins and len(self.tails) == TAILS:
+            elif len(self.tails) == TAILS and (fills or not self.bins):
                 self.rest = [self.tails.popleft()]
             elif (document := next(documents, None)) is not None:
-                self.rest = [document]
+                few = document.length < self.config.seq_length or len(self.tails) < FEW_TAILS
+                waits = few and self._fills(document)
+                (self.tails if waits else self.rest).append(document)
             elif self.tails:
                 self.rest = [self.tails.popleft()]
             elif self.bins:
@@ -271,7 +284,18 @@ class _Packer:
     def _close(self, which: _Bin) -> Sample:
         self.closed += 1
         self.bins.remove(which)
+        while any(self.config.fillers) and self.tails and (room := self._room(which)):
+            piece, rest = self.tails[0].split(min(self.tails.popleft().length, room))
+            which.segments.append(piece)
+            if rest.length:
+                self.tails.append(rest)
         return which.segments
+
+    def _room(self, which: _Bin) -> int:
+        return self.config.seq_length - _used(which.segments, self.config)
+
+    def _fills(self, segment: ReferenceSegment) -> bool:
+        return self.config.fillers[segment.source]
 
     def _take(self, tokens: int) -> ReferenceSegment:
         """A piece off the document at hand, of at most so many tokens."""
@@ -306,10 +330,19 @@ class _Packer:
     def _best_fit(self) -> Sample | None:
         """Whole documents into the open bin with the least room that holds them; `min` gives ties to the oldest."""
         config, bins = self.config, self.bins
-        length = self.rest[0].length
+        length, fills = self.rest[0].length, self._fills(self.rest[0])
         if length >= config.seq_length:
             self.closed += 1
-            return [self._take(config.seq_length)]
+            whole = [self._take(config.seq_length)]
+            self._keep_back(fills)
+            return whole
+        if fills:
+            if not bins:
+                bins.append(_Bin(self.closed, []))
+            fullest = min(bins, key=self._room)
+            fullest.segments.append(self._take(self._room(fullest)))
+            self._keep_back(fills)
+            return None if self._room(fullest) else self._close(fullest)
         fitting = [b for b in bins if _used(b.segments, config) + length <= config.seq_length]
         many = sum(len(b.segments) for b in bins) >= OPEN_SEGMENTS
         if not fitting and (many or len(bins) == config.packing.open_bins):
@@ -319,6 +352,11 @@ class _Packer:
         best = max(fitting, key=lambda b: _used(b.segments, config)) if fitting else bins[-1]
         best.segments.append(self._take(length))
         return self._close(best) if _used(best.segments, config) == config.seq_length else None
+
+    def _keep_back(self, fills: bool) -> None:
+        """What is left of a piece that was to fill a sample waits after all others."""
+        if fills and self.rest and len(self.tails) < TAILS:
+            self.tails.append(self.rest.pop())
 
     def _knapsack(self) -> Sample | None:
         """Documents wait in bins, a small one with the one before it if both are small, until all bins are in use."""
@@ -373,7 +411,10 @@ def _used(segments: Sample, config: StreamConfig) -> int:
 
 
 def reference_samples(
-    config: StreamConfig, lengths: Mapping[str, Sequence[int]], num_samples: int | None = None
+    config: StreamConfig,
+    lengths: Mapping[str, Sequence[int]],
+    num_samples: int | None = None,
+    trained: Mapping[str, Sequence[Sequence[int]]] | None = None,
 ) -> Iterator[Sample]:
     """Samples 0, 1, 2, ... of the stream, through all stages that the config declares (not by step).
 
@@ -381,12 +422,15 @@ def reference_samples(
         config: what defines the order.
         lengths: tokens of each document, by source name.
         num_samples: stop after as many; None: never, or when the stream ends.
+        trained: 1 for each token of each document that is trained, else 0, by source name; without: all are.
     """
-    return islice(_staged(config, lengths), num_samples)
+    return islice(_staged(config, lengths, trained or {}), num_samples)
 
 
-def _staged(config: StreamConfig, lengths: Mapping[str, Sequence[int]]) -> Iterator[Sample]:
-    blend = _Blend(config, lengths)
+def _staged(
+    config: StreamConfig, lengths: Mapping[str, Sequence[int]], trained: Mapping[str, Sequence[Sequence[int]]]
+) -> Iterator[Sample]:
+    blend = _Blend(config, lengths, trained)
     now = config.without_stages()
     to_come = list(config.stages)
     packer = _Packer(now, [], deque(), 0)
@@ -405,7 +449,7 @@ def _staged(config: StreamConfig, lengths: Mapping[str, Sequence[int]]) -> Itera
         unplaced = [*packer.rest, *waiting]
         while to_come and to_come[0].at <= (num_tokens if to_come[0].unit == "tokens" else num_samples):
             before, now = now, now.changed_by(to_come.pop(0))
-            if (before.packing, before.seq_length) != (now.packing, now.seq_length):
+            if not now.packs_as(before):
                 unplaced = [*(segment for b in packer.bins for segment in b.segments), *packer.tails, *unplaced]
                 packer.bins, packer.tails = [], deque()
         packer = _Packer(now, packer.bins, packer.tails, num_samples)

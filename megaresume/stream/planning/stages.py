@@ -76,6 +76,8 @@ class Course:
     orders: dict[int, Orders] = field(default_factory=dict)
     #: a state of the run that has gone through the first stages: its sources know which pieces their epochs had.
     past: StreamState | None = None
+    #: of the sources, as that state knows them.
+    past_orders: Orders | None = None
     _constants: dict[int, kernel.Config] = field(default_factory=dict)
     _masks: dict[tuple[int, ...], Mapping[int, Masks]] = field(default_factory=dict)
 
@@ -200,7 +202,7 @@ def kernel_config(config: StreamConfig) -> kernel.Config:
         open_bins=open_bins,
         max_age=packing.max_age if packing.mode in ("best_fit", "knapsack") else (1 << 62),
         align=config.packing.align,
-        by_tokens=config.blend.unit == "tokens",
+        fills=any(config.fillers),
         group=group,
     )
 
@@ -209,7 +211,8 @@ def fresh_tails(config: StreamConfig) -> Any:
     """Room for what packing ``split`` keeps back: int64[t, SEGMENT_WIDTH]."""
     from megaresume.stream.planning import kernel
 
-    return np.zeros((kernel.TAILS if config.packing.mode == "split" else 0, kernel.SEGMENT_WIDTH), np.int64)
+    keeps = config.packing.mode == "split" or any(config.fillers)
+    return np.zeros((kernel.TAILS if keeps else 0, kernel.SEGMENT_WIDTH), np.int64)
 
 
 def enter(arrays: Arrays, before: StreamConfig, after: StreamConfig) -> Arrays:
@@ -225,12 +228,13 @@ def enter(arrays: Arrays, before: StreamConfig, after: StreamConfig) -> Arrays:
     scalars, sources = arrays.scalars.copy(), arrays.sources.copy()
     scalars[kernel.STAGE] += 1
     sources[:, kernel.WEIGHT] = [s.weight for s in after.sources]
+    sources[:, kernel.FILLS] = after.fillers
     sources[:, kernel.ACTIVE] = sources[:, kernel.WEIGHT] > 0
     sources[:, kernel.IS_EXHAUSTED] = 0
     sources[:, kernel.DRAWN_IN_STAGE : kernel.RELEASE_REST + 1] = 0
     scalars[kernel.STAGE_UNITS] = 0
     arrays = arrays._replace(scalars=scalars, sources=sources)
-    if (before.packing, before.seq_length) == (after.packing, after.seq_length):
+    if after.packs_as(before):
         return arrays
     waiting = waiting_segments(arrays)
     for row in (kernel.NUM_OPEN, kernel.NUM_WAITING, kernel.NUM_TAILS, kernel.FIRST_TAIL):

@@ -45,12 +45,14 @@ def _longest(source: LengthSource) -> int:
 
 
 def _check(name: str, longest: int, config: StreamConfig, where: str, advice: str | None) -> None:
-    if config.packing.mode == "split":
+    own = next(source.packing for source in config.sources if source.name == name)
+    which = "packing.mode" if own is None else f"sources.{name}.packing"
+    if config.packing.mode == "split" or own == "split":
         raise ConfigError(
             f"packing 'split' would cut documents of source '{name}' that must stay whole{where}",
-            found="packing.mode split, which cuts documents anywhere",
+            found=f"{which} split, which cuts documents anywhere",
             expected="knapsack, best_fit or none: whole documents",
-            action="set packing: knapsack",
+            action="set packing: knapsack" if own is None else f"remove packing from source '{name}'",
         )
     if longest > config.seq_length:
         raise ConfigError(
