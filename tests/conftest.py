@@ -15,6 +15,8 @@ pytest_plugins = ["tests.tiers"]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Nothing is compiled here, and importing what compiles takes a third of the time that megatron-core takes to import.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+# Or each of a thousand processes would compile what it imports of megaresume.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Derandomized: a run that fails in CI fails on the next machine too. No deadline: CI machines are slow and shared.
 settings.register_profile(

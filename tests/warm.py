@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 #: what torch, DeepSpeed and megatron-core need, and import or make megatron-core import.
 MODULES = (
+    "boto3",
     "numba",
     "sympy",
     "torch",
@@ -43,6 +44,7 @@ MODULES = (
     "torch._inductor.compile_fx",
     "torch.distributed._tensor",
     "torch.distributed.checkpoint",
+    "torch.utils.cpp_extension",
     "torch.utils.data",
     "multistorageclient",
     "deepspeed",
@@ -60,7 +62,6 @@ class Warm:
     """The process that forks."""
 
     def __init__(self) -> None:
-        self.path = os.environ.get("PYTHONPATH")
         self._process = subprocess.Popen(
             [sys.executable, __file__],
             env=os.environ | ENVIRONMENT,
@@ -133,7 +134,12 @@ def _warm_for(env: Mapping[str, str]) -> Warm:
 def can_fork(env: Mapping[str, str]) -> bool:
     """Whether the imports of such a rank read the same variables."""
     same = all(env.get(name, value) == value for name, value in ENVIRONMENT.items())
-    return same and env.get("PYTHONPATH") == _warm_for(env).path
+    folders = _folders(env.get("PYTHONPATH", ""))
+    return same and not any((folder / name.partition(".")[0]).exists() for folder in folders for name in MODULES)
+
+
+def _folders(path: str) -> list[Path]:
+    return [Path(folder) for folder in path.split(os.pathsep) if folder]
 
 
 # ---------------------------------------------------------------- the program
@@ -173,6 +179,7 @@ def become(rank: Mapping[str, Any]) -> tuple[str, bool]:
         os.dup2(source, fd)
     os.close(output)
     os.chdir(rank["cwd"])
+    inherited = _folders(os.environ.get("PYTHONPATH", ""))
     os.environ.clear()
     os.environ.update(rank["env"])
     random.seed()
@@ -182,7 +189,16 @@ def become(rank: Mapping[str, Any]) -> tuple[str, bool]:
     target = words[1] if is_module else words[0]
     sys.argv[:] = words[1:] if is_module else words
     sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
+    own = _folders(os.environ.get("PYTHONPATH", ""))
+    sys.path[1:] = [*map(str, own), *(place for place in sys.path[1:] if Path(place) not in inherited)]
     return target, not is_module
+
+
+def prepare_compiler() -> None:
+    """Numba reads its tables, and scipy, with the first function of a process, also with one that it has kept."""
+    import numba
+
+    numba.njit("int64(int64[:])")(lambda numbers: numbers.sum())
 
 
 def main() -> None:
@@ -197,6 +213,7 @@ def main() -> None:
     for name in MODULES:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    prepare_compiler()
     assert threading.active_count() == 1 == len(os.listdir("/proc/self/task")), "forking is not safe"
     assert not {"megaresume", "megatron"} & {name.partition(".")[0] for name in sys.modules}
     gc.freeze()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import io
 import re
@@ -43,6 +44,7 @@ def fingerprint(root: Path = ROOT) -> str:
     return hashlib.sha256("\0".join(sorted(contents)).encode()).hexdigest()[:16]
 
 
+@functools.cache
 def _statements(text: str) -> list[str]:
     """The statements of a module as written, the same under every version of Python."""
     lines, module = text.splitlines(), ast.parse(text)

@@ -5,6 +5,7 @@ What a loop trained it writes down itself: `accelerated.py`.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from megaresume.stream.errors import StateError, UsageError
 from tests.hosts.conftest import write_corpus
 from tests.hosts.hugging_face.accelerated import accelerator_of, run
 from tests.hosts.torch.program import Numbers
-from tests.hosts.torch.record import copied, items, launch, lines, losses, trained
+from tests.hosts.torch.record import copied, items, launch, launch_forked, lines, losses, trained
 
 pytestmark = pytest.mark.process
 
@@ -54,8 +55,8 @@ def order(whole: Path) -> list[int]:
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with two ranks, killed in the second epoch: rank 0 in the middle of the save of step 24."""
     directory = tmp_path_factory.mktemp("killed") / "run"
-    done = launch(PROGRAM, directory, 2, batch=2, save_every=8, kill=("save", 24))
-    assert done.returncode != 0 and "SIGKILL" in done.stderr, done.stderr[-3000:]
+    status, output = launch_forked(PROGRAM, directory, 2, batch=2, save_every=8, kill=("save", 24))
+    assert status == -signal.SIGKILL, output[-3000:]
     assert (directory / "checkpoints" / "checkpoint-24").is_dir()
     return directory
 

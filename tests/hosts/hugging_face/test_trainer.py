@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from megaresume.checkpoint.paths import ledger_path
 from megaresume.cli.main import main
 from megaresume.stream.errors import StateError, UsageError
 from tests.hosts.hugging_face.program import ITEMS, Numbers, Recorder, make
-from tests.hosts.torch.record import copied, items, launch, lines, trained
+from tests.hosts.torch.record import copied, items, launch, launch_forked, lines, trained
 
 pytestmark = pytest.mark.process
 
@@ -59,8 +60,8 @@ def order(whole: Path) -> list[int]:
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with two ranks, killed in the second epoch: rank 0 in the middle of the save of step 20."""
     output = tmp_path_factory.mktemp("killed") / "run"
-    done = launch(PROGRAM, output, 2, kill=("save", 20))
-    assert done.returncode != 0 and "SIGKILL" in done.stderr, done.stderr[-3000:]
+    status, text = launch_forked(PROGRAM, output, 2, kill=("save", 20))
+    assert status == -signal.SIGKILL, text[-3000:]
     assert (output / "checkpoint-20").is_dir()
     return output
 
@@ -84,11 +85,11 @@ def test_what_two_ranks_trained_before_the_kill(killed: Path, order: list[int]) 
 
 
 def test_the_same_two_ranks(copy: Path, order: list[int], capfd: pytest.CaptureFixture[str]) -> None:
-    done = launch(PROGRAM, copy, 2, attempt=2)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "resumed at sample 120" in done.stdout and "repeated 0 skipped 0" in done.stdout
-    assert "from checkpoint-15 | random state restored" in done.stdout
-    assert "included callbacks not included" not in done.stderr
+    status, text = launch_forked(PROGRAM, copy, 2, attempt=2)
+    assert status == 0, text[-3000:]
+    assert "resumed at sample 120" in text and "repeated 0 skipped 0" in text
+    assert "from checkpoint-15 | random state restored" in text
+    assert "included callbacks not included" not in text
     assert items(trained(copy)) == order
 
 

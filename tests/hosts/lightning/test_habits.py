@@ -278,7 +278,8 @@ def test_settings_of_the_trainer(directory: Path, options: dict[str, Any], words
         (lambda: ModelCheckpoint("memory://elsewhere"), "a remote dirpath"),
     ],
 )
-def test_callbacks(directory: Path, callback: Callable[[], Any], words: str) -> None:
+def test_callbacks(directory: Path, callback: Callable[[], Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(directory.parent)  # where callbacks write that have no folder of their own
     with pytest.raises(UsageError, match=f"{words} cannot be used with attach_lightning"):
         attached(directory, callback()).fit(Module(directory), loader())
 

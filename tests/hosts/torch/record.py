@@ -11,7 +11,15 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
+from tests.warm import WarmJob
+
 ROOT = Path(__file__).parents[3]
+ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "DS_ACCELERATOR": "cpu",
+}
 
 
 def launch(
@@ -26,11 +34,17 @@ def launch(
     """``program DIRECTORY JSON-OPTIONS`` on so many ranks, which start again so often if one is killed."""
     words = [python, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
     words += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(program), str(directory), json.dumps(options)]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    env |= {"DS_ACCELERATOR": "cpu"}
+    env = os.environ | ENVIRONMENT
     if restarts:  # the ranks would find the addresses of those before them
         env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return subprocess.run(words, env=env, capture_output=True, text=True)
+
+
+def launch_forked(program: Path, directory: Path, ranks: int, **options: Any) -> tuple[int, str]:
+    """The same without a launcher, by processes that are forked: exit status and output."""
+    words, output = [str(directory), json.dumps(options)], directory.with_name(f"{directory.name}.output")
+    with WarmJob(str(program), words, num_processes=ranks, output=output, launcher="env", env=ENVIRONMENT) as job:
+        return job.wait(), job.text()
 
 
 def copied(directory: Path, to: Path) -> Path:
