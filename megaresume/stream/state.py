@@ -365,9 +365,13 @@ def _cursor(fields: object) -> SourceCursor:
 
 def _era(short: object) -> Era:
     fields = [_count(n) for n in _list(short)]
-    if len(fields) not in (_SETTLED_AT_ONCE, len(Era.__slots__)) or not fields[Era.__slots__.index("pieces")]:
+    names = Era.__slots__[:_SETTLED_AT_ONCE] if len(fields) == _SETTLED_AT_ONCE else Era.__slots__
+    if len(fields) != len(names):
         raise ValueError(f"{short!r} is not an era of a source")
-    return Era(**dict(zip(Era.__slots__, fields, strict=False)))
+    era = Era(**dict(zip(names, fields, strict=True)))
+    if not era.pieces or _flat_era(era) != fields:
+        raise ValueError(f"{short!r} is not an era of a source")
+    return era
 
 
 def _fingerprint(fields: object) -> Fingerprint:
