@@ -31,8 +31,8 @@ and what came out. This file is written by a program; nothing in it is written b
 
     make trainers
 
-Every row is a test, or one test with several parameters. Those that kill do it with SIGKILL; all of them compare what a
-recorder of the test's own wrote, item by item and in order, with the run that nobody stopped.
+Every row is a test, or one test with several parameters. Those that kill do it with SIGKILL; those that resume compare
+what a recorder of the test's own wrote, item by item and in order, with the run that nobody stopped.
 """
 
 
@@ -129,9 +129,11 @@ def _rows(report: ElementTree.Element) -> list[tuple[str, str]]:
     for case in report.iter("testcase"):
         name, _, parameter = case.attrib["name"].removeprefix("test_").partition("[")
         parameters = found.setdefault((name.replace("_", " "), _came_out(case)), [])
-        # Numbered parameters (options0-...) say nothing to a reader.
-        if parameter and not re.match(r"[a-z]+\d", parameter):
-            parameters.append(parameter.removesuffix("]").replace("_", " "))
+        word = parameter.removesuffix("]")
+        if not re.fullmatch(r"[\w-]+", word):  # a name, and the message that is expected
+            word = word.partition("-")[0]
+        if word and not re.match(r"[a-z]+\d", word):  # numbered ones (options0) say nothing to a reader
+            parameters.append(word.replace("_", " "))
     return [(f"{name}: {', '.join(words)}" if words else name, result) for (name, result), words in found.items()]
 
 
