@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,16 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="session")
-def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+def python(_python: str, record_testsuite_property: Callable[[str, object], None]) -> str:
+    """The same; the report of the tests says which version it has."""
+    words = [_python, "-c", "from importlib.metadata import version; print(version('torchtitan'))"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    record_testsuite_property("torchtitan", done.stdout.strip())
+    return _python
+
+
+@pytest.fixture(scope="session")
+def _python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Its interpreter. What is made here sees the packages of the running one, and has torchtitan besides."""
     if given := os.environ.get("MEGARESUME_TORCHTITAN_PYTHON"):
         return given
