@@ -10,31 +10,18 @@ from typing import Any
 
 import pytest
 
-import megaresume
 from megaresume import Balance
 from megaresume.stream.errors import StateError, UsageError
-from tests.batches.test_packed_items import SEQ_LENGTH, Texts, texts
+from tests.batches.test_packed_items import Texts, texts
+from tests.batches.test_packed_items import loaders as loaders_of_ranks
 
 BALANCE = Balance(token_cost=8)
 Step = list[list[list[int]]]  # by rank: the items of its micro-batches, by their first tokens
 
 
 def loaders(dp: int, batch_size: int, accumulation: int, state: Any = None, **options: Any) -> list[Any]:
-    made = [
-        megaresume.DataLoader(
-            Texts(200),
-            batch_size,
-            accumulation=accumulation,
-            dp_rank=rank,
-            dp_size=dp,
-            **{"seq_length": SEQ_LENGTH, "max_epochs": 1, "balance": BALANCE} | options,
-        )
-        for rank in range(dp)
-    ]
-    for loader in made:
-        if state is not None:
-            loader.load_state_dict(state)
-    return made
+    options = {"accumulation": accumulation, "max_epochs": 1, "balance": BALANCE} | options
+    return loaders_of_ranks(dp, batch_size, state, Texts(200), **options)
 
 
 def steps(made: list[Any], count: int | None = None) -> list[Step]:

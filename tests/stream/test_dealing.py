@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.balance import karmarkar_karp
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.dealing.balance import Balance, Objective
 from megaresume.stream.dealing.deal import costs, deal, dealt_order
@@ -130,19 +130,6 @@ def test_no_worse_than_karmarkar_and_karp(seed: int, groups: int, size: int) -> 
     numbers = (rng.pareto(1.3, groups * size) * 1000 + 3000).clip(0, 9000).astype(np.int64)
     _, sums = even_groups(numbers, np.argsort(-numbers, kind="stable"), groups)
     assert sums.max() <= 1.01 * karmarkar_karp(numbers.tolist(), groups)
-
-
-def karmarkar_karp(numbers: list[int], groups: int) -> int:
-    """The largest sum of largest differencing with groups of equal size."""
-    descending = sorted(numbers, reverse=True)
-    rows = [descending[k : k + groups] for k in range(0, len(numbers), groups)]
-    heap = [(row[-1] - row[0], k, row) for k, row in enumerate(rows)]
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        one, other = heapq.heappop(heap), heapq.heappop(heap)
-        sums = sorted((a + b for a, b in zip(one[2], reversed(other[2]), strict=True)), reverse=True)
-        heapq.heappush(heap, (sums[-1] - sums[0], one[1], sums))
-    return heap[0][2][0]
 
 
 def test_what_is_no_whole_number_of_micro_batches_stays_as_it_is() -> None:
