@@ -201,7 +201,8 @@ def test_patterns_are_those_of_pathlib(tmp_path, glob):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
     matching = [f for f in tmp_path.glob("**/*" if glob == "**" else glob) if f.is_file()]
-    expected = sorted(n for f in matching if "/." not in (n := "/" + f.relative_to(tmp_path).as_posix()))
+    # Python 3.13 gives a file once for each way in which a pattern matches it.
+    expected = sorted({n for f in matching if "/." not in (n := "/" + f.relative_to(tmp_path).as_posix())})
     found = ["/" + f.path.relative_to(tmp_path).as_posix() for f in find_inputs([tmp_path], glob=glob).files]
     assert found == expected
 
