@@ -279,19 +279,17 @@ class Assembler:
             num_of_source=num_of_source,
         )
 
-    def fill(self, plan: Plan, out: Arrays, images: Images | None = None, *, masks: bool = False) -> Layout:
+    def fill(self, plan: Plan, out: Arrays, images: Images | None = None) -> Layout:
         """Write the samples of a plan into arrays of as many rows.
 
         Args:
             plan: the samples.
             out: the arrays.
             images: where to collect images.
-            masks: whoever asks trains by ``out.loss_mask`` as it is.
 
         Raises:
             CorpusError: a document is damaged, or not as long as the index says.
-            UsageError: the blend has image sources, and whoever asks has no place for images; or sources that say
-                which tokens are trained, and whoever asks does not go by that.
+            UsageError: the blend has image sources, and whoever asks has no place for images.
         """
         if self.documents is not None and images is None:
             raise UsageError(
@@ -299,14 +297,6 @@ class Assembler:
                 found=f"image sources: {', '.join(self.documents.names[i] for i in self.documents.sources)}",
                 expected="sources of text",
                 action="load batches with images through megaresume.attach or StreamLoader, or leave these sources out",
-            )
-        if self.masked and not masks:
-            raise UsageError(
-                "this loop trains every token, and the blend has sources that say which are trained",
-                found=f"spans of trained tokens: {', '.join(self.name_of(i) for i in self.masked)}",
-                expected="corpora without spans",
-                cause="conversations are not trained under Megatron's datasets yet",
-                action="train them with megaresume.attach, attach_loop or StreamLoader, or leave these sources out",
             )
         layout = self.lay_out(plan)
         first = 0

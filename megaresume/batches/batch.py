@@ -105,7 +105,7 @@ def make_batch(
     if assembler.documents is not None:
         values = _room(plan, assembler.documents, pin_memory=pin_memory)
         images = Images(room=None if values is None else Room(values.numpy()))
-    layout = assembler.fill(plan, arrays, images, masks=True)
+    layout = assembler.fill(plan, arrays, images)
     batch: Batch = {
         "tokens": tokens,
         "labels": labels,

@@ -166,6 +166,7 @@ class RankLog:
         hashes: npt.NDArray[np.int64],
         tokens: npt.NDArray[np.int64],
         images: Iterable[tuple[int, npt.NDArray[Any]]] = (),
+        loss_mask: npt.NDArray[Any] | None = None,
     ) -> None:
         """Note a micro-batch that is handed out.
 
@@ -173,10 +174,11 @@ class RankLog:
             samples: int64[m], numbers in the stream.
             hashes: int64[m], the bits of the samples' identities.
             tokens: int64[m, S].
-            images: see `hash_rows`.
+            images, loss_mask: see `hash_rows`.
         """
         identities = np.array(hashes, np.int64).view(np.uint64)
-        self.add_noted(Noted(np.array(samples, np.int64), identities, hash_rows(tokens, images)))
+        contents = hash_rows(tokens, images, loss_mask)
+        self.add_noted(Noted(np.array(samples, np.int64), identities, contents, masks=loss_mask is not None))
 
     def add_batch(self, batch: Mapping[str, Any]) -> None:
         """Note a `megaresume.batches.batch.Batch`."""

@@ -173,7 +173,8 @@ def test_sources_that_are_encoded_in_different_ways_are_refused(image_blend):
 
 def test_a_loop_that_has_no_place_for_images_is_refused(image_blend):
     """Megatron's own pretrain_gpt.py takes tokens alone: it would train on image tokens without a word."""
-    from megaresume.hosts.megatron.data.samples import SampleDataset, SampleForm
+    from megaresume.hosts.megatron.data.form import SampleForm
+    from megaresume.hosts.megatron.data.samples import SampleDataset
 
     dataset = SampleDataset(image_blend.open(), SampleForm(across=False), num_samples=8)
     with pytest.raises(UsageError, match="takes tokens alone") as error:

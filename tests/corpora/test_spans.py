@@ -19,7 +19,7 @@ from megaresume.batches.open import open_stream
 from megaresume.corpora import IndexedSource, range_of
 from megaresume.corpora.sidecar import read_tokenizer, sidecar_path, write_tokenizer
 from megaresume.corpora.spans import SpansWriter, runs_of, spans_of, spans_path
-from megaresume.stream.errors import CorpusError, StateError, UsageError
+from megaresume.stream.errors import CorpusError, StateError
 
 LENGTHS = [7, 0, 12, 30, 1, 9]
 SPANS = [[(2, 5), (6, 7)], [], [(0, 12)], [(3, 4), (9, 20), (28, 30)], [], [(1, 9)]]
@@ -97,7 +97,7 @@ def test_the_loss_mask_of_every_batch(tmp_path, simple_corpus, packing):
     stream = open_stream({"seed": 5, "seq_length": 32, "packing": {"mode": packing}, "sources": sources})
     assembler = Assembler(stream.sources, seq_length=32, names=["chat", "web"])
     arrays = Arrays.empty(150, 32)
-    assembler.fill(stream.plan(2, 152), arrays, masks=True)
+    assembler.fill(stream.plan(2, 152), arrays)
     counted = 0
     for row, segments in enumerate(stream.plan(2, 152)):
         expected = []
@@ -108,14 +108,6 @@ def test_the_loss_mask_of_every_batch(tmp_path, simple_corpus, packing):
                 counted += counts and s.source == 0
         assert arrays.loss_mask[row].tolist() == expected + [0.0] * (32 - len(expected))
     assert counted > 100
-
-
-def test_a_loop_that_does_not_go_by_the_mask_is_refused(prefix):
-    stream = open_stream({"seq_length": 32, "sources": {"chat": str(prefix)}})
-    assembler = Assembler(stream.sources, seq_length=32, names=["chat"])
-    with pytest.raises(UsageError, match="trains every token") as found:
-        assembler.fill(stream.plan(0, 1), Arrays.empty(1, 32))
-    assert "'chat'" in str(found.value)
 
 
 def test_the_fingerprint_covers_every_span_and_grows_with_the_corpus(tmp_path, prefix, simple_corpus):
@@ -210,5 +202,5 @@ def test_whatever_the_spans_say_nothing_is_written_outside(tmp_path_factory, spa
         plan = stream.plan(0, 1)
     except CorpusError:
         return
-    assembler.fill(plan, arrays, masks=True)
+    assembler.fill(plan, arrays)
     assert set(arrays.loss_mask.ravel().tolist()) <= {0.0, 1.0}

@@ -13,7 +13,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parent))
 import stream_kit as kit
 
-from megaresume.hosts.megatron.data.samples import form_of
+from megaresume.hosts.megatron.data.form import form_of
 from megaresume.shards.prepare import prepare_shards
 from megaresume.stream.config import PackingConfig
 from megaresume.stream.errors import UsageError

@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader
 sys.path.insert(0, str(Path(__file__).parent))
 import stream_kit as kit
 
+from megaresume.hosts.megatron.data.form import form_of
 from megaresume.hosts.megatron.data.order import StreamOrder
 from megaresume.hosts.megatron.data.provider import stream_provider
-from megaresume.hosts.megatron.data.samples import form_of
 from megaresume.hosts.megatron.data.streams import open_streams
 from megaresume.hosts.megatron.project import Project
 from megaresume.hosts.megatron.schedule import schedule_from_args

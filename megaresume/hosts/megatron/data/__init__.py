@@ -3,7 +3,8 @@
 streams.py      flags -> streams
 iterators.py    around build_train_valid_test_data_iterators
 provider.py     streams -> datasets
-samples.py      the keys that get_batch expects
+form.py         which keys get_batch expects
+samples.py      samples with these keys
 order.py        the stream as what a checkpoint saves
 loaders.py      other people's loaders in its place: `loader_provider`
 sample_log.py   what every process was handed

@@ -24,9 +24,10 @@ import xxhash
 
 from megaresume.checkpoint.data_state import stream_of
 from megaresume.corpora.base import is_document_source
+from megaresume.corpora.spans import has_spans
+from megaresume.hosts.megatron.data.form import SampleForm, form_of, warnings_of
 from megaresume.hosts.megatron.data.order import StreamOrder
 from megaresume.hosts.megatron.data.provider import coordinates, end_of_document, stream_provider
-from megaresume.hosts.megatron.data.samples import SampleForm, form_of, warnings_of
 from megaresume.hosts.megatron.hooks.calls import check_load, is_built
 from megaresume.hosts.megatron.host import MegatronHost, megatron_host
 from megaresume.hosts.megatron.load_rules import check_mode
@@ -171,11 +172,16 @@ def _begin(current: MegatronHost) -> StreamOrder:
 
 
 def _form(current: MegatronHost, order: StreamOrder) -> SampleForm:
+    streams = [stream for stream in (order.streams.train, order.streams.valid, order.streams.test) if stream]
+    named = [(config, source) for s in streams for config, source in zip(s.config.sources, s.sources, strict=True)]
+    config = order.stream.config
     return form_of(
         current.args,
-        order.stream.config.packing,
+        config.packing,
         text=current.project.kind != "megatron-lm",
         eod=lambda: end_of_document(current.project),
+        spans=list(dict.fromkeys(config.label for config, source in named if has_spans(source))),
+        fillers=[source.label for source, fills in zip(config.sources, config.fillers, strict=True) if fills],
         images=any(is_document_source(source) for source in order.stream.sources),
         logged=current.settings.log_samples is not None,
     )

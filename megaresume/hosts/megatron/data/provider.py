@@ -20,8 +20,9 @@ import torch.utils.data
 from megaresume.batches.dataset import whole
 from megaresume.batches.loader import outlive_signals
 from megaresume.corpora.split import PARTS, Part
+from megaresume.hosts.megatron.data.form import SampleForm
 from megaresume.hosts.megatron.data.order import StreamOrder
-from megaresume.hosts.megatron.data.samples import Item, SampleDataset, SampleForm
+from megaresume.hosts.megatron.data.samples import Item, SampleDataset
 from megaresume.hosts.megatron.project import Project
 from megaresume.stream.stream import Stream
 

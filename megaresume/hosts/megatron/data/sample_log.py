@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from megaresume.hosts.megatron.data.form import SampleForm
 from megaresume.hosts.megatron.data.order import StreamOrder
 from megaresume.hosts.megatron.data.provider import data_parallel
-from megaresume.hosts.megatron.data.samples import HASH_KEY, SAMPLE_KEY, SampleForm
+from megaresume.hosts.megatron.data.samples import HASH_KEY, SAMPLE_KEY
 from megaresume.hosts.megatron.host import MegatronHost
 from megaresume.runs.rank_log import RankLog
 
@@ -79,7 +80,8 @@ class _Logged:
         take = batch.__getitem__ if self._form.identity else batch.pop
         samples, hashes = take(SAMPLE_KEY).numpy(), take(HASH_KEY).numpy()
         tokens = batch["text"][:, :-1] if self._form.text else batch["tokens"]
-        self._log.add(samples, hashes, np.asarray(tokens))
+        masks = np.asarray(batch["loss_mask"]) if self._form.masks_of_the_plan else None
+        self._log.add(samples, hashes, np.asarray(tokens), loss_mask=masks)
         size = self._order.schedule.size_at(self._sample)
         if self._log.noted * self._share >= size:
             self._step, self._sample = self._step + 1, self._sample + size
