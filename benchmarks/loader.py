@@ -14,6 +14,7 @@ from benchmarks.corpora import SEQ_LENGTH, config
 from benchmarks.setup import Setup
 from benchmarks.table import Row
 from benchmarks.timing import cpu, interleaved, median, ratio, wall
+from megaresume.batches.dataset import whole
 from megaresume.batches.loader import StreamLoader
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.stream import Stream
@@ -44,6 +45,7 @@ def rows(setup: Setup) -> Iterator[Row]:
     try:
         compared = {"ours": _ours(setup, num_workers=WORKERS), "gpt": _gpt(setup, num_workers=WORKERS)}
         seconds = interleaved(compared, setup.sizes.slow_repetitions, clock=wall)
+        handed_over = list(_workers(setup))
     finally:
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, {max(setup.cores)})
@@ -54,6 +56,54 @@ def rows(setup: Setup) -> Iterator[Row]:
         seconds["gpt"],
         f"GPTDataset, {WORKERS} workers",
     )
+    yield from handed_over
+
+
+def _workers(setup: Setup) -> Iterator[Row]:
+    """What two workers hand over once they run, small and large: in shared memory that is used again, or as torch does.
+
+    The baseline reads the same samples with the same workers; torch collates nothing there, and pickles every tensor.
+    """
+    for micro_batch in (1, MICRO_BATCH):
+        seconds: dict[str, list[float]] = {"ours": [], "torch": []}
+        for repetition in range(setup.sizes.slow_repetitions):
+            for name in sorted(seconds, reverse=bool(repetition % 2)):
+                seconds[name].append(_steady(setup, micro_batch, ours=name == "ours"))
+        yield _row(
+            setup,
+            f"loader, {WORKERS} workers on all cores, micro-batches of {micro_batch}, once they run",
+            seconds["ours"],
+            seconds["torch"],
+            "torch's own hand-over of the same batches",
+            least=3,
+        )
+
+
+def _steady(setup: Setup, micro_batch: int, *, ours: bool) -> float:
+    """Seconds from the first batch to the last, for the samples of a repetition."""
+    stream = Stream(config("split"), setup.sources(setup.corpora))
+    samples, ahead = setup.sizes.read_samples, 4
+    loader = StreamLoader(
+        stream,
+        BatchSchedule.constant(micro_batch),
+        micro_batch_size=micro_batch,
+        stop=samples + micro_batch,
+        prefetch=ahead,
+        num_workers=WORKERS,
+    )
+    others = DataLoader(
+        loader.dataset,
+        batch_sampler=list(loader.indices()),
+        num_workers=WORKERS,
+        prefetch_factor=ahead,
+        collate_fn=whole,
+    )
+    batches = iter(loader if ours else others)
+    next(batches)
+    begin = wall()
+    for batch in batches:
+        assert batch["tokens"].shape == (micro_batch, SEQ_LENGTH)
+    return wall() - begin
 
 
 def _row(

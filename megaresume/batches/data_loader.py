@@ -38,6 +38,7 @@ from megaresume.batches.items.planned import Places, Share
 from megaresume.batches.items.reader import reader
 from megaresume.batches.items.source import ItemSource
 from megaresume.batches.loader import outlive_signals
+from megaresume.batches.parcel import Inbox, Outbox
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import Append, BlendUnit, OnChange, StreamConfig
 from megaresume.stream.dealing.balance import Balance
@@ -160,10 +161,16 @@ class DataLoader:
         self._places = Places(self.stream, self._epochs, sources, self._share, whole_rows=packed or keyed)
         measures = {name: one if callable(one) else token_count for name, one in of_each.items()}
         worker_init_fn = torch_options.pop("worker_init_fn", None)
+        collate_fn = collate_fn or (flatten if packed else torch.utils.data.default_collate)
+        if num_workers:
+            # What torch itself puts into page-locked memory is no room any more.
+            ahead = None if pin_memory else torch_options.get("prefetch_factor") or 2
+            collate_fn = Outbox(collate_fn, ahead=ahead)
+        self._inbox = Inbox()
         self._torch = torch.utils.data.DataLoader(
             reader({name: one for name, (one, _) in named.items()}, measures if packed else None, keyed=keyed),
             batch_sampler=self._places,
-            collate_fn=flatten if packed and collate_fn is None else collate_fn,
+            collate_fn=collate_fn,
             num_workers=num_workers,
             pin_memory=pin_memory,
             persistent_workers=persistent_workers,
@@ -361,7 +368,10 @@ class DataLoader:
         self._places.stop = self.stop
         text = f"{self.stream.config.seed} {self._position}"
         self._generator.manual_seed(xxhash.xxh3_64_intdigest(text.encode()) >> 1)
-        for batch in self._torch:
+        if not self._torch.persistent_workers:
+            self._inbox = Inbox()
+        self._inbox.begin()
+        for batch in map(self._inbox.unpack, self._torch) if self.num_workers else self._torch:
             if self._turn is not turn:
                 raise StateError(
                     "the loader was moved while it was being read",

@@ -28,6 +28,7 @@ import torch.utils.data
 
 from megaresume.batches.batch import Batch
 from megaresume.batches.dataset import StreamDataset, whole
+from megaresume.batches.parcel import Inbox, Outbox
 from megaresume.stream.batches import BatchSchedule, micro_batches
 from megaresume.stream.dealing.balance import Balance
 from megaresume.stream.dealing.deal import deal
@@ -162,20 +163,19 @@ class StreamLoader:
             yield self.dataset.read(samples, pin_memory=self.pin_memory)
 
     def _from_workers(self) -> Iterator[Batch]:
-        indices = _Indices(self)
+        indices, ahead = _Indices(self), max(self.prefetch, 1)
         loader = torch.utils.data.DataLoader(
             self.dataset,
             batch_sampler=indices,
             num_workers=self.num_workers,
-            collate_fn=whole,
+            collate_fn=Outbox(whole, ahead=ahead),
             worker_init_fn=outlive_signals,
-            pin_memory=self.pin_memory,
-            prefetch_factor=max(self.prefetch, 1),
+            prefetch_factor=ahead,
             multiprocessing_context=self.start_method,
             # It draws the workers' seeds. From the global generator, they would change the dropout of the model.
             generator=torch.Generator(),
         )
-        yield from loader
+        yield from map(Inbox(pin_memory=self.pin_memory).unpack, loader)
         if indices.ended is not None:
             raise indices.ended
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
+import numpy as np
+
 from megaresume.dryrun.findings import Finding, Findings, Flags
 from megaresume.hosts.megatron.guard.compare import compare, grown_too_far
 from megaresume.hosts.megatron.guard.corpora import Corpus
@@ -192,8 +194,8 @@ def _components(builder: BuilderRecord, wanted: int | None) -> tuple[Component, 
     blend = builder.blend if builder.blend is not None else (builder.blend_per_split or (None,))[0]
     weights: list[float] | None = None
     if blend is not None and blend[1] is not None:
-        given = [float.fromhex(weight) for weight in blend[1]]
-        weights = [weight / sum(given) for weight in given]
+        given = np.array([float.fromhex(weight) for weight in blend[1]])
+        weights = (given / given.sum()).tolist()  # as Megatron: Python's own sum rounds otherwise from 3.12 on
     result = []
     for number, component in enumerate(split.components):
         alone = weights is None and len(split.components) == 1
