@@ -26,7 +26,7 @@ smoke/         the resume test on a cluster
 dryrun/, doctor/  what would a launch do, what is wrong
 launching/     the drivers of the launch scripts
 training/      the reference pretraining program, and the demo
-run.py         the launcher of Megatron's scripts
+run.py         the launcher of scripts that do not know us: Megatron's, and those with Hugging Face's Trainer
 hosts/         DeepSpeed, Megatron, other people's loaders
 session/       one training process and the protocol, whatever trains
 trace/         the stream of a run planned again

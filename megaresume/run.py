@@ -5,6 +5,7 @@
     python -m megaresume.run pretrain_gpt.py ARGS
     megaresume run pretrain_gpt.py ARGS
     torchrun -m megaresume.run -m package.pretrain ARGS
+    torchrun -m megaresume.run train.py ARGS               a script with Hugging Face's Trainer
 
 The script sees what ``python pretrain_gpt.py ARGS`` shows it: ``sys.argv``, ``sys.path``, a ``__main__`` of its own,
 its tracebacks. Exit status: the script's; 1 for an error of megaresume inside it; 2 when it cannot be started.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import builtins
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +24,9 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-from megaresume.hosts.megatron.hooks import install
-from megaresume.hosts.megatron.project import find_project
+from megaresume.hosts.hugging_face import launch as hugging_face
+from megaresume.hosts.megatron.hooks import install as megatron
+from megaresume.hosts.megatron.project import find_project, package_name
 from megaresume.session.refusals import end, say
 from megaresume.stream.errors import MegaresumeError, SetupError, UsageError
 
@@ -62,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(error)
         return 2
     try:
-        _install(code, module)
+        _install(module)
         _execute(code, module)
     except MegaresumeError as error:
         return end(error)
@@ -159,22 +162,39 @@ def _find_module(name: str) -> tuple[ModuleSpec, CodeType]:
     return spec, code
 
 
-def _install(code: CodeType, module: ModuleType) -> None:
+def _install(module: ModuleType) -> None:
     """Install the hooks, here and in child processes, and make sure that there is something to hook.
 
     Raises:
-        SetupError: there is no Megatron on the path, and the script does not put one there by itself.
+        SetupError: there is neither a Megatron on the path nor a script that would put one there, nor transformers.
+        UsageError: a flag of ours that a Trainer's script does not have.
     """
-    install.install(launched=True)
-    install.install_in_children()
+    is_megatrons = _trains_with_megatron(str(module.__file__))
+    if not is_megatrons:
+        sys.argv[1:] = hugging_face.take_flags(sys.argv[1:])
+    megatron.install(launched=is_megatrons)
+    megatron.install_in_children()
+    hugging_face.install()
+
+
+def _trains_with_megatron(script: str) -> bool:
+    """Whether Megatron trains, whose parser takes our flags; otherwise Hugging Face's Trainer does.
+
+    Raises:
+        SetupError: neither is there.
+    """
     try:
         find_project()
     except SetupError:
-        with open(str(module.__file__), encoding="utf-8", errors="replace") as file:
+        with open(script, encoding="utf-8", errors="replace") as file:
             source = file.read()
+        imports = re.search(rf"^\s*(import|from)\s+{package_name()}\b", source, re.MULTILINE)
+        if imports is None and hugging_face.is_here():
+            return False
         # Then it is found, or refused, when the script imports it.
         if not any(words in source for words in _CHANGES_PATH):
             raise
+    return True
 
 
 class _WithoutOurFrames:

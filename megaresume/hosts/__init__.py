@@ -7,6 +7,7 @@
     lightning/   Lightning's Trainer: `megaresume.attach_lightning`
     torchtitan/  torchtitan's Trainer: `megaresume.attach_torchtitan`
     verl/        VeRL's supervised trainer: `megaresume.attach_verl`
+    hooking/     how hooks come into programs that do not know us
     loaders/     other people's loaders (Energon, torchdata), their states in the checkpoint, for both
 
 How to write another one: docs/hosts.md. Importing this package imports neither torch nor DeepSpeed nor Megatron.

@@ -18,10 +18,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NoReturn, TypeVar
 
 from megaresume.stream.errors import UsageError
+from megaresume.stream.schema import near
 
 T = TypeVar("T")
-#: whose command line has a flag for a setting: a script of Megatron, `megaresume.training`, ``megaresume plan``.
-Host = Literal["megatron", "training", "plan"]
+#: whose command line has a flag for a setting: a script of Megatron, or one with Hugging Face's Trainer (under the
+#: launcher), `megaresume.training`, ``megaresume plan``.
+Host = Literal["megatron", "trainer", "training", "plan"]
 #: of the flags of settings.
 PREFIX = "--megaresume-"
 
@@ -73,8 +75,8 @@ def flag_of(field: dataclasses.Field[Any]) -> str:
 
 
 def add_settings(parser: Any, cls: type[Any], host: Host) -> None:
-    """Add the flags that a host has for a dataclass of settings; to Megatron's parser in both spellings, without
-    defaults, so that what was not said can be told apart.
+    """Add the flags that a host has for a dataclass of settings; to those of other people's scripts in both spellings,
+    without defaults, so that what was not said can be told apart.
     """
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
@@ -86,7 +88,7 @@ def add_settings(parser: Any, cls: type[Any], host: Host) -> None:
             continue
         if default not in (None, False, True, ()):
             help = f"{help} (default: {default})"
-        if host == "megatron":
+        if host in ("megatron", "trainer"):
             names, default = [name, name.replace("-", "_").replace("__", "--", 1)], True if default is True else None
         else:
             names = [name] if host == "training" else [f"--{name.removeprefix(PREFIX)}", name]
@@ -162,6 +164,45 @@ def parse_flags(cls: type[T], argv: Sequence[str], *, prog: str, description: st
             }
             values[field.name] = settings(**said)
     return cls(**values)
+
+
+def take_settings(
+    groups: Mapping[str, type[Any]], host: Host, argv: Sequence[str]
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """What a command line of other people's says of settings, and the words of it that are not ours.
+
+    Args:
+        groups: dataclasses of settings, by name.
+        host: whose command line it is.
+        argv: without the program.
+
+    Returns:
+        group -> field -> value, of the fields of which something was said; the other words, in their order.
+
+    Raises:
+        UsageError: a flag of ours that this host does not have, or a bad value.
+    """
+    if not any(_is_ours(word) for word in argv):
+        return {}, list(argv)
+    parser = _Parser(prog="megaresume", allow_abbrev=False, add_help=False)
+    for cls in groups.values():
+        add_settings(parser, cls, host)
+    namespace, left = parser.parse_known_args(list(argv))
+    for word in left:
+        if _is_ours(word):
+            known = sorted({_dashes(name) for name in parser._option_string_actions})
+            raise UsageError(f"unknown flag {word}", expected=f"one of {', '.join(known)}", cause=near(word, known))
+    said: dict[str, dict[str, Any]] = {}
+    for group_name, cls in groups.items():
+        for field in dataclasses.fields(cls):
+            value = getattr(namespace, flag_of(field).removeprefix("--").replace("-", "_"), None)
+            if host in field.metadata.get("hosts", ()) and value is not None:
+                said.setdefault(group_name, {})[field.name] = value
+    return said, left
+
+
+def _is_ours(word: str) -> bool:
+    return _dashes(word).startswith((PREFIX, f"--no-{PREFIX.removeprefix('--')}"))
 
 
 def _dashes(word: str) -> str:

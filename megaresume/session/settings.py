@@ -18,7 +18,7 @@ from megaresume.checkpoint.start import MAX_STARTS
 from megaresume.session.flags import described, setting
 from megaresume.session.retries import OnSaveFailure, Retries
 from megaresume.session.stopping import StopConditions
-from megaresume.stream.config import OnChange
+from megaresume.stream.config import Append, OnChange
 from megaresume.stream.dealing.balance import TOKEN_COST, Balance, Objective
 
 
@@ -35,14 +35,14 @@ class DataOptions:
         "refuse",
         "what to do if the data config differs from the checkpoint's. refuse: stop and name the differences. stage: "
         "begin a new stage there; every source continues from its own position",
-        hosts="megatron training plan",
+        hosts="megatron trainer training plan",
     )
     skip: Any = setting(
         None,
         "leave out samples A to B-1; later samples move up. A and B count from 0, and count left-out samples too. "
         "Kept in the checkpoint; the flag may stay in the launch script. In Python also "
         '{"samples": [...], "documents": {"web": [17]}}',
-        hosts="megatron training plan",
+        hosts="megatron trainer training plan",
         flag="skip-samples",
         type=str,
         nargs="+",
@@ -102,41 +102,44 @@ class Checkpoints:
         None,
         "delete old checkpoints when a newer one is complete: keep the newest K",
         hosts="megatron training",
+        refused={"trainer": "set save_total_limit of the Trainer"},
         metavar="K",
     )
     keep_every: int | None = setting(
         None,
         "with keep-last, also keep every checkpoint whose step is a multiple of N; Megatron's --save-retain-interval "
         "does the same",
-        hosts="megatron training",
+        hosts="megatron trainer training",
         metavar="N",
     )
     stage_to: str | os.PathLike[str] | None = setting(
         None,
         "an existing directory on slower shared storage, to which checkpoints are copied in the background. A load "
         "takes the newer of the two. save_dir must be seen by all ranks too",
-        hosts="training",
+        hosts="trainer training",
         metavar="DIR",
     )
     save_retries: int = setting(
         3,
         "try a save again so many times if it failed for a reason that may pass: a full disk or quota, an I/O error, a "
         "server that is away",
-        hosts="megatron training",
+        hosts="megatron trainer training",
         metavar="N",
     )
     save_retry_wait: float = setting(
-        15.0, "seconds before the first of these tries; twice as long before each later one", hosts="megatron training"
+        15.0,
+        "seconds before the first of these tries; twice as long before each later one",
+        hosts="megatron trainer training",
     )
     on_save_failure: OnSaveFailure = setting(
         "end",
         "what to do if they fail, too. end: raise the error. continue: go on without this checkpoint to the next save",
-        hosts="megatron training",
+        hosts="megatron trainer training",
     )
     max_starts: int = setting(
         MAX_STARTS,
         "refuse to start more often than this from the same step without a save in between; 0: no limit",
-        hosts="megatron training",
+        hosts="megatron trainer training",
         metavar="N",
     )
     elastic: bool = setting(
@@ -154,7 +157,7 @@ class Checkpoints:
         True,
         "compute checksums of all files after every save, in the background, and compare them at every load (otherwise "
         "only sizes): a checkpoint that the storage damaged is passed over",
-        hosts="megatron training",
+        hosts="megatron trainer training",
     )
 
     @property
@@ -187,8 +190,8 @@ class LaunchOptions:
         None,
         "stream: train on a stream, of --megaresume-data or of Megatron's data flags (--data-path and others). guard: "
         "keep Megatron's own datasets, and make sure that a resume rebuilds their order. off: do nothing. Default: "
-        "stream with --megaresume-data, otherwise guard",
-        hosts="megatron",
+        "stream with --megaresume-data, otherwise guard. A Trainer's script takes off alone",
+        hosts="megatron trainer",
     )
     accept: tuple[str, ...] | None = setting(
         None,
@@ -197,6 +200,11 @@ class LaunchOptions:
         hosts="megatron",
         nargs="+",
         metavar="NAME",
+    )
+    append: Append | None = setting(
+        None,
+        "train_dataset has more items at its end than the checkpoint knows: take them from the next epoch on, or now",
+        hosts="trainer",
     )
     log_samples: str | None = setting(
         None,

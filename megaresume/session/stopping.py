@@ -72,7 +72,7 @@ class StopConditions:
     file: str | None = setting(
         None,
         "save and exit when this file appears; the run removes it",
-        hosts="megatron training",
+        hosts="megatron trainer training",
         flag="stop-file",
         metavar="FILE",
     )
@@ -83,7 +83,7 @@ class StopConditions:
         None,
         "save and exit this many minutes before the end of the Slurm job (elsewhere: $MEGARESUME_JOB_END_TIME). "
         "Without a number, 1.5 times the last save and 2 steps before it",
-        hosts="megatron training",
+        hosts="megatron trainer training",
         flag="stop-before-end",
         type=minutes_before_end,
         nargs="?",
@@ -91,7 +91,7 @@ class StopConditions:
         metavar="MINUTES",
     )
     status: int = setting(
-        0, "exit status of a run that was asked to stop, and saved", hosts="training", flag="stop-status"
+        0, "exit status of a run that was asked to stop, and saved", hosts="trainer training", flag="stop-status"
     )
 
     def __post_init__(self) -> None:

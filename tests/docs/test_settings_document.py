@@ -6,7 +6,8 @@ import argparse
 import re
 
 from megaresume.hosts.megatron.arguments import add_arguments
-from megaresume.session.flags import add_flags
+from megaresume.session.flags import add_flags, add_settings
+from megaresume.session.settings import GROUPS
 from megaresume.training.arguments import Arguments
 from tests.docs.settings_table import DOCUMENT, renewed
 
@@ -17,10 +18,12 @@ def test_the_tables_are_those_of_today() -> None:
 
 
 def test_documents_name_flags_that_there_are() -> None:
-    megatron, training = argparse.ArgumentParser(), argparse.ArgumentParser()
+    megatron, trainer, training = (argparse.ArgumentParser() for _ in range(3))
     add_arguments(megatron)
+    for group in GROUPS.values():
+        add_settings(trainer, group, "trainer")
     add_flags(training, Arguments)
-    known = {*megatron._option_string_actions, *training._option_string_actions}
+    known = {name for parser in (megatron, trainer, training) for name in parser._option_string_actions}
     documents = [*DOCUMENT.parent.glob("*.md"), DOCUMENT.parents[1] / "README.md"]
     named = {flag for document in documents for flag in re.findall(r"--megaresume-[a-z-]*[a-z]", document.read_text())}
     assert len(named) > 10 and named <= known, named - known

@@ -19,10 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def files(root: Path = ROOT) -> list[Path]:
-    """The integration with Megatron, the patcher with its recipes, and the launcher."""
+    """The integration with Megatron, the way in of all hooks, the patcher with its recipes, and the launcher."""
     package = root / "megaresume"
     folders = (
         (package / "hosts" / "megatron", "*.py"),
+        (package / "hosts" / "hooking", "*.py"),
         (package / "patching", "*.py"),
         (root / "patches", "*.yaml"),
     )

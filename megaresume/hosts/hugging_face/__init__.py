@@ -7,6 +7,7 @@
     collators.py         how its items become a batch
     host.py              `TrainerHost`: checkpoints and steps
     hooks.py             the Trainer's own methods, hooked on the instance
+    launch.py            the first function, called for scripts that do not know us
     accelerator.py       the second function, and what of an Accelerator's settings would be other data
     accelerated_loop.py  `AcceleratedLoop`, which it returns, and `AcceleratorHost`: checkpoints and steps
 

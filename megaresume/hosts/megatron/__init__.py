@@ -1,6 +1,6 @@
 """Exact data resume inside Megatron-LM and Megatron-DeepSpeed: what is wrapped, and what the wrappers do.
 
-    project.py         which Megatron is this, by content; importing.py: wrap a function when its module is imported
+    project.py         which Megatron is this, by content
     hooks/             the functions that are wrapped, `install`
     data/              the stream as its data
     guard/             or its own datasets: recorded and pinned

@@ -20,8 +20,6 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-import megaresume
-
 ITEMS, BASE = 100, 32
 
 
@@ -127,6 +125,8 @@ def _without_shared_memory() -> None:
 
 
 if __name__ == "__main__":
+    import megaresume
+
     torch.set_num_threads(1)
     asked = json.loads(sys.argv[2])
     # With torchrun --max-restarts the ranks start again, and only the first time they are killed.

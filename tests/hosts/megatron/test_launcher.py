@@ -101,7 +101,7 @@ def test_a_script_that_puts_megatron_on_the_path_itself(tmp_path):
 
 
 def test_no_megatron_is_refused_before_the_script_starts(tmp_path):
-    done = launch(tmp_path, "print('started')")
+    done = launch(tmp_path, "print('started')\nfrom megatron.training import pretrain")
     assert done.returncode == 1 and "started" not in done.stdout
     assert "megaresume: error: " in done.stderr and "Traceback" not in done.stderr
 
@@ -277,10 +277,10 @@ def test_children_load_next_to_nothing(tmp_path):
     assert done.stdout.splitlines()[0].split() == [
         "megaresume",
         "megaresume.hosts",
-        "megaresume.hosts.megatron",
-        "megaresume.hosts.megatron.importing",
+        "megaresume.hosts.hooking",
+        "megaresume.hosts.hooking.importing",
     ]
-    assert "megatron/children" not in done.stdout
+    assert "hooking/startup" not in done.stdout
 
 
 def test_the_document_shows_the_table():

@@ -7,6 +7,7 @@ from types import FrameType, FunctionType, ModuleType
 from typing import TYPE_CHECKING
 
 from megaresume.checkpoint.paths import TRACKER
+from megaresume.hosts.hooking.importing import STRANGERS, reaches
 from megaresume.hosts.megatron.hooks.seams import (
     ITERATORS,
     LOAD,
@@ -17,7 +18,6 @@ from megaresume.hosts.megatron.hooks.seams import (
     called,
     check_installed,
 )
-from megaresume.hosts.megatron.importing import STRANGERS, reaches
 from megaresume.hosts.megatron.load_rules import BEGIN_ANEW
 from megaresume.hosts.megatron.project import current_project, package_name
 from megaresume.stream.errors import MegaresumeError, SetupError

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megaresume.checkpoint.files import read_file
 from megaresume.checkpoint.paths import TRACKER
+from megaresume.hosts.hooking.importing import wrap
 from megaresume.hosts.megatron.arguments import Settings
 from megaresume.hosts.megatron.hooks.call_errors import (
     not_asked,
@@ -43,7 +44,6 @@ from megaresume.hosts.megatron.hooks.call_errors import (
     without_state,
 )
 from megaresume.hosts.megatron.hooks.seams import ITERATORS, SIGNALS, Factory, called
-from megaresume.hosts.megatron.importing import wrap
 from megaresume.hosts.megatron.project import current_project, package_name
 from megaresume.stream.errors import MegaresumeError, SetupError
 
@@ -52,6 +52,9 @@ if TYPE_CHECKING:
 
 #: Functions of these libraries that step an optimizer to allocate its state: nothing is trained there.
 _SETUP = ("__init__", "dummy_step", "initialize_optimizer_states", "_init_optimizer_states_with_dummy_values")
+
+#: One of them is imported where something was attached by `megaresume.attach` or its like: its own proof.
+_PROOFS = ("megaresume.hosts.deepspeed.attach", "megaresume.hosts.torch.loop")
 
 
 class _Process:
@@ -145,7 +148,7 @@ def before_step(what: str) -> None:
     current = _session()
     if current is None and not _process.launched:
         return
-    if _mode(current) == "off" or "megaresume.hosts.deepspeed.attach" in sys.modules:  # `attach` is its own proof
+    if _mode(current) == "off" or any(name in sys.modules for name in _PROOFS):
         return
     if current is None or not current.built:
         raise _refused(not_built(current, what))

@@ -15,27 +15,20 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megaresume.hosts.hooking import children
+from megaresume.hosts.hooking.importing import when_imported, wrap
 from megaresume.hosts.megatron.arguments import add_arguments
 from megaresume.hosts.megatron.hooks import calls
 from megaresume.hosts.megatron.hooks.seams import check_installed as check_installed
 from megaresume.hosts.megatron.hooks.seams import seams_of
-from megaresume.hosts.megatron.importing import when_imported, wrap
 from megaresume.hosts.megatron.project import current_project, modules_to_watch
 from megaresume.session.refusals import show_refusals
 from megaresume.stream.errors import SetupError, UsageError
-
-#: Environment variable for child processes: the modules to wait for, separated by commas.
-CHILDREN_VARIABLE = "MEGARESUME_HOOKS"
-
-#: On its path, Python runs our sitecustomize.py when it starts.
-_CHILDREN = Path(__file__).with_name("children")
 
 #: role -> the function before whose work `check_installed` runs: the first ones that are called after every patcher.
 _CHECKED = {"checkpointing": "load_checkpoint", "training": "build_train_valid_test_data_iterators"}
@@ -115,11 +108,8 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install_in_children() -> None:
-    """Make Python processes that this one starts wait for Megatron's modules too, through the environment."""
-    path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    if str(_CHILDREN) not in path:
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(_CHILDREN), *path])
-    os.environ[CHILDREN_VARIABLE] = ",".join(modules_to_watch())
+    """Make Python processes that this one starts wait for Megatron's modules too."""
+    children.install_in_children(__name__, modules_to_watch())
 
 
 F = Callable[..., Any]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from megaresume.hosts.megatron.importing import reaches, wrap
+from megaresume.hosts.hooking.importing import reaches, wrap
 from megaresume.hosts.megatron.project import Kind, Project, current_project, parse_version
 from megaresume.stream.errors import SetupError
 

@@ -13,8 +13,8 @@ import zipfile
 
 import pytest
 
-from megaresume.hosts.megatron import importing
-from megaresume.hosts.megatron.importing import reaches, when_imported, wrap
+from megaresume.hosts.hooking import importing
+from megaresume.hosts.hooking.importing import reaches, when_imported, wrap
 
 
 @pytest.fixture

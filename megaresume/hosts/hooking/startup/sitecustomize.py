@@ -1,4 +1,4 @@
-"""In every Python process that a hooked one starts: wait for Megatron's modules, and install the hooks then.
+"""In every Python process that a hooked one starts: wait for the modules of its trainer, and install the hooks then.
 
 Python imports this by its name when it starts, because its directory comes first on PYTHONPATH. It loads one small
 file, gives the next sitecustomize on the path its turn, and is then out of the way.
@@ -6,6 +6,8 @@ file, gives the next sitecustomize on the path its turn, and is then out of the 
 
 import os
 import sys
+from functools import partial
+from importlib import import_module
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -14,20 +16,19 @@ def _wait() -> None:
     if sys.version_info < (3, 11):  # noqa: UP036  a child may run under another Python than the one that trains
         return
     try:
-        from megaresume.hosts.megatron.importing import when_imported
+        from megaresume.hosts.hooking.importing import when_imported
     except ImportError:
         # Where it was started from a checkout, it is on no path yet.
         sys.path.append(os.path.abspath(os.path.join(_HERE, *[os.pardir] * 4)))
-        from megaresume.hosts.megatron.importing import when_imported
+        from megaresume.hosts.hooking.importing import when_imported
 
-    for name in os.environ["MEGARESUME_HOOKS"].split(","):
-        when_imported(name, _install)
+    for pair in os.environ["MEGARESUME_HOOKS"].split(","):
+        name, _, installer = pair.partition("=")
+        when_imported(name, partial(_install, installer))
 
 
-def _install(module: object) -> None:
-    from megaresume.hosts.megatron.hooks.install import install
-
-    install()
+def _install(installer: str, _module: object) -> None:
+    import_module(installer).install()
 
 
 def _next_sitecustomize() -> None:

@@ -1,0 +1,165 @@
+"""Trainers of scripts that do not know us: each is attached when it begins to train. For `megaresume.run`.
+
+    torchrun -m megaresume.run train.py ARGS --megaresume-keep-every 1000
+
+What is hooked is ``transformers.Trainer.train``, which the Trainers of TRL, LLaMA-Factory, ms-swift and Axolotl come to
+as well, in this process or in one that it starts. It then calls `attach_trainer`, and goes on from the newest complete
+checkpoint of ``output_dir``, whatever the script says of resuming. A loop that trains without a Trainer is refused at
+its first step.
+
+Our flags are taken from the command line of the script, and handed to child processes by the environment.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megaresume.hosts.hooking import children
+from megaresume.hosts.hooking.importing import when_imported, wrap
+from megaresume.session.flags import PREFIX, take_settings
+from megaresume.session.refusals import show_refusals
+from megaresume.session.settings import GROUPS, Checkpoints
+from megaresume.session.stopping import StopConditions
+from megaresume.stream.errors import SetupError, UsageError
+
+#: Environment variable for this process and its children: what our flags say, as JSON. Set: the launcher runs this for
+#: Hugging Face's Trainer, and any training is meant to be hooked.
+SETTINGS_VARIABLE = "MEGARESUME_TRAINER"
+
+_TRAINER = "transformers.trainer"
+_OPTIMIZER = "torch.optim.optimizer"
+#: one of them is imported where something is attached, which checks its steps by itself.
+_PROOFS = ("megaresume.hosts.torch.loop", "megaresume.hosts.deepspeed.attach")
+
+
+def is_here() -> bool:
+    """Whether transformers could be imported."""
+    return importlib.util.find_spec("transformers") is not None
+
+
+def take_flags(argv: Sequence[str]) -> list[str]:
+    """Keep what our flags say for `install`, here and in children.
+
+    Args:
+        argv: the command line of the script.
+
+    Returns:
+        the words that are not ours.
+
+    Raises:
+        UsageError: a flag that a Trainer's script does not have, or a bad value.
+    """
+    said, left = take_settings(GROUPS, "trainer", argv)
+    mode = said.get("launch", {}).get("mode", "off")
+    if mode != "off":
+        raise UsageError(
+            "this mode is of Megatron",
+            found=f"{PREFIX}mode {mode}",
+            expected=f"{PREFIX}mode off, or nothing",
+            action="leave it out: the order of a Trainer's train_dataset is megaresume's",
+        )
+    os.environ[SETTINGS_VARIABLE] = json.dumps(said)
+    return left
+
+
+def install() -> None:
+    """Attach Trainers from now on, here and in children. Installing twice changes nothing."""
+    if _said().get("launch", {}).get("mode") == "off":
+        return
+    children.install_in_children(__name__, [_TRAINER])
+    when_imported(_TRAINER, _hook)
+    if SETTINGS_VARIABLE in os.environ:
+        when_imported(_OPTIMIZER, _watch_steps)
+
+
+def _said() -> Mapping[str, Mapping[str, Any]]:
+    said: dict[str, dict[str, Any]] = json.loads(os.environ.get(SETTINGS_VARIABLE, "{}"))
+    return said
+
+
+def _hook(module: ModuleType) -> None:
+    wrap(module.Trainer, "train", _around_train)
+
+
+def _around_train(train: Callable[..., Any]) -> Callable[..., Any]:
+    """Trainer.train, of a Trainer that is attached first."""
+
+    @functools.wraps(train)
+    def attached_train(
+        trainer: Any, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **more: Any
+    ) -> Any:
+        from megaresume.hosts.hugging_face.checks import SLOT  # deferred: torch
+        from megaresume.hosts.hugging_face.hooks import Hooks
+        from megaresume.session.ranks import on_rank_0
+
+        hooks: Hooks | None = getattr(trainer, SLOT, None)
+        if hooks is not None:  # by the script, whose call has come through our hook
+            return train(trainer, resume_from_checkpoint, trial, *args, **more)
+        show_refusals()
+        hooks = _attached(trainer)
+        path = on_rank_0(lambda: _resume_from(Path(trainer.args.output_dir), resume_from_checkpoint))
+        return hooks.train(functools.partial(train, trainer), path, trial, *args, **more)
+
+    return attached_train
+
+
+def _attached(trainer: Any) -> Any:
+    from megaresume.hosts.hugging_face.attach import attach_trainer  # deferred: torch
+    from megaresume.hosts.hugging_face.checks import SLOT
+
+    said = _said()
+    data, stop, launch = (said.get(group, {}) for group in ("data_options", "stop", "launch"))
+    options: dict[str, Any] = {**data, **{name: value for name, value in launch.items() if name == "append"}}
+    attach_trainer(
+        trainer,
+        checkpoints=Checkpoints(**said.get("checkpoints", {})),
+        stop=StopConditions(**stop) if stop else None,
+        **options,
+    )
+    return getattr(trainer, SLOT)
+
+
+def _resume_from(output_dir: Path, asked: Any) -> Any:
+    """What to resume from: a checkpoint of ``output_dir`` that the script names, or the newest complete one.
+
+    Scripts that look for the newest one by its name may find one that a kill has left half-written; and one that lies
+    elsewhere is where the run began.
+    """
+    from transformers.trainer_utils import get_last_checkpoint
+
+    if not asked or isinstance(asked, bool):
+        return True
+    newest: str | None = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None  # type: ignore[no-untyped-call]
+    path = Path(asked).resolve()
+    is_older = path.parent == output_dir.resolve() and newest is not None and path != Path(newest).resolve()
+    return asked if newest is None or is_older else True
+
+
+def _watch_steps(module: ModuleType) -> None:
+    """Refuse the first step of a process in which nothing was attached."""
+
+    def before_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if not any(name in sys.modules for name in _PROOFS):
+            raise _not_attached(type(optimizer).__name__)
+        handle.remove()  # it would be in the way of a compiled step
+
+    handle = module.register_optimizer_step_pre_hook(before_step)
+
+
+def _not_attached(optimizer: str) -> SetupError:
+    return SetupError(
+        "training begins, and megaresume does not know its data",
+        found=f"a step of {optimizer}, and no transformers.Trainer.train was called in this process",
+        expected="a Trainer, by whose train method the script trains",
+        cause="a training loop of its own, as with Accelerate, or in a Trainer that does not call transformers' train",
+        action="call megaresume.attach_accelerator or megaresume.attach_loop in that loop; or "
+        f"{PREFIX}mode off, which records nothing",
+    )

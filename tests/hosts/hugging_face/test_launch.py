@@ -1,0 +1,128 @@
+"""Scripts with Hugging Face's Trainer, and no line of megaresume, under the launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import megaresume
+from megaresume import run
+from megaresume.checkpoint import choose
+from megaresume.hosts.hugging_face.launch import SETTINGS_VARIABLE, take_flags
+from megaresume.stream.errors import UsageError
+from tests.hosts.hugging_face.program import ITEMS, make
+from tests.hosts.torch.record import ENVIRONMENT, items, lines, trained
+from tests.warm import WarmJob
+
+PLAIN = Path(__file__).with_name("plain.py")
+
+
+def launch(output: Path, ranks: int, *flags: str, script: Path = PLAIN, **options: Any) -> tuple[int, str]:
+    """The script under the launcher: exit status and output."""
+    words, log = [str(script), str(output), json.dumps(options), *flags], output.with_suffix(".output")
+    with WarmJob(str(run.__file__), words, num_processes=ranks, output=log, launcher="env", env=ENVIRONMENT) as job:
+        return job.wait(), job.text()
+
+
+@pytest.mark.process
+def test_killed_in_a_save_and_gone_on(tmp_path: Path) -> None:
+    trainer = make(tmp_path / "whole", num_train_epochs=1)
+    megaresume.attach_trainer(trainer)
+    trainer.train()
+    order = items(trained(tmp_path / "whole"))
+    assert sorted(order) == list(range(ITEMS))
+    output = tmp_path / "run"
+    status, text = launch(output, 2, num_train_epochs=1, kill=("save", 10))
+    assert status == -signal.SIGKILL, text[-3000:]
+    # As scripts do that look for the newest checkpoint by its name: this one is half-written.
+    newest = str(output / "checkpoint-10")
+    assert os.path.isdir(newest)
+    flags = ("--megaresume-stop-file", str(tmp_path / "stop"), "--megaresume_stop_status=7")
+    status, text = launch(output, 1, *flags, num_train_epochs=1, attempt=2, resume=newest, kill=("stop", 12))
+    assert status == 7, text[-3000:]
+    assert "step 5 from checkpoint-5" in text and "repeated 0 skipped 0" in text
+    choice = choose(output)
+    assert choice is not None and choice.iteration == 12
+    status, text = launch(output, 1, num_train_epochs=1, attempt=3, resume=False)
+    assert status == 0, text[-3000:]
+    assert next(line["step"] for line in lines(output) if line["attempt"] == 3) == 13
+    assert items(trained(output)) == order
+
+
+STARTS_IT = """
+import subprocess, sys
+sys.exit(subprocess.run([sys.executable, *sys.argv[1:]]).returncode)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.release
+def test_in_a_process_that_the_script_starts(tmp_path: Path) -> None:
+    (tmp_path / "start.py").write_text(STARTS_IT)
+    options = {"max_steps": 10, "kill": ["interrupt", 7]}
+    for attempt in (1, 2):
+        words = [str(tmp_path / "start.py"), str(PLAIN), str(tmp_path / "run"), json.dumps(options)]
+        done = python("-m", "megaresume.run", *words, "--megaresume-keep-every", "10", cwd=tmp_path)
+        assert (done.returncode == 0) == (attempt == 2), done.stderr
+        options |= {"attempt": 2, "kill": ["", 0]}
+    assert "step 5 from checkpoint-5" in done.stdout
+    assert len(set(items(trained(tmp_path / "run")))) == 40
+
+
+def python(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | ENVIRONMENT
+    return subprocess.run([sys.executable, *words], env=environment, cwd=cwd, capture_output=True, text=True)
+
+
+LOOP = """
+import sys
+import torch
+model = torch.nn.Linear(1, 1)
+torch.optim.SGD(model.parameters(), lr=0.1).step()
+print("trained", sys.argv[1:])
+"""
+
+
+@pytest.mark.process
+def test_a_loop_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(LOOP)
+    done = python("-m", "megaresume.run", "loop.py", cwd=tmp_path)
+    assert done.returncode == 1 and "trained" not in done.stdout
+    assert done.stderr.startswith("megaresume: error: training begins, and megaresume does not know its data")
+    done = python("-m", "megaresume.run", "loop.py", "--x", "--megaresume-mode", "off", "y", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "trained ['--x', 'y']\n")
+
+
+def test_flags_are_taken_from_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SETTINGS_VARIABLE, "")
+    assert take_flags(["train", "a.yaml", "--", "-m", "lr=3"]) == ["train", "a.yaml", "--", "-m", "lr=3"]
+    assert os.environ[SETTINGS_VARIABLE] == "{}"
+    words = ["train", "--no-megaresume-checksums", "a.yaml", "--megaresume_keep_every=5", "--lr", "-3"]
+    assert take_flags([*words, "--megaresume-append", "now"]) == ["train", "a.yaml", "--lr", "-3"]
+    said = json.loads(os.environ[SETTINGS_VARIABLE])
+    assert said == {"launch": {"append": "now"}, "checkpoints": {"checksums": False, "keep_every": 5}}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--megaresume-mode", "guard"], "this mode is of Megatron"),
+        (["--megaresume-keep-last", "3"], "set save_total_limit of the Trainer"),
+        (["--megaresume-data", "data.yaml"], "unknown flag --megaresume-data"),
+        (["--megaresume-keep-every", "often"], "invalid int value"),
+    ],
+)
+def test_flags_that_a_trainer_does_not_have(words: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SETTINGS_VARIABLE, "")
+    with pytest.raises(UsageError, match=message):
+        take_flags(["train.py", *words])
