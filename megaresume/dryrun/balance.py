@@ -10,7 +10,7 @@ from megaresume.dryrun.data import Data
 from megaresume.dryrun.findings import Findings, Flags
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.dealing.balance import Balance, Objective
-from megaresume.stream.errors import StreamExhausted, UsageError
+from megaresume.stream.errors import StreamExhausted
 from megaresume.stream.state import StreamState
 
 if TYPE_CHECKING:
@@ -47,23 +47,11 @@ def gain(
     now: Topology,
     flags: Flags,
     findings: Findings,
-    *,
-    is_megatron: bool,
 ) -> Gain | None:
     """Plan the next steps, and deal them both ways. None: something for it is not known, as a note tells."""
     balance = findings.attempt(lambda: flags.balanced)
     if balance is None:
         return None
-    if is_megatron:
-        findings.refuse(
-            UsageError(
-                "--megaresume-balance cannot be used with Megatron-LM",
-                found=f"--balance {balance.objective}",
-                expected="no such flag",
-                cause="Megatron's own sampler deals the samples to the ranks, in the order of the stream",
-                action="leave it out of the launch; what it would gain is told below",
-            )
-        )
     if now.micro_batch_size is None or schedule is None or not data.sources or data.config is None:
         findings.note(
             "what balanced ranks gain is not known: the corpora were not opened, or the batches are not recorded",

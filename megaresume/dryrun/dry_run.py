@@ -152,4 +152,4 @@ def _stream(result: DryRun, before: Topology, state: StreamState) -> None:
     if end is None or not end.finished:
         result.stream_ends = end_of_stream(data, state, result.schedule, step, end, flags, findings)
     if flags.balance is not None:
-        result.gain = gain(data, state, result.schedule, now, flags, findings, is_megatron=found.is_megatron)
+        result.gain = gain(data, state, result.schedule, now, flags, findings)

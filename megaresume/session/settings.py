@@ -72,14 +72,13 @@ class Loader:
         "deal the samples of each global batch to the ranks so that all have as much to do, by the lengths of their "
         "documents. step: over a step. micro-step: in every micro-batch, for ZeRO 3, FSDP and pipelines. Default: in "
         "the order of the stream. How much there is to gain: megaresume plan DIR --balance step",
-        hosts="training plan",
-        refused={"megatron": "Megatron's own sampler deals the samples to the ranks, in the order of the stream"},
+        hosts="megatron training plan",
     )
     balance_token_cost: int = setting(
         TOKEN_COST,
         "cost of a token apart from attention, in units of one token's attention to another one: 6 x hidden size, or "
         "measured",
-        hosts="training plan",
+        hosts="megatron training plan",
     )
 
     @property

@@ -16,9 +16,10 @@ from megaresume.checkpoint.saving.retention import KEEP_ALL, Retention
 from megaresume.checkpoint.start import MAX_STARTS
 from megaresume.session.flags import PREFIX, add_settings, flag_of
 from megaresume.session.retries import Retries
-from megaresume.session.settings import GROUPS, Checkpoints, Mode
+from megaresume.session.settings import GROUPS, Checkpoints, Loader, Mode
 from megaresume.session.stopping import SIGNALS, StopConditions, minutes_before_end
 from megaresume.stream.config import OnChange
+from megaresume.stream.dealing.balance import Balance
 from megaresume.stream.errors import UsageError
 from megaresume.stream.ranges import union
 from megaresume.stream.skips import SkipConfig, parse_range, parse_steps
@@ -89,6 +90,8 @@ class Settings:
     max_starts: int = MAX_STARTS
     #: checksums at every save and load.
     checksums: bool = True
+    #: how the samples of a step are dealt to the ranks; None: in the order of the stream.
+    balance: Balance | None = None
     #: what follows if a save fails for a reason that may pass.
     retries: Retries = Checkpoints().retries
 
@@ -138,6 +141,14 @@ class Settings:
                 cause="Megatron's own datasets do not say which sample of a stream an item is",
                 action="remove --megaresume-log-samples",
             )
+        if said["balance"] is not None and (mode or ("guard" if data is None else "stream")) != "stream":
+            raise UsageError(
+                "ranks are balanced in stream mode only",
+                found=f"--megaresume-balance {said['balance']} in mode {mode or 'guard'}",
+                expected="--megaresume-data, or --megaresume-mode stream",
+                cause="the samples of Megatron's own datasets are not known before they are read",
+                action="remove --megaresume-balance",
+            )
         names_accepted = accept.split() if isinstance(accept, str) else accept or ()
         return cls(
             mode=mode or ("guard" if data is None else "stream"),
@@ -151,6 +162,7 @@ class Settings:
             stop=_stop(args, said["stop_file"], said["stop_before_end"]),
             max_starts=MAX_STARTS if said["max_starts"] is None else int(said["max_starts"]),
             checksums=said["checksums"] is not False,
+            balance=_balance(said),
             retries=_retries(said),
         )
 
@@ -160,6 +172,11 @@ def _retention(args: Any, keep_last: int | None, keep_every: int | None) -> Rete
     if keep_last is not None and keep_every is None:
         keep_every = getattr(args, "save_retain_interval", None)
     return Retention(keep_last=keep_last, keep_every=keep_every)
+
+
+def _balance(said: Mapping[str, Any]) -> Balance | None:
+    names = ("balance", "balance_token_cost")
+    return Loader(**{name: said[name] for name in names if said[name] is not None}).balanced
 
 
 def _retries(said: Mapping[str, Any]) -> Retries:

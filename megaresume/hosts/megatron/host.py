@@ -14,6 +14,7 @@ So ``--megaresume-stop-file`` and ``--megaresume-stop-before-end`` switch ``--ex
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
@@ -153,9 +154,9 @@ class MegatronHost:
     def topology(self) -> Topology:
         """See `Host`. What its engine says of itself comes first: over how many ranks it divides the optimizer."""
         now = topology_of(self.args, self.samples(), self.project)
-        if self.engine is None:
-            return now
-        return self.engine.layout(num_workers=now.num_workers, global_batch_size=now.global_batch_size)
+        if self.engine is not None:
+            now = self.engine.layout(num_workers=now.num_workers, global_batch_size=now.global_batch_size)
+        return dataclasses.replace(now, balance=self.settings.balance)
 
     def expected_files(self, save_dir: Path, tag: str) -> Sequence[str] | None:
         """See `Host`: known of DeepSpeed's engine alone."""
@@ -183,7 +184,7 @@ def topology_of(args: Any, samples: int, project: Any = None) -> Topology:
         return int(getattr(args, name, None) or default)
 
     try:
-        size: int | None = schedule_from_args(args, project).size_at(samples)
+        size: int | None = schedule_from_args(args, project, samples).size_at(samples)
     except MegaresumeError:
         size = None  # information for people: a namespace that lacks it is no error
     return Topology(

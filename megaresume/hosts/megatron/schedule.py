@@ -17,12 +17,13 @@ from megaresume.stream.errors import UsageError
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
-def schedule_from_args(args: Any, project: Any = None) -> BatchSchedule:
-    """The planned sizes over a whole run, from sample 0.
+def schedule_from_args(args: Any, project: Any = None, start: int = 0) -> BatchSchedule:
+    """The planned sizes of a run from a step on that begins at ``start``; before it, of that step alone.
 
     Args:
         args: Megatron's namespace.
         project: which Megatron; None: what is known from the arguments alone.
+        start: samples trained. Where a size changes depends on it: steps of another size led here, perhaps.
 
     Raises:
         UsageError: no size at all, or a schedule that Megatron would refuse too.
@@ -30,7 +31,7 @@ def schedule_from_args(args: Any, project: Any = None) -> BatchSchedule:
     steps = getattr(args, "step_batch_size_schedule", None)
     rampup = getattr(args, "rampup_batch_size", None)
     if steps:
-        return _walk(*_step_sizes(steps, int(args.seq_length)), _running(args))
+        return _walk(*_step_sizes(steps, int(args.seq_length)), _running(args), start)
     final = getattr(args, "global_batch_size", None)
     if not final:
         raise UsageError(
@@ -40,7 +41,7 @@ def schedule_from_args(args: Any, project: Any = None) -> BatchSchedule:
             action="pass --global-batch-size",
         )
     if rampup and not ignores_rampup(args, project):
-        return _walk(*_ramp_sizes([int(number) for number in rampup], int(final)), _running(args))
+        return _walk(*_ramp_sizes([int(number) for number in rampup], int(final)), _running(args), start)
     return BatchSchedule.constant(_running(args)(int(final)))
 
 
@@ -120,14 +121,16 @@ def _bad_steps(text: str) -> UsageError:
     )
 
 
-def _walk(size_at: Callable[[int], int], bounds: Sequence[float], running: Callable[[int], int]) -> BatchSchedule:
+def _walk(
+    size_at: Callable[[int], int], bounds: Sequence[float], running: Callable[[int], int], start: int
+) -> BatchSchedule:
     """Step by step where the size may change, in one leap where it cannot."""
     segments: list[tuple[int, int]] = []
-    sample = 0
+    sample = start
     while True:
         size = running(size_at(sample))
         if not segments or segments[-1][1] != size:
-            segments.append((sample, size))
+            segments.append((sample if segments else 0, size))
         # Within one sample of a bound, what floating point says is taken step by step.
         ahead = next((bound for bound in bounds if bound >= sample - 1), None)
         if ahead is None:

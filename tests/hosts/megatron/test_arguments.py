@@ -9,6 +9,7 @@ import pytest
 
 from megaresume.hosts.megatron.arguments import Settings, add_arguments, around_add_data_args
 from megaresume.session.retries import Retries
+from megaresume.stream.dealing.balance import Balance
 from megaresume.stream.errors import UsageError
 
 
@@ -34,11 +35,21 @@ def test_modes() -> None:
     assert parse("--megaresume-accept", "weights", "split").accept == ("weights", "split")
 
 
-def test_balanced_ranks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["--megaresume-balance", "step"], ["--megaresume-balance=step"], ["--megaresume_balance", "step"]):
-        with pytest.raises(SystemExit):
-            parse(*words)
-        assert "Megatron's own sampler deals the samples" in capsys.readouterr().err
+def test_balanced_ranks() -> None:
+    data = ["--megaresume-data", "d.yaml"]
+    assert parse(*data).balance is None
+    assert parse(*data, "--megaresume_balance", "step").balance == Balance(objective="step")
+    cost = ["--megaresume-balance-token-cost", "12288"]
+    assert parse(*data, *cost).balance is None
+    balance = parse(*data, "--megaresume-balance=micro-step", *cost).balance
+    assert balance == Balance(objective="micro-step", token_cost=12288)
+    for words in ([], ["--megaresume-mode", "guard"], [*data, "--megaresume-mode", "off"]):
+        with pytest.raises(UsageError, match="ranks are balanced in stream mode only"):
+            parse(*words, "--megaresume-balance", "step")
+    with pytest.raises(UsageError, match="bad balance"):
+        Settings.from_args(Namespace(megaresume_data="d.yaml", megaresume_balance="steps"), argv=[])
+    with pytest.raises(UsageError, match="bad cost of a token"):
+        parse(*data, "--megaresume-balance", "step", "--megaresume-balance-token-cost", "-1")
 
 
 def test_contradiction() -> None:

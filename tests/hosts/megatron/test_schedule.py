@@ -47,6 +47,23 @@ def test_rampup(rampup: tuple[int, int, int], final: int, micro: int) -> None:
     assert sizes[-1] == final
 
 
+def test_rampup_after_steps_of_another_size() -> None:
+    """A size changes where the samples trained say so, and these depend on the sizes before: here 12, to sample 36."""
+    args = Namespace(rampup_batch_size=[8, 8, 132], global_batch_size=24)
+    differs = []
+    for start in range(0, 240, 12):
+        theirs = calculators.RampupBatchsizeNumMicroBatchesCalculator(24, 4, 2, False, 1, 8, 8, 132)
+        schedule = schedule_from_args(args, start=start).resumed([(0, 12)], start)
+        sample = start
+        for _ in range(40):
+            theirs.update(sample, False)
+            trained = theirs.get_current_global_batch_size()
+            assert schedule.step_of(sample) == (sample, sample + trained)
+            differs.append(schedule_from_args(args).resumed([(0, 12)], start).size_at(sample) != trained)
+            sample += trained
+    assert any(differs)
+
+
 @pytest.mark.parametrize("micro", [3, 5, 7])
 def test_rampup_with_decreased_sizes(micro: int) -> None:
     args = Namespace(

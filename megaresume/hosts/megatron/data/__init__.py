@@ -5,6 +5,7 @@ iterators.py    around build_train_valid_test_data_iterators
 provider.py     streams -> datasets
 form.py         which keys get_batch expects
 samples.py      samples with these keys
+deal.py         balanced ranks: which sample lies at a place of the sampler
 order.py        the stream as what a checkpoint saves
 loaders.py      other people's loaders in its place: `loader_provider`
 sample_log.py   what every process was handed

@@ -157,9 +157,10 @@ def _begin(current: MegatronHost) -> StreamOrder:
             saved=state,
             position=int(args.consumed_train_samples),
             iteration=int(args.iteration),
-            schedule=schedule_from_args(args, current.project),
+            schedule=schedule_from_args(args, current.project, int(args.consumed_train_samples)),
             skip=skip_of(args, current.settings, from_0=is_megatron_lm and not current.project.at_least(0, 17)),
             end=lambda schedule: int(getattr(args, "train_samples", None) or schedule.after(0, int(args.train_iters))),
+            balance=current.settings.balance,
         )
 
     is_megatron_lm = current.project.kind == "megatron-lm"
@@ -205,6 +206,7 @@ def _check_streams(current: MegatronHost, order: StreamOrder) -> None:
         "data config": _hash(stream.config.to_dict()),
         "corpora": _hash(corpora),
         "digest": on_all_ranks(lambda: stream.digest_at(order.position)),
+        "balance": str(order.balance),
     }
     check_replicas(gather((coordinates(current.project), facts)))
 

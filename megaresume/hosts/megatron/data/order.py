@@ -20,6 +20,7 @@ from megaresume.hosts.megatron.data.streams import Streams
 from megaresume.hosts.megatron.load_rules import without_state
 from megaresume.session.host import change_lines
 from megaresume.stream.batches import BatchSchedule
+from megaresume.stream.dealing.balance import Balance
 from megaresume.stream.errors import MegaresumeError, StateError
 from megaresume.stream.skips import NO_SKIP, SkipConfig
 from megaresume.stream.state import StreamState
@@ -42,10 +43,11 @@ class StreamOrder:
         schedule: planned global batch sizes.
         skip: what flags want left out.
         end: samples that the run will train by a schedule, if that is known.
+        balance: how the samples of a step are dealt to the ranks; None: in the order of the stream.
 
     Raises:
         StateError: training goes on somewhere and there is no state to go on from; or one of another config or other
-            corpora, naming the fields that differ.
+            corpora, naming the fields that differ; or ranks are balanced, and this is inside a step.
     """
 
     changed: tuple[str, ...] = ()
@@ -60,15 +62,19 @@ class StreamOrder:
         schedule: BatchSchedule,
         skip: SkipConfig = NO_SKIP,
         end: Callable[[BatchSchedule], int] | None = None,
+        balance: Balance | None = None,
     ) -> None:
         self.streams = streams
         self.position = position
+        self.balance = balance
         self._followed: Any = None
         #: what was restored, if anything.
         self.state = saved
         self._restore(iteration)
         history = () if self.state is None else self.state.batches
         self.schedule = self.stream.schedule = schedule.resumed(history, position)
+        if balance is not None:
+            self.schedule.steps_before(position)  # a deal is of whole steps
         if skip or self.stream.config.skip:
             self.stream.skip(skip, end=None if end is None else end(self.schedule))
 
@@ -113,7 +119,13 @@ class StreamOrder:
         return self.stream.origin
 
     def snapshot(self, samples: int) -> StreamState:
-        """The state for ``samples`` trained samples. Cheap near the front of the stream, which `follow` keeps near."""
+        """The state for ``samples`` trained samples. Cheap near the front of the stream, which `follow` keeps near.
+
+        Raises:
+            StateError: ranks are balanced, and these are not whole steps of the schedule: others were trained.
+        """
+        if self.balance is not None:
+            self.schedule.steps_before(samples)
         return self.stream.state_at(samples, batches=self.schedule.until(samples))
 
     def prepare(self) -> None:

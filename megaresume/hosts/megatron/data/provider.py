@@ -20,10 +20,12 @@ import torch.utils.data
 from megaresume.batches.dataset import whole
 from megaresume.batches.loader import outlive_signals
 from megaresume.corpora.split import PARTS, Part
+from megaresume.hosts.megatron.data.deal import RankDeal
 from megaresume.hosts.megatron.data.form import SampleForm
 from megaresume.hosts.megatron.data.order import StreamOrder
 from megaresume.hosts.megatron.data.samples import Item, SampleDataset
 from megaresume.hosts.megatron.project import Project
+from megaresume.stream.dealing.balance import Balance
 from megaresume.stream.stream import Stream
 
 
@@ -47,7 +49,10 @@ def stream_provider(
             return None, None, None
         streams = (order.streams.train, order.streams.valid, order.streams.test)
         parts = zip(PARTS, streams, train_val_test_num_samples, strict=True)
-        train, valid, test = (_dataset(project, args, form, part, stream, wanted) for part, stream, wanted in parts)
+        train, valid, test = (
+            _dataset(project, args, form, part, stream, wanted, order.balance if part == "train" else None)
+            for part, stream, wanted in parts
+        )
         return train, valid, test
 
     if base is not None:
@@ -57,7 +62,13 @@ def stream_provider(
 
 
 def _dataset(
-    project: Project, args: Any, form: SampleForm, part: Part, stream: Stream | None, wanted: int | None
+    project: Project,
+    args: Any,
+    form: SampleForm,
+    part: Part,
+    stream: Stream | None,
+    wanted: int | None,
+    balance: Balance | None,
 ) -> SampleDataset | MicroBatches | None:
     if stream is None or not wanted:
         return None
@@ -66,12 +77,15 @@ def _dataset(
     consumed, first = _consumed(args, part)
     # Megatron counts what a whole run of these flags takes. A run that took more so far (larger global batches, more
     # evaluations) needs as much again at most; its sampler would find no samples left, and the stream has no end.
+    rank, size = data_parallel(project)
+    deal = None
+    if balance is not None:
+        deal = RankDeal(balance, micro_batch_size=args.micro_batch_size, dp_rank=rank, dp_size=size)
     dataset = SampleDataset(
-        stream, form, num_samples=consumed + wanted, first=first, index_split=_index_split(project, part)
+        stream, form, num_samples=consumed + wanted, first=first, index_split=_index_split(project, part), deal=deal
     )
     if args.dataloader_type != "external":
         return dataset
-    rank, size = data_parallel(project)
     micro = args.micro_batch_size
     if part != "train":
         micro = getattr(args, "eval_micro_batch_size", None) or micro

@@ -70,6 +70,7 @@ class _Logged:
             micro_batch_size=int(args.micro_batch_size),
             pad_id=form.eod if form.text and form.eod is not None else 0,
             digest=order.stream.digest_at(order.position),
+            balance=order.balance,
         )
 
     def __iter__(self) -> _Logged:

@@ -22,6 +22,7 @@ from megaresume.batches.dataset import StreamDataset
 from megaresume.batches.loader import outlive_signals
 from megaresume.corpora.base import Source
 from megaresume.corpora.spans import spans_of
+from megaresume.hosts.megatron.data.deal import RankDeal
 from megaresume.hosts.megatron.data.form import SampleForm
 from megaresume.stream.compiled import compiled
 from megaresume.stream.errors import CorpusError, StreamExhausted
@@ -74,12 +75,21 @@ class SampleDataset(torch.utils.data.Dataset[Item]):
         num_samples: what ``len`` answers: samples of the run, for Megatron's samplers.
         first: number in the stream of item 0: other than 0 where Megatron counts from the start of a phase.
         index_split: which part this is, in the words of this Megatron, if it asks.
+        deal: which samples this rank gets; None: those that its sampler counts.
     """
 
     def __init__(
-        self, stream: Stream, form: SampleForm, *, num_samples: int, first: int = 0, index_split: Any = None
+        self,
+        stream: Stream,
+        form: SampleForm,
+        *,
+        num_samples: int,
+        first: int = 0,
+        index_split: Any = None,
+        deal: RankDeal | None = None,
     ) -> None:
         self.form = form
+        self._deal = deal
         self._num_samples = num_samples
         self._first = first
         if index_split is not None:  # only then: Megatron asks with hasattr
@@ -115,10 +125,13 @@ class SampleDataset(torch.utils.data.Dataset[Item]):
         Raises:
             StreamExhausted: the stream ends within the global batch of these samples; on every rank alike.
             CorpusError: a document is damaged; or, for ``text``, does not end with the end-of-document token.
+            UsageError: balanced ranks, and the sampler is not Megatron's.
         """
         if torch.utils.data.get_worker_info() is not None:
             outlive_signals()  # here, since the loader is Megatron's own
         samples = [self._first + int(index) for index in indices]
+        if self._deal is not None:
+            samples = self._deal.samples(self.stream, samples)
         if self.form.images:
             return self._batch(samples)
         assembler = self._inner.assembler
