@@ -39,6 +39,7 @@ def setting(
     *,
     hosts: str = "",
     flag: str | None = None,
+    refused: Mapping[Host, str] = types.MappingProxyType({}),
     **options: Any,
 ) -> Any:
     """A field that is a setting.
@@ -48,9 +49,10 @@ def setting(
         help: one sentence, for flags, docs and docstrings.
         hosts: on whose command lines it is a flag.
         flag: its name there, without the prefix; default: that of the field.
+        refused: on whose command lines the flag is refused, and why.
         options: as for `flag`.
     """
-    metadata = {"help": help, "options": options, "hosts": tuple(hosts.split()), "flag": flag}
+    metadata = {"help": help, "options": options, "hosts": tuple(hosts.split()), "flag": flag, "refused": refused}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -79,6 +81,9 @@ def add_settings(parser: Any, cls: type[Any], host: Host) -> None:
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         name, help, default = flag_of(field), field.metadata["help"], field.default
+        if why := field.metadata.get("refused", {}).get(host):
+            both = [name, "--" + name[2:].replace("-", "_")]
+            parser.add_argument(*both, action=_Refuse, nargs="?", const=why, help=argparse.SUPPRESS)
         if host not in field.metadata.get("hosts", ()):
             continue
         if default not in (None, False, True, ()):
@@ -106,6 +111,13 @@ def add_flags(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
         if kind is not bool and default is not None and default != ():
             text = f"{text} (default: {default})"
         parser.add_argument(f"--{field.name.replace('_', '-')}", default=default, help=text, **_options(field, kind))
+
+
+class _Refuse(argparse.Action):
+    """A flag that this program cannot have; ``const`` says why."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> NoReturn:
+        parser.error(f"{self.option_strings[0]} cannot be used here: {self.const}")
 
 
 def _options(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
