@@ -183,18 +183,25 @@ def _trains_with_megatron(script: str) -> bool:
     Raises:
         SetupError: neither is there.
     """
+    with open(script, encoding="utf-8", errors="replace") as file:
+        source = file.read()
+    imports_megatron = _imports(source, package_name())
+    if not imports_megatron and _imports(source, "transformers"):
+        return False
     try:
         find_project()
     except SetupError:
-        with open(script, encoding="utf-8", errors="replace") as file:
-            source = file.read()
-        imports = re.search(rf"^\s*(import|from)\s+{package_name()}\b", source, re.MULTILINE)
-        if imports is None and hugging_face.is_here():
-            return False
         # Then it is found, or refused, when the script imports it.
-        if not any(words in source for words in _CHANGES_PATH):
+        if any(words in source for words in _CHANGES_PATH):
+            return True
+        if imports_megatron or not hugging_face.is_here():
             raise
+        return False
     return True
+
+
+def _imports(source: str, package: str) -> bool:
+    return re.search(rf"^\s*(import|from)\s+{package}\b", source, re.MULTILINE) is not None
 
 
 class _WithoutOurFrames:

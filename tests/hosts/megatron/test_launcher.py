@@ -100,6 +100,14 @@ def test_a_script_that_puts_megatron_on_the_path_itself(tmp_path):
     assert hooks_of(done.stdout) == LM_HOOKS, done.stderr
 
 
+def test_a_script_that_puts_a_script_of_megatron_on_the_path(tmp_path):
+    """The launcher sees no import of Megatron, and is not misled by transformers, which is here as well."""
+    root = write_lm(tmp_path / "checkout")
+    (root / "inner.py").write_text(LM_SCRIPT.replace('if __name__ == "__main__":', "if True:"))
+    done = launch(tmp_path / "elsewhere", f"import sys\nsys.path.insert(1, {str(root)!r})\nimport inner\n")
+    assert hooks_of(done.stdout) == LM_HOOKS, done.stderr
+
+
 def test_no_megatron_is_refused_before_the_script_starts(tmp_path):
     done = launch(tmp_path, "print('started')\nfrom megatron.training import pretrain")
     assert done.returncode == 1 and "started" not in done.stdout
