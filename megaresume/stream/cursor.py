@@ -97,7 +97,7 @@ def comparable(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _segment(row: Sequence[int]) -> Segment:
     source, position, _, offset, length = row
-    return Segment(source=source, position=position, offset=offset, length=length)
+    return Segment(source, position, offset, length)
 
 
 def _source_cursor(row: Sequence[int], order: SourceOrder) -> SourceCursor:

@@ -16,7 +16,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import xxhash
 
@@ -92,9 +92,8 @@ class SourceCursor:
         return self.epoch + (1 - self.left / self.size if self.eras else 0.0)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Segment:
-    """A run of tokens of one document."""
+class Segment(NamedTuple):
+    """A run of tokens of one document. A tuple: a state has some hundred, and is taken after every step."""
 
     #: index into the sources of the config.
     source: int
@@ -301,9 +300,9 @@ def _plain(state: StreamState) -> dict[str, Any]:
         "documents": state.documents,
         "tokens": state.tokens,
         "sources": {name: _flat(s) | {"eras": [_flat_era(e) for e in s.eras]} for name, s in state.sources.items()},
-        "bins": [[b.opened_at, [_short(s) for s in b.segments]] for b in state.bins],
-        "pending": [_short(s) for s in state.pending],
-        "tails": [_short(s) for s in state.tails],
+        "bins": [[b.opened_at, list(map(list, b.segments))] for b in state.bins],
+        "pending": list(map(list, state.pending)),
+        "tails": list(map(list, state.tails)),
         "stages": [[s.first, s.name, json.loads(_dumps(s.config))] for s in state.stages],
         "batches": [list(batch) for batch in state.batches],
         "skips": state.skips.to_plain(),
@@ -332,10 +331,6 @@ def _flat_era(era: Era) -> list[int]:
 
 #: Fields of an era of the first stage, which leaves its number out.
 _SETTLED_AT_ONCE = len(Era.__slots__) - 1
-
-
-def _short(segment: Segment) -> list[int]:
-    return [segment.source, segment.position, segment.offset, segment.length]
 
 
 def _segment(short: object) -> Segment:

@@ -245,6 +245,8 @@ class Stream:
             self._blocks: deque[_Block] = deque()
             self._kept_bytes = 0
             self._anchors = Anchors(planner.snapshot())
+            #: where the last state was taken, if that was before the front.
+            self._asked: Planner | None = None
 
     def _reconcile(self, state: StreamState) -> Reconciled:
         return reconcile(
@@ -378,14 +380,23 @@ class Stream:
         if sample == self._planner.position:
             return cursor.fields_of(self._planner.snapshot(), self._course)
         self._check_start(sample)
-        if self._blocks and sample >= self._blocks[0].plan.first:
-            planner = Planner(self._course, self.sources, self._kept(sample).snapshot, feeds=self._planner.feeds)
-        else:
-            # Beside the front, which a loader goes on from.
-            planner = Planner(self._course, self.sources, self._anchors.before(sample))
+        planner = self._planner_before(sample)
         while planner.position < sample:
             planner.advance(min(sample - planner.position, self._block_samples))
         return cursor.fields_of(planner.snapshot(), self._course)
+
+    def _planner_before(self, sample: int) -> Planner:
+        """One that stands not far before a sample before the front: the last one, if states are taken step by step."""
+        last = self._asked
+        if last is not None and 0 <= sample - last.position <= self._block_samples:
+            return last
+        if self._blocks and sample >= self._blocks[0].plan.first:
+            feeds, snapshot = self._planner.feeds, self._kept(sample).snapshot
+        else:
+            # Feeds of their own: beside the front, which a loader goes on from.
+            feeds, snapshot = None, self._anchors.before(sample)
+        self._asked = Planner(self._course, self.sources, snapshot, feeds=feeds)
+        return self._asked
 
     def _block(self, sample: int) -> _Block:
         """The block that holds ``sample``; plans forward, or again from an anchor."""

@@ -44,7 +44,7 @@ def _bins(change: Callable[[tuple[Bin, ...]], tuple[Bin, ...]]) -> Edit:
 def _with_segment(**changes: Any) -> Edit:
     def edit(state: StreamState) -> StreamState:
         first, *bins = state.bins
-        segment = dataclasses.replace(first.segments[0], **changes)
+        segment = first.segments[0]._replace(**changes)
         return state.replace(bins=(Bin(opened_at=first.opened_at, segments=(segment, *first.segments[1:])), *bins))
 
     return edit

@@ -56,6 +56,18 @@ def test_back_further_than_is_kept(stream_of: StreamOf) -> None:
     assert stream.state_at(front) == state
 
 
+@pytest.mark.parametrize("back", [False, True], ids=["forward", "and back"])
+def test_states_taken_step_by_step(stream_of: StreamOf, back: bool) -> None:
+    stages = [{"from_samples": 37, "weights": {"a": 1, "b": 5}}, {"from_samples": 500, "packing": "split"}]
+    data = DATA | {"stages": stages, "skip": {"samples": ["90:95", "601:640"]}}
+    stream = stream_of(data, LENGTHS)
+    stream.plan(0, 900)
+    rng, sample = random.Random(3), 0
+    while sample < 800:
+        assert stream.state_at(sample).to_json() == stream_of(data, LENGTHS).state_at(sample).to_json()
+        sample = max(sample + rng.choice([1, 1, 2, 8, 40, BLOCK + 1, *(back * [-1, -30])]), 0)
+
+
 def test_a_seek_is_what_a_walk_is(stream_of: StreamOf) -> None:
     walked, sought = stream_of(DATA, LENGTHS), stream_of(DATA, LENGTHS)
     for sample in range(2000):
