@@ -151,6 +151,16 @@ def test_smaller_global_batches_from_here_on(project: Project, order: StreamOrde
     assert len(list(kit.Sampler(len(train), 160, 2, 0, 2))) >= 10
 
 
+def test_the_last_step_is_whole(project: Project, streams: Streams) -> None:
+    """--train-samples 80, in steps of 4 up to sample 20 and then of 8: the last one trains samples 76 to 83."""
+    order = StreamOrder(streams, saved=None, position=0, iteration=0, schedule=BatchSchedule(((0, 4), (20, 8))))
+    train, _, _ = stream_provider(project, kit.arguments(), order, FORM, None)([80, 48, 16])
+    assert len(train) == 84
+    args = kit.arguments(phase_transition_iterations=[3], iteration=5, consumed_train_samples=20, global_batch_size=4)
+    train, _, _ = stream_provider(project, args, order, FORM, None)([60, 48, 16])
+    assert len(train) == 8 + 60 + 4 and int(train[len(train) - 1][SAMPLE_KEY]) == 83
+
+
 def test_the_three_parts_are_different_data(project: Project, order: StreamOrder) -> None:
     parts = stream_provider(project, kit.arguments(), order, FORM, None)([160, 48, 16])
     firsts = [tuple(part[0]["tokens"].tolist()) for part in parts]

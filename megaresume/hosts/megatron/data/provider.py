@@ -77,12 +77,15 @@ def _dataset(
     consumed, first = _consumed(args, part)
     # Megatron counts what a whole run of these flags takes. A run that took more so far (larger global batches, more
     # evaluations) needs as much again at most; its sampler would find no samples left, and the stream has no end.
+    num_samples = consumed + wanted
+    if stream.schedule is not None:  # from 0.18 on, a run of --train-samples ends with a whole step
+        num_samples = stream.schedule.step_of(first + num_samples - 1)[1] - first
     rank, size = data_parallel(project)
     deal = None
     if balance is not None:
         deal = RankDeal(balance, micro_batch_size=args.micro_batch_size, dp_rank=rank, dp_size=size)
     dataset = SampleDataset(
-        stream, form, num_samples=consumed + wanted, first=first, index_split=_index_split(project, part), deal=deal
+        stream, form, num_samples=num_samples, first=first, index_split=_index_split(project, part), deal=deal
     )
     if args.dataloader_type != "external":
         return dataset
