@@ -5,9 +5,9 @@ Compiled loops lay out and write whole batches, without holding the GIL.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -78,7 +78,7 @@ def copy_segments(  # type: ignore[no-untyped-def]
         document_starts, document_lengths: int64[k], where each segment's document lies in ``stored``, in tokens.
         which: int64[k], rows of ``table`` that are of this source.
         table: int64[n, SEGMENT_WIDTH], all segments of the batch. rows, columns: int64[n], where they go.
-        tokens, labels: int64[m, S]. loss_mask: float32[m, S].
+        tokens, labels: int64[m, S]. loss_mask: float32[m, S]. Labels and loss mask may be empty: they are left out.
     """
     for j in range(which.size):
         k = which[j]
@@ -86,20 +86,21 @@ def copy_segments(  # type: ignore[no-untyped-def]
         first = document_starts[j] + offset
         source = stored[first : first + length]
         row, column = rows[k], columns[k]
+        goes_on = offset + length < document_lengths[j]
         to_tokens = tokens[row, column : column + length]
-        to_labels = labels[row, column : column + length]
-        to_mask = loss_mask[row, column : column + length]
         for i in range(length):
             to_tokens[i] = source[i]
-        for i in range(length - 1):
-            to_labels[i] = source[i + 1]
-        for i in range(length):
-            to_mask[i] = 1
-        if offset + length < document_lengths[j]:
-            to_labels[length - 1] = stored[first + length]
-        else:
-            to_labels[length - 1] = 0
-            to_mask[length - 1] = 0
+        if labels.size:
+            to_labels = labels[row, column : column + length]
+            for i in range(length - 1):
+                to_labels[i] = source[i + 1]
+            to_labels[length - 1] = stored[first + length] if goes_on else 0
+        if loss_mask.size:
+            to_mask = loss_mask[row, column : column + length]
+            for i in range(length):
+                to_mask[i] = 1
+            if not goes_on:
+                to_mask[length - 1] = 0
 
 
 @compiled
@@ -132,7 +133,7 @@ def finish_rows(starts, columns, table, align, pad_id, tokens, labels, loss_mask
         starts: int64[m + 1], the segments of each row. columns: int64[n], where each lies. table: of the `Plan`.
         align: tokens that a segment's place is a multiple of.
         pad_id: token written where there is no document.
-        tokens, labels, position_ids: int64[m, S]. loss_mask: float32[m, S].
+        tokens, labels, position_ids: int64[m, S]. loss_mask: float32[m, S]. All but the tokens may be empty.
     """
     seq_length = tokens.shape[1]
     for row in range(tokens.shape[0]):
@@ -142,9 +143,11 @@ def finish_rows(starts, columns, table, align, pad_id, tokens, labels, loss_mask
             _pad(row, written, columns[k], pad_id, tokens, labels, loss_mask)
             written = columns[k] + table[k, LENGTH]
             end = columns[k] + -(-table[k, LENGTH] // align) * align
-            _count(position_ids[row, columns[k] : end])
+            if position_ids.size:
+                _count(position_ids[row, columns[k] : end])
         _pad(row, written, seq_length, pad_id, tokens, labels, loss_mask)
-        _count(position_ids[row, end:])
+        if position_ids.size:
+            _count(position_ids[row, end:])
 
 
 @compiled
@@ -157,16 +160,33 @@ def _count(out):  # type: ignore[no-untyped-def]
 def _pad(row, start, stop, pad_id, tokens, labels, loss_mask):  # type: ignore[no-untyped-def]
     for i in range(start, stop):
         tokens[row, i] = pad_id
-        labels[row, i] = 0
-        loss_mask[row, i] = 0
+    if labels.size:
+        labels[row, start:stop] = 0
+    if loss_mask.size:
+        loss_mask[row, start:stop] = 0
 
 
 Int64Array = npt.NDArray[np.int64]
 
 
+#: Fields of a batch that a loop can do without.
+Field = Literal["labels", "loss_mask", "position_ids"]
+FIELDS: tuple[Field, ...] = ("labels", "loss_mask", "position_ids")
+
+
+def check_fields(fields: Collection[str]) -> None:
+    """Raise a UsageError for a field that there is none of."""
+    if isinstance(fields, str) or not {*fields} <= {*FIELDS}:
+        raise UsageError(
+            "no such field of a batch",
+            found=f"fields={fields!r}",
+            expected=f"some of {', '.join(FIELDS)}, or none: () gives tokens and cu_seqlens alone",
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrays:
-    """A batch of m samples of S tokens, before torch."""
+    """A batch of m samples of S tokens, before torch. Those that nobody asked for are empty: [0, 0]."""
 
     #: int64[m, S].
     tokens: Int64Array
@@ -179,14 +199,14 @@ class Arrays:
     position_ids: Int64Array
 
     @classmethod
-    def empty(cls, num_samples: int, seq_length: int) -> Arrays:
-        """Not initialised."""
+    def empty(cls, num_samples: int, seq_length: int, fields: Collection[Field] = FIELDS) -> Arrays:
+        """Not initialised: the tokens, and these fields."""
         shape = (num_samples, seq_length)
         return cls(
             tokens=np.empty(shape, np.int64),
-            labels=np.empty(shape, np.int64),
-            loss_mask=np.empty(shape, np.float32),
-            position_ids=np.empty(shape, np.int64),
+            labels=np.empty(shape if "labels" in fields else (0, 0), np.int64),
+            loss_mask=np.empty(shape if "loss_mask" in fields else (0, 0), np.float32),
+            position_ids=np.empty(shape if "position_ids" in fields else (0, 0), np.int64),
         )
 
 
@@ -361,8 +381,9 @@ class Assembler:
             end = column + length
             read: npt.NDArray[Any] = source.read(document, offset, min(length + 1, total - offset))
             out.tokens[row, column:end] = read[:length]
-            out.labels[row, column : column + len(read) - 1] = read[1:]
-            out.loss_mask[row, column:end] = 1
-            if len(read) == length:
+            if out.labels.size:
                 out.labels[row, end - 1] = 0
-                out.loss_mask[row, end - 1] = 0
+                out.labels[row, column : column + len(read) - 1] = read[1:]
+            if out.loss_mask.size:
+                out.loss_mask[row, column:end] = 1
+                out.loss_mask[row, end - 1] = len(read) > length

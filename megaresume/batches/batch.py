@@ -7,28 +7,23 @@ all ranks run the same graph.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TypedDict
 
 import numpy as np
 import torch
 import torch.utils.data
 
-from megaresume.batches.assemble import Arrays, Assembler
+from megaresume.batches.assemble import FIELDS, Arrays, Assembler, Field
 from megaresume.batches.documents import DocumentReader, FaultEntry, Images
 from megaresume.images.room import Room
+from megaresume.stream.errors import UsageError
 from megaresume.stream.planning.plan import Plan
 
 
 class _Always(TypedDict):
     #: int64[m, S].
     tokens: torch.Tensor
-    #: int64[m, S]: the next token of the same document.
-    labels: torch.Tensor
-    #: float32[m, S]: 1 where the label counts.
-    loss_mask: torch.Tensor
-    #: int64[m, S]: from 0 in every segment.
-    position_ids: torch.Tensor
     #: one int32[segments + 1] a sample: where its segments start, first 0, last S; padding is the last segment.
     cu_seqlens: list[torch.Tensor]
     #: int64[m]: numbers of the samples in the stream.
@@ -40,6 +35,14 @@ class _Always(TypedDict):
 class Batch(_Always, total=False):
     """A micro-batch of m samples of S tokens."""
 
+    # Unless a loop does without them.
+
+    #: int64[m, S]: the next token of the same document.
+    labels: torch.Tensor
+    #: float32[m, S]: 1 where the label counts.
+    loss_mask: torch.Tensor
+    #: int64[m, S]: from 0 in every segment.
+    position_ids: torch.Tensor
     #: bool[m, 1, S, S]: True where attention is not allowed (Megatron's convention); only if asked for.
     attention_mask: torch.Tensor
 
@@ -55,6 +58,15 @@ class Batch(_Always, total=False):
     num_tiles: torch.Tensor
     #: records that were not as the index announced them, and what was done.
     faults: list[FaultEntry]
+
+
+_DTYPES = {
+    "tokens": torch.int64,
+    "labels": torch.int64,
+    "loss_mask": torch.float32,
+    "position_ids": torch.int64,
+}
+_NOTHING = {name: torch.empty(0, 0, dtype=dtype).numpy() for name, dtype in _DTYPES.items()}
 
 
 def document_mask(cu_seqlens: Sequence[torch.Tensor], seq_length: int) -> torch.Tensor:
@@ -80,6 +92,7 @@ def make_batch(
     assembler: Assembler,
     *,
     samples: Sequence[int] | None = None,
+    fields: Collection[Field] = FIELDS,
     attention_mask: bool = False,
     pin_memory: bool = False,
 ) -> Batch:
@@ -89,30 +102,30 @@ def make_batch(
         plan: the samples.
         assembler: reads them.
         samples: their numbers, where they are not consecutive.
+        fields: which of those that a loop can do without.
         attention_mask: add the document-diagonal mask.
         pin_memory: put tensors into page-locked memory.
 
     Raises:
         CorpusError: a document is damaged, or not as long as the index says.
+        UsageError: a loop without a loss mask, and sources that say which tokens are trained.
     """
+    if "loss_mask" not in fields:
+        _check_all_trained(assembler)
     shape = (len(plan), assembler.seq_length)
-    tokens, labels, position_ids = torch.empty((3, *shape), dtype=torch.int64, pin_memory=pin_memory)
-    loss_mask = torch.empty(shape, dtype=torch.float32, pin_memory=pin_memory)
-    arrays = Arrays(
-        tokens=tokens.numpy(), labels=labels.numpy(), loss_mask=loss_mask.numpy(), position_ids=position_ids.numpy()
-    )
+    # A copy to a GPU watches memory that torch locked, under the tensor that it was locked for: never from_numpy.
+    tensors = {name: torch.empty(shape, dtype=_DTYPES[name], pin_memory=pin_memory) for name in ("tokens", *fields)}
+    arrays = Arrays(**_NOTHING | {name: tensor.numpy() for name, tensor in tensors.items()})
     images = values = None
     if assembler.documents is not None:
         values = _room(plan, assembler.documents, pin_memory=pin_memory)
         images = Images(room=None if values is None else Room(values.numpy()))
     layout = assembler.fill(plan, arrays, images)
+    bounds = torch.from_numpy(layout.bounds)
     batch: Batch = {
-        "tokens": tokens,
-        "labels": labels,
-        "loss_mask": loss_mask,
-        "position_ids": position_ids,
-        "cu_seqlens": list(torch.split(torch.from_numpy(layout.bounds), layout.num_bounds.tolist())),
-        "samples": torch.tensor(range(plan.first, plan.stop) if samples is None else samples, dtype=torch.int64),
+        **tensors,  # type: ignore[typeddict-item]
+        "cu_seqlens": list(bounds.split(layout.num_bounds.tolist())),
+        "samples": torch.from_numpy(np.array(range(plan.first, plan.stop) if samples is None else samples)),
         "hashes": torch.from_numpy(plan.hashes.view(np.int64).copy()),
     }
     if assembler.documents is not None and images is not None:
@@ -120,6 +133,19 @@ def make_batch(
     if attention_mask:
         batch["attention_mask"] = document_mask(batch["cu_seqlens"], assembler.seq_length)
     return batch
+
+
+def _check_all_trained(assembler: Assembler) -> None:
+    masked = [assembler.name_of(i) for i in assembler.masked]
+    if assembler.documents is not None:
+        masked += [assembler.name_of(i) for i in assembler.documents.sources]
+    if masked:
+        raise UsageError(
+            "this loop does without a loss mask, and the blend has sources that say which tokens are trained",
+            found=f"{', '.join(masked)}; fields without 'loss_mask'",
+            expected="loss_mask among the fields, and a loop that trains by it",
+            action="add 'loss_mask' to fields, or leave these sources out",
+        )
 
 
 def _room(plan: Plan, documents: DocumentReader, *, pin_memory: bool) -> torch.Tensor | None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 import torch.utils.data
 from numba.core.compiler_lock import global_compiler_lock
 
-from megaresume.batches.assemble import Assembler
+from megaresume.batches.assemble import FIELDS, Assembler, Field, check_fields
 from megaresume.batches.batch import Batch, make_batch
 from megaresume.corpora.base import Source
 from megaresume.stream.errors import ConfigError
@@ -43,14 +43,23 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
     Args:
         stream: the stream; its sources must be readable, not only give lengths.
         num_samples: what ``len`` answers, for samplers that ask (Megatron's do): samples of the whole run.
+        fields: which of those that a loop can do without, besides the tokens: each costs time.
         attention_mask: add the document-diagonal mask, bool[m, 1, S, S].
         pad_id: token written where there is no document.
     """
 
     def __init__(
-        self, stream: Stream, *, num_samples: int | None = None, attention_mask: bool = False, pad_id: int = 0
+        self,
+        stream: Stream,
+        *,
+        num_samples: int | None = None,
+        fields: Collection[Field] = FIELDS,
+        attention_mask: bool = False,
+        pad_id: int = 0,
     ) -> None:
+        check_fields(fields)
         self._num_samples = num_samples
+        self._fields = tuple(fields)
         self._attention_mask = attention_mask
         self._pad_id = pad_id
         self._stream, self._owner = stream, os.getpid()
@@ -82,9 +91,9 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
         Raises:
             ConfigError: a stage with another sequence length or alignment begins among them.
         """
-        shapes = {self.stream.shape_at(first), self.stream.shape_at(stop - 1)}
-        if len(shapes) > 1:
-            (length, align), (other, other_align) = sorted(shapes)
+        shape, last = self.stream.shape_at(first), self.stream.shape_at(stop - 1)
+        if shape != last:
+            (length, align), (other, other_align) = sorted((shape, last))
             raise ConfigError(
                 "a stage with samples of another shape begins inside a micro-batch",
                 found=f"samples {first} to {stop - 1} of {length} and {other} tokens, aligned to {align} and "
@@ -92,7 +101,6 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
                 expected="samples of one shape in a micro-batch",
                 action="declare the stage with from_step, or with from_samples at the beginning of a step",
             )
-        shape = shapes.pop()
         if shape not in self._assemblers:
             sources = cast(list[Source], self.stream.sources)
             config = self.stream.config
@@ -128,7 +136,14 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
         """The same, if asked for in page-locked memory."""
         plan = self._plan(samples)
         assembler = self.assembler_of(min(samples), max(samples) + 1)
-        return make_batch(plan, assembler, samples=samples, attention_mask=self._attention_mask, pin_memory=pin_memory)
+        return make_batch(
+            plan,
+            assembler,
+            samples=samples,
+            fields=self._fields,
+            attention_mask=self._attention_mask,
+            pin_memory=pin_memory,
+        )
 
     def _plan(self, samples: Sequence[int]) -> Plan:
         first, stop = samples[0], samples[-1] + 1

@@ -21,11 +21,12 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Literal
 
 import torch.utils.data
 
+from megaresume.batches.assemble import FIELDS, Field
 from megaresume.batches.batch import Batch
 from megaresume.batches.dataset import StreamDataset, whole
 from megaresume.batches.parcel import Inbox, Outbox
@@ -81,6 +82,8 @@ class StreamLoader:
         prefetch: micro-batches read ahead (by each worker).
         start_method: of worker processes; None: Python's default.
         pin_memory: put tensors into page-locked memory, for asynchronous copies to a GPU.
+        fields: which of ``labels``, ``loss_mask`` and ``position_ids`` batches hold; a loop that makes them by itself
+            saves their time.
         attention_mask: add the document-diagonal mask.
         pad_id: token written where there is no document.
         balance: deal the samples of each global batch so that all ranks have as much to do; None: as they come.
@@ -103,6 +106,7 @@ class StreamLoader:
         prefetch: int = 2,
         start_method: StartMethod | None = None,
         pin_memory: bool = False,
+        fields: Collection[Field] = FIELDS,
         attention_mask: bool = False,
         pad_id: int = 0,
         balance: Balance | None = None,
@@ -118,7 +122,7 @@ class StreamLoader:
         self.start_method = start_method
         self.pin_memory = pin_memory
         self.balance = balance
-        self.dataset = StreamDataset(stream, attention_mask=attention_mask, pad_id=pad_id)
+        self.dataset = StreamDataset(stream, fields=fields, attention_mask=attention_mask, pad_id=pad_id)
         # Wrong sizes must fail when the loader is built, on every rank, not in the middle of the ramp-up.
         for _, size in schedule.segments:
             micro_batches(0, size, micro_batch_size=micro_batch_size, dp_rank=dp_rank, dp_size=dp_size)
@@ -133,7 +137,7 @@ class StreamLoader:
         sample = self.start
         while self.stop is None or sample < self.stop:
             size = self.schedule.size_at(sample)
-            self.stream.plan(sample + size - 1, sample + size)
+            self.stream.check_reaches(sample + size)
             yield from deal(
                 self.stream,
                 sample,

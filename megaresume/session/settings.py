@@ -9,7 +9,7 @@ plan`` (`megaresume.session.flags`), and the table in docs/settings.md.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -61,6 +61,10 @@ class Loader:
         None, "how worker processes start; default: Python's", hosts="training"
     )
     pin_memory: bool | None = setting(None, "page-locked batches; default: on a CUDA device")
+    fields: Sequence[Literal["labels", "loss_mask", "position_ids"]] = setting(
+        ("labels", "loss_mask", "position_ids"),
+        "which of these a batch has besides its tokens and boundaries; a loop that makes them by itself saves time",
+    )
     attention_mask: bool = setting(False, "add the document-diagonal mask, bool[m, 1, S, S], to every batch")
     pad_id: int = setting(0, "token id of padding")
     transform: Callable[[Any], Any] | None = setting(

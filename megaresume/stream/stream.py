@@ -286,6 +286,8 @@ class Stream:
 
     def config_at(self, sample: int) -> StreamConfig:
         """What holds in the stage of a sample: its config, which declares no stages."""
+        if len(self._course.stages) == 1:
+            return self._course.config(0)
         with self._lock:
             if sample >= self._planner.position and len(self._course.began) < len(self._course.stages):
                 self._plan_up_to(sample)
@@ -321,6 +323,12 @@ class Stream:
                 parts.append(block.plan.slice(first, end))
                 first = end
             return concatenate(parts) if parts else dataclasses.replace(self._planner.advance(0), first=first)
+
+    def check_reaches(self, stop: int) -> None:
+        """Raise StreamExhausted if the stream ends before ``stop``."""
+        with self._lock:
+            if stop > self._planner.position:
+                self._plan_up_to(stop - 1)
 
     def digest_at(self, sample: int) -> str:
         """Rolling digest of all samples before ``sample``: 16 hex digits."""

@@ -96,6 +96,24 @@ def test_any_ranks_and_micro_batches(open_it, expected, dp, micro, prefetch):
     assert steps[0]["samples"].tolist() == list(range(8))
 
 
+@pytest.mark.parametrize("fields", [(), ("labels",), ("loss_mask", "position_ids")])
+def test_fields_that_nobody_needs_are_left_out(config, notes, fields):
+    def batches(**options):
+        stream = open_stream(config, objects={"notes": notes})
+        return list(StreamLoader(stream, BatchSchedule.constant(4), micro_batch_size=4, stop=80, **options))
+
+    left_out = {"labels", "loss_mask", "position_ids"} - {*fields}
+    expected = [{key: batch[key] for key in batch if key not in left_out} for batch in batches()]
+    assert_same(batches(fields=fields), expected)
+
+
+@pytest.mark.parametrize("fields", ["labels", ("tokens",), ("mask",)])
+def test_no_such_field(config, notes, fields):
+    stream = open_stream(config, objects={"notes": notes})
+    with pytest.raises(UsageError, match="no such field"):
+        StreamLoader(stream, BatchSchedule.constant(4), micro_batch_size=4, fields=fields)
+
+
 @pytest.mark.parametrize(
     "num_workers, start_method",
     [(1, "fork"), (3, "fork"), (2, "spawn"), pytest.param(2, "forkserver", marks=pytest.mark.release)],

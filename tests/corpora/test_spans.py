@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaresume.batches.assemble import Arrays, Assembler
+from megaresume.batches.dataset import StreamDataset
 from megaresume.batches.open import open_stream
 from megaresume.corpora import IndexedSource, range_of
 from megaresume.corpora.sidecar import read_tokenizer, sidecar_path, write_tokenizer
 from megaresume.corpora.spans import SpansWriter, runs_of, spans_of, spans_path
-from megaresume.stream.errors import CorpusError, StateError
+from megaresume.stream.errors import CorpusError, StateError, UsageError
 
 LENGTHS = [7, 0, 12, 30, 1, 9]
 SPANS = [[(2, 5), (6, 7)], [], [(0, 12)], [(3, 4), (9, 20), (28, 30)], [], [(1, 9)]]
@@ -178,6 +179,17 @@ def test_spans_of_another_corpus_or_damaged_ones_are_refused(prefix, tmp_path):
         path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
         with pytest.raises(CorpusError, match="damaged"):
             IndexedSource(prefix).fingerprint()
+
+
+def test_a_loop_without_a_loss_mask_is_refused(tmp_path):
+    from tests.corpora.conftest import _simple_corpus
+
+    prefix = _simple_corpus(tmp_path / "c", [30])
+    write_spans(prefix, [30], [[(3, 9)]])
+    stream = open_stream({"seq_length": 32, "sources": {"c": str(prefix)}})
+    assert StreamDataset(stream)[0]["loss_mask"].sum() == 6
+    with pytest.raises(UsageError, match=r"which tokens are trained[\s\S]*'c'"):
+        StreamDataset(stream, fields=("labels",))[0]
 
 
 @settings(max_examples=30)

@@ -284,6 +284,7 @@ def attach(
         prefetch=loader.prefetch,
         start_method=loader.start_method,
         pin_memory=engine.device.type == "cuda" if loader.pin_memory is None else loader.pin_memory,
+        fields=loader.fields,
         attention_mask=loader.attention_mask,
         pad_id=loader.pad_id,
         balance=balance,

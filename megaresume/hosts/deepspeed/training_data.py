@@ -13,11 +13,12 @@ trained samples are put together at every save, so that the state has all of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from megaresume.batches.assemble import Field
 from megaresume.batches.batch import Batch
 from megaresume.batches.dataset import StreamDataset
 from megaresume.batches.documents import FaultEntry
@@ -63,6 +64,7 @@ class TrainingData(EngineData):
         prefetch: int,
         start_method: StartMethod | None,
         pin_memory: bool,
+        fields: Collection[Field],
         attention_mask: bool,
         pad_id: int,
         balance: Balance | None,
@@ -77,6 +79,7 @@ class TrainingData(EngineData):
             "prefetch": prefetch,
             "start_method": start_method,
             "pin_memory": pin_memory,
+            "fields": fields,
             "attention_mask": attention_mask,
             "pad_id": pad_id,
             "balance": balance,
@@ -230,7 +233,7 @@ class TrainingData(EngineData):
             dp_size=facts.data_size(self.engine),
             balance=self.balance,
         )[index]
-        options = {name: self._loading[name] for name in ("attention_mask", "pad_id")}
+        options = {name: self._loading[name] for name in ("fields", "attention_mask", "pad_id")}
         batch = StreamDataset(self.stream, **options).__getitems__(numbers)
         if not self._is_pipeline:
             self._taken.looked_at(int(fingerprint(batch["tokens"])))
