@@ -123,7 +123,8 @@ def _stream(result: DryRun, before: Topology, state: StreamState) -> None:
     result.before, result.now = before, now
     planned = findings.attempt(lambda: planned_sizes(now, flags, is_megatron=found.is_megatron))
     if planned is not None:
-        result.schedule = planned.resumed(state.batches, state.samples)
+        ahead = planned_sizes(now, flags, is_megatron=found.is_megatron, start=state.samples)
+        result.schedule = None if ahead is None else ahead.resumed(state.batches, state.samples)
         is_said = flags.rampup_batch_size is not None or flags.global_batch_size is not None
         if len({size for _, size in state.batches}) > 1 and not is_said:
             findings.note(
@@ -131,9 +132,16 @@ def _stream(result: DryRun, before: Topology, state: StreamState) -> None:
                 action="--rampup-batch-size START INCREMENT SAMPLES, if the launch has it",
             )
     check_layout(choice, now, result.schedule, state.samples, flags, findings)
-    if planned is not None:
+    if planned is not None and result.schedule is not None:
         result.ending = ending(
-            planned, state.batches, step, state.samples, flags, findings, is_megatron=found.is_megatron
+            planned,
+            result.schedule,
+            state.batches,
+            step,
+            state.samples,
+            flags,
+            findings,
+            is_megatron=found.is_megatron,
         )
     end = result.ending
     result.data = data = read_data(

@@ -35,6 +35,7 @@ class Ending:
 
 def ending(
     planned: BatchSchedule,
+    schedule: BatchSchedule,
     history: tuple[tuple[int, int], ...],
     step: int,
     sample: int,
@@ -47,13 +48,13 @@ def ending(
 
     Args:
         planned: global batch sizes that the flags mean, from sample 0.
+        schedule: those of the whole run, the past included.
         history: those of the run so far.
         step, sample: where it goes on.
         is_megatron: ends as Megatron's training loop does, otherwise as `megaresume.training`.
     """
     if flags.train_iters is None and flags.train_samples is None:
         return None
-    schedule = planned.resumed(history, sample)
     before = BatchSchedule(history) if history else schedule
     rule = _megatron if is_megatron else _ours
     end, old = (rule(*sizes, step, sample, flags) for sizes in ((planned, schedule), (before, before)))

@@ -171,8 +171,8 @@ def topology(before: Topology, flags: Flags) -> Topology:
     )
 
 
-def planned_sizes(now: Topology, flags: Flags, *, is_megatron: bool) -> BatchSchedule | None:
-    """The global batch sizes that the flags mean, from sample 0; None: not known.
+def planned_sizes(now: Topology, flags: Flags, *, is_megatron: bool, start: int = 0) -> BatchSchedule | None:
+    """The global batch sizes that the flags mean, from a step on that begins at ``start``; None: not known.
 
     Raises:
         UsageError: a bad ramp-up.
@@ -183,7 +183,7 @@ def planned_sizes(now: Topology, flags: Flags, *, is_megatron: bool) -> BatchSch
         return BatchSchedule.constant(now.global_batch_size)
     if is_megatron:
         sizes = SimpleNamespace(global_batch_size=now.global_batch_size, rampup_batch_size=flags.rampup_batch_size)
-        return schedule_from_args(sizes)
+        return schedule_from_args(sizes, start=start)
     return BatchSchedule.ramp_up(*flags.rampup_batch_size, now.global_batch_size)
 
 

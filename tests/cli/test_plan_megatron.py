@@ -11,7 +11,9 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
+from megaresume.batches.open import open_stream
 from megaresume.checkpoint.saving.commit import begin_save, commit_save
+from megaresume.checkpoint.topology import Topology
 from megaresume.cli.main import main
 from tests.hosts.conftest import data_yaml  # noqa: F401  a fixture
 from tests.hosts.megatron.conftest import mini  # noqa: F401  a fixture
@@ -133,3 +135,27 @@ def test_real_runs_on_our_stream(mini: Any, data_yaml: Path, plan: Any, tmp_path
     (warning,) = report["findings"]
     assert warning["headline"] == "Megatron would end before all samples are trained"
     assert warning["action"] == f"--train-iters {30 + (600 - 192) // 16} in place of --train-samples"
+
+
+def test_a_ramp_up_after_steps_of_another_size(plan: Any, data_yaml: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Megatron takes the size of a step from the samples trained so far, whatever the steps were that trained them."""
+    from megatron.core import num_microbatches_calculator as calculators
+
+    save = tmp_path / "save"
+    state = open_stream(data_yaml).state_at(60, batches=[(0, 12)])
+    layout = Topology(dp=2, world_size=2, micro_batch_size=2, global_batch_size=12)
+    pending = begin_save(save, tag="iter_0000005", iteration=5, state=state, topology=layout, latest=False)
+    (save / "iter_0000005").mkdir(parents=True)
+    (save / "iter_0000005" / "common.pt").write_bytes(b"weights")
+    commit_save(pending)
+    (save / "latest_checkpointed_iteration.txt").write_text("5")
+    ramp = ("--rampup-batch-size", 8, 8, 132, "--global-batch-size", 24, "--train-iters", 20)
+    report = plan("--data", data_yaml, *ramp)
+    theirs = calculators.RampupBatchsizeNumMicroBatchesCalculator(24, 2, 2, False, 5, 8, 8, 132)
+    sample = 60
+    for _ in range(15):
+        theirs.update(sample, False)
+        size = [size for first, size in report["batches"] if first <= sample][-1]
+        assert size == theirs.get_current_global_batch_size()
+        sample += size
+    assert report["end"] == {"step": 20, "samples": sample}
