@@ -117,10 +117,13 @@ def run(
     while loop.samples < epochs * ITEMS if steps is None else loop.step < steps:
         for micro in loop:
             is_text = isinstance(data, str)
-            loss = model(micro["tokens"] if is_text else micro) / accumulation
+            loss = model(micro["tokens"] % 64 if is_text else micro) / accumulation
             loss.backward()
             numbers = micro["samples"].tolist() if is_text else (micro[:, 0] * BASE + micro[:, 1]).tolist()
-            write_down(directory, rank, attempt=attempt, step=loop.step + 1, items=numbers, loss=loss.item())
+            line = {"attempt": attempt, "step": loop.step + 1, "items": numbers, "loss": loss.item()}
+            if is_text:
+                line |= {name: micro[name].tolist() for name in ("tokens", "loss_mask")}
+            write_down(directory, rank, **line)
             if not loop.ends_step:
                 continue
             optimizer.step()
