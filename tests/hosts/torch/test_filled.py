@@ -21,7 +21,7 @@ from tests.hosts.torch.program import run
 from tests.hosts.torch.record import items, launch_forked, lines, trained
 from tests.stream import test_filled as filled
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.release]
 
 PROGRAM = Path(__file__).with_name("program.py")
 
@@ -68,7 +68,7 @@ def test_nothing_is_lost_repeated_or_cut_and_the_masks_are_those_of_the_spans(ki
 
 def test_the_commands_know_what_was_trained(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of(killed)
-    assert main(["trace", str(killed), "--samples", "0:228", "--json"]) == 0
+    assert main(["trace", str(killed), "--samples", "0:228", "--text", "--json"]) == 0
     raw = {name: np.fromfile(killed.parent / "corpora" / f"{name}.bin", "<i4") for name in ("text", "chat")}
     starts = {"text": np.cumsum([0, *filled.TEXT]), "chat": np.cumsum([0, *filled.CHATS])}
     told = 0
@@ -78,6 +78,8 @@ def test_the_commands_know_what_was_trained(killed: Path, capsys: pytest.Capture
         for s in row["segments"]:
             first = starts[s["source"]][s["document"]] + s["offset"]
             tokens[s["place"] : s["place"] + s["length"]] = raw[s["source"]][first : first + s["length"]]
+            spans = [list(span) for span in filled.SPANS[s["document"]] if span[0] < span[1]]
+            assert s.get("trained") == (spans if s["source"] == "chat" else None)
         assert tokens.tolist() == rows[row["sample"]]["tokens"].tolist()
         told += 1
     assert told == 228
