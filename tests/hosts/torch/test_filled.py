@@ -21,7 +21,7 @@ from tests.hosts.torch.program import run
 from tests.hosts.torch.record import items, launch_forked, lines, trained
 from tests.stream import test_filled as filled
 
-pytestmark = [pytest.mark.process, pytest.mark.release]
+pytestmark = pytest.mark.process
 
 PROGRAM = Path(__file__).with_name("program.py")
 
@@ -55,6 +55,7 @@ def rows_of(directory: Path) -> dict[int, dict[str, np.ndarray]]:
     return found
 
 
+@pytest.mark.release
 def test_nothing_is_lost_repeated_or_cut_and_the_masks_are_those_of_the_spans(killed: Path) -> None:
     steps = [sorted(step) for step in trained(killed)]
     assert [len(step) for step in steps] == [4] * 3 + [8] * 27 and items(steps) == list(range(228))
@@ -66,6 +67,7 @@ def test_nothing_is_lost_repeated_or_cut_and_the_masks_are_those_of_the_spans(ki
     assert max(counts.values()) == 2 and counts.total() == 228 * filled.SEQ
 
 
+@pytest.mark.release
 def test_the_commands_know_what_was_trained(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of(killed)
     assert main(["trace", str(killed), "--samples", "0:228", "--text", "--json"]) == 0
