@@ -159,3 +159,5 @@ def test_a_ramp_up_after_steps_of_another_size(plan: Any, data_yaml: Path, tmp_p
         assert size == theirs.get_current_global_batch_size()
         sample += size
     assert report["end"] == {"step": 20, "samples": sample}
+    gain = plan("--data", data_yaml, *ramp, "--balance", "step", "--balance-token-cost", 0)["balance"]
+    assert 1 <= gain["after"] < gain["before"]
