@@ -313,7 +313,7 @@ class DataLoader:
         schedule = self.stream.schedule
         assert schedule is not None
         batches, short = schedule.until(sample), (sample - self.stream.start) % self.step_samples
-        if short and self.balance is not None and self._goes_on(sample):
+        if short and self.balance is not None and (self.drop_last or self.goes_on(sample)):
             raise StateError(
                 "there is no state inside a step with balanced ranks",
                 found=f"sample {sample}, {short} samples after the beginning of a step of {self.step_samples}",
@@ -325,12 +325,13 @@ class DataLoader:
             batches = (*schedule.until(sample - short), (sample - short, short))
         return self.stream.state_at(sample, batches=batches)
 
-    def _goes_on(self, sample: int) -> bool:
-        """Whether the run has samples from there on."""
-        if self.stop is not None and sample >= self.stop:
+    def goes_on(self, sample: int) -> bool:
+        """Whether the run has a micro-batch for every rank there; with ``drop_last``, a step that begins there."""
+        end = sample + (self.step_samples if self.drop_last else self.dp_size)
+        if self.stop is not None and end > self.stop:
             return False
         try:
-            self.stream.plan(sample, sample + 1)
+            self.stream.check_reaches(end)
         except StreamExhausted:
             return False
         return True

@@ -87,6 +87,16 @@ def test_no_state_inside_a_step() -> None:
         made[0].state_dict()
 
 
+@pytest.mark.parametrize(("options", "handed"), [({}, 6), ({"drop_last": True}, 4)])
+def test_a_state_after_a_short_step_that_leaves_items_out(options: dict[str, Any], handed: int) -> None:
+    """Seven samples: a step of four, one of two, and one sample that cannot be dealt out to two ranks."""
+    items = [{"input_ids": list(range(8))}] * 7
+    made = loaders_of_ranks(2, 1, dataset=items, seq_length=8, accumulation=2, max_epochs=1, balance=BALANCE, **options)
+    for loader in made:
+        list(loader)
+    assert [loader.state_dict()["samples"] for loader in made] == [handed, handed]
+
+
 def test_items_of_unknown_length_are_refused() -> None:
     with pytest.raises(UsageError, match="unknown length"):
         loaders(2, 2, 2, seq_length=None)

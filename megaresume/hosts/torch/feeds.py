@@ -123,9 +123,7 @@ class Items:
 
     def has(self, sample: int) -> bool:
         """See `Feed`."""
-        loader = self.loader
-        needed = loader.step_samples if loader.drop_last else loader.dp_size
-        return _reaches(loader.stream, sample, sample + needed, loader.stop)
+        return self.loader.goes_on(sample)
 
     def after(self, batch: Any, sample: int) -> int:
         """See `Feed`."""
