@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.utils.data
 import xxhash
 
@@ -37,7 +36,7 @@ from megaresume.batches.items.packed import flatten
 from megaresume.batches.items.planned import Places, Share
 from megaresume.batches.items.reader import reader
 from megaresume.batches.items.source import ItemSource
-from megaresume.batches.loader import outlive_signals
+from megaresume.batches.loader import data_parallel, outlive_signals
 from megaresume.batches.parcel import Inbox, Outbox
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import Append, BlendUnit, OnChange, StreamConfig
@@ -407,12 +406,12 @@ def _share(
     drop_last: bool,
     balance: Balance | None,
 ) -> Share:
-    distributed = dist.is_available() and dist.is_initialized()
+    rank, size = data_parallel(dp_rank, dp_size)
     return Share(
         batch_size=options.count("batch_size", batch_size),
         accumulation=options.count("accumulation", accumulation),
-        dp_rank=(dist.get_rank() if distributed else 0) if dp_rank is None else dp_rank,
-        dp_size=(dist.get_world_size() if distributed else 1) if dp_size is None else dp_size,
+        dp_rank=rank,
+        dp_size=size,
         drop_last=drop_last,
         balance=balance,
     )

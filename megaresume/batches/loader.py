@@ -24,6 +24,7 @@ import threading
 from collections.abc import Collection, Iterator, Sequence
 from typing import Literal
 
+import torch.distributed as dist
 import torch.utils.data
 
 from megaresume.batches.assemble import FIELDS, Field
@@ -33,7 +34,7 @@ from megaresume.batches.parcel import Inbox, Outbox
 from megaresume.stream.batches import BatchSchedule, micro_batches
 from megaresume.stream.dealing.balance import Balance
 from megaresume.stream.dealing.deal import deal
-from megaresume.stream.errors import MegaresumeError
+from megaresume.stream.errors import MegaresumeError, UsageError
 from megaresume.stream.stream import Stream
 
 _SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
@@ -65,6 +66,26 @@ def _wait(parent: int) -> None:
             os._exit(0)  # as torch's own handler does
 
 
+def data_parallel(dp_rank: int | None, dp_size: int | None) -> tuple[int, int]:
+    """This rank among the data-parallel ranks, and how many there are: as given; else torch.distributed's, if it is
+    initialised.
+
+    Raises:
+        UsageError: there is no such rank.
+    """
+    distributed = dist.is_available() and dist.is_initialized()
+    rank = (dist.get_rank() if distributed else 0) if dp_rank is None else dp_rank
+    size = (dist.get_world_size() if distributed else 1) if dp_size is None else dp_size
+    if not 0 <= rank < size:
+        raise UsageError(
+            "there is no such data-parallel rank",
+            found=f"dp_rank={rank}, dp_size={size}",
+            expected="dp_rank from 0 to dp_size - 1",
+            action="leave both out: they are then torch.distributed's",
+        )
+    return rank, size
+
+
 StartMethod = Literal["fork", "spawn", "forkserver"]
 
 
@@ -75,7 +96,7 @@ class StreamLoader:
         stream: the global stream.
         schedule: global batch sizes by sample.
         micro_batch_size: samples.
-        dp_rank, dp_size: this rank among the data-parallel ranks.
+        dp_rank, dp_size: this rank among the data-parallel ranks; default: those of torch.distributed.
         start: sample at which the first step begins; a step boundary. Default: where the stream was restored.
         stop: sample at which to end; None: no end.
         num_workers: worker processes; 0: a thread, or none with ``prefetch=0``.
@@ -89,7 +110,7 @@ class StreamLoader:
         balance: deal the samples of each global batch so that all ranks have as much to do; None: as they come.
 
     Raises:
-        UsageError: the global batch does not divide over the ranks.
+        UsageError: the global batch does not divide over the ranks, or there is no such rank.
     """
 
     def __init__(
@@ -98,8 +119,8 @@ class StreamLoader:
         schedule: BatchSchedule,
         *,
         micro_batch_size: int,
-        dp_rank: int = 0,
-        dp_size: int = 1,
+        dp_rank: int | None = None,
+        dp_size: int | None = None,
         start: int | None = None,
         stop: int | None = None,
         num_workers: int = 0,
@@ -114,7 +135,7 @@ class StreamLoader:
         self.stream = stream
         self.schedule = schedule
         self.micro_batch_size = micro_batch_size
-        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.dp_rank, self.dp_size = data_parallel(dp_rank, dp_size)
         self.start = stream.start if start is None else start
         self.stop = stop
         self.num_workers = num_workers
@@ -125,7 +146,7 @@ class StreamLoader:
         self.dataset = StreamDataset(stream, fields=fields, attention_mask=attention_mask, pad_id=pad_id)
         # Wrong sizes must fail when the loader is built, on every rank, not in the middle of the ramp-up.
         for _, size in schedule.segments:
-            micro_batches(0, size, micro_batch_size=micro_batch_size, dp_rank=dp_rank, dp_size=dp_size)
+            micro_batches(0, size, micro_batch_size=micro_batch_size, dp_rank=self.dp_rank, dp_size=self.dp_size)
 
     def indices(self) -> Iterator[Sequence[int]]:
         """The sample numbers of every micro-batch of this rank, in order.

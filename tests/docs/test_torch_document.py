@@ -72,7 +72,7 @@ def test_the_stream_of_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     import megaresume
 
-    names = {"megaresume": megaresume, "rank": 1, "ranks": 2}
+    names = {"megaresume": megaresume}
     exec(blocks()[1], names)
     batch = next(iter(names["loader"]))  # type: ignore[call-overload]
-    assert batch["samples"].tolist() == [2, 3]
+    assert batch["samples"].tolist() == [0, 1]

@@ -59,9 +59,9 @@ def attach_accelerator(
         UsageError: nothing is prepared, or a setting under which the data would be other data, by name.
         CheckpointError: another job writes to the directory.
     """
+    feed = on_all_ranks(lambda: feed_of(loader, "attach_accelerator"))
     on_all_ranks(lambda: check_accelerator(accelerator, loader))
     checkpoints = on_all_ranks(lambda: _with_naming(checkpoints, accelerator.project_configuration))
-    feed = on_all_ranks(lambda: feed_of(loader, "attach_accelerator"))
     steps = Steps(feed, clock="optimizer.step()")
     host = AcceleratorHost(accelerator, steps)
     session = steps.session = open_session(host, feed, checkpoints, accelerator.device, stop, lambda: loop.save())
@@ -70,7 +70,7 @@ def attach_accelerator(
     return loop
 
 
-def check_accelerator(accelerator: Any, loader: Any) -> None:
+def check_accelerator(accelerator: Any, loader: DataLoader | StreamLoader) -> None:
     """Refuse what would be other data, or is not known to work.
 
     Raises:
@@ -93,6 +93,8 @@ def check_accelerator(accelerator: Any, loader: Any) -> None:
             action="call attach_accelerator after the last accelerator.prepare",
         )
     accumulation = getattr(loader, "accumulation", accelerator.gradient_accumulation_steps)
+    ranks = f"rank {accelerator.process_index} of {accelerator.num_processes}"
+    own = f"rank {loader.dp_rank} of {loader.dp_size}"
     kind = str(accelerator.distributed_type).removeprefix("DistributedType.")
     leave = "leave it out"
     refused = {
@@ -101,6 +103,10 @@ def check_accelerator(accelerator: Any, loader: Any) -> None:
         "sync_with_dataloader=False": (
             not accelerator.gradient_state.sync_with_dataloader,
             f"{leave}: a step ends with its last micro-batch",
+        ),
+        "a loader of other ranks": (
+            own != ranks and f"{own}; the Accelerator's is {ranks}",
+            "leave dp_rank and dp_size out, and make the loader after the Accelerator",
         ),
         "gradient_accumulation_steps other than the loader's": (
             accumulation != accelerator.gradient_accumulation_steps

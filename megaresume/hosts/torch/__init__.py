@@ -6,4 +6,5 @@ files.py       what is in a checkpoint: torch.distributed.checkpoint, in the for
 background.py  `Background`: a save that is written while training goes on
 steps.py       `Steps`: each step trains the micro-batches that were taken for it, or the run stops
 feeds.py       the data: `Items` of a `megaresume.DataLoader`, `Samples` of a `megaresume.StreamLoader`
+shares.py      whether the loaders of all processes are those of all ranks
 """

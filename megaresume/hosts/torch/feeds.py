@@ -36,6 +36,10 @@ class Feed(Data, Protocol):
     def whole_steps(self) -> bool:
         """Whether the data ends before a step that would be short."""
 
+    @property
+    def layout(self) -> str:
+        """How samples become steps and micro-batches, which is the same on every rank."""
+
     def read(self, sample: int) -> Iterator[Any]:
         """The micro-batches from a sample on, with which a step begins, to the end of the epoch or of the data."""
 
@@ -79,6 +83,15 @@ class Items:
     def whole_steps(self) -> bool:
         """See `Feed`."""
         return self.loader.drop_last
+
+    @property
+    def layout(self) -> str:
+        """See `Feed`."""
+        loader = self.loader
+        return (
+            f"batch_size={loader.batch_size}, accumulation={loader.accumulation}, drop_last={loader.drop_last}, "
+            f"balance={loader.balance}, samples {loader.samples} to {loader.stop}"
+        )
 
     @property
     def origin(self) -> Mapping[str, Any] | None:
@@ -163,6 +176,15 @@ class Samples:
         self._known_faults, self._known_to = NO_FAULTS if before is None else before.faults, sample
         self._new_faults: list[FaultEntry] = []
         self._trained = sample
+
+    @property
+    def layout(self) -> str:
+        """See `Feed`."""
+        loader = self.loader
+        return (
+            f"micro_batch_size={loader.micro_batch_size}, {loader.schedule}, balance={loader.balance}, "
+            f"samples {loader.start} to {loader.stop}"
+        )
 
     @property
     def origin(self) -> Mapping[str, Any] | None:

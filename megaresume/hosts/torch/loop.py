@@ -35,6 +35,7 @@ from megaresume.hosts.torch import files
 from megaresume.hosts.torch.background import Background
 from megaresume.hosts.torch.feeds import Feed, feed_of
 from megaresume.hosts.torch.host import StepHost
+from megaresume.hosts.torch.shares import check_averaged, check_shares
 from megaresume.hosts.torch.steps import Steps
 from megaresume.session.file_errors import writing
 from megaresume.session.host import Host, Reading, Resume, Save
@@ -187,6 +188,7 @@ def attach_loop(
     *,
     writer: files.Writer = "dcp",
     stop: StopConditions | None = None,
+    context_parallel: int = 1,
 ) -> Loop:
     """Give a training loop its data in an exact order, and complete checkpoints. Call it on every rank, after the model
     is wrapped and the optimizer is made.
@@ -199,16 +201,19 @@ def attach_loop(
         writer: ``dcp``: torch.distributed.checkpoint. ``dcp_async``: the same, while training goes on; the checkpoint
             counts after the last byte of all ranks. ``torch``: one file, which rank 0 writes.
         stop: when to save and exit, with `megaresume.Stopped`.
+        context_parallel: processes that train the same samples together and over which DDP or FSDP averages as well.
 
     Raises, on every rank:
-        UsageError: another loader, objects that cannot be saved, or settings that do not fit.
+        UsageError: another loader, loaders of other ranks, objects that cannot be saved, or settings that do not fit.
         CheckpointError: another job writes to the directory.
         SetupError: directories or clocks differ between nodes.
     """
     on_all_ranks(lambda: _check(checkpoints, writer))
     feed = on_all_ranks(lambda: feed_of(loader, "attach_loop"))
+    saved = on_all_ranks(lambda: files.Objects(objects))
+    check_averaged(saved.modules.values(), loader.dp_size, context_parallel)
     steps = Steps(feed)
-    host = LoopHost(steps, on_all_ranks(lambda: files.Objects(objects)), writer)
+    host = LoopHost(steps, saved, writer)
     session = steps.session = open_session(host, feed, checkpoints, host.objects.device, stop, lambda: loop.save())
     loop = Loop(steps, host, session)
     atexit.register(host.background.look_at_exit)
@@ -231,7 +236,12 @@ def open_session(
         checkpoints: where it saves.
         device: whose generators are saved, besides those on the CPU.
         stop, on_stop: when it is to save and exit, and how it saves then.
+
+    Raises, on every rank:
+        UsageError: the loaders are not those of all ranks.
+        StateError: they have other data, or make other steps.
     """
+    check_shares(feed)
     rank = feed.loader.dp_rank  # type: ignore[attr-defined]
     session = Session(
         host,
@@ -250,10 +260,10 @@ def open_session(
     stream = feed.stream
     on_all_ranks(lambda: bool(stream.fingerprints))
     same_on_all_ranks(
-        repr((stream.config.to_dict(), sorted(stream.fingerprints.items()), feed.loader.balance)),  # type: ignore[attr-defined]
+        repr((stream.config.to_dict(), sorted(stream.fingerprints.items()), stream.skips)),
         "the data",
-        cause="the nodes have different copies of it, or it was made with random numbers, or with another balance",
-        action="make the data from the same files, and with the same seed and balance, on every rank",
+        cause="the nodes have different copies of it, or it was made with random numbers, or with other skips",
+        action="make the data from the same files, and with the same seed and skips, on every rank",
     )
     if session.stopper is not None:
         session.stopper.install()

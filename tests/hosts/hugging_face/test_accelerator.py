@@ -333,6 +333,8 @@ def test_refused_before_anything_is_prepared(tmp_path: Path) -> None:
         megaresume.attach_accelerator(accelerator, torch.utils.data.DataLoader(Numbers()))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="the same number"):
         megaresume.attach_accelerator(accelerator, megaresume.DataLoader(Numbers(), batch_size=4, accumulation=2))
+    with pytest.raises(UsageError, match=r"rank 0 of 2; the Accelerator's is rank 0 of 1"):
+        megaresume.attach_accelerator(accelerator, megaresume.DataLoader(Numbers(), batch_size=4, dp_rank=0, dp_size=2))
     with pytest.raises(UsageError, match="none of Accelerate's"):
         megaresume.attach_accelerator(accelerator, loader, Checkpoints(adopt=True))
     accelerator.project_configuration = ProjectConfiguration()

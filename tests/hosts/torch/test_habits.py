@@ -222,6 +222,10 @@ def test_what_is_fine(directory: Path, tried: Tried) -> None:
         ({"objects": {"m": torch.nn.Linear(1, 1), "o": torch.optim.SGD([torch.ones(1)])}}, "parameters that no module"),
         ({"loader": torch.utils.data.DataLoader(Numbers())}, "a loader of megaresume's"),
         ({"loader": Numbers()}, "a loader of megaresume's"),
+        (
+            {"loader": megaresume.DataLoader(Numbers(), dp_rank=0, dp_size=2)},
+            "not those of all(.|\n)*process 0: 0 of 2\n",
+        ),
         ({"writer": "pickle"}, "unknown writer"),
         ({"checkpoints": Checkpoints()}, "save_dir=None"),
         ({"checkpoints": Checkpoints(save_dir="run", elastic=True)}, "DeepSpeed's"),

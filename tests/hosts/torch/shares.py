@@ -1,0 +1,84 @@
+"""Two processes attach loaders of right and of wrong ranks, one after the other: ``shares.py DIRECTORY DATA``.
+
+Rank 0 writes down what was said of each, and what both ranks were given for the first step of those that were taken.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megaresume
+from tests.hosts.torch.program import BASE, Numbers, wrapped
+
+
+def stream_loader(samples: int = 8, **options: Any) -> Any:
+    stream = megaresume.open_stream(sys.argv[2])
+    return megaresume.StreamLoader(stream, megaresume.BatchSchedule.constant(samples), micro_batch_size=2, **options)
+
+
+def cases(rank: int) -> dict[str, tuple[Callable[[], Any], str, dict[str, Any]]]:
+    """By name: loader, model, further arguments of attach_loop."""
+
+    def items(**options: Any) -> Callable[[], Any]:
+        return lambda: megaresume.DataLoader(Numbers(), **{"batch_size": 2} | options)
+
+    def text(**options: Any) -> Callable[[], Any]:
+        return lambda: stream_loader(**options)
+
+    alone: dict[str, Any] = {"dp_rank": 0, "dp_size": 1}
+    return {
+        "text": (text(), "ddp", {}),
+        "items": (items(), "fsdp2", {}),
+        "tensor parallel": (text(**alone), "", {}),
+        "context parallel": (text(**alone), "ddp", {"context_parallel": 2}),
+        "numbers on a node": (text(dp_rank=0, dp_size=2), "ddp", {}),
+        "numbers on a node, items": (items(dp_rank=1, dp_size=2), "ddp", {}),
+        "another size": (items(dp_rank=rank, dp_size=2 + rank), "ddp", {}),
+        "one process, ddp": (text(**alone), "ddp", {}),
+        "one process, fsdp2": (items(**alone), "fsdp2", {}),
+        "batch size": (items(batch_size=2 + rank), "ddp", {}),
+        "accumulation": (items(accumulation=1 + rank), "ddp", {}),
+        "schedule": (text(samples=8 + 4 * rank), "ddp", {}),
+        "skips": (items(skip=["8:16"] if rank else None), "ddp", {}),
+    }
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank, said = dist.get_rank(), {}
+    for number, (name, (make, parallel, more)) in enumerate(cases(rank).items()):
+        model = wrapped(parallel)
+        try:
+            checkpoints = megaresume.Checkpoints(save_dir=Path(sys.argv[1]) / str(number))
+            loop = megaresume.attach_loop(make(), {"model": model}, checkpoints, **more)
+        except megaresume.MegaresumeError as error:
+            mine: Any = str(error)
+        else:
+            mine = []
+            for batch in loop:
+                mine += (
+                    batch["samples"].tolist()
+                    if isinstance(batch, dict)
+                    else (batch[:, 0] * BASE + batch[:, 1]).tolist()
+                )
+                if loop.ends_step:
+                    break
+            loop.close()
+        both: list[Any] = [None, None]
+        dist.all_gather_object(both, mine)
+        said[name] = both
+    if rank == 0:
+        Path(sys.argv[1], "said.json").write_text(json.dumps(said))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

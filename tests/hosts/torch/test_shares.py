@@ -1,0 +1,54 @@
+"""Loaders that are not those of all ranks are refused by `megaresume.attach_loop`: two processes, `shares.py`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hosts.conftest import write_corpus
+from tests.hosts.torch.record import ENVIRONMENT
+from tests.warm import WarmJob
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """By case: of each rank, what it was given for the first step, or the error."""
+    root = tmp_path_factory.mktemp("shares")
+    write_corpus(root / "web", documents=60, seed=1)
+    (root / "data.yaml").write_text("seed: 7\nseq_length: 32\nsources:\n  web: {path: web}\n")
+    program, words = str(Path(__file__).with_name("shares.py")), [str(root), str(root / "data.yaml")]
+    with WarmJob(program, words, num_processes=2, output=root / "out", launcher="env", env=ENVIRONMENT) as job:
+        assert job.wait() == 0, job.text()
+    found: dict[str, list[Any]] = json.loads((root / "said.json").read_text())
+    return found
+
+
+def test_right_ones_are_taken(said: dict[str, list[Any]]) -> None:
+    assert said["text"] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert len({*said["items"][0], *said["items"][1]}) == 4
+    assert said["tensor parallel"] == said["context parallel"] == [list(range(8))] * 2
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("numbers on a node", "not those of all data-parallel ranks(.|\n)*process 0: 0 of 2, process 1: 0 of 2"),
+        ("numbers on a node, items", "process 0: 1 of 2, process 1: 1 of 2"),
+        ("another size", "process 0: 0 of 2, process 1: 1 of 3"),
+        ("one process, ddp", "DDP or FSDP over 2 processes, and a loader with dp_size=1(.|\n)*dp_size=2"),
+        ("one process, fsdp2", "DDP or FSDP over 2 processes, and a loader with dp_size=1(.|\n)*dp_size=2"),
+        ("batch size", "disagree on the batches(.|\n)*batch_size=2,(.|\n)*batch_size=3,"),
+        ("accumulation", "disagree on the batches(.|\n)*accumulation=1,(.|\n)*accumulation=2,"),
+        ("schedule", "disagree on the batches(.|\n)*8(.|\n)*12"),
+        ("skips", "disagree on the data"),
+    ],
+)
+def test_wrong_ones_are_refused(said: dict[str, list[Any]], case: str, words: str) -> None:
+    for error in said[case]:
+        assert isinstance(error, str) and re.search(words, error), error
