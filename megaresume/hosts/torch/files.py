@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -100,22 +101,36 @@ class Objects:
         options = StateDictOptions(full_state_dict=full, cpu_offload=full)
         states: dict[str, Any] = {n: get_model_state_dict(one, options=options) for n, one in self.modules.items()}
         for name, (optimizer, module) in self.optimizers.items():
+            is_new = not optimizer.state
             states[name] = get_optimizer_state_dict(module, optimizer, options=options)
+            if is_new:  # torch has made a step without gradients, so that there is a state: training is not to go on so
+                optimizer.state.clear()
+                states[name]["state"] = {}
         return states
 
+    def blank(self) -> dict[str, Any]:
+        """As `states`, to be read into: the optimizers forget theirs, and every parameter has one."""
+        for optimizer, _ in self.optimizers.values():
+            optimizer.state.clear()
+            optimizer.zero_grad()  # of a step that is given up
+        states: dict[str, Any] = {n: get_model_state_dict(one) for n, one in self.modules.items()}
+        return states | {n: get_optimizer_state_dict(module, one) for n, (one, module) in self.optimizers.items()}
+
     def put(self, states: Mapping[str, Any], *, full: bool = False) -> None:
-        """Set those of modules and optimizers."""
+        """Set those of modules and optimizers: what was read into `blank`, or ``full``."""
+        blank = self.blank() if full else states
         options = StateDictOptions(full_state_dict=full)
         for name, module in self.modules.items():
             # With full_state_dict torch leaves what is missing as it is, and says nothing.
-            if missing := get_model_state_dict(module).keys() - states[name].keys():
+            if missing := blank[name].keys() - states[name].keys():
                 raise RuntimeError(f"Missing keys in the checkpoint: {', '.join(sorted(missing))}")
             set_model_state_dict(module, states[name], options=options)
-        # A parameter that no step has used has no state.
-        options = StateDictOptions(full_state_dict=full, strict=False)
         for name, (optimizer, module) in self.optimizers.items():
+            # torch fails with full_state_dict if there is no tensor to be sharded, as in SGD without momentum.
+            options = StateDictOptions(full_state_dict=full and _has_tensors(blank[name]["state"]), strict=False)
             set_optimizer_state_dict(module, optimizer, states[name], options=options)
-            optimizer.zero_grad()  # of a step that is given up
+            if full:
+                _forget_unused(optimizer, blank[name]["param_groups"], states[name]["state"])
 
     def rest(self, held: Held) -> dict[str, Any]:
         """What is no module and no optimizer, and what a checkpoint holds besides."""
@@ -189,7 +204,7 @@ def read(objects: Objects, directory: Path, group: Any) -> Held:
         with dcp_errors():
             load(first, checkpoint_id=directory, process_group=group)
             rest = _checked(objects, torch.load(io.BytesIO(first[KEY]), map_location="cpu", weights_only=False))
-            states = objects.states()
+            states = objects.blank()
             saved = FileSystemReader(directory).read_metadata().state_dict_metadata
             for name in objects.optimizers:
                 states[name]["state"] = _only_saved(states[name]["state"], f"{name}.state.", saved)
@@ -202,6 +217,28 @@ def read(objects: Objects, directory: Path, group: Any) -> Held:
 def _checked(objects: Objects, rest: dict[str, Any]) -> dict[str, Any]:
     on_all_ranks(lambda: objects.check_names(rest))
     return rest
+
+
+def _has_tensors(state: Mapping[str, Mapping[str, Any]]) -> bool:
+    values = chain.from_iterable(one.values() for one in state.values())
+    return any(isinstance(value, torch.Tensor) and value.dim() for value in values)
+
+
+def _forget_unused(
+    optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]], saved: Mapping[str, Any]
+) -> None:
+    """A parameter that no step has used has no state; with full_state_dict torch gives it one.
+
+    Args:
+        optimizer: after torch has set its state.
+        groups: its groups, with the names of their parameters.
+        saved: the state that was saved, by these names.
+    """
+    names = chain.from_iterable(group["params"] for group in groups)
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for name, parameter in zip(names, parameters, strict=True):
+        if name not in saved:
+            optimizer.state.pop(parameter, None)
 
 
 def _only_saved(state: Mapping[str, Any], prefix: str, saved: Mapping[str, Any]) -> dict[str, Any]:

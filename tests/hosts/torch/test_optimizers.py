@@ -1,0 +1,73 @@
+"""Optimizers without a state, or with that of some parameters, go on as if nobody had stopped. In this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megaresume
+from megaresume import Checkpoints
+from tests.hosts.torch.program import Numbers
+
+SECOND_HEAD, FIRST_STEP, END = 4, 2, 8
+
+
+class Run:
+    """A model of two heads, in groups of their own in the other order, and the loop around it."""
+
+    def __init__(self, directory: Path, writer: Any, optimizer: Any) -> None:
+        torch.manual_seed(0)
+        self.heads = torch.nn.ModuleList([torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)])
+        first, second = (head.parameters() for head in self.heads)
+        self.optimizer = optimizer([{"params": second}, {"params": first, "lr": 0.05}], lr=0.01)
+        loader = megaresume.DataLoader(Numbers(), batch_size=4)
+        objects = {"model": self.heads, "optimizer": self.optimizer}
+        self.loop = megaresume.attach_loop(loader, objects, Checkpoints(save_dir=directory), writer=writer)
+
+    def train(self, stop: int) -> list[float]:
+        """The losses until a step. The second head comes into use late; as a gradient scaler does, leave out steps."""
+        losses = []
+        for batch in self.loop:
+            heads = self.heads if self.loop.step >= SECOND_HEAD else self.heads[:1]
+            loss = sum(head(batch.float() / 100).pow(2).mean() for head in heads)
+            loss.backward()
+            if self.loop.step >= FIRST_STEP:
+                self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.loop.stepped()
+            losses.append(loss.item())
+            if self.loop.step == stop:
+                break
+        return losses
+
+
+@pytest.mark.parametrize("writer", ["dcp", "torch"])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_saved_before_a_parameter_has_a_state(tmp_path: Path, writer: str, optimizer: Any) -> None:
+    whole = Run(tmp_path / "whole", writer, optimizer)
+    losses: list[float] = []
+    expected = whole.train(END)
+    whole.loop.close()
+    # Before any step of the optimizer, before the second head is used, after it.
+    for stop in (FIRST_STEP - 1, SECOND_HEAD - 1, SECOND_HEAD + 1, END):
+        run = Run(tmp_path / "parts", writer, optimizer)
+        assert (run.loop.load() is None) == (not losses)
+        losses += run.train(stop)
+        run.loop.save()
+        run.loop.close()
+    assert losses == expected
+
+
+@pytest.mark.parametrize("writer", ["dcp", "torch"])
+def test_a_load_in_the_middle_of_a_run(tmp_path: Path, writer: str) -> None:
+    run = Run(tmp_path, writer, torch.optim.AdamW)
+    run.loop.load()
+    run.train(SECOND_HEAD - 1)
+    run.loop.save()
+    expected = run.train(END)
+    run.loop.load()
+    assert run.train(END) == expected
+    run.loop.close()
