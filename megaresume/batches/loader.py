@@ -17,6 +17,7 @@ the parent of it in the middle of the very save that the signal asked for.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import queue
 import signal
@@ -30,12 +31,15 @@ import torch.utils.data
 from megaresume.batches.assemble import FIELDS, Field
 from megaresume.batches.batch import Batch
 from megaresume.batches.dataset import StreamDataset, whole
+from megaresume.batches.items.epochs import available
 from megaresume.batches.parcel import Inbox, Outbox
 from megaresume.stream.batches import BatchSchedule, micro_batches
 from megaresume.stream.dealing.balance import Balance
-from megaresume.stream.dealing.deal import deal
-from megaresume.stream.errors import MegaresumeError, UsageError
+from megaresume.stream.dealing.deal import deal, deal_in_part, in_part
+from megaresume.stream.errors import MegaresumeError, StreamExhausted, UsageError
 from megaresume.stream.stream import Stream
+
+log = logging.getLogger(__name__)
 
 _SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
 _listening = False
@@ -86,6 +90,8 @@ def data_parallel(dp_rank: int | None, dp_size: int | None) -> tuple[int, int]:
     return rank, size
 
 
+#: refuse: raise StreamExhausted; deal: deal out what every rank can be given some of; drop: leave it out.
+AtEnd = Literal["refuse", "deal", "drop"]
 StartMethod = Literal["fork", "spawn", "forkserver"]
 
 
@@ -143,6 +149,8 @@ class StreamLoader:
         self.start_method = start_method
         self.pin_memory = pin_memory
         self.balance = balance
+        #: what becomes of the last step if the stream ends within it, which is then said: see `indices`.
+        self.at_end: AtEnd = "refuse"
         self.dataset = StreamDataset(stream, fields=fields, attention_mask=attention_mask, pad_id=pad_id)
         # Wrong sizes must fail when the loader is built, on every rank, not in the middle of the ramp-up.
         for _, size in schedule.segments:
@@ -152,13 +160,19 @@ class StreamLoader:
         """The sample numbers of every micro-batch of this rank, in order.
 
         Raises:
-            StreamExhausted: the stream ends within a global batch. At its start, on every rank: one that was handed
-                batches while another one ran dry would wait for it for ever.
+            StreamExhausted: the stream ends within a global batch, and ``at_end`` is ``refuse``. At its start, on every
+                rank: one that was handed batches while another one ran dry would wait for it for ever.
         """
         sample = self.start
         while self.stop is None or sample < self.stop:
             size = self.schedule.size_at(sample)
-            self.stream.check_reaches(sample + size)
+            try:
+                self.stream.check_reaches(sample + size)
+            except StreamExhausted:
+                if self.at_end == "refuse":
+                    raise
+                yield from self._last_step(sample, size)
+                return
             yield from deal(
                 self.stream,
                 sample,
@@ -169,6 +183,16 @@ class StreamLoader:
                 balance=self.balance,
             )
             sample += size
+
+    def _last_step(self, sample: int, size: int) -> Iterator[Sequence[int]]:
+        layout = {"micro_batch_size": self.micro_batch_size, "dp_size": self.dp_size}
+        there = available(self.stream, sample, size)
+        samples = in_part(there, **layout) if self.at_end == "deal" else 0
+        if samples:
+            yield from deal_in_part(self.stream, sample, samples, dp_rank=self.dp_rank, balance=self.balance, **layout)
+        if samples < there:
+            why = f"there are {self.dp_size} ranks" if self.at_end == "deal" else f"a step has {size}"
+            log.warning("megaresume: the last %d samples of the stream are not trained: %s", there - samples, why)
 
     def __iter__(self) -> Iterator[Batch]:
         """Micro-batches from ``start`` on; every call begins there again.

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.documents import FaultEntry
+from megaresume.batches.items.epochs import available
 from megaresume.batches.loader import StreamLoader
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import DataState, stream_of
@@ -159,12 +160,14 @@ class Samples:
 
     Args:
         loader: of this rank.
+        whole_steps: the data ends before a step that would be short.
     """
 
-    changed, whole_steps = (), True
+    changed = ()
 
-    def __init__(self, loader: StreamLoader) -> None:
-        self.loader, self._planned = loader, loader.schedule
+    def __init__(self, loader: StreamLoader, *, whole_steps: bool = False) -> None:
+        self.loader, self.whole_steps, self._planned = loader, whole_steps, loader.schedule
+        loader.at_end = "drop" if whole_steps else "deal"
         self.stream = loader.stream
         self._set_base(loader.start)
 
@@ -176,6 +179,8 @@ class Samples:
         self._known_faults, self._known_to = NO_FAULTS if before is None else before.faults, sample
         self._new_faults: list[FaultEntry] = []
         self._trained = sample
+        #: (first sample, samples) of the last step of the data, if it was short and is trained.
+        self._short: tuple[int, int] | None = None
 
     @property
     def layout(self) -> str:
@@ -201,7 +206,10 @@ class Samples:
 
     def snapshot(self, samples: int) -> DataState:
         """See `Data`."""
-        state = self.stream.state_at(samples, batches=self.loader.schedule.until(samples))
+        batches = self.loader.schedule.until(samples)
+        if self._short is not None and samples == sum(self._short):
+            batches = (*self.loader.schedule.until(self._short[0]), self._short)
+        state = self.stream.state_at(samples, batches=batches)
         return state.replace(faults=self._known_faults)
 
     def write_files(self, save_dir: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
@@ -228,12 +236,21 @@ class Samples:
 
     def has(self, sample: int) -> bool:
         """See `Feed`."""
-        return _reaches(self.stream, sample, sample + self.size_at(sample), None)
+        needed = self.size_at(sample) if self.whole_steps else self.loader.dp_size
+        return self._there(sample, needed) == needed
 
     def after(self, batch: Any, sample: int) -> int:
         """See `Feed`."""
         self._new_faults += batch.get("faults", ())
-        return sample + self.loader.micro_batch_size * self.loader.dp_size
+        return sample + self._there(sample, self.loader.micro_batch_size * self.loader.dp_size)
+
+    def _there(self, sample: int, wanted: int) -> int:
+        """How many of these samples the stream has."""
+        try:
+            self.stream.check_reaches(sample + wanted)
+        except StreamExhausted:
+            return available(self.stream, sample, wanted)
+        return wanted
 
     def size_at(self, sample: int) -> int:
         """See `Feed`."""
@@ -245,11 +262,18 @@ class Samples:
 
     def trained(self, sample: int) -> None:
         """See `Feed`."""
+        if sample - self._trained < self.size_at(self._trained):
+            self._short = self._trained, sample - self._trained
         self._trained = sample
 
 
-def feed_of(loader: Any, function: str) -> Feed:
+def feed_of(loader: Any, function: str, *, whole_steps: bool = False) -> Feed:
     """What a loop trains.
+
+    Args:
+        loader: of this rank.
+        function: for errors: "attach_loop".
+        whole_steps: of a stream, a short last step is not trained.
 
     Raises:
         UsageError: it is neither of megaresume's loaders.
@@ -257,7 +281,7 @@ def feed_of(loader: Any, function: str) -> Feed:
     if isinstance(loader, DataLoader):
         return Items(loader)
     if isinstance(loader, StreamLoader):
-        return Samples(loader)
+        return Samples(loader, whole_steps=whole_steps)
     raise UsageError(
         f"{function} needs a loader of megaresume's",
         found=f"{type(loader).__module__}.{type(loader).__qualname__}",
@@ -280,17 +304,6 @@ def micro_batches(loader: DataLoader, samples: int) -> int:
     """Of so many samples, of which every rank must be given some."""
     whole, rest = divmod(samples, loader.batch_size * loader.dp_size)
     return whole + (rest >= loader.dp_size)
-
-
-def _reaches(stream: Stream, sample: int, end: int, stop: int | None) -> bool:
-    """Whether a stream has these samples, and the run goes so far."""
-    if stop is not None and end > stop:
-        return False
-    try:
-        stream.plan(sample, end)
-    except StreamExhausted:
-        return False
-    return True
 
 
 def _topology(loader: DataLoader | StreamLoader, micro_batch_size: int, step_samples: int) -> Topology:

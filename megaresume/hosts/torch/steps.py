@@ -93,7 +93,10 @@ class Steps:
             while True:
                 self._check_more(turn)
                 if not self._out:
-                    if (end is not None and self._end >= end) or not self.feed.has(self._end):
+                    if end is not None and self._end >= end:
+                        return
+                    if not self.feed.has(self._end):
+                        next(batches, _END)  # there it is said what is left out
                         return
                     self.session.step_begins()
                 batch = next(batches, _END)

@@ -69,7 +69,7 @@ def _feed(trainer: Any) -> Feed:
     Raises:
         UsageError: it is no loader of megaresume's, or one for other ranks or steps than the Trainer's.
     """
-    feed = feed_of(trainer.dataloader, "attach_torchtitan")
+    feed = feed_of(trainer.dataloader, "attach_torchtitan", whole_steps=True)
     loader: Any = trainer.dataloader
     mesh = trainer.parallel_dims.get_optional_mesh("batch")
     rank, ranks = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())

@@ -58,6 +58,33 @@ def deal(
     return [order[place.start - sample : place.stop - sample] for place in places]
 
 
+def in_part(samples: int, *, micro_batch_size: int, dp_size: int) -> int:
+    """How many of so few samples for a step can be dealt out: of a last micro-batch, every rank must be given some."""
+    rest = samples % (micro_batch_size * dp_size)
+    return samples - rest if rest < dp_size else samples
+
+
+def deal_in_part(
+    stream: Stream,
+    sample: int,
+    samples: int,
+    *,
+    micro_batch_size: int,
+    dp_rank: int,
+    dp_size: int,
+    balance: Balance | None,
+) -> list[list[int]]:
+    """The samples of each micro-step of one rank for a short step, of as many samples as `in_part` says.
+
+    Micro-batches are whole, up to the last, which is dealt out evenly.
+    """
+    plan = stream.plan(sample, sample + samples)
+    order = dealt_order(plan, balance, micro_batch_size=micro_batch_size, dp_size=dp_size).tolist()
+    everybody = micro_batch_size * dp_size
+    sizes = [(first, min(everybody, samples - first)) for first in range(0, samples, everybody)]
+    return [order[a + n * dp_rank // dp_size : a + n * (dp_rank + 1) // dp_size] for a, n in sizes]
+
+
 def dealt_order(plan: Plan, balance: Balance | None, *, micro_batch_size: int, dp_size: int) -> Int64Array:
     """The samples of a global batch in the order in which `micro_batches` hands them out.
 
