@@ -25,6 +25,7 @@ from typing import Any
 from megaresume.checkpoint.choosing.search import Choice, Theirs
 from megaresume.checkpoint.paths import deepspeed_tag
 from megaresume.hosts.lightning.host import FILE, KEY, Batches, LightningHost
+from megaresume.hosts.lightning.witness import Witness
 from megaresume.hosts.torch.host import hook
 from megaresume.session import random_state
 from megaresume.session.file_errors import writing
@@ -61,6 +62,7 @@ class Hooks:
         self._asked: Any = None
         #: optimizer steps that Lightning counted when the last step of the data was made.
         self._counted = 0
+        self.witness = Witness()
         #: whether a checkpoint is to follow when the step is made; whether no more will be.
         self._is_due, self._is_over = False, False
         #: the last step that was saved, and the links to it.
@@ -161,6 +163,7 @@ class Hooks:
         # In the middle of an epoch, the hooks of its beginning are not called again.
         fit._restarting, loop._restarting, loop.val_loop._restarting = bool(done), False, False
         fit._loaded_from_state_dict = False
+        self.witness.watch(trainer.optimizers)
         run()
 
     def _warn_of_plateaus(self) -> None:
@@ -191,11 +194,13 @@ class Hooks:
 
     def step_ends(self) -> None:
         """A micro-batch was trained: of a step, if the optimizer made one."""
-        counted = self.trainer.global_step
+        counted, steps = self.trainer.global_step, self.host.steps
+        is_automatic = self.trainer.lightning_module.automatic_optimization
+        if is_automatic:
+            self.witness.check(steps, ends_step=counted != self._counted)
         if counted == self._counted:
             return
-        steps = self.host.steps
-        if not steps.is_whole and not self.trainer.lightning_module.automatic_optimization:
+        if not steps.is_whole and not is_automatic:
             raise steps.fail(
                 StateError(
                     "an optimizer made a step in the middle of a step of the data",
@@ -318,6 +323,12 @@ def _callback(package: str, hooks: Hooks) -> Any:
 
     class DataResume(base):  # type: ignore[misc, valid-type]
         """What the Trainer tells of its steps."""
+
+        def on_after_backward(self, *args: Any, **more: Any) -> None:
+            hooks.witness.backward_made()
+
+        def on_before_optimizer_step(self, *args: Any, **more: Any) -> None:
+            hooks.witness.step_made()
 
         def on_train_batch_end(self, *args: Any, **more: Any) -> None:
             hooks.step_ends()

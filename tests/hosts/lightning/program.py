@@ -22,6 +22,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import megaresume
+from megaresume.checkpoint import choose
 from tests.hosts.torch.program import BASE, Model, Numbers, write_down
 
 warnings.filterwarnings("ignore", module="lightning")
@@ -93,6 +94,24 @@ def trainer_of(directory: Path, **options: Any) -> L.Trainer:
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     layout = {"accelerator": "cpu", "devices": ranks, "strategy": "ddp" if ranks > 1 else "auto"}
     return L.Trainer(**quiet | layout | {"default_root_dir": directory.with_name("lightning")} | options)
+
+
+def loader(**options: Any) -> Any:
+    """Of batches of 4."""
+    return megaresume.DataLoader(Numbers(), **{"batch_size": 4} | options)
+
+
+def attached(directory: Path, *callbacks: Any, **options: Any) -> L.Trainer:
+    """A Trainer of 6 steps, attached."""
+    trainer = trainer_of(directory, **{"callbacks": list(callbacks), "max_steps": 6} | options)
+    megaresume.attach_lightning(trainer, megaresume.Checkpoints(save_dir=directory))
+    return trainer
+
+
+def newest(directory: Path) -> int | None:
+    """The step of the newest complete checkpoint."""
+    choice = choose(directory)
+    return None if choice is None else choice.iteration
 
 
 def run(

@@ -29,10 +29,10 @@ from lightning.pytorch.utilities import CombinedLoader
 
 import megaresume
 from megaresume import Checkpoints
-from megaresume.checkpoint import choose, read_ledger
+from megaresume.checkpoint import read_ledger
 from megaresume.checkpoint.paths import ledger_path
 from megaresume.stream.errors import StateError, UsageError
-from tests.hosts.lightning.program import Module, run, trainer_of
+from tests.hosts.lightning.program import Module, attached, loader, newest, run, trainer_of
 from tests.hosts.torch.program import Numbers
 from tests.hosts.torch.record import items, lines, trained
 
@@ -42,21 +42,6 @@ pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore::UserWarni
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     return tmp_path / "run"
-
-
-def loader(**options: Any) -> Any:
-    return megaresume.DataLoader(Numbers(), **{"batch_size": 4} | options)
-
-
-def attached(directory: Path, *callbacks: Any, **options: Any) -> L.Trainer:
-    trainer = trainer_of(directory, **{"callbacks": list(callbacks), "max_steps": 6} | options)
-    megaresume.attach_lightning(trainer, Checkpoints(save_dir=directory))
-    return trainer
-
-
-def newest(directory: Path) -> int | None:
-    choice = choose(directory)
-    return None if choice is None else choice.iteration
 
 
 # What is fine
