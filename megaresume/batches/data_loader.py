@@ -18,6 +18,7 @@ with ``seq_length`` it is as many items as that holds.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import os
@@ -294,6 +295,10 @@ class DataLoader:
                 cause="the loop begins at another epoch than the state that was loaded, or a for was left early",
                 action="for epoch in range(loader.epoch, EPOCHS): after load_state_dict",
             )
+
+    def __copy__(self) -> DataLoader:
+        """Another loader, of the same datasets, which goes on by itself from the same sample."""
+        return copy.deepcopy(self, {id(one): one for one, _ in options.named(self.dataset).values()})
 
     def __len__(self) -> int:
         """Batches of an epoch, rounded up to whole steps; one epoch may have a step fewer."""

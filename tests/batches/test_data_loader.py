@@ -5,9 +5,12 @@ What the ranks are handed is written down by this file's own loops, and put toge
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import random
 from collections import Counter
+from collections.abc import Callable
 from itertools import islice, zip_longest
 from typing import Any
 
@@ -75,6 +78,17 @@ def test_every_epoch_is_another_permutation(order: list[int]) -> None:
     epochs = [order[ITEMS * e : ITEMS * (e + 1)] for e in range(3)]
     assert all(sorted(epoch) == list(range(ITEMS)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != list(range(ITEMS))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_a_copy_goes_on_by_itself(order: list[int], copied: Callable[[Any], Any]) -> None:
+    (first,) = ranks(1, 4)
+    begun = [numbers(batch) for batch in islice(first, 2)]
+    second = copied(first)
+    both = zip(islice(first, 6), islice(second, 6), strict=True)
+    assert [(numbers(a), numbers(b)) for a, b in both] == [(order[k : k + 4],) * 2 for k in range(8, 32, 4)]
+    assert [*begun[0], *begun[1]] == order[:8] and first.state_dict() == second.state_dict()
+    assert (second.dataset is first.dataset) == (copied is copy.copy)
 
 
 @pytest.mark.parametrize("before", [(1, 4, 1), (2, 3, 1), (3, 2, 2)])

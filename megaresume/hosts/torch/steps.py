@@ -178,7 +178,7 @@ class Steps:
         return StateError(
             "a micro-batch was taken and not trained",
             found=f"{self._words()} taken since step {self.step}, and {when}",
-            expected=f"{self._clock} after the optimizer step that trains them",
+            expected=f"{self._clock} for them before that",
             cause="a batch was used for something else (its shape, a warm-up, an evaluation) or passed over with "
             f"`continue`; a `for` was left in the middle of a step; {self._clock} is missing; or the loop "
             "accumulates more micro-batches than the loader was told (accumulation=)",

@@ -127,7 +127,10 @@ def catch_the_error(t: Tried) -> None:
     ("habit", "words"),
     [
         (look_first, "taken and not trained(.|\n)*samples 0 to 3 taken since step 0, and a new `for`"),
-        (pass_over, "taken and not trained(.|\n)*samples 12 to 15 taken since step 3"),
+        (
+            pass_over,
+            r"taken and not trained(.|\n)*samples 12 to 15 taken since step 3(.|\n)*stepped\(\) for them before",
+        ),
         (forget_to_say, r"taken and not trained(.|\n)*loop\.stepped\(\) is missing"),
         (train_twice, "no micro-batch was taken for it"),
         (read_the_loader, r"no micro-batch was taken(.|\n)*for batch in loop"),
