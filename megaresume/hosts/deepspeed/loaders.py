@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import DataState
 from megaresume.checkpoint.manifest import FileEntry
@@ -54,7 +55,8 @@ def attach_loader(engine: Any, loader: Any, *, checkpoints: Checkpoints = Checkp
         ends is begun again, with ``set_epoch`` of its sampler.
 
     Raises, on every rank:
-        UsageError: no DeepSpeed engine, a loader without a state, or settings that do not apply to loaders.
+        UsageError: no DeepSpeed engine, a loader without a state or of another rank, or settings that do not apply to
+            loaders.
         CheckpointError: another job writes to ``save_dir``.
         SetupError: a node does not see it.
     """
@@ -66,12 +68,27 @@ def attach_loader(engine: Any, loader: Any, *, checkpoints: Checkpoints = Checkp
             expected="neither, with attach_loader",
             action="remove them; a stream of megaresume's can change the number of ranks: megaresume.attach",
         )
+    on_all_ranks(lambda: _check_rank(engine, loader))
     host = EngineHost(engine)
     session = session_of(host, checkpoints)
     session.start()
     attached = on_all_ranks(lambda: AttachedLoader(engine, loader, session))
     hook(engine, attached)
     return attached
+
+
+def _check_rank(engine: Any, loader: Any) -> None:
+    """Raise a UsageError if a loader of megaresume's, which says whose it is, is of another rank than the engine."""
+    if not isinstance(loader, DataLoader):
+        return
+    own, ours = (loader.dp_rank, loader.dp_size), (facts.data_rank(engine), facts.data_size(engine))
+    if own != ours:
+        raise UsageError(
+            "the loader is of another data-parallel rank than the engine",
+            found="rank {} of {}".format(*own),
+            expected="rank {} of {}".format(*ours),
+            action="leave dp_rank and dp_size out, or, with pipeline or sequence parallelism, give those of the engine",
+        )
 
 
 class AttachedLoader(EngineData):

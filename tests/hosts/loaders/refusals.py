@@ -61,6 +61,8 @@ found["attached_late"] = toy.error_of(lambda: next(data))
 found["no_state"] = toy.error_of(
     lambda: megaresume.attach_loader(toy.engine_of(micro=2, batch=4), torch.utils.data.DataLoader([1, 2]))
 )
+of_rank_1 = megaresume.DataLoader(torch.arange(10), batch_size=2, dp_rank=1, dp_size=2)
+found["rank"] = toy.error_of(lambda: megaresume.attach_loader(toy.engine_of(micro=2, batch=2), of_rank_1))
 engine = toy.engine_of(micro=2, batch=2)
 data = megaresume.attach_loader(engine, None)
 found["no_loader"] = toy.error_of(lambda: next(data))

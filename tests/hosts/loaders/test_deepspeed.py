@@ -113,6 +113,7 @@ def test_refusals(run: Run, launch: Launch, energon_dataset: Path, second_life: 
         ],
         "batch_size": ["StateError", "the batch size of the loader changed, and its state counts in batches"],
         "kind": ["StateError", "the checkpoint was trained with another kind of loader"],
+        "rank": ["UsageError", "the loader is of another data-parallel rank than the engine"],
         "damaged": ["CheckpointError", f"none of the 3 checkpoints in {run.root / 'damaged'} is complete"],
         "missing": ["CheckpointError", f"none of the 3 checkpoints in {run.root / 'missing'} is complete"],
         "attached_late": [
