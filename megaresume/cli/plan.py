@@ -28,6 +28,13 @@ def _count(text: str) -> int:
     return value
 
 
+def _number(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 0")
+    return value
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command: those of a training program, with their meaning there."""
     from megaresume.session.flags import add_settings
@@ -56,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     layout.add_argument(
         "--rampup-batch-size", type=_count, nargs=3, metavar=("START", "INCREMENT", "SAMPLES"), help="batch ramp-up"
     )
-    layout.add_argument("--num-workers", type=int, metavar="W", help="worker processes per rank")
+    layout.add_argument("--num-workers", type=_number, metavar="W", help="worker processes per rank")
     layout.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), metavar="Z", help="DeepSpeed's ZeRO")
     add_settings(layout, Checkpoints, "plan")
     add_settings(layout, Loader, "plan")
@@ -81,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _flags(args: argparse.Namespace) -> Flags:
+    from megaresume.corpora.split import split_ranges
     from megaresume.dryrun import Flags
     from megaresume.stream.errors import ConfigError, UsageError
     from megaresume.stream.ranges import union
@@ -90,6 +98,8 @@ def _flags(args: argparse.Namespace) -> Flags:
     if args.rampup_batch_size is not None:
         given["rampup_batch_size"] = tuple(args.rampup_batch_size)
     try:
+        if args.split is not None:
+            split_ranges(args.split, 1)
         given["skip"] = SkipConfig(
             samples=union(parse_range(word, "--skip-samples") for word in args.skip_samples or ()),
             steps=tuple(parse_steps(word, "--skip-train-iteration-range") for word in args.skip_train_iteration_range),

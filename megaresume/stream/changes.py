@@ -37,7 +37,8 @@ class SourceOutlook:
     tokens: int
     #: 0-based.
     epoch: int
-    #: pieces of that epoch that were not drawn yet (documents, while nothing was), and all of them.
+    #: pieces of that epoch that are not drawn yet (documents, while nothing was; none after the last epoch), and all of
+    #: them.
     remaining: int
     size: int
     #: samples until the epoch is over, about; None: the source is not drawn.
@@ -63,7 +64,10 @@ def outlook(state: StreamState, config: StreamConfig) -> list[SourceOutlook]:
             remaining, size = cursor.left, cursor.size
         share = source.weight / total
         left: int | None = None
-        if fingerprint is not None and documents and share:
+        epochs = None if source.on_exhausted == "repeat" else source.max_epochs
+        if is_over := cursor is not None and epochs is not None and cursor.epoch >= epochs:
+            remaining = 0
+        if fingerprint is not None and documents and share and not is_over:
             tokens = fingerprint.tokens * remaining / size
             # Of all tokens, or of all documents, the source has its share.
             per_sample = share * length

@@ -271,6 +271,9 @@ def test_nothing_there(run: SavedRun, tmp_path: Path) -> None:
         ("{save}", "--train-iters", "5", "--train-samples", "40"),
         ("{save}", "--dp", "0"),
         ("{save}", "--on-change", "maybe"),
+        ("{save}", "--split", "a"),
+        ("{save}", "--split", ""),
+        ("{save}", "--num-workers", "-1"),
     ],
 )
 def test_bad_usage(run: SavedRun, words: tuple[str, ...]) -> None:

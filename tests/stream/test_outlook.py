@@ -36,3 +36,13 @@ def test_in_words(stream_of: Callable[..., Stream]) -> None:
     assert lines[0].split()[:3] == ["source", "share", "seen"]
     assert "0.7500" in lines[1] and "steps from here" in lines[1]
     assert lines[3].startswith("rest") and lines[3].endswith("not drawn")
+
+
+def test_after_the_last_epoch(stream_of: Callable[..., Stream]) -> None:
+    data = _data("tokens", web=3, code=1)
+    data["sources"]["code"] |= {"max_epochs": 2, "on_exhausted": "drop"}
+    stream = stream_of(data, LENGTHS)
+    sample = next(n for n in range(60, 600, 4) if stream.state_at(n).sources["code"].exhausted)
+    web, code, _ = outlook(stream.state_at(sample), stream.config_at(sample))
+    assert (code.epoch, code.remaining, code.samples_left) == (2, 0, None)
+    assert web.remaining and web.samples_left

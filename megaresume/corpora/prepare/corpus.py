@@ -128,6 +128,13 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
     """
     begin = time.monotonic()
     prefix = prefix_of(output)
+    if prefix.name in ("", ".."):
+        raise UsageError(
+            "--output names no corpus",
+            found=repr(str(output)),
+            expected="a path without .bin and .idx, such as corpora/web",
+            action="give the files a name",
+        )
     found = find_inputs(inputs, glob=options.glob, format=options.format)
     # --output may lie in a directory that is read
     files = [file for file in found.files if not _is_output(file.path, prefix)]

@@ -202,6 +202,12 @@ def test_two_at_once(source, tmp_path):
         prepare([source], tmp_path / "out", PrepareOptions())
 
 
+@pytest.mark.parametrize("output", ["", ".", "..", "/", "a/.."])
+def test_an_output_without_a_name(source, output):
+    with pytest.raises(UsageError, match="--output names no corpus"):
+        prepare([source], output, PrepareOptions())
+
+
 def test_existing_output_is_kept_without_overwrite(source, tmp_path):
     prepare([source], tmp_path / "out", PrepareOptions())
     before = contents(tmp_path / "out")
