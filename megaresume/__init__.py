@@ -6,6 +6,7 @@
     megaresume.attach_accelerator(accelerator, loader)  a loop with Hugging Face's Accelerate: the same
     megaresume.attach_lightning(trainer, Checkpoints(...))  Lightning's Trainer: the same
     megaresume.attach_torchtitan(trainer)      torchtitan's Trainer: the same for its dataloader
+    megaresume.attach_bridge(config, data)     Megatron-Bridge's pretrain and finetune: the same for a loader
     megaresume.attach_verl(trainer)            VeRL's supervised trainer: the same for its train_dataset
     megaresume.attach_loop(loader, {...}, ...) a training loop of one's own in torch: complete checkpoints of it
     megaresume.Checkpoints(...), Loader(...), DataOptions(...)  settings of `attach`
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from megaresume.hosts.lightning.attach import attach_lightning
     from megaresume.hosts.megatron.data.loaders import loader_provider
     from megaresume.hosts.megatron.hooks.install import extra_args_provider, provider
+    from megaresume.hosts.megatron_bridge.attach import attach_bridge
     from megaresume.hosts.torch.loop import attach_loop
     from megaresume.hosts.torchtitan.attach import attach_torchtitan
     from megaresume.hosts.verl.attach import attach_verl
@@ -90,6 +92,7 @@ __all__ = [
     "StreamState",
     "attach",
     "attach_accelerator",
+    "attach_bridge",
     "attach_lightning",
     "attach_loader",
     "attach_loop",
@@ -119,6 +122,7 @@ _HOMES = {
     "StreamState": "megaresume.stream.state",
     "attach": "megaresume.hosts.deepspeed.attach",
     "attach_accelerator": "megaresume.hosts.hugging_face.accelerator",
+    "attach_bridge": "megaresume.hosts.megatron_bridge.attach",
     "attach_lightning": "megaresume.hosts.lightning.attach",
     "attach_loader": "megaresume.hosts.deepspeed.loaders",
     "attach_loop": "megaresume.hosts.torch.loop",
@@ -135,6 +139,7 @@ _HOMES = {
 _EXTRAS = {
     "attach": "deepspeed",
     "attach_accelerator": "hugging-face",
+    "attach_bridge": "torch",
     "attach_lightning": "lightning",
     "attach_loader": "deepspeed",
     "attach_loop": "torch",

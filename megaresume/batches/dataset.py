@@ -60,7 +60,7 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
         check_fields(fields)
         self._num_samples = num_samples
         self._fields = tuple(fields)
-        self._attention_mask = attention_mask
+        self.attention_mask = attention_mask
         self._pad_id = pad_id
         self._stream, self._owner = stream, os.getpid()
         self._assemblers: dict[tuple[int, int], Assembler] = {}
@@ -141,7 +141,7 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
             assembler,
             samples=samples,
             fields=self._fields,
-            attention_mask=self._attention_mask,
+            attention_mask=self.attention_mask,
             pin_memory=pin_memory,
         )
 

@@ -6,6 +6,7 @@
     hugging_face/ Hugging Face's Trainer: `megaresume.attach_trainer`
     lightning/   Lightning's Trainer: `megaresume.attach_lightning`
     torchtitan/  torchtitan's Trainer: `megaresume.attach_torchtitan`
+    megatron_bridge/ Megatron-Bridge's pretrain and finetune: `megaresume.attach_bridge`
     verl/        VeRL's supervised trainer: `megaresume.attach_verl`
     hooking/     how hooks come into programs that do not know us
     loaders/     other people's loaders (Energon, torchdata), their states in the checkpoint, for both

@@ -3,7 +3,7 @@
     python -m tests.upstream.trainers [--only NAME ...]
 
 It runs the tests of the hosts, those of `make test-all` too, in the environment that it is started in. torchtitan and
-VeRL get environments of their own, which their tests make.
+VeRL get environments of their own, which their tests make; Megatron-Bridge's is that of MEGARESUME_BRIDGE_PYTHON.
 """
 
 from __future__ import annotations
@@ -71,6 +71,12 @@ HOSTS = {
         title="Lightning", page="lightning.md", packages=("lightning",), tests=("lightning/test_lightning.py",)
     ),
     "torchtitan": Host(title="torchtitan", page="torchtitan.md", packages=("torchtitan",), tests=("torchtitan",)),
+    "megatron-bridge": Host(
+        title="Megatron-Bridge",
+        page="megatron-bridge.md",
+        packages=("megatron-bridge", "megatron-core", "torch"),
+        tests=("megatron_bridge",),
+    ),
     "verl": Host(title="VeRL's SFT trainer", page="verl.md", packages=("verl",), tests=("verl",)),
 }
 

@@ -234,7 +234,7 @@ def open_session(
         host: of the loop.
         feed: what it trains.
         checkpoints: where it saves.
-        device: whose generators are saved, besides those on the CPU.
+        device: whose generators are saved, besides those on the CPU; None: the trainer saves generators by itself.
         stop, on_stop: when it is to save and exit, and how it saves then.
 
     Raises, on every rank:
@@ -252,7 +252,7 @@ def open_session(
         max_starts=checkpoints.max_starts,
         checksums=checkpoints.checksums,
         retries=checkpoints.retries,
-        random=RandomState(host.iteration, device, lambda: f"data-parallel rank {rank}"),
+        random=None if device is None else RandomState(host.iteration, device, lambda: f"data-parallel rank {rank}"),
         stop=stop,
         on_stop=on_stop,
     )

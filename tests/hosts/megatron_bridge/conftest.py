@@ -1,0 +1,28 @@
+"""An environment that has Megatron-Bridge: that of MEGARESUME_BRIDGE_PYTHON.
+
+None is made here: Bridge needs Python 3.12, a torch built for CUDA even where there is no GPU, and about 100 packages.
+docs/megatron-bridge.md says which were installed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+PACKAGES = ("megatron-bridge", "megatron-core", "torch")
+
+
+@pytest.fixture(scope="session")
+def python(record_testsuite_property: Callable[[str, object], None]) -> str:
+    """Its interpreter; the report of the tests says which versions it has."""
+    given = os.environ.get("MEGARESUME_BRIDGE_PYTHON")
+    if given is None:
+        pytest.skip("MEGARESUME_BRIDGE_PYTHON names no interpreter that has Megatron-Bridge")
+    words = [given, "-c", f"from importlib.metadata import version\nfor p in {PACKAGES}: print(version(p))"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    for package, version in zip(PACKAGES, done.stdout.split(), strict=True):
+        record_testsuite_property(package, version.partition("+")[0])
+    return given
