@@ -8,6 +8,7 @@
     megaresume.attach_torchtitan(trainer)      torchtitan's Trainer: the same for its dataloader
     megaresume.attach_bridge(config, data)     Megatron-Bridge's pretrain and finetune: the same for a loader
     megaresume.attach_verl(trainer)            VeRL's supervised trainer: the same for its train_dataset
+    megaresume.attach_verl_prompts(trainer)    the prompts of its reinforcement learning
     megaresume.attach_loop(loader, {...}, ...) a training loop of one's own in torch: complete checkpoints of it
     megaresume.Checkpoints(...), Loader(...), DataOptions(...)  settings of `attach`
     megaresume.StopConditions(...)             when an attached run saves and exits; it raises megaresume.Stopped
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from megaresume.hosts.torch.loop import attach_loop
     from megaresume.hosts.torchtitan.attach import attach_torchtitan
     from megaresume.hosts.verl.attach import attach_verl
+    from megaresume.hosts.verl.prompts import attach_verl_prompts
     from megaresume.session.settings import Checkpoints, DataOptions, Loader
     from megaresume.session.stopping import StopConditions, Stopped
     from megaresume.stream.batches import BatchSchedule
@@ -99,6 +101,7 @@ __all__ = [
     "attach_torchtitan",
     "attach_trainer",
     "attach_verl",
+    "attach_verl_prompts",
     "extra_args_provider",
     "loader_provider",
     "open_stream",
@@ -129,6 +132,7 @@ _HOMES = {
     "attach_torchtitan": "megaresume.hosts.torchtitan.attach",
     "attach_trainer": "megaresume.hosts.hugging_face.attach",
     "attach_verl": "megaresume.hosts.verl.attach",
+    "attach_verl_prompts": "megaresume.hosts.verl.prompts",
     "extra_args_provider": "megaresume.hosts.megatron.hooks.install",
     "loader_provider": "megaresume.hosts.megatron.data.loaders",
     "open_stream": "megaresume.batches.open",
@@ -146,6 +150,7 @@ _EXTRAS = {
     "attach_torchtitan": "torch",
     "attach_trainer": "hugging-face",
     "attach_verl": "torch",
+    "attach_verl_prompts": "torch",
     "loader_provider": "megatron",
     "provider": "megatron",
 }
