@@ -26,6 +26,7 @@ from megaresume.images.augment import augmentation_from_options, augmentation_op
 from megaresume.sources.data_path import sources_from_data_path
 from megaresume.sources.metadataset import expand_metadatasets
 from megaresume.stream.config import IMAGE_KINDS, StreamConfig
+from megaresume.stream.errors import ConfigError
 from megaresume.stream.schema import Options, read, refused
 from megaresume.stream.skips import with_skip_files
 
@@ -107,7 +108,8 @@ class DataConfig:
             base_dir: directory that paths in a mapping or in words are relative to; that of the file for a data.yaml.
 
         Raises:
-            ConfigError: a file that is missing, unreadable, not YAML, or no mapping; bad validation sets.
+            ConfigError: something else; a file that is missing, unreadable, not YAML, or no mapping; bad validation
+                sets.
         """
         if isinstance(data, DataConfig):
             return data
@@ -116,6 +118,13 @@ class DataConfig:
             directory = Path(data).parent
             data = read_mapping(Path(data), "a data config", "a mapping with seed, seq_length, sources and so on")
         elif not isinstance(data, Mapping):
+            if not isinstance(data, Sequence):
+                raise ConfigError(
+                    "this is no data config",
+                    found=f"{type(data).__module__}.{type(data).__qualname__}",
+                    expected="the path of a data.yaml, the mapping in it, or the words after --data-path",
+                    action="megaresume.attach also takes a Stream; a loader goes to megaresume.attach_loop",
+                )
             return cls(mapping={}, words=tuple(data), directory=directory)
         sets = data.get("validation")
         return cls(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from megaresume.batches.open import open_stream
@@ -74,3 +76,9 @@ def test_merged_keys_may_be_given_again(tmp_path):
 def test_missing_yaml(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         DataConfig.of(tmp_path / "data.yaml")
+
+
+def test_a_loader_in_the_place_of_a_config_is_refused():
+    """It is iterable, and never ends."""
+    with pytest.raises(ConfigError, match=r"no data config(.|\n)*found: *itertools\.count"):
+        open_stream(itertools.count())

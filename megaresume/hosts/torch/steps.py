@@ -35,6 +35,7 @@ class Steps:
     def __init__(self, feed: Feed, *, name: str = "loop", clock: str = "loop.stepped()") -> None:
         self.feed = feed
         self._name, self._clock = name, clock
+        self._last = f"if {name}.ends_step" if clock == f"{name}.stepped()" else "with its last micro-batch"
         #: optimizer steps made, and samples that they trained.
         self.step, self.trained = 0, 0
         #: micro-batches that were handed out since the last step, and the sample after them.
@@ -131,8 +132,8 @@ class Steps:
                     expected=f"all {self.feed.size_at(self.trained)} samples of the step, of all ranks together",
                     cause="a batch was trained twice, or it came from another loader; or the loop accumulates fewer "
                     "micro-batches than the loader was told",
-                    action=f"take each batch from `for batch in {self._name}`, and end a step when "
-                    f"{self._name}.ends_step is True; nothing of this step was saved",
+                    action=f"take each batch from `for batch in {self._name}`, and end a step {self._last}; "
+                    "nothing of this step was saved",
                 )
             )
         self.step, self.trained, self._out = self.step + 1, self._end, 0
@@ -149,7 +150,7 @@ class Steps:
                     found=f"{self._words()} taken since step {self.step}, and the `for` goes on",
                     expected=f"a save right after {self._clock}",
                     cause="the loop saves before the optimizer step, or after every micro-batch of an accumulation",
-                    action=f"save after {self._clock}, if {self._name}.ends_step was True",
+                    action=f"save after {self._clock}, and end a step {self._last}",
                 )
             )
 

@@ -136,7 +136,7 @@ def catch_the_error(t: Tried) -> None:
         (read_the_loader, r"no micro-batch was taken(.|\n)*for batch in loop"),
         (evaluate_with_the_loader, "read by somebody else(.|\n)*sample 100; the steps of the run at sample 4"),
         (evaluate_with_the_loop, "taken and not trained"),
-        (save_before_the_step, "in the middle of a step"),
+        (save_before_the_step, r"in the middle of a step(.|\n)*end a step if loop\.ends_step"),
         (two_at_a_time, "moved while it was being read"),
         (load_in_a_for, "moved while it was being read"),
         (catch_the_error, "no micro-batch was taken"),
