@@ -32,7 +32,7 @@ class Numbers(torch.utils.data.Dataset[Any]):
     """Prompt i says i. As VeRL makes a dataset of ``data.custom_cls``."""
 
     def __init__(self, *_: Any, max_samples: int = 100, **__: Any) -> None:
-        self.items = max_samples
+        self.items = max_samples if max_samples > 0 else 4
 
     def __len__(self) -> int:
         return self.items
