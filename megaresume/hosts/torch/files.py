@@ -207,7 +207,7 @@ def read(objects: Objects, directory: Path, group: Any) -> Held:
             states = objects.blank()
             saved = FileSystemReader(directory).read_metadata().state_dict_metadata
             for name in objects.optimizers:
-                states[name]["state"] = _only_saved(states[name]["state"], f"{name}.state.", saved)
+                states[name]["state"] = _only_saved(name, states[name], saved)
             load(states, checkpoint_id=directory, process_group=group)
         objects.put(states)
     on_all_ranks(lambda: objects.put_rest(rest))
@@ -241,10 +241,31 @@ def _forget_unused(
             optimizer.state.pop(parameter, None)
 
 
-def _only_saved(state: Mapping[str, Any], prefix: str, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of those parameters that had one when it was saved."""
-    there = {key.removeprefix(prefix).rpartition(".")[0] for key in saved if key.startswith(prefix)}
-    return {name: one for name, one in state.items() if name in there}
+def _only_saved(name: str, blank: Mapping[str, Any], saved: Iterable[str]) -> dict[str, Any]:
+    """The state of those parameters that had one when it was saved.
+
+    Args:
+        name: of the optimizer.
+        blank: its state, with that of every parameter, and its groups.
+        saved: keys of the checkpoint: NAME.state.PARAMETER.FIELD, in which PARAMETER may have points, and so on.
+
+    Raises:
+        RuntimeError: there are fields that today's optimizer does not have: with them its options would be loaded.
+    """
+    state, prefix = blank["state"], f"{name}.state."
+    parameters = set(chain.from_iterable(group["params"] for group in blank["param_groups"]))
+    there: set[str] = set()
+    fields: set[str] = set()
+    for key in saved:
+        words = key.removeprefix(prefix).split(".") if key.startswith(prefix) else []
+        for end in range(len(words) - 1, 0, -1):
+            if (parameter := ".".join(words[:end])) in parameters:
+                there.add(parameter)
+                fields.add(words[end])
+                break
+    if lost := fields.difference(*state.values()):
+        raise RuntimeError(f"The optimizer '{name}' had a state that today's does not have: {', '.join(sorted(lost))}")
+    return {parameter: one for parameter, one in state.items() if parameter in there}
 
 
 def _owner(name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, torch.nn.Module]) -> torch.nn.Module:

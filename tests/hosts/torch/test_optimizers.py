@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 import megaresume
 from megaresume import Checkpoints
+from megaresume.stream.errors import CheckpointError
 from tests.hosts.torch.program import Numbers
 
 SECOND_HEAD, FIRST_STEP, END = 4, 2, 8
@@ -70,4 +72,15 @@ def test_a_load_in_the_middle_of_a_run(tmp_path: Path, writer: str) -> None:
     expected = run.train(END)
     run.loop.load()
     assert run.train(END) == expected
+    run.loop.close()
+
+
+def test_options_of_an_optimizer_that_would_be_loaded_without_its_state(tmp_path: Path) -> None:
+    run = Run(tmp_path, "dcp", functools.partial(torch.optim.SGD, momentum=0.9))
+    run.train(SECOND_HEAD - 1)
+    run.loop.save()
+    run.loop.close()
+    run = Run(tmp_path, "dcp", torch.optim.SGD)
+    with pytest.raises(CheckpointError, match=r"cannot be read(.|\n)*today's does not have: momentum_buffer"):
+        run.loop.load()
     run.loop.close()
