@@ -109,8 +109,8 @@ class Data(SimpleNamespace):
     get = SimpleNamespace.__getattribute__
 
 
-@pytest.mark.parametrize("batch_size", [2, 3, 5])
-def test_prompts_go_on(batch_size: int) -> None:
+@pytest.mark.parametrize(("batch_size", "step"), [(2, 5), (3, 5), (5, 5), (10, 4)])
+def test_prompts_go_on(batch_size: int, step: int) -> None:
     whole = Driver(2, seed=3)
     megaresume.attach_verl_prompts(whole)
     order = whole.hand_out()
@@ -118,13 +118,14 @@ def test_prompts_go_on(batch_size: int) -> None:
     assert order[:10] != order[10:20]
     first = Driver(2, seed=3)
     megaresume.attach_verl_prompts(first)
-    before, state = first.hand_out(5), first.train_dataloader.state_dict()
-    # Step 5 is the end of an epoch of steps of 2, and what VeRL takes for one, of another size.
-    second = Driver(batch_size, state, 5, seed=3)
+    before, state = first.hand_out(step), first.train_dataloader.state_dict()
+    # Step 5 is the end of an epoch of steps of 2; step 4 is one of this run to VeRL, with a step more than it has.
+    second = Driver(batch_size, state, step, seed=3)
     megaresume.attach_verl_prompts(second)
     after = second.hand_out()
-    assert before + after == order[: 10 + 20 // batch_size * batch_size]
-    assert second.total_training_steps == 5 + 20 // batch_size < second.steps_per_epoch
+    left = (30 - 2 * step) // batch_size
+    assert before + after == order[: 2 * step + left * batch_size]
+    assert second.total_training_steps == step + left < second.steps_per_epoch
 
 
 def test_prompts_that_are_refused() -> None:
