@@ -17,6 +17,7 @@ NAMES = (
     "packing",
     "diversity",
     "balance",
+    "steps",
     "assembly",
     "loader",
     "items",
