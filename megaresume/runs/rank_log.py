@@ -90,11 +90,12 @@ class Noted:
 
 def noted(batch: Mapping[str, Any]) -> Noted:
     """Of a `megaresume.batches.batch.Batch`, before anybody changes it."""
+    loss_mask = batch.get("loss_mask")
     return Noted(
         np.array(batch["samples"].numpy(), np.int64),
         np.array(batch["hashes"].numpy(), np.int64).view(np.uint64),
-        hash_rows(batch["tokens"].numpy(), images_of(batch), batch["loss_mask"].numpy()),
-        masks=True,
+        hash_rows(batch["tokens"].numpy(), images_of(batch), None if loss_mask is None else loss_mask.numpy()),
+        masks=loss_mask is not None,
     )
 
 

@@ -55,6 +55,7 @@ def around_engine_save(original: Callable[..., Any]) -> Callable[..., Any]:
         if host is None or host.order is None:
             return original(self, save_dir, tag=tag, client_state=client_state, save_latest=save_latest, **more)
         facts.check_engine(self)
+        check_micro_batches(self, host.args)
         host.engine = EngineHost(self, elastic=host.settings.elastic)
         iteration = int(client_state["iteration"])
         return host.engine.save_checkpoint(
@@ -68,6 +69,19 @@ def around_engine_save(original: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return save_checkpoint
+
+
+def check_micro_batches(engine: Any, args: Any) -> None:
+    """Raise a SetupError if the engine takes fewer or more micro-batches for a step than Megatron counts as trained."""
+    found, expected = int(engine.train_micro_batch_size_per_gpu()), int(args.micro_batch_size)
+    if found != expected:
+        raise SetupError(
+            "a step of DeepSpeed's engine does not train the samples that Megatron counts",
+            found=f"train_micro_batch_size_per_gpu {found} in the DeepSpeed config, --micro-batch-size {expected}",
+            expected="the same number in both",
+            cause="the data makes micro-batches of the one size, and the engine counts those of a step by the other",
+            action="correct train_micro_batch_size_per_gpu, and go on from a checkpoint that equal sizes made",
+        )
 
 
 def _host_of(client_state: Mapping[str, Any]) -> MegatronHost | None:
@@ -121,6 +135,7 @@ def _load(
     if host is None or not host.is_loading or load_dir is None:
         return read(load_dir, tag=tag)
     decoupled.watch(engine)
+    check_micro_batches(engine, host.args)
     engine_host = host.engine = EngineHost(engine, elastic=host.settings.elastic)
     root, is_universal = os.fspath(load_dir), facts.loads_universal(engine)
 

@@ -89,6 +89,13 @@ def ledger(save: Path) -> tuple[LedgerEntry, ...]:
     return read_ledger(ledger_path(save)).entries
 
 
+def test_an_engine_that_counts_other_micro_batches_saves_nothing(train: Train, tmp_path: Path) -> None:
+    run = train("save", until=EVERY, env={"MINI_ENGINE_MICRO_BATCH": "4"})
+    assert run.status not in (0, -9) and "Traceback" not in run.output
+    assert "train_micro_batch_size_per_gpu 4 in the DeepSpeed config, --micro-batch-size 2" in run.output
+    assert not list((tmp_path / "save").glob("global_step*"))
+
+
 def test_a_resume_on_another_number_of_ranks_trains_the_same_samples(train: Train, tmp_path: Path) -> None:
     whole = train("whole", "--megaresume-keep-last", 2, until=12)
     assert whole.status == 0, whole.output[-3000:]

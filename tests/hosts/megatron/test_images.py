@@ -13,6 +13,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parent))
 import stream_kit as kit
 
+from megaresume.cli.main import main
 from megaresume.hosts.megatron.data.form import form_of
 from megaresume.shards.prepare import prepare_shards
 from megaresume.stream.config import PackingConfig
@@ -65,6 +66,7 @@ def test_killed_and_resumed_on_other_ranks(
     for step, samples in first.steps().items():
         assert samples == uninterrupted[step]
     assert len({sample for samples in uninterrupted.values() for sample in samples}) > 50
+    assert main(["verify", str(tmp_path / "save"), "--log-samples", str(log), "--content"]) == 0
 
 
 def test_another_loader_is_refused_with_the_way_out(mini: Any, flags: list[object]) -> None:

@@ -18,7 +18,7 @@ from megaresume.hosts.megatron.data.order import StreamOrder
 from megaresume.hosts.megatron.data.provider import data_parallel
 from megaresume.hosts.megatron.data.samples import HASH_KEY, SAMPLE_KEY
 from megaresume.hosts.megatron.host import MegatronHost
-from megaresume.runs.rank_log import RankLog
+from megaresume.runs.rank_log import RankLog, images_of
 
 
 def logged(current: MegatronHost, order: StreamOrder, form: SampleForm, iterators: Any, *, chunk: int) -> Any:
@@ -82,7 +82,7 @@ class _Logged:
         samples, hashes = take(SAMPLE_KEY).numpy(), take(HASH_KEY).numpy()
         tokens = batch["text"][:, :-1] if self._form.text else batch["tokens"]
         masks = np.asarray(batch["loss_mask"]) if self._form.masks_of_the_plan else None
-        self._log.add(samples, hashes, np.asarray(tokens), loss_mask=masks)
+        self._log.add(samples, hashes, np.asarray(tokens), images_of(batch), masks)
         size = self._order.schedule.size_at(self._sample)
         if self._log.noted * self._share >= size:
             self._step, self._sample = self._step + 1, self._sample + size

@@ -29,7 +29,7 @@ def around_builder_build(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _build(guard: Pass, builder: Any, original: Callable[[], Any]) -> Any:
     # Deferred: these import torch, and this module is imported to show records as well.
-    from megaresume.hosts.megatron.guard.corpora import needed_sizes, refuse_empty_splits
+    from megaresume.hosts.megatron.guard.corpora import needed_sizes, refuse_empty_splits, refuse_spans
     from megaresume.hosts.megatron.guard.order import agreed
     from megaresume.hosts.megatron.guard.pinned import observe, unguarded
     from megaresume.session.ranks import on_rank_0
@@ -44,6 +44,7 @@ def _build(guard: Pass, builder: Any, original: Callable[[], Any]) -> Any:
         guard.note(f"the order is NOT guarded: a builder of another kind ({type(error).__name__}: {error})")
         guard.left_alone = True
         return original()
+    on_rank_0(lambda: refuse_spans(request))
     on_rank_0(lambda: refuse_empty_splits(request))
     pin = guard.pin(len(guard.builders))
     if pin is None:

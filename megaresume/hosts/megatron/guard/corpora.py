@@ -30,6 +30,7 @@ import numpy.typing as npt
 import xxhash
 
 from megaresume.corpora.layout import HEADER_BYTES, IndexHeader
+from megaresume.corpora.spans import spans_path
 from megaresume.hosts.megatron.guard.record import SPLITS
 from megaresume.hosts.megatron.guard.request import Request
 from megaresume.hosts.megatron.schedule import schedule_from_args
@@ -193,6 +194,20 @@ class Corpus:
 def _map(idx: Path, dtype: str, offset: int, shape: tuple[int]) -> Any:
     # An empty range cannot be mapped.
     return np.memmap(idx, dtype, "r", offset, shape) if shape[0] else np.zeros(0, dtype)
+
+
+def refuse_spans(request: Request) -> None:
+    """Raise a ConfigError for corpora that say which of their tokens are trained: Megatron's datasets do not ask."""
+    blends = [blend for split in range(len(SPLITS)) if (blend := request.blend_of(split)) is not None]
+    spans = [path for paths, _ in blends for path in paths if spans_path(Path(path)).is_file()]
+    if spans:
+        raise ConfigError(
+            "Megatron's own datasets would train every token of conversations",
+            found=f"{spans_path(Path(spans[0]))}, which says which tokens are trained",
+            expected="corpora without spans, or the stream in the place of Megatron's datasets",
+            action="pass --megaresume-data data.yaml with these corpora; or, if every token is meant to be trained, "
+            "leave the .spans file out",
+        )
 
 
 def refuse_empty_splits(request: Request) -> None:

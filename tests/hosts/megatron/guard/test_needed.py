@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
-from megaresume.hosts.megatron.guard.corpora import needed_sizes
+from megaresume.corpora.spans import spans_path
+from megaresume.hosts.megatron.guard.corpora import needed_sizes, refuse_spans
+from megaresume.hosts.megatron.guard.request import Request
+from megaresume.stream.errors import ConfigError
+from tests.corpora.test_spans import write_spans
 from tests.hosts.megatron.guard.conftest import Corpora, Run
 
 BLEND: dict[str, Any] = {"weights": [0.6, 0.3, 0.1]}
@@ -47,6 +51,19 @@ def test_an_adoption_builds_what_stock_builds(build: Run, corpora: Corpora, chun
     adopted = build(paths=corpora.paths, **BLEND, sizes=ASKED, samples=240, args=SMALLER, chunks=chunks)
     assert [adopted[s] for s in ("train", "valid", "test")] == [stock[s] for s in ("train", "valid", "test")]
     assert adopted["chunks"] == [stock["train"]] * chunks
+
+
+def test_conversations_are_no_corpora_of_megatrons_datasets(corpora: Corpora, tmp_path: Path) -> None:
+    chat = tmp_path / "chat"
+    write_spans(chat, [3], [[(1, 2)]])
+    blend = ([str(corpora.paths[0]), str(chat)], None)
+    request = Request(
+        cls=object, settings={}, blend=None, blend_per_split=(blend, None, None), sizes=(8, 0, 0), shares=(None,) * 3
+    )
+    with pytest.raises(ConfigError, match=r"train every token of conversations[\s\S]*chat.spans"):
+        refuse_spans(request)
+    spans_path(chat).unlink()
+    refuse_spans(request)
 
 
 def test_sizes() -> None:

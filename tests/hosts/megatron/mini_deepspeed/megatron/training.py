@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ def pretrain(provider: Callable[[list[int]], Any], model_provider: Callable[[], 
     set_args(parse_args())
     args = get_args()
     config = {
-        "train_micro_batch_size_per_gpu": args.micro_batch_size,
+        "train_micro_batch_size_per_gpu": int(os.environ.get("MINI_ENGINE_MICRO_BATCH", args.micro_batch_size)),
         "train_batch_size": args.global_batch_size,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
         "zero_optimization": {"stage": args.zero_stage, "reduce_bucket_size": 1000, "allgather_bucket_size": 1000},
