@@ -2,8 +2,9 @@
 
     python -m tests.upstream.trainers [--only NAME ...]
 
-It runs the tests of the hosts, those of `make test-all` too, in the environment that it is started in. torchtitan and
-VeRL get environments of their own, which their tests make; Megatron-Bridge's is that of MEGARESUME_BRIDGE_PYTHON.
+It runs the tests of the hosts, those of `make test-all` too, in the environment that it is started in. torchtitan,
+VeRL, LLaMA-Factory, ms-swift and Axolotl get environments of their own, which their tests make; Megatron-Bridge's is
+that of MEGARESUME_BRIDGE_PYTHON.
 """
 
 from __future__ import annotations
@@ -60,6 +61,24 @@ HOSTS = {
         page="hugging-face.md",
         packages=("trl", "transformers"),
         tests=("hugging_face/test_trl.py",),
+    ),
+    "llamafactory": Host(
+        title="LLaMA-Factory, by the launcher",
+        page="fine-tuning.md",
+        packages=("llamafactory", "transformers", "accelerate"),
+        tests=("hugging_face/frameworks/test_llama_factory.py",),
+    ),
+    "swift": Host(
+        title="ms-swift, by the launcher",
+        page="fine-tuning.md",
+        packages=("ms-swift", "transformers", "accelerate"),
+        tests=("hugging_face/frameworks/test_swift.py",),
+    ),
+    "axolotl": Host(
+        title="Axolotl, by the launcher",
+        page="fine-tuning.md",
+        packages=("axolotl", "transformers", "accelerate"),
+        tests=("hugging_face/frameworks/test_axolotl.py",),
     ),
     "accelerate": Host(
         title="A loop with Accelerate",

@@ -2,7 +2,7 @@
 
     attach.py            the first function
     checks.py            what of a Trainer would be another order
-    families.py          other people's Trainers whose methods leave that order alone
+    families.py          other people's Trainers: LLaMA-Factory's, ms-swift's, Axolotl's
     backends.py          DDP, DeepSpeed and FSDP: what differs in their checkpoints
     collators.py         how its items become a batch
     host.py              `TrainerHost`: checkpoints and steps

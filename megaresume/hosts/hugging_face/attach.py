@@ -19,6 +19,7 @@ from megaresume.batches.items.options import ItemOptions
 from megaresume.checkpoint.paths import records_dir
 from megaresume.hosts.hugging_face.checks import SLOT, check_trainer
 from megaresume.hosts.hugging_face.collators import collator, packing_collator
+from megaresume.hosts.hugging_face.families import let_epochs_end
 from megaresume.hosts.hugging_face.hooks import Hooks
 from megaresume.hosts.hugging_face.host import TrainerHost
 from megaresume.hosts.torch.feeds import Items
@@ -76,6 +77,7 @@ def attach_trainer(
         CheckpointError: another job writes to ``output_dir``.
     """
     on_all_ranks(lambda: check_trainer(trainer))
+    let_epochs_end(trainer)
     args = trainer.args
     own = ("output_dir", args.output_dir), ("save_total_limit", args.save_total_limit)
     checkpoints = on_all_ranks(lambda: of_trainer(checkpoints, "attach_trainer", save_dir=own[0], keep_last=own[1]))

@@ -34,7 +34,7 @@ def check_trainer(trainer: Any) -> None:
         raise UsageError(
             "this version of transformers has another Trainer",
             found=f"transformers {importlib.metadata.version('transformers')}, without {', '.join(missing)}",
-            expected="transformers 5.8 or later",
+            expected="transformers 5.6 or later",
             action="pip install --upgrade 'megaresume[hugging-face]'",
         )
     if getattr(trainer, SLOT, None) is not None:

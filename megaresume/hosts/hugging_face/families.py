@@ -1,4 +1,4 @@
-"""Classes of other people's Trainers: which methods of theirs are known to leave the order of the data alone.
+"""Other people's Trainers: which methods of their classes are known to leave the order of the data alone.
 
 A class with a sampler or a train loader of its own is refused, but for these, which do so under certain settings alone.
 """
@@ -29,18 +29,51 @@ def _swift_loader(trainer: Any) -> Mapping[str, Any]:
 
 
 def _swift_save(trainer: Any) -> Mapping[str, Any]:
-    return {"use_flash_ckpt": trainer.args.use_flash_ckpt}
+    args = trainer.args
+    return {
+        "use_flash_ckpt": args.use_flash_ckpt,
+        "resume_only_model": getattr(args, "resume_only_model", False),
+        "lazy_tokenize without strict": _takes_others(trainer.train_dataset),
+    }
+
+
+def _takes_others(dataset: Any) -> str | None:
+    """How a dataset of ms-swift puts another item, at random, in the place of one that it cannot encode.
+
+    Items of known lengths were all encoded before, and those that cannot be are left out.
+    """
+    while dataset is not None:
+        inner = getattr(dataset, "dataset", None)  # also of a dataset that packs
+        if type(dataset).__name__ == "LazyLLMDataset" and dataset.n_try_fetch > 1:
+            known = "lengths" in (getattr(inner, "column_names", None) or ())
+            return None if known else "an item that is too long, or cannot be encoded, is replaced by another one"
+        dataset = inner
+    return None
+
+
+def _axolotl(trainer: Any) -> Mapping[str, Any]:
+    args = trainer.args
+    return {name: getattr(args, name, False) for name in ("sample_packing", "curriculum_sampling")}
 
 
 #: (module and class, method) -> when it is not as Trainer's own.
 KNOWN: dict[tuple[str, str], Settings] = {
     ("llamafactory.train.pt.trainer.CustomTrainer", "_get_train_sampler"): _llama_factory,
     ("llamafactory.train.sft.trainer.CustomSeq2SeqTrainer", "_get_train_sampler"): _llama_factory,
+    ("axolotl.core.trainers.base.AxolotlTrainer", "_get_train_sampler"): _axolotl,
     ("swift.trainers.mixin.DataLoaderMixin", "get_train_dataloader"): _swift_loader,
     ("swift.trainers.mixin.SwiftMixin", "_save_checkpoint"): _swift_save,
 }
 #: methods that no other class may have, and what they make.
 _GUARDED = {"get_train_dataloader": "loader", "_get_train_sampler": "sampler"}
+
+
+def let_epochs_end(trainer: Any) -> None:
+    """Leave the end of the run to ``num_train_epochs`` if a program has made ``max_steps`` of it, which it would do
+    again at a resume, by another batch size."""
+    config = getattr(trainer, "axolotl_cfg", None)
+    if config is not None and not config.max_steps:
+        trainer.args.max_steps = -1
 
 
 def check_methods(trainer: Any) -> None:

@@ -16,6 +16,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,9 @@ _TRAINER = "transformers.trainer"
 _OPTIMIZER = "torch.optim.optimizer"
 #: one of them is imported where something is attached, which checks its steps by itself.
 _PROOFS = ("megaresume.hosts.torch.loop", "megaresume.hosts.deepspeed.attach")
+
+#: output_dir of each Trainer that this process has attached.
+_trained: set[Path] = set()
 
 
 def is_here() -> bool:
@@ -74,9 +78,10 @@ def install() -> None:
     """Attach Trainers from now on, here and in children. Installing twice changes nothing."""
     if _said().get("launch", {}).get("mode") == "off":
         return
-    children.install_in_children(__name__, [_TRAINER])
+    is_launched = SETTINGS_VARIABLE in os.environ
+    children.install_in_children(__name__, [_TRAINER, _OPTIMIZER] if is_launched else [_TRAINER])
     when_imported(_TRAINER, _hook)
-    if SETTINGS_VARIABLE in os.environ:
+    if is_launched:
         when_imported(_OPTIMIZER, _watch_steps)
 
 
@@ -104,8 +109,10 @@ def _around_train(train: Callable[..., Any]) -> Callable[..., Any]:
         if hooks is not None:  # by the script, whose call has come through our hook
             return train(trainer, resume_from_checkpoint, trial, *args, **more)
         show_refusals()
+        output_dir = Path(trainer.args.output_dir).absolute()
+        _check_output_dir(output_dir)
         hooks = _attached(trainer)
-        path = on_rank_0(lambda: _resume_from(Path(trainer.args.output_dir), resume_from_checkpoint))
+        path = on_rank_0(lambda: _resume_from(output_dir, resume_from_checkpoint))
         return hooks.train(functools.partial(train, trainer), path, trial, *args, **more)
 
     return attached_train
@@ -125,6 +132,26 @@ def _attached(trainer: Any) -> Any:
         **options,
     )
     return getattr(trainer, SLOT)
+
+
+def _check_output_dir(output_dir: Path) -> None:
+    if re.fullmatch(r"v\d+-\d{8}-\d{6}", output_dir.name):
+        raise UsageError(
+            "every start has another output_dir",
+            found=str(output_dir),
+            expected="the same one, in which the next start finds the checkpoints",
+            cause="ms-swift adds a version and the time to it",
+            action="--add_version false",
+        )
+    if output_dir in _trained:
+        raise UsageError(
+            "two Trainers of one process have the same output_dir",
+            found=str(output_dir),
+            expected="an output_dir for each",
+            cause="the second one would go on from what the first has saved there",
+            action="give the second Trainer an output_dir of its own",
+        )
+    _trained.add(output_dir)
 
 
 def _resume_from(output_dir: Path, asked: Any) -> Any:
@@ -148,6 +175,7 @@ def _watch_steps(module: ModuleType) -> None:
 
     def before_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if not any(name in sys.modules for name in _PROOFS):
+            show_refusals()
             raise _not_attached(type(optimizer).__name__)
         handle.remove()  # it would be in the way of a compiled step
 

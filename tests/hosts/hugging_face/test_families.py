@@ -11,9 +11,11 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+import torch
+
 import megaresume
 from megaresume.stream.errors import UsageError
-from tests.hosts.hugging_face.program import Recorder, make
+from tests.hosts.hugging_face.program import Numbers, Recorder, make
 
 pytestmark = pytest.mark.process
 
@@ -30,6 +32,8 @@ def trainer_of(output: Path, module: str, name: str, method: str, **members: Any
 
 LLAMA_FACTORY = ("llamafactory.train.sft.trainer", "CustomSeq2SeqTrainer", "_get_train_sampler")
 SWIFT = ("swift.trainers.mixin", "DataLoaderMixin", "get_train_dataloader")
+SWIFT_SAVE = ("swift.trainers.mixin", "SwiftMixin", "_save_checkpoint")
+AXOLOTL = ("axolotl.core.trainers.base", "AxolotlTrainer", "_get_train_sampler")
 
 
 @pytest.mark.parametrize("disabled", [False, True])
@@ -54,6 +58,45 @@ def test_swift(tmp_path: Path, setting: str | None) -> None:
             megaresume.attach_trainer(trainer)
     else:
         assert len(megaresume.attach_trainer(trainer)) == 50
+
+
+class LazyLLMDataset(Numbers):
+    """As ms-swift's, which takes so many other items until one can be encoded; or of which all were encoded before."""
+
+    def __init__(self, n_try_fetch: int, *columns: str) -> None:
+        super().__init__()
+        self.n_try_fetch, self.dataset = n_try_fetch, SimpleNamespace(column_names=["messages", *columns])
+
+
+def test_swift_saves(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path / "run", *SWIFT_SAVE)
+    trainer.args.use_flash_ckpt, trainer.args.resume_only_model = False, True
+    with pytest.raises(UsageError, match="resume_only_model cannot be used"):
+        megaresume.attach_trainer(trainer)
+    trainer.args.resume_only_model = False
+    trainer.train_dataset = torch.utils.data.Subset(LazyLLMDataset(10), range(8))
+    with pytest.raises(UsageError, match="lazy_tokenize without strict cannot be used"):
+        megaresume.attach_trainer(trainer)
+    for name, dataset in {"strict": LazyLLMDataset(1), "encoded": LazyLLMDataset(10, "lengths")}.items():
+        trainer = trainer_of(tmp_path / name, *SWIFT_SAVE)
+        trainer.args.use_flash_ckpt = False
+        trainer.train_dataset = torch.utils.data.Subset(dataset, range(8))
+        assert len(megaresume.attach_trainer(trainer)) == 4
+
+
+@pytest.mark.parametrize("setting", [None, "sample_packing", "curriculum_sampling"])
+def test_axolotl(tmp_path: Path, setting: str | None) -> None:
+    # It makes them of the epochs, by the batch size of today.
+    trainer = trainer_of(tmp_path / "run", *AXOLOTL, axolotl_cfg=SimpleNamespace(max_steps=None))
+    trainer.args.max_steps = 25
+    trainer.args.sample_packing = setting == "sample_packing"
+    trainer.args.curriculum_sampling = setting == "curriculum_sampling"
+    if setting:
+        with pytest.raises(UsageError, match=f"{setting} cannot be used"):
+            megaresume.attach_trainer(trainer)
+    else:
+        assert len(megaresume.attach_trainer(trainer)) == 50
+        assert trainer.args.max_steps == -1
 
 
 def test_the_same_method_of_another_class(tmp_path: Path) -> None:

@@ -94,10 +94,24 @@ print("trained", sys.argv[1:])
 
 
 @pytest.mark.process
+@pytest.mark.release
+def test_two_trainers_of_one_process(tmp_path: Path) -> None:
+    (tmp_path / "two.py").write_text(PLAIN.read_text().replace('if __name__ == "__main__":', "for _ in range(2):"))
+    options = json.dumps({"max_steps": 2})
+    done = python("-m", "megaresume.run", "two.py", str(tmp_path / "run"), options, cwd=tmp_path)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "megaresume: error: two Trainers of one process have the same output_dir" in done.stderr
+
+
+@pytest.mark.process
 def test_a_loop_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
     done = python("-m", "megaresume.run", "loop.py", cwd=tmp_path)
     assert done.returncode == 1 and "trained" not in done.stdout
+    assert done.stderr.startswith("megaresume: error: training begins, and megaresume does not know its data")
+    (tmp_path / "start.py").write_text(STARTS_IT)
+    done = python("-m", "megaresume.run", "start.py", "loop.py", cwd=tmp_path)
+    assert done.returncode == 1 and "trained" not in done.stdout and "Traceback" not in done.stderr
     assert done.stderr.startswith("megaresume: error: training begins, and megaresume does not know its data")
     done = python("-m", "megaresume.run", "loop.py", "--x", "--megaresume-mode", "off", "y", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "trained ['--x', 'y']\n")
