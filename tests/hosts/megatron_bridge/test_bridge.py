@@ -5,6 +5,7 @@ What the run trained it writes down itself: `program.py`.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -15,16 +16,12 @@ import pytest
 from megaresume.checkpoint import choose, read_ledger
 from megaresume.checkpoint.paths import ledger_path
 from megaresume.cli.main import main
-from tests.hosts.torch.record import copied, items, launch, lines, losses, trained
+from tests.hosts.torch.record import copied, ended, items, launch, lines, losses, nearly_three_epochs, trained
 
 PROGRAM = Path(__file__).with_name("program.py")
 
 
-def run(python: str, directory: Path, ranks: int, **options: Any) -> str:
-    """What a run said that came to its end."""
-    done = launch(PROGRAM, directory, ranks, python=python, **options)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return done.stdout + done.stderr
+run = functools.partial(ended, PROGRAM)
 
 
 def refusal(python: str, directory: Path, ranks: int, **options: Any) -> str:
@@ -47,12 +44,7 @@ def whole(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def order(whole: Path) -> list[int]:
     """The items of its steps."""
-    steps = trained(whole)
-    assert [len(step) for step in steps] == [8] * 37
-    handed = items(steps)
-    assert sorted(handed[:100]) == sorted(handed[100:200]) == list(range(100))
-    assert len(set(handed[200:])) == 96 and handed[:100] != handed[100:200]
-    return handed
+    return nearly_three_epochs(whole)
 
 
 @pytest.fixture(scope="module")

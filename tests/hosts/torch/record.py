@@ -40,6 +40,20 @@ def launch(
     return subprocess.run(words, env=env, capture_output=True, text=True)
 
 
+def ended(program: Path, python: str, directory: Path, ranks: int, **options: Any) -> str:
+    """What a run said that came to its end."""
+    done = launch(program, directory, ranks, python=python, **options)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done.stdout + done.stderr
+
+
+def refused(program: Path, python: str, directory: Path, ranks: int = 1, **options: Any) -> str:
+    """What a run said that was refused."""
+    done = launch(program, directory, ranks, python=python, **options)
+    assert done.returncode != 0
+    return done.stderr
+
+
 def launch_forked(program: Path, directory: Path, ranks: int, **options: Any) -> tuple[int, str]:
     """The same without a launcher, by processes that are forked: exit status and output."""
     words, output = [str(directory), json.dumps(options)], directory.with_name(f"{directory.name}.output")
@@ -80,6 +94,16 @@ def trained(directory: Path) -> list[list[int]]:
 def items(steps: list[list[int]]) -> list[int]:
     """Of all steps, one after the other."""
     return list(chain.from_iterable(steps))
+
+
+def nearly_three_epochs(directory: Path) -> list[int]:
+    """The items of a run of 37 steps of 8, which go through 100 of them."""
+    steps = trained(directory)
+    assert [len(step) for step in steps] == [8] * 37
+    handed = items(steps)
+    assert sorted(handed[:100]) == sorted(handed[100:200]) == list(range(100))
+    assert len(set(handed[200:])) == 96 and handed[:100] != handed[100:200]
+    return handed
 
 
 def losses(directory: Path) -> dict[int, list[float]]:

@@ -5,6 +5,7 @@ What the trainer trained it writes down itself: `program.py`.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +14,13 @@ import pytest
 from megaresume.checkpoint import choose, read_ledger
 from megaresume.checkpoint.paths import ledger_path
 from megaresume.cli.main import main
-from tests.hosts.torch.record import copied, items, launch, lines, trained
+from tests.hosts.torch.record import copied, ended, items, launch, lines, refused, trained
 
 PROGRAM = Path(__file__).with_name("program.py")
 
 
-def run(python: str, directory: Path, ranks: int, **options: Any) -> str:
-    """What a run said that came to its end."""
-    done = launch(PROGRAM, directory, ranks, python=python, **options)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return done.stdout + done.stderr
-
-
-def refusal(python: str, directory: Path, ranks: int, **options: Any) -> str:
-    """What a run said that was refused."""
-    done = launch(PROGRAM, directory, ranks, python=python, **options)
-    assert done.returncode != 0
-    return done.stderr
+run = functools.partial(ended, PROGRAM)
+refusal = functools.partial(refused, PROGRAM)
 
 
 @pytest.fixture(scope="module")
