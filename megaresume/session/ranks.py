@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import xxhash
+
 from megaresume.checkpoint.manifest import FileEntry
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, UsageError
 
@@ -351,15 +353,33 @@ def written_by_all(write: Callable[[], Sequence[FileEntry]]) -> tuple[FileEntry,
 
 
 def same_on_all_ranks(value: Any, what: str, *, cause: str, action: str) -> None:
-    """Raise a StateError on every rank unless all hold the same (comparable, printable) value."""
-    values: Sequence[Any] = gather(value)
-    for rank, other in enumerate(values):
-        if other != values[0]:
-            error = StateError(
-                f"the ranks disagree on {what}",
-                found=f"rank 0: {values[0]}; rank {rank}: {other}",
-                expected="the same on every rank",
-                cause=cause,
-                action=action,
-            )
-            raise known_to_all(error)
+    """Raise a StateError on every rank unless all hold the same (comparable, printable) value. Collective.
+
+    Texts are compared by their hashes: those of a data config with a thousand sources are long, and ranks are many. Of
+    two that differ, the error shows what stands around the first difference.
+    """
+    is_text = isinstance(value, str)
+    values: Sequence[Any] = gather(xxhash.xxh3_128_hexdigest(value.encode()) if is_text else value)
+    other = next((number for number, one in enumerate(values) if one != values[0]), None)
+    if other is None:
+        return
+    if is_text:
+        values = gather(value if rank() in (0, other) else None)
+    found = _around_difference(str(values[0]), str(values[other]))
+    error = StateError(
+        f"the ranks disagree on {what}",
+        found=f"rank 0: {found[0]}; rank {other}: {found[1]}",
+        expected="the same on every rank",
+        cause=cause,
+        action=action,
+    )
+    raise known_to_all(error)
+
+
+def _around_difference(one: str, other: str, shown: int = 80) -> tuple[str, str]:
+    """Both texts, or what stands around their first difference if they are long."""
+    if max(len(one), len(other)) <= 2 * shown:
+        return one, other
+    at = next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    start, stop = max(at - shown // 2, 0), at + shown
+    return f"... {one[start:stop]} ...", f"... {other[start:stop]} ..."

@@ -9,6 +9,16 @@ import threading
 from megaresume.session import ranks
 
 
+def test_of_long_texts_what_differs_is_shown() -> None:
+    before = ", ".join(f"'source_{k}': {{'seed': {k}}}" for k in range(100))
+    one, other = (f"{before}, 'source_{last}': {{}}, {before}" for last in (7, 8))
+    shown = ranks._around_difference(one, other)
+    assert all("'source_99'" in text and len(text) < 140 for text in shown)
+    assert "'source_7': {}" in shown[0] and "'source_8': {}" in shown[1]
+    assert ranks._around_difference("1e5", "2e5") == ("1e5", "2e5")
+    assert ranks._around_difference(one, one + "!")[1].endswith("! ...")
+
+
 def test_a_process_ends_after_gloos_threads_are_done() -> None:
     """A thread of that name that is busy without Python, as one is that the machine has no core for."""
     began, done = threading.Event(), []

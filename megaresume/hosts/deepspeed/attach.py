@@ -22,7 +22,6 @@ See docs/deepspeed.md.
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -265,12 +264,12 @@ def attach(
     # Rank 0 first: it leaves the fingerprints beside the corpora, and the other ranks need not compute them again.
     on_rank_0(lambda: bool(open_data()))
     stream = on_all_ranks(open_data)
-    order = repr((stream.config.to_dict(), sorted(stream.fingerprints.items()), balance))
+    asked = on_all_ranks(lambda: SkipConfig.from_dict(data_options.skip, where="skip="))
     same_on_all_ranks(
-        hashlib.sha256(order.encode()).hexdigest()[:16],
+        repr((stream.config.to_dict(), sorted(stream.fingerprints.items()), asked, schedule, balance)),
         "the data",
-        cause="the nodes have different copies of data.yaml or of a corpus, or another Loader(balance=...)",
-        action="compare data.yaml and the sizes of the .idx files on the nodes",
+        cause="the nodes have different copies of data.yaml or of a corpus, or other skips, schedules or balance",
+        action="compare data.yaml, the sizes of the .idx files, and the arguments of attach on the nodes",
     )
     if is_rank_0():
         for line in same_corpora(stream.fingerprints):
@@ -291,7 +290,7 @@ def attach(
         transform=loader.transform,
         log=None if log_samples is None else _open_log(log_samples),
     )
-    if asked := SkipConfig.from_dict(data_options.skip, where="skip="):
+    if asked:
         on_all_ranks(lambda: stream.skip(asked))
     if session.stopper is not None:
         session.stopper.install()
