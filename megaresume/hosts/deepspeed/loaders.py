@@ -55,8 +55,7 @@ def attach_loader(engine: Any, loader: Any, *, checkpoints: Checkpoints = Checkp
         ends is begun again, with ``set_epoch`` of its sampler.
 
     Raises, on every rank:
-        UsageError: no DeepSpeed engine, a loader without a state or of another rank, or settings that do not apply to
-            loaders.
+        UsageError: no DeepSpeed engine, a loader without a state or of another rank, or settings that do not apply.
         CheckpointError: another job writes to ``save_dir``.
         SetupError: a node does not see it.
     """
