@@ -89,7 +89,10 @@ def test_hashes_of_ranks_prove_nothing_on_another_layout(tmp_path: Path, nodes: 
     if nodes == "2":
         assert status == 0 and result["holds"] and result["comparison"]["hashed"] == 12, text
     else:
-        assert status == 1 and "NOT PROVED: order and content of 8 steps were not compared" in text, text
+        # Steps on the second layout: the kill came between two checkpoints, or right after the second.
+        changed = 12 - result["stops"][0]["resumed_from"]
+        assert changed in (4, 8), text
+        assert status == 1 and f"NOT PROVED: order and content of {changed} steps were not compared" in text, text
 
 
 def test_a_reference_that_was_not_left_alone(tmp_path: Path) -> None:
