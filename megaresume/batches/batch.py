@@ -50,9 +50,9 @@ class Batch(_Always, total=False):
 
     #: float32[sum of num_tiles, ...]: tiles or patches of all images, one image after another.
     pixel_values: torch.Tensor
-    #: int64[n, 3]: frames, rows and columns of patches (or of tiles) of each image.
+    #: int64[n, 3]: frames, rows and columns of each image: of patches, of tiles or of pixels, as its processor says.
     image_grid_thw: torch.Tensor
-    #: int64[n, 3]: row of the micro-batch, column of the first token, tokens.
+    #: int64[n, 3]: row of the micro-batch, column of the first image token, image tokens.
     image_positions: torch.Tensor
     #: int32[n]: rows of ``pixel_values`` of each image.
     num_tiles: torch.Tensor
@@ -85,6 +85,28 @@ def document_mask(cu_seqlens: Sequence[torch.Tensor], seq_length: int) -> torch.
         for start in bounds[1:-1].tolist():
             mask[start:, :start] = True
     return masks
+
+
+def image_places(batch: Batch) -> torch.Tensor:
+    """Where image tokens stand: bool[m, S]. Row by row they are those of ``image_positions``, one image after another.
+
+    Raises:
+        UsageError: a text of the batch has the image token too.
+    """
+    positions = batch["image_positions"]
+    if not len(positions):
+        return torch.zeros_like(batch["tokens"], dtype=torch.bool)
+    token = batch["tokens"][int(positions[0, 0]), int(positions[0, 1])]
+    places = batch["tokens"] == token
+    if int(places.sum()) != int(positions[:, 2].sum()):
+        raise UsageError(
+            "a text has the token that stands for images",
+            found=f"token {int(token)} {int(places.sum())} times, {int(positions[:, 2].sum())} of them of images",
+            expected="the image token only where images are",
+            cause="a corpus that was made with a tokenizer that knows the image token, and texts that spell it",
+            action="prepare the corpus again without that token, or give the encoder another image_token",
+        )
+    return places
 
 
 def make_batch(

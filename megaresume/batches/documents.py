@@ -129,29 +129,27 @@ class DocumentReader:
                 f"{encoded.tokens.shape} tokens, {encoded.trained.shape} trained",
                 f"{length} of both: `encoded` must follow the index, whatever the record holds",
             )
-        covered = np.zeros(length, np.bool_)
-        end = 0
+        places = np.flatnonzero(encoded.tokens == self.image_token_id)
+        used = 0
         for image in encoded.images:
-            if image.offset < end or image.offset + image.num_tokens > length or image.num_tokens < 1:
+            if image.num_tokens < 1 or image.offset not in places[used : used + 1]:
                 raise self._broken(
                     key,
-                    f"an image at tokens {image.offset} to {image.offset + image.num_tokens}",
-                    f"images one after another within {end} to {length}",
+                    f"an image of {image.num_tokens} tokens from {image.offset} on",
+                    f"images one after another, from image tokens {places[used : used + 3].tolist()} ... on",
                 )
-            end = image.offset + image.num_tokens
-            covered[image.offset : end] = True
+            used += image.num_tokens
             if image.pixels.shape[1:] != self.pixel_shape or image.pixels.dtype != np.float32 or not len(image.pixels):
                 raise self._broken(
                     key,
                     f"pixels {image.pixels.dtype}{list(image.pixels.shape)}",
                     f"float32[k, {', '.join(map(str, self.pixel_shape))}]",
                 )
-        stands = encoded.tokens == self.image_token_id
-        if not np.array_equal(stands, covered) or bool((encoded.trained & covered).any()):
+        trained = int(encoded.trained[places].sum())
+        if used != len(places) or trained:
             raise self._broken(
                 key,
-                f"{int(stands.sum())} image tokens, {int(covered.sum())} of images, "
-                f"{int((encoded.trained & covered).sum())} of them trained",
+                f"{len(places)} image tokens, {used} of images, {trained} of them trained",
                 "the image token exactly where images are, and never trained",
             )
 

@@ -71,13 +71,13 @@ class Measure:
 class EncodedImage:
     """One image of a document."""
 
-    #: tokens of the document before the first token of the image.
+    #: tokens of the document before the first image token of the image.
     offset: int
-    #: tokens it takes: those that the model replaces by its features.
+    #: image tokens: those that the model replaces by its features. Other tokens may stand between them.
     num_tokens: int
     #: float32[k, ...], normalised: k tiles [k, 3, H, W], or k patches [k, 3 * P * P].
     pixels: npt.NDArray[np.float32]
-    #: (frames, rows, columns) of patches, or of tiles for tiled processors.
+    #: (frames, rows, columns) of patches, of tiles or of pixels, as the processor says.
     grid: tuple[int, int, int]
 
 
@@ -101,3 +101,8 @@ class EncodedDocument:
     trained: npt.NDArray[np.bool_]
     images: tuple[EncodedImage, ...] = ()
     fault: Fault | None = None
+
+    def end(self, image: EncodedImage) -> int:
+        """The place after the last image token of an image of the document."""
+        after = self.tokens[image.offset :]
+        return image.offset + int(np.flatnonzero(after == after[0])[image.num_tokens - 1]) + 1

@@ -1,7 +1,7 @@
 """Does a processor keep its promises? Asked when an encoder is built, before anything depends on it.
 
 same image, same generator, other global seeds  -->  the same bits, and no global generator moved
-num_tokens(width, height)                       ==   tokens_of(pixels, grid), for sizes of many shapes
+image tokens of (width, height)                 ==   tokens_of(pixels, grid), for sizes of many shapes
 pickle.loads(pickle.dumps(processor))           -->  the same again
 """
 
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megaresume.images.processors.pattern import image_tokens, pattern_of
 from megaresume.stream.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def check_processor(processor: Processor, sizes: tuple[tuple[int, int], ...] = S
 
 def _check_size(processor: Processor, copy: Processor, image: Image, generators: _Globals) -> None:
     width, height = image.size
-    announced = processor.num_tokens(width, height)
+    announced = image_tokens(pattern_of(processor, width, height))
     first = _run(processor, image, generators, seed=1)
     pixels, grid = first
     shape = tuple(processor.pixel_shape)
@@ -53,12 +54,12 @@ def _check_size(processor: Processor, copy: Processor, image: Image, generators:
     if len(grid) != 3 or not all(type(part) is int for part in grid):
         raise _broken("returns a bad grid", repr(grid), "(frames, rows, columns), three int")
     made = processor.tokens_of(pixels, grid)
-    if type(announced) is not int or announced < 1 or made != announced:
+    if made != announced:
         raise _broken(
             "announces other lengths than it makes",
-            f"num_tokens({width}, {height}) = {announced!r}, and {made!r} tokens of a grid of {grid}",
+            f"{announced} for {width} x {height} pixels, and {made!r} tokens of a grid of {grid}",
             "the same number from both",
-            "compute num_tokens by the formula that the pixels are cut by",
+            "compute num_tokens (or pattern) by the formula that the pixels are cut by",
         )
     for other in (processor, copy):
         again = _run(other, image, generators, seed=2)

@@ -29,6 +29,7 @@ from megaresume.images.checks import check_processor
 from megaresume.images.decode import ImageOptions, decode, size_of
 from megaresume.images.pages import Part, Unit, Words, split_page
 from megaresume.images.processors import Grid, Pixels, processor_from_options
+from megaresume.images.processors.pattern import pattern_of
 from megaresume.images.spec import check_spec, spec_from_options, unpack_tokenizer
 from megaresume.images.templates import Image, Missing, Piece, Text, template_from_options
 from megaresume.stream.errors import ConfigError, CorpusError
@@ -157,9 +158,9 @@ class ImageTextEncoder:
             words = sum(len(part[0]) for part in parts if not isinstance(part, Image))
             measures.append(
                 Measure(
-                    tokens=words + sum(images),
+                    tokens=words + sum(map(len, images)),
                     num_images=len(images),
-                    image_tokens=sum(images),
+                    image_tokens=sum(ids.count(self.image_token_id) for ids in images),
                     missing_images=0 if measures else missing,
                 )
             )
@@ -184,8 +185,8 @@ class ImageTextEncoder:
         images: list[EncodedImage] = []
         for part in parts:
             if isinstance(part, Image):
-                image = self._image(record, part.member, key, number=len(images), offset=len(tokens))
-                tokens += [self.image_token_id] * image.num_tokens
+                image, ids = self._image(record, part.member, key, number=len(images), offset=len(tokens))
+                tokens += ids
                 images.append(image)
             else:
                 ids, is_trained = part
@@ -198,13 +199,14 @@ class ImageTextEncoder:
         return EncodedDocument(tokens=np.array(tokens, np.int64), trained=trained, images=tuple(images))
 
     def images(self, record: Record, part: int = 0) -> list[tuple[str, int, int, int]]:
-        """(member, width, height, tokens) of the images of a document in order, from their headers.
+        """(member, width, height, image tokens) of the images of a document in order, from their headers.
 
         Raises:
             CorpusError: as `measures`, or there is no such part.
         """
         shown = [piece.member for piece in self._document(record, part) if isinstance(piece, Image)]
-        return [(member, *self._size(record, member)) for member in shown]
+        sizes = [(member, *self._size(record, member)) for member in shown]
+        return [(member, width, height, ids.count(self.image_token_id)) for member, width, height, ids in sizes]
 
     def augmented_image(self, record: Record, member: str, key: Key, number: int) -> PILImage:
         """An image as the model is shown it, before the processor resizes and normalises it.
@@ -252,8 +254,8 @@ class ImageTextEncoder:
                 continue
             if isinstance(piece, Image):
                 around = [self._markup(self._spec[name]) for name in ("image_start", "image_end")]
-                image = 0 if self._template.split is None else self._size(record, piece.member)[2]
-                tokens = image + sum(len(ids) for words in around for ids, _ in words)
+                image = [] if self._template.split is None else self._size(record, piece.member)[2]
+                tokens = len(image) + sum(len(ids) for words in around for ids, _ in words)
                 yield Unit(parts=[*around[0], piece, *around[1]], tokens=tokens, image=_name(record, piece.member))
             else:
                 ids = self.tokenizer.encode(piece.text, special=piece.markup)
@@ -270,20 +272,33 @@ class ImageTextEncoder:
     def _markup(self, text: str) -> list[Words]:
         return [(self.tokenizer.encode(text, special=True), False)] if text else []
 
-    def _size(self, record: Record, member: str, decoded: bool = False) -> tuple[int, int, int]:
-        """Width, height, tokens of an image: from its header, or decoded."""
+    def _size(self, record: Record, member: str, decoded: bool = False) -> tuple[int, int, list[int]]:
+        """Width and height of an image, from its header or decoded; and the tokens that stand for it."""
         name = _name(record, member)
         size: Callable[..., tuple[int, int]] = _decoded_size if decoded else size_of
         width, height = size(record.members[member], self._images, name)
-        return width, height, _named(name, self.processor.num_tokens, width, height)
+        return width, height, self._standing(name, width, height)
 
-    def _image(self, record: Record, member: str, key: Key, *, number: int, offset: int) -> EncodedImage:
+    def _standing(self, name: str, width: int, height: int) -> list[int]:
+        """The tokens that stand for an image of this size."""
+        ids: list[int] = []
+        for part in _named(name, pattern_of, self.processor, width, height):
+            ids += [self.image_token_id] * part if isinstance(part, int) else self.tokenizer.encode(part, special=True)
+        return ids
+
+    def _image(
+        self, record: Record, member: str, key: Key, *, number: int, offset: int
+    ) -> tuple[EncodedImage, list[int]]:
+        """The image, and the tokens that stand for it."""
         name = _name(record, member)
         image, generator = self._drawn(record, member, key, number)
-        num_tokens = _named(name, self.processor.num_tokens, *image.size)
+        size = image.size
         pixels, grid = _named(name, self.processor, image, generator)
+        ids = self._standing(name, *size)
+        num_tokens = ids.count(self.image_token_id)
         self._agree(name, num_tokens, pixels, grid)
-        return EncodedImage(offset=offset, num_tokens=num_tokens, pixels=pixels, grid=grid)
+        first = offset + ids.index(self.image_token_id)
+        return EncodedImage(offset=first, num_tokens=num_tokens, pixels=pixels, grid=grid), ids
 
     def _drawn(self, record: Record, member: str, key: Key, number: int) -> tuple[PILImage, np.random.Generator]:
         """The image as augmentation leaves it, of the size that it was stored with; and the generator as it is then."""

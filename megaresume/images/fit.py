@@ -32,7 +32,7 @@ def fit_document(document: EncodedDocument, tokens: int, filler: int) -> Encoded
     ids[:kept] = document.tokens[:kept]
     trained = np.zeros(tokens, np.bool_)
     trained[:kept] = document.trained[:kept]
-    images = tuple(image for image in document.images if image.offset + image.num_tokens <= kept)
+    images = tuple(image for image in document.images if document.end(image) <= kept)
     for image in document.images[len(images) :]:
         ids[image.offset : kept] = filler
     return dataclasses.replace(document, tokens=ids, trained=trained, images=images)

@@ -39,9 +39,11 @@ class Picture:
     member: str | None
     #: in pixels, as stored and turned upright; None: its header cannot be read, or the source has no records.
     size: tuple[int, int] | None
-    #: tokens of the document before it, and its own; None: the model is not shown it.
+    #: place of its first image token in the document, its image tokens, and the place after the last one; None: the
+    #: model is not shown it.
     offset: int | None
     num_tokens: int | None
+    end: int | None
 
     def __str__(self) -> str:
         size = "" if self.size is None else f" {self.size[0]}x{self.size[1]}"
@@ -68,9 +70,9 @@ class Shown:
 
         words, at = [], 0
         for picture in self.pictures:
-            if picture.offset is not None and picture.num_tokens is not None:
+            if picture.offset is not None and picture.end is not None:
                 words += [decode(at, picture.offset), str(picture)]
-                at = picture.offset + picture.num_tokens
+                at = picture.end
         return "".join([*words, decode(at, None)])
 
     def fault(self) -> dict[str, str] | None:
@@ -155,6 +157,7 @@ def show(source: DocumentSource, key: Key) -> Shown:
                 size=size,
                 offset=None if image is None else image.offset,
                 num_tokens=None if image is None else image.num_tokens,
+                end=None if image is None else encoded.end(image),
             )
         )
     return Shown(key=key, encoded=encoded, record=record, pictures=pictures, encoder=encoder)

@@ -28,7 +28,7 @@ import xxhash
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from megaresume.batches.batch import Batch
+from megaresume.batches.batch import Batch, image_places
 from megaresume.stream.errors import SetupError, UsageError
 from megaresume.training.arguments import Arguments
 
@@ -144,14 +144,12 @@ class Images:
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device) -> Images:
-        """Take them from a batch: ``image_positions`` is int64[n, 3], (row, first column, tokens) of each image."""
-        rows, starts, counts = batch["image_positions"].unbind(dim=1)
-        first = torch.cumsum(counts, 0) - counts
-        columns = torch.repeat_interleave(starts - first, counts) + torch.arange(int(counts.sum()))
+        """Take them from a batch."""
+        rows, columns = image_places(batch).nonzero(as_tuple=True)
         return cls(
             pixels=batch["pixel_values"].to(device, non_blocking=True),
             grids=batch["image_grid_thw"],
-            rows=torch.repeat_interleave(rows, counts).to(device, non_blocking=True),
+            rows=rows.to(device, non_blocking=True),
             columns=columns.to(device, non_blocking=True),
         )
 

@@ -181,7 +181,9 @@ def test_gemma_3_lets_an_image_see_all_of_itself_and_nothing_of_other_documents(
 def test_gemma_3_keeps_images_of_two_documents_that_touch_apart():
     batch = StreamDataset(stream_of("gemma3")).__getitems__([0])
     _, column, num = batch["image_positions"][0].tolist()
-    touching = {**batch, "image_positions": torch.tensor([[0, column - num, num], [0, column, num]])}
+    tokens = torch.zeros_like(batch["tokens"])
+    tokens[0, column - num : column + num] = 257
+    touching = {**batch, "tokens": tokens, "image_positions": torch.tensor([[0, column - num, num], [0, column, num]])}
     for edge, together in ((None, True), (column, False)):
         bounds = torch.tensor([0, *([edge] if edge else []), 128])
         masks = for_hf({**touching, "cu_seqlens": [bounds]}, family="gemma3", sliding_window=16)["attention_mask"]

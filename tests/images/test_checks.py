@@ -122,7 +122,7 @@ class NoPickle(Honest):
         (Reseeds, ["moves a generator"]),
         (DrawsFromEntropy, ["no function of image and generator"]),
         (Counts, ["no function of image and generator"]),
-        (OtherLengths, ["announces other lengths", "num_tokens(301, 97) = 12, and 13 tokens"]),
+        (OtherLengths, ["announces other lengths", "12 for 301 x 97 pixels, and 13 tokens"]),
         (OtherShape, ["other pixels than it promises", "float32[k, 3]"]),
         (Doubles, ["other pixels than it promises", "float64"]),
         (NotNumbers, ["not plain numbers"]),

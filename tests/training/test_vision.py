@@ -68,9 +68,12 @@ def batch_of(options: Any, images: list[tuple[Image.Image, int, int]], rows: int
     places = [
         (row, column, processor.tokens_of(*output)) for (_, row, column), output in zip(images, made, strict=True)
     ]
+    labels = (tokens + 1) % 50
+    for row, column, num in places:
+        tokens[row, column : column + num] = 49
     return {
         "tokens": tokens,
-        "labels": (tokens + 1) % 50,
+        "labels": labels,
         "loss_mask": torch.ones(rows, 16),
         "position_ids": torch.arange(8).repeat(rows, 2),
         "pixel_values": torch.from_numpy(np.concatenate([np.zeros(shape, np.float32), *(p for p, _ in made)])),

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from megaresume.batches.batch import Batch, document_mask
+from megaresume.batches.batch import Batch, document_mask, image_places
 from megaresume.stream.errors import UsageError
 
 Family = Literal["causal_lm", "llava", "internvl", "gemma3", "qwen2_vl"]
@@ -120,13 +120,11 @@ def _of_gemma3(
             expected="a number of tokens",
             action="pass sliding_window=model.config.text_config.sliding_window",
         )
-    types = torch.zeros_like(batch["tokens"])
-    begins = torch.zeros_like(types, dtype=torch.bool)
+    no_image = torch.zeros_like(batch["tokens"], dtype=torch.bool)
+    is_image = image_places(batch) if "image_positions" in batch else no_image
+    types, begins = is_image.long(), no_image.clone()
     for row, bounds in enumerate(batch["cu_seqlens"]):
         begins[row, bounds[:-1].long()] = True
-    for row, column, num in batch["image_positions"].tolist() if "image_positions" in batch else ():
-        types[row, column : column + num] = 1
-    is_image = types == 1
     begins[:, 1:] |= ~is_image[:, :-1]
     runs = torch.where(is_image, (begins & is_image).cumsum(1), 0)
     together = (runs[:, :, None] == runs[:, None, :]) & is_image[:, :, None]

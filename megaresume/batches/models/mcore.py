@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megaresume.batches.batch import Batch, document_mask
+from megaresume.batches.batch import Batch, document_mask, image_places
 from megaresume.stream.errors import UsageError
 
 
@@ -139,6 +139,15 @@ def _attention(batch: Batch, *, packed: bool) -> dict[str, Any]:
 
 def _check_sizes(batch: Batch, img_seq_len: int) -> None:
     """Images of another size would shift all that follows, without a word."""
+    places = image_places(batch)
+    for row, column, num in batch["image_positions"].tolist():
+        if not bool(places[row, column : column + num].all()):
+            raise UsageError(
+                "the image tokens of an image are not one run, which LLaVAModel would make of them",
+                found=f"other tokens between the {num} image tokens from column {column} on",
+                expected="a processor without a pattern: patches or tiles",
+                action="prepare the shards again with the processor of this model",
+            )
     num_tokens, num_tiles = batch["image_positions"][:, 2], batch["num_tiles"]
     wrong = torch.nonzero(num_tokens != num_tiles * img_seq_len).flatten()
     if len(wrong):

@@ -5,6 +5,7 @@ tiles.py    tiles    squares, as many as its shape asks for     InternVL, NVLM
 native.py   native   patches of about its own size              Qwen2-VL and its successors
 python.py   python   one's own, from a factory
 
+pattern.py     what stands in a sequence for one image: runs of the image token, and text between them
 base.py        what a processor promises, and the compiled loop from 8-bit pixels to normalised patches
 backends.py    resizing and normalising as Pillow and as torchvision do it
 statistics.py  means and standard deviations, by name

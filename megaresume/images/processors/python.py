@@ -18,6 +18,7 @@ import numpy as np
 from pydantic import AfterValidator
 
 from megaresume.images.processors.base import Grid, Pixels, Processor
+from megaresume.images.processors.pattern import Pattern, Patterned, image_tokens, pattern_of
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.schema import Options, refused
 
@@ -53,12 +54,14 @@ class PythonProcessor(Options):
 
     def __post_init__(self) -> None:
         inner = _factory(self.factory)(**(self.kwargs or {}))
-        lacking = [name for name in ("pixel_shape", "num_tokens", "tokens_of", "__call__") if not hasattr(inner, name)]
+        length = "pattern" if isinstance(inner, Patterned) else "num_tokens"
+        lacking = [name for name in ("pixel_shape", length, "tokens_of", "__call__") if not hasattr(inner, name)]
         if lacking:
             raise ConfigError(
                 f"what {self.factory} returns is no image processor",
                 found=f"{type(inner).__name__} without {', '.join(lacking)}",
-                expected="pixel_shape, num_tokens(width, height), tokens_of(pixels, grid), call (image, generator)",
+                expected="pixel_shape, num_tokens(width, height) or pattern(width, height), tokens_of(pixels, grid), "
+                "call (image, generator)",
                 action="see docs/images.md, 'Your own processor'",
             )
         object.__setattr__(self, "_inner", inner)
@@ -70,7 +73,11 @@ class PythonProcessor(Options):
 
     def num_tokens(self, width: int, height: int) -> int:
         """Of the object."""
-        return self._inner.num_tokens(width, height)
+        return image_tokens(self.pattern(width, height))
+
+    def pattern(self, width: int, height: int) -> Pattern:
+        """Of the object; one run, if it has only `num_tokens`."""
+        return pattern_of(self._inner, width, height)
 
     def tokens_of(self, pixels: Pixels, grid: Grid) -> int:
         """Of the object."""
