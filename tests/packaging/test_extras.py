@@ -16,7 +16,8 @@ print([batch.tolist() for batch in megaresume.DataLoader(range(8), batch_size=4,
 """
 STREAM = """
 import torch, megaresume
-batch = next(iter(megaresume.StreamLoader(megaresume.open_stream("data.yaml"), micro_batch_size=1)))
+stream, schedule = megaresume.open_stream("data.yaml"), megaresume.BatchSchedule.constant(1)
+batch = next(iter(megaresume.StreamLoader(stream, schedule, micro_batch_size=1)))
 assert batch["tokens"].dtype == torch.int64
 """
 DEEPSPEED = """
