@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.packaging.conftest import SAVE, Run
+from tests.patching.scripts import V0_18
 
 pytestmark = pytest.mark.process
 
@@ -60,7 +61,10 @@ trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", logger=False, enabl
 megaresume.attach_lightning(trainer, megaresume.Checkpoints(save_dir="run"))
 trainer.fit(Module(), megaresume.DataLoader(range(8), batch_size=4), ckpt_path="last")
 """
-PATCH = "from pathlib import Path; Path('pretrain.py').write_text('from megatron.training import pretrain\\n')"
+PATCH = f"""
+from pathlib import Path
+Path("pretrain.py").write_text({V0_18!r})
+"""
 TOKENIZER = """
 from tokenizers import Tokenizer, models, pre_tokenizers
 tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "one": 1, "<eos>": 2}, unk_token="[UNK]"))
@@ -104,7 +108,7 @@ CASES = {
     "megatron": [STREAM, "run --help"],
     "hugging-face": [TRAINER, LOADER, "verify run"],
     "lightning": [LIGHTNING, LOADER, "verify run"],
-    "vlm": [SHARD, "prepare shard.tar --output shards --processor patches --tokenizer bytes"],
+    "vlm": [SHARD, "prepare shard.tar --output shards --processor patches"],
     "patch": [PATCH, "patch pretrain.py"],
     "report": [SAVE, "report save"],
 }
