@@ -14,11 +14,14 @@ HELP = "train a small GPT, kill -9, resume with other processes, and prove that 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
-    parser.add_argument("--out", metavar="DIR", type=Path, help="default: demo-run, demo-vlm or demo-trainer")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="default: demo-run, demo-sft, demo-vlm or demo-trainer")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--trainer", action="store_true", help="Hugging Face's Trainer and a small Llama")
+    kind.add_argument("--sft", action="store_true", help="conversations in one blend with text; masks token by token")
     kind.add_argument("--vlm", action="store_true", help="images of digits with text, and a model that reads them")
-    parser.add_argument("--steps", type=int, help="steps of the run (default 100; 300 with --vlm, 60 with --trainer)")
+    parser.add_argument(
+        "--steps", type=int, help="steps of the run (default 100; 300 with --vlm, 60 with --sft, --trainer)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="remove what an earlier demo left in DIR")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
@@ -35,18 +38,21 @@ def run(args: argparse.Namespace) -> int:
         needed = ("torch", "transformers", "accelerate", "matplotlib", "psutil")
         need_packages("the demo", needed, extra="hugging-face,report")
     else:
-        images = ("PIL", "sklearn") if args.vlm else ()
-        needed = ("torch", "deepspeed", "megatron.core", "matplotlib", "psutil", *images)
+        more = ("PIL", "sklearn") if args.vlm else ("tokenizers", "jinja2") if args.sft else ()
+        needed = ("torch", "deepspeed", "megatron.core", "matplotlib", "psutil", *more)
         need_packages("the demo", needed, extra="demo")
     from megaresume.training.demo.run import run_demo
 
     if args.trainer:
         from megaresume.training.demo.items import TRAINER as scenario
+    elif args.sft:
+        from megaresume.training.demo.sft import SFT as scenario
     elif args.vlm:
         from megaresume.training.demo.vlm import VLM as scenario
     else:
         from megaresume.training.demo.text import TEXT as scenario
-    out = args.out or Path("demo-trainer" if args.trainer else "demo-vlm" if args.vlm else "demo-run")
+    named = next((name for name in ("trainer", "sft", "vlm") if getattr(args, name)), "run")
+    out = args.out or Path(f"demo-{named}")
     result = run_demo(scenario, out, steps=args.steps or scenario.steps, overwrite=args.overwrite, quiet=args.json)
     if args.json:
         print(json.dumps(result))

@@ -4,6 +4,8 @@ run.py       the demo from beginning to end
 scenario.py  what differs between the demos; how the training program is started
 text.py      text that every Python installation has, as three corpora
 vlm.py       pictures of handwritten digits that a package has, as tar shards
+sft.py       conversations and text in one blend; sft_trainer.py: the program that trains on them
+masks.py     which tokens were trained, by code of its own
 items.py     that text as map-style datasets, for Hugging Face's Trainer; trainer.py: the program that trains on them
 report.py    one self-contained HTML page
 """

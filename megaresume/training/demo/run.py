@@ -81,10 +81,11 @@ def run_demo(scenario: Scenario, out: Path, *, steps: int, overwrite: bool, quie
     comparison = compare_all(twin, run)
     verified = ask("verify", str(out / "run"))
     samples, config = steps * scenario.global_batch_size, scenario.config(out, data)
+    extra = scenario.extra(out)
     facts = Facts(
         scenario=scenario,
-        extra=scenario.extra(out),
-        holds=comparison.holds and bool(verified["holds"]) and all(s.resumed for s in starts[1:]),
+        extra=extra,
+        holds=comparison.holds and bool(verified["holds"]) and all(s.resumed for s in starts[1:]) and extra.holds,
         comparison=comparison,
         twin=twin,
         run=run,

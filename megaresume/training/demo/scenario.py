@@ -48,6 +48,8 @@ class Extra:
     parts: tuple[str, ...] = ()
     #: fields of the result.
     result: dict[str, Any] = field(default_factory=dict)
+    #: whether what it compared is the same.
+    holds: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -45,14 +45,18 @@ def _modules() -> Iterator[tuple[str, ast.Module]]:
                 continue
 
 
-def _code() -> Iterator[str]:
-    """Functions and methods: whole modules would fill a hundred samples each."""
+def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Functions and methods, and their source: whole modules would fill a hundred samples each."""
     for text, module in _modules():
         lines = text.splitlines(keepends=True)
         for node in module.body:
             for inner in node.body if isinstance(node, ast.ClassDef) else [node]:
                 if isinstance(inner, _FUNCTIONS):
-                    yield textwrap.dedent("".join(lines[inner.lineno - 1 : inner.end_lineno]))
+                    yield textwrap.dedent("".join(lines[inner.lineno - 1 : inner.end_lineno])), inner
+
+
+def _code() -> Iterator[str]:
+    return (source for source, _ in functions())
 
 
 def _docstrings() -> Iterator[str]:
