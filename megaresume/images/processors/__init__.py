@@ -6,8 +6,10 @@ native.py   native   patches of about its own size              Qwen2-VL and its
 python.py   python   one's own, from a factory
 
 pattern.py     what stands in a sequence for one image: runs of the image token, and text between them
-base.py        what a processor promises, and the compiled loop from 8-bit pixels to normalised patches
+base.py        what a processor promises
 backends.py    resizing and normalising as Pillow and as torchvision do it
+resample.py    resizing in 8 bits, compiled
+levels.py      patches and tiles in 8 bits, and the normalised pixels that they become
 statistics.py  means and standard deviations, by name
 pretrained.py  a model's own preprocessor_config.json, as options of these kinds
 published.py   the files that were published with well-known models

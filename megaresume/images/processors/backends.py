@@ -4,8 +4,9 @@
     torchvision   `...ImageProcessor`, the      resized by torch, antialiased; (v - 255 mean) / (255 std)
                   default of transformers 5
 
-Both resize in 8 bits, but with other weights: values differ by up to 7 of 255, most by none. Pixels of ``pillow`` need
-no torch; those of ``torchvision`` need no torchvision, which calls the same function of torch.
+Both resize in 8 bits, but with weights of other precision, and Pillow some images first in height: values differ by up
+to 7 of 255, most by none. Neither needs the library whose pixels it makes, nor depends on its version
+(`megaresume.images.processors.resample`).
 """
 
 from __future__ import annotations
@@ -16,16 +17,15 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
+from megaresume.images.processors.resample import Resampling, resample, weights_of
 from megaresume.images.processors.statistics import Statistics
-from megaresume.stream.errors import ConfigError, SetupError
+from megaresume.stream.errors import ConfigError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 #: ``backend``: whose pixels.
 Backend = Literal["pillow", "torchvision"]
-#: ``resample``: the filter that images are resized with.
-Resampling = Literal["bicubic", "bilinear", "lanczos"]
 
 
 @functools.lru_cache(maxsize=16)
@@ -48,41 +48,31 @@ def normalized(by: Statistics, backend: Backend) -> npt.NDArray[np.float32]:
 
 
 def resized(
-    image: Image, width: int, height: int, resample: Resampling, backend: Backend, *, square: int | None = None
+    image: Image, width: int, height: int, resampling: Resampling, backend: Backend, *, square: int | None = None
 ) -> npt.NDArray[np.uint8]:
-    """The RGB image, antialiased, as uint8[height, width, 3]; as it is if it has the size.
+    """The RGB image, antialiased, as uint8[height, width, 4]; the fourth byte of a pixel is unused.
 
     Args:
         image: of any size.
         width, height: wanted, pixels.
-        resample: the filter.
+        resampling: the filter.
         backend: whose pixels.
         square: of the resized image only a square of so many pixels an edge, cut from its centre.
-
-    Raises:
-        SetupError: torch is missing, for ``torchvision``.
     """
-    top, left = (0, 0) if square is None else ((height - square) // 2, (width - square) // 2)
-    bottom, right = (height, width) if square is None else (top + square, left + square)
-    if backend == "pillow" or image.size == (width, height):
-        from PIL.Image import Resampling
-
-        if image.size != (width, height):
-            image = image.resize((width, height), Resampling[resample.upper()])
-        return np.asarray(image if square is None else image.crop((left, top, right, bottom)))
-    try:
-        import torch
-    except ImportError as error:
-        raise SetupError(
-            "the library torch is missing",
-            found=str(error),
-            expected="it resizes the images: backend: torchvision",
-            action="pip install 'megaresume[torch]', or backend: pillow",
-        ) from error
-    channels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
-    made = torch.nn.functional.interpolate(channels, size=(height, width), mode=resample, antialias=True)
-    values: npt.NDArray[np.uint8] = made[0, :, top:bottom, left:right].permute(1, 2, 0).numpy()
-    return values
+    old_width, old_height = image.size
+    # Four bytes are how Pillow itself has a pixel: three would have to be picked out.
+    values = np.frombuffer(image.tobytes("raw", "RGBX"), np.uint8).reshape(old_height, old_width, 4)
+    narrow = backend == "torchvision"
+    columns = None if width == old_width else weights_of(old_width, width, resampling, narrow=narrow)
+    rows = None if height == old_height else weights_of(old_height, height, resampling, narrow=narrow)
+    if square is not None:
+        left, top = (width - square) // 2, (height - square) // 2
+        values = values if columns else np.ascontiguousarray(values[:, left : left + square])
+        values = values if rows else values[top : top + square]
+        columns, rows = columns and columns.part(left, square), rows and rows.part(top, square)
+    # As Pillow does since version 13: if the height shrinks by more than twice what the width does.
+    rows_first = backend == "pillow" and old_height - height > max(0, 2 * (old_width - width))
+    return resample(values, columns, rows, rows_first=rows_first)
 
 
 def check_backend(backend: Backend, resample: Resampling) -> None:

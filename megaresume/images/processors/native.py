@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
 
-from megaresume.images.processors.backends import Backend, Resampling, check_backend, normalized, resized
-from megaresume.images.processors.base import Grid, Pixels, fill_patches
+from megaresume.images.processors.backends import Backend, check_backend, resized
+from megaresume.images.processors.base import Grid, Pixels
+from megaresume.images.processors.levels import Levels, cut_patches
+from megaresume.images.processors.resample import Resampling
 from megaresume.images.processors.statistics import CLIP, Normalize
-from megaresume.images.room import new_pixels
+from megaresume.images.room import new_levels
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.schema import Options, Within
 
@@ -71,6 +73,11 @@ class Native(Options):
         """(3 * temporal_patch_size * patch_size^2,)."""
         return (3 * self.temporal_patch_size * self.patch_size**2,)
 
+    @property
+    def levels(self) -> Levels:
+        """How 8-bit values become the pixels."""
+        return Levels(self.normalize, self.backend, self.pixel_shape, self.temporal_patch_size)
+
     def num_tokens(self, width: int, height: int) -> int:
         """Of the resized image. Raises CorpusError for an image more than 200 times as long as wide."""
         width, height = self.target(width, height)
@@ -87,13 +94,11 @@ class Native(Options):
     def __call__(self, image: Image, generator: np.random.Generator) -> tuple[Pixels, Grid]:
         """float32[rows * columns, 3 * T * P * P], and (1, rows, columns) of patches. Draws nothing."""
         width, height = self.target(*image.size)
-        merge, size = self.merge, self.patch_size
-        rows, columns = height // size, width // size
-        out = new_pixels((rows * columns, *self.pixel_shape))
+        rows, columns = height // self.patch_size, width // self.patch_size
+        levels = new_levels((rows * columns, *self.levels.shape))
         values = resized(image, width, height, self.resample, self.backend)
-        shape = (rows, columns, 3, self.temporal_patch_size, size, size)
-        fill_patches(values, 0, 0, normalized(self.normalize, self.backend), merge, out.reshape(shape))
-        return out, (1, rows, columns)
+        cut_patches(values, 0, 0, self.merge, levels.reshape(rows, columns, 3, self.patch_size, self.patch_size))
+        return self.levels.answer(levels), (1, rows, columns)
 
     def target(self, width: int, height: int) -> tuple[int, int]:
         """(width, height) that an image of this size is resized to: `smart_resize` of the original.

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.images.processors.backends import Backend, Resampling, check_backend, normalized, resized
-from megaresume.images.processors.base import Grid, Pixels, fill_patches
+from megaresume.images.processors.backends import Backend, check_backend, resized
+from megaresume.images.processors.base import Grid, Pixels
+from megaresume.images.processors.levels import Levels, cut_patches
+from megaresume.images.processors.resample import Resampling
 from megaresume.images.processors.statistics import CLIP, Normalize
-from megaresume.images.room import new_pixels
+from megaresume.images.room import new_levels
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.schema import Options, Within
 
@@ -73,6 +75,11 @@ class Patches(Options):
         """(3, size, size)."""
         return (3, self.size, self.size)
 
+    @property
+    def levels(self) -> Levels:
+        """How 8-bit values become the pixels."""
+        return Levels(self.normalize, self.backend, self.pixel_shape)
+
     def num_tokens(self, width: int, height: int) -> int:
         """The same for every size.
 
@@ -92,12 +99,10 @@ class Patches(Options):
 
     def __call__(self, image: Image, generator: np.random.Generator) -> tuple[Pixels, Grid]:
         """float32[1, 3, size, size], and (1, rows, columns) of patches. Draws nothing."""
-        out = new_pixels((1, *self.pixel_shape))
         self._check_room(*image.size)
-        values = self._square(image)
-        shape = (1, 1, 3, 1, self.size, self.size)
-        fill_patches(values, 0, 0, normalized(self.normalize, self.backend), 1, out.reshape(shape))
-        return out, (1, self._side, self._side)
+        levels = new_levels((1, *self.levels.shape))
+        cut_patches(self._square(image), 0, 0, 1, levels.reshape(1, 1, *self.pixel_shape))
+        return self.levels.answer(levels), (1, self._side, self._side)
 
     @property
     def _side(self) -> int:
@@ -117,7 +122,7 @@ class Patches(Options):
             )
 
     def _square(self, image: Image) -> npt.NDArray[np.uint8]:
-        """uint8[size, size, 3]."""
+        """uint8[size, size, 4]."""
         width, height = image.size
         if self.fit == "crop" and width != height:
             short = min(width, height)

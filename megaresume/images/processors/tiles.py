@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from megaresume.images.processors.backends import Backend, Resampling, check_backend, normalized, resized
-from megaresume.images.processors.base import Grid, Pixels, fill_patches
+from megaresume.images.processors.backends import Backend, check_backend, resized
+from megaresume.images.processors.base import Grid, Pixels
+from megaresume.images.processors.levels import Levels, cut_patches
+from megaresume.images.processors.resample import Resampling
 from megaresume.images.processors.statistics import IMAGENET, Normalize
-from megaresume.images.room import new_pixels
+from megaresume.images.room import new_levels
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.schema import Options, Truth, Within
 
@@ -85,6 +86,11 @@ class Tiles(Options):
         return (3, self.tile_size, self.tile_size)
 
     @property
+    def levels(self) -> Levels:
+        """How 8-bit values become the pixels."""
+        return Levels(self.normalize, self.backend, self.pixel_shape)
+
+    @property
     def tokens_per_tile(self) -> int:
         """Tokens of each tile, the thumbnail too."""
         return (self.tile_size // (self.patch_size * self.merge)) ** 2 + self.extra_tokens
@@ -107,18 +113,15 @@ class Tiles(Options):
         size = self.tile_size
         columns, rows = self.shape(*image.size)
         tiles = columns * rows
-        out = new_pixels((tiles + self._thumbnails(tiles), *self.pixel_shape))
+        thumbnails = self._thumbnails(tiles)
+        levels = new_levels((tiles + thumbnails, *self.levels.shape))
+        squares = levels.reshape(-1, 1, 1, *self.pixel_shape)
         whole = resized(image, columns * size, rows * size, self.resample, self.backend)
         for number in range(tiles):
-            top, left = number // columns * size, number % columns * size
-            self._fill(out[number], whole, top, left)
-        if len(out) > tiles:
-            self._fill(out[tiles], resized(image, size, size, self.resample, self.backend), 0, 0)
-        return out, (1, rows, columns)
-
-    def _fill(self, out: Pixels, values: npt.NDArray[np.uint8], top: int, left: int) -> None:
-        shape = (1, 1, 3, 1, self.tile_size, self.tile_size)
-        fill_patches(values, top, left, normalized(self.normalize, self.backend), 1, out.reshape(shape))
+            cut_patches(whole, number // columns * size, number % columns * size, 1, squares[number])
+        if thumbnails:
+            cut_patches(resized(image, size, size, self.resample, self.backend), 0, 0, 1, squares[tiles])
+        return self.levels.answer(levels), (1, rows, columns)
 
     def shape(self, width: int, height: int) -> tuple[int, int]:
         """(columns, rows) of tiles of an image of this size."""
