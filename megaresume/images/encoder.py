@@ -243,9 +243,27 @@ class ImageTextEncoder:
             end = [([self.filler], last is not None and last.trained)]
         limit = self._template.split
         if limit is None:
-            return [[*(part for unit in units for part in unit.parts), *end]]
-        *others, final = split_page(units, limit - len(end))
-        return [*others, [*final, *end]]
+            documents = [[*(part for unit in units for part in unit.parts), *end]]
+        else:
+            *others, final = split_page(units, limit - len(end))
+            documents = [*others, [*final, *end]]
+        for document in documents if self._alone else ():
+            self._check_alone(record, document)
+        return documents
+
+    def _check_alone(self, record: Record, document: Sequence[Part]) -> None:
+        num_images = sum(isinstance(part, Image) for part in document)
+        if num_images > 1:
+            raise CorpusError(
+                f"record '{record.key}' has several images, and its processor is for one",
+                found=f"{num_images} images in a document",
+                expected="1: of an image that is not alone, transformers makes other pixels and fewer tokens",
+                action="leave the record out, or see on_fault",
+            )
+
+    @functools.cached_property
+    def _alone(self) -> bool:
+        return bool(getattr(self.processor, "alone", False))
 
     def _units(self, record: Record, pieces: Iterable[Piece]) -> Iterator[Unit]:
         """Images with the tokens around them, and texts; tokens are counted only where pages are split."""

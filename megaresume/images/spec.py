@@ -15,6 +15,7 @@ from typing import Any, cast
 from megaresume.corpora.prepare.tokenizers import Tokenizer, read_tokenizer_file, tokenizer_from_content
 from megaresume.images.decode import ImageOptions
 from megaresume.images.processors import processor_from_options, processor_options
+from megaresume.images.processors.hugging_face import TransformersProcessor
 from megaresume.images.processors.pretrained import resolved
 from megaresume.images.templates import template_from_options, template_options
 from megaresume.stream.errors import ConfigError
@@ -67,6 +68,9 @@ def spec_from_options(options: object, base_dir: str | Path = ".") -> dict[str, 
             expected="how an image becomes pixels and tokens",
             action="add processor: {preset: qwen3-vl}, {model: DIRECTORY} or {kind: patches} (tiles, native, python)",
         )
+    processor = resolved(said.processor, base_dir)
+    if isinstance(processor, dict) and processor.get("kind") == TransformersProcessor.kind:
+        processor.setdefault("image_token", said.image_token)
     path = said.tokenizer
     content, name = read_tokenizer_file(None if path is None else Path(base_dir) / Path(path).expanduser())
     return plain(said) | {
@@ -74,7 +78,7 @@ def spec_from_options(options: object, base_dir: str | Path = ".") -> dict[str, 
         "version": VERSION,
         "tokenizer": pack_tokenizer(content, name),
         "template": template_options(template_from_options(said.template)),
-        "processor": processor_options(processor_from_options(resolved(said.processor, base_dir))),
+        "processor": processor_options(processor_from_options(processor)),
     }
 
 

@@ -44,11 +44,22 @@ class Pages:
 
     whole = True
 
-    def __init__(self, processor: dict[str, Any], num: int = 30, *, marks: str = "<>", eod: bool = True) -> None:
-        options = {"processor": processor, "template": "interleaved", "eod": eod}
+    def __init__(
+        self,
+        processor: dict[str, Any],
+        num: int = 30,
+        *,
+        marks: str = "<>",
+        eod: bool = True,
+        most_images: int = 2,
+        **options: Any,
+    ) -> None:
+        options |= {"processor": processor, "template": "interleaved", "eod": eod}
         options |= {"image_start": marks[:1], "image_end": marks[1:]}
         self.encoder = ImageTextEncoder.from_options(options).augmented([{"flip": 0.5}])
-        self.records = [page(i) for i in range(num)]
+        records = [page(i) for i in range(num)]
+        # one member is the JSON
+        self.records = [record for record in records if len(record.members) - 1 <= most_images]
         self._lengths = [self.encoder.measures(record)[0].tokens for record in self.records]
 
     def __len__(self) -> int:

@@ -27,7 +27,7 @@ def test_every_encoder(tmp_path: Path) -> None:
     for block in BLOCKS:
         if "augment" in block:
             assert len(augmentation_from_options(block["augment"])) == 3
-        elif block.get("processor", {}).get("kind") != "python":
+        elif block.get("processor", {}).get("kind") not in ("python", "transformers"):
             ImageTextEncoder.from_options({"processor": {"kind": "patches", "size": 28}, **block}, tmp_path)
             kinds.add(block.get("processor", {}).get("kind"))
             encoders += 1

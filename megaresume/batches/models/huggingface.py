@@ -1,4 +1,4 @@
-"""Batches for Hugging Face transformers: causal language models, LLaVA, InternVL, Gemma 3, Qwen2-VL to Qwen3-VL.
+"""Batches for Hugging Face transformers: causal language models, and the families of vision-language models.
 
     position_ids   0 1 2 3 | 0 1 2 | 0 0 0     begin again in every document: with no attention mask and no cache,
                                                transformers keeps documents apart by that alone, in every attention
@@ -18,7 +18,11 @@ import torch
 from megaresume.batches.batch import Batch, document_mask, image_places
 from megaresume.stream.errors import UsageError
 
-Family = Literal["causal_lm", "llava", "internvl", "gemma3", "qwen2_vl"]
+Family = Literal[
+    "causal_lm", "llava", "internvl", "gemma3", "qwen2_vl", "llava_next", "llava_onevision", "idefics3", "pixtral"
+]
+#: pixels are patches of one size: [patches, values of a patch]; of the others tiles.
+_OF_PATCHES = ("qwen2_vl", "pixtral")
 #: What transformers leave out of a loss.
 IGNORED = -100
 
@@ -30,7 +34,8 @@ def for_hf(
 
     Args:
         batch: m samples of S tokens. For ``llava``, ``gemma3`` and ``internvl`` with tiles (processors ``patches``,
-            ``tiles``), for ``qwen2_vl`` with patches (``native``); the image token must be that of the model.
+            ``tiles``), for ``qwen2_vl`` with patches (``native``), for the other families of ``kind: transformers``;
+            the image token must be that of the model.
         family: the model.
         mask_dtype: add a mask for versions of transformers that do not look at position ids: [m, 1, S, S] in this dtype
             (that of the attention), added to the scores. ``gemma3`` always has masks, for sdpa unless this is given.
@@ -38,7 +43,8 @@ def for_hf(
 
     Returns:
         input_ids, position_ids, labels, shift_labels, use_cache; pixel_values where there are images, for ``qwen2_vl``
-        with image_grid_thw; for ``gemma3`` token_type_ids and attention_mask; attention_mask with ``mask_dtype``.
+        with image_grid_thw, for ``llava_next``, ``llava_onevision`` and ``pixtral`` with image_sizes (height, width);
+        for ``gemma3`` token_type_ids and attention_mask; attention_mask with ``mask_dtype``.
         Without an image in the batch the vision model is left out.
 
     Raises:
@@ -66,9 +72,7 @@ def for_hf(
         if family == "qwen2_vl":
             arguments["position_ids"] = _positions_of_axes(batch)
         if len(batch["num_tiles"]):
-            arguments["pixel_values"] = batch["pixel_values"]
-            if family == "qwen2_vl":
-                arguments["image_grid_thw"] = batch["image_grid_thw"]
+            arguments |= _images_for(batch, family)
     elif "pixel_values" in batch and len(batch["num_tiles"]):
         raise UsageError(
             "a language model without eyes was given images",
@@ -86,16 +90,50 @@ def for_hf(
 
 def _check_pixels(batch: Batch, family: str) -> None:
     axes = batch["pixel_values"].ndim
-    expected = 2 if family == "qwen2_vl" else 4
+    expected = 2 if family in _OF_PATCHES else 4
     if axes != expected:
         raise UsageError(
             f"the images are not as {family} takes them",
             found=f"pixel_values {list(batch['pixel_values'].shape)}",
-            expected="[patches, values of a patch]: processor native"
+            expected="[patches, values of a patch]: processor native; for pixtral transformers"
             if expected == 2
-            else "[tiles, 3, H, W]: processors patches and tiles",
+            else "[tiles, 3, H, W]: processors patches and tiles; transformers",
             action="prepare the shards with the processor of this model",
         )
+
+
+def _images_for(batch: Batch, family: str) -> dict[str, torch.Tensor]:
+    """The arguments of this family that hold images; at least one."""
+    pixels, grids = batch["pixel_values"], batch["image_grid_thw"]
+    if family == "qwen2_vl":
+        return {"pixel_values": pixels, "image_grid_thw": grids}
+    if family in ("llava_next", "llava_onevision"):
+        return {"pixel_values": pixels, "image_sizes": grids[:, 1:]}
+    if family == "idefics3":
+        return {"pixel_values": pixels[None]}
+    if family == "pixtral":
+        return {"pixel_values": _whole_images(batch), "image_sizes": grids[:, 1:]}
+    return {"pixel_values": pixels}
+
+
+def _whole_images(batch: Batch) -> torch.Tensor:
+    """float32[n, 3, H, W] of patches: images of several sizes, zeros after the right and the lower edge."""
+    pixels, sizes = batch["pixel_values"], batch["image_grid_thw"][:, 1:]
+    edge = math.isqrt(pixels.shape[1] // 3)
+    height, width = sizes.max(dim=0).values.tolist()
+    images = pixels.new_zeros(len(sizes), 3, height, width)
+    parts = torch.split(pixels, batch["num_tiles"].tolist())
+    for image, patches, (h, w) in zip(images, parts, sizes.tolist(), strict=True):
+        if patches.numel() != 3 * h * w or h % edge or w % edge:
+            raise UsageError(
+                "the images are not as pixtral takes them",
+                found=f"{len(patches)} patches of {pixels.shape[1]} values, for {h} x {w} pixels",
+                expected="patches that fill the image: processor transformers",
+                action="prepare the shards with the processor of this model",
+            )
+        cut = patches.view(h // edge, w // edge, 3, edge, edge).permute(2, 0, 3, 1, 4)
+        image[:, :h, :w] = cut.reshape(3, h, w)
+    return images
 
 
 def _added(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

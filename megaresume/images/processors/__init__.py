@@ -4,6 +4,7 @@ patches.py  patches  one square of fixed size                   CLIP, LLaVA-1.5,
 tiles.py    tiles    squares, as many as its shape asks for     InternVL, NVLM
 native.py   native   patches of about its own size              Qwen2-VL and its successors
 python.py   python   one's own, from a factory
+hugging_face.py  transformers  a model's own, of transformers    Idefics3, Pixtral, LLaVA-NeXT, LLaVA-OneVision
 
 pattern.py     what stands in a sequence for one image: runs of the image token, and text between them
 base.py        what a processor promises
@@ -21,6 +22,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megaresume.images.processors.base import Grid, Pixels, Processor
+from megaresume.images.processors.hugging_face import TransformersProcessor
 from megaresume.images.processors.native import Native
 from megaresume.images.processors.patches import Patches
 from megaresume.images.processors.python import PythonProcessor
@@ -29,7 +31,9 @@ from megaresume.stream.schema import plain, read_kind
 
 __all__ = ["KINDS", "Grid", "Pixels", "Processor", "processor_from_options", "processor_options"]
 
-KINDS: dict[str, type[Any]] = {cls.kind: cls for cls in (Patches, Tiles, Native, PythonProcessor)}
+KINDS: dict[str, type[Any]] = {
+    cls.kind: cls for cls in (Patches, Tiles, Native, PythonProcessor, TransformersProcessor)
+}
 
 
 def processor_from_options(options: object, where: str = "processor") -> Processor:

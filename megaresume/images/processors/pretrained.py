@@ -2,6 +2,7 @@
 
     {model: ./Qwen3-VL-8B}   preprocessor_config.json, config.json -+
     {preset: qwen3-vl}       published.py --------------------------+-->  {kind: native, patch_size: 16, ...}
+    {kind: transformers, model: ...}   hugging_face.py
 
 The result is plain options: index, fingerprint and state hold the values, and neither a path nor a name. A key that
 transformers would heed and we do not know is refused.
@@ -9,13 +10,13 @@ transformers would heed and we do not know is refused.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megaresume.images.processors.hugging_face import files_of, json_object
 from megaresume.images.processors.published import PUBLISHED
 from megaresume.images.processors.statistics import CLIP, STATISTICS
 from megaresume.stream.errors import ConfigError
@@ -56,7 +57,10 @@ def resolved(options: object, base_dir: str | Path = ".") -> object:
             expected="a directory, or a preset",
             action="remove one of the two",
         )
-    found = _of_preset(preset) if model is None else _of_directory(Path(base_dir) / Path(str(model)).expanduser())
+    directory = Path(base_dir) / Path(str(model)).expanduser()
+    if model is not None and given.get("kind") == "transformers":
+        return {**files_of(directory), **given}
+    found = _of_preset(preset) if model is None else _of_directory(directory)
     if given.pop("kind", found["kind"]) != found["kind"]:
         raise ConfigError(
             f"processor.kind is not that of {model or preset}",
@@ -80,10 +84,10 @@ def _of_preset(name: object) -> dict[str, Any]:
 
 
 def _of_directory(directory: Path) -> dict[str, Any]:
-    nested = _json(directory / "processor_config.json").get("image_processor")
+    nested = json_object(directory / "processor_config.json").get("image_processor")
     file = directory / ("processor_config.json" if nested else "preprocessor_config.json")
     # In this order, as transformers reads them.
-    config = nested or _json(file)
+    config = nested or json_object(file)
     if not isinstance(config, dict) or not config:
         raise ConfigError(
             f"no values of an image processor in {directory}",
@@ -91,25 +95,7 @@ def _of_directory(directory: Path) -> dict[str, Any]:
             expected="the directory of a model that was downloaded from the Hub",
             action="correct processor.model; or see preset, and kind for values of one's own",
         )
-    return options_of(config, _json(directory / "config.json"), str(file))
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty if there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{path} cannot be read",
-            found=f"{type(error).__name__}: {error}",
-            expected="one JSON object",
-            action="download the file again, or correct processor.model",
-        ) from error
-    if not isinstance(value, dict):
-        raise _bad(str(path), "it", type(value).__name__, "one JSON object")
-    return value
+    return options_of(config, json_object(directory / "config.json"), str(file))
 
 
 def options_of(config: Mapping[str, Any], model: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -130,7 +116,7 @@ def options_of(config: Mapping[str, Any], model: Mapping[str, Any], where: str) 
             f"{where}: no processor of ours follows this one",
             found=f"image_processor_type {written}",
             expected=f"one of {', '.join(_CLASSES)}",
-            action="write a processor of your own: kind: python (docs/images.md)",
+            action="take transformers' own: processor: {kind: transformers, model: DIRECTORY}",
         )
     if model.get("model_type") == "internvl_chat":
         raise ConfigError(

@@ -35,6 +35,7 @@ PUBLISHED: dict[str, Files] = {
         {**_PATCHES_OF_14, "vision_feature_select_strategy": "default"},
     ),
     "siglip-so400m-384": ({**_SIGLIP, "resample": 3}, _PATCHES_OF_14),
+    # bilinear, as transformers' script that converted these models has it; those of SigLIP are bicubic.
     "siglip2-so400m-384": ({**_SIGLIP, "resample": 2}, _PATCHES_OF_14),
     "internvl": (
         {

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-def _of_json(value: dict[str, Any]) -> dict[str, Any]:
+def of_json(value: dict[str, Any]) -> dict[str, Any]:
+    """The value, if JSON can hold it: a validator of options."""
     try:
         same = json.loads(json.dumps(value)) == value
     except (TypeError, ValueError):
@@ -49,7 +50,7 @@ class PythonProcessor(Options):
     #: "package.module:callable".
     factory: str = ""
     #: of the factory; part of the encoder's fingerprint. Put a version in it when the code changes.
-    kwargs: Annotated[dict[str, Any], AfterValidator(_of_json)] | None = None
+    kwargs: Annotated[dict[str, Any], AfterValidator(of_json)] | None = None
     _inner: Processor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
