@@ -221,7 +221,9 @@ def _text(summary: ShardSummary) -> str:
     if s.documents > s.records:
         lines.append(f"  {s.documents:,} documents: pages longer than template.split became several")
     if s.missing_images:
-        lines.append(f"  {s.missing_images:,} images that pages name are not in their records: left out")
+        lines.append(
+            f"  {s.missing_images:,} images that pages name are missing or damaged: the model is not shown them"
+        )
     if s.parts:
         lines.append("  parts: " + ", ".join(f"{part} {count:,}" for part, count in s.parts.items()))
     if s.excluded:

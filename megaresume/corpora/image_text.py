@@ -16,6 +16,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from megaresume.stream.errors import CorpusError
+
 #: What becomes of a record that cannot be decoded, or is not as long as the index says.
 FaultPolicy = Literal["error", "mask", "truncate"]
 
@@ -63,7 +65,7 @@ class Measure:
     num_images: int
     #: of all images.
     image_tokens: int
-    #: named by the page and not in the record: left out, as the template was told.
+    #: named by the page, and not in the record or damaged: the model is not shown them, as the template was told.
     missing_images: int = 0
 
 
@@ -79,6 +81,8 @@ class EncodedImage:
     pixels: npt.NDArray[np.float32]
     #: (frames, rows, columns) of patches, of tiles or of pixels, as the processor says.
     grid: tuple[int, int, int]
+    #: among the images of the document, 0-based; None: as it stands in ``images``, of which none was left out.
+    number: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +93,12 @@ class Fault:
     policy: FaultPolicy
     #: for people: what was found and expected. The same on every machine: no paths of this one, no addresses.
     reason: str
+
+    @classmethod
+    def of(cls, error: CorpusError, policy: FaultPolicy) -> Fault:
+        """What was done about an error. Not with its cause: libraries word that, in each version anew."""
+        reason = error.headline if error.found is None else f"{error.headline}; found {error.found}"
+        return cls(policy=policy, reason=reason)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

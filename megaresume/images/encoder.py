@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import xxhash
 
-from megaresume.corpora.image_text import EncodedDocument, EncodedImage, Key, Measure, Record
+from megaresume.corpora.image_text import EncodedDocument, EncodedImage, Fault, Key, Measure, Record
 from megaresume.corpora.prepare.tokenizers import ByteTokenizer, Tokenizer
 from megaresume.images.augment import augmentation_from_options, augmentation_options
 from megaresume.images.checks import check_processor
@@ -150,11 +150,14 @@ class ImageTextEncoder:
         Raises:
             CorpusError: the record is not what the template expects, or an image (of it, the header) cannot be read.
         """
-        pieces = self._template.pieces(record)
+        pieces = self._pieces(record)
         missing = sum(isinstance(piece, Missing) for piece in pieces)
+        if decoded:
+            shown = [piece.member for piece in pieces if isinstance(piece, Image)]
+            missing += sum(self._is_unreadable(record, member, decode) for member in shown)
         measures: list[Measure] = []
         for parts in self._documents(record, pieces):
-            images = [self._size(record, part.member, decoded)[2] for part in parts if isinstance(part, Image)]
+            images = [self._size(record, part.member)[2] for part in parts if isinstance(part, Image)]
             words = sum(len(part[0]) for part in parts if not isinstance(part, Image))
             measures.append(
                 Measure(
@@ -183,11 +186,22 @@ class ImageTextEncoder:
         tokens: list[int] = []
         spans: list[tuple[int, int]] = []
         images: list[EncodedImage] = []
+        fault: Fault | None = None
+        number = 0
         for part in parts:
             if isinstance(part, Image):
-                image, ids = self._image(record, part.member, key, number=len(images), offset=len(tokens))
-                tokens += ids
-                images.append(image)
+                try:
+                    drawn = self._drawn(record, part.member, key, number)
+                except CorpusError as error:
+                    if not self._template.damaged_images:
+                        raise
+                    fault = fault or Fault.of(error, "mask")
+                    tokens += [self.filler] * len(self._size(record, part.member)[2])
+                else:
+                    image, ids = self._image(_name(record, part.member), *drawn, number=number, offset=len(tokens))
+                    tokens += ids
+                    images.append(image)
+                number += 1
             else:
                 ids, is_trained = part
                 if is_trained:
@@ -196,7 +210,29 @@ class ImageTextEncoder:
         trained = np.zeros(len(tokens), np.bool_)
         for start, end in spans:
             trained[start:end] = True
-        return EncodedDocument(tokens=np.array(tokens, np.int64), trained=trained, images=tuple(images))
+        return EncodedDocument(tokens=np.array(tokens, np.int64), trained=trained, images=tuple(images), fault=fault)
+
+    def _pieces(self, record: Record) -> list[Piece]:
+        """Of the template; images whose headers cannot be read are missing, if it says so."""
+        pieces = self._template.pieces(record)
+        if not self._template.damaged_images:
+            return pieces
+        return [
+            Missing(name=piece.member)
+            if isinstance(piece, Image) and self._is_unreadable(record, piece.member, size_of)
+            else piece
+            for piece in pieces
+        ]
+
+    def _is_unreadable(self, record: Record, member: str, read: Callable[..., object]) -> bool:
+        """Whether `size_of` or `decode` fails. Raises CorpusError if the template does not keep the page then."""
+        try:
+            read(record.members[member], self._images, _name(record, member))
+        except CorpusError:
+            if not self._template.damaged_images:
+                raise
+            return True
+        return False
 
     def images(self, record: Record, part: int = 0) -> list[tuple[str, int, int, int]]:
         """(member, width, height, image tokens) of the images of a document in order, from their headers.
@@ -223,7 +259,7 @@ class ImageTextEncoder:
         return self._drawn(record, member, key, number)[0]
 
     def _document(self, record: Record, part: int) -> Sequence[Part]:
-        documents = self._documents(record, self._template.pieces(record))
+        documents = self._documents(record, self._pieces(record))
         if part < len(documents):
             return documents[part]
         raise CorpusError(
@@ -290,11 +326,10 @@ class ImageTextEncoder:
     def _markup(self, text: str) -> list[Words]:
         return [(self.tokenizer.encode(text, special=True), False)] if text else []
 
-    def _size(self, record: Record, member: str, decoded: bool = False) -> tuple[int, int, list[int]]:
-        """Width and height of an image, from its header or decoded; and the tokens that stand for it."""
+    def _size(self, record: Record, member: str) -> tuple[int, int, list[int]]:
+        """Width and height of an image, from its header; and the tokens that stand for it."""
         name = _name(record, member)
-        size: Callable[..., tuple[int, int]] = _decoded_size if decoded else size_of
-        width, height = size(record.members[member], self._images, name)
+        width, height = size_of(record.members[member], self._images, name)
         return width, height, self._standing(name, width, height)
 
     def _standing(self, name: str, width: int, height: int) -> list[int]:
@@ -305,18 +340,16 @@ class ImageTextEncoder:
         return ids
 
     def _image(
-        self, record: Record, member: str, key: Key, *, number: int, offset: int
+        self, name: str, image: PILImage, generator: np.random.Generator, *, number: int, offset: int
     ) -> tuple[EncodedImage, list[int]]:
         """The image, and the tokens that stand for it."""
-        name = _name(record, member)
-        image, generator = self._drawn(record, member, key, number)
         size = image.size
         pixels, grid = _named(name, self.processor, image, generator)
         ids = self._standing(name, *size)
         num_tokens = ids.count(self.image_token_id)
         self._agree(name, num_tokens, pixels, grid)
         first = offset + ids.index(self.image_token_id)
-        return EncodedImage(offset=first, num_tokens=num_tokens, pixels=pixels, grid=grid), ids
+        return EncodedImage(offset=first, num_tokens=num_tokens, pixels=pixels, grid=grid, number=number), ids
 
     def _drawn(self, record: Record, member: str, key: Key, number: int) -> tuple[PILImage, np.random.Generator]:
         """The image as augmentation leaves it, of the size that it was stored with; and the generator as it is then."""
@@ -357,10 +390,6 @@ class ImageTextEncoder:
         # The tokenizer by what it does: neither its file name nor how its content was packed.
         spec = {**self._spec, "tokenizer": self.tokenizer.fingerprint()}
         return xxhash.xxh3_128_hexdigest(json.dumps(spec, sort_keys=True, separators=(",", ":")).encode())
-
-
-def _decoded_size(content: bytes, options: ImageOptions, name: str) -> tuple[int, int]:
-    return decode(content, options, name).size
 
 
 def _name(record: Record, member: str) -> str:

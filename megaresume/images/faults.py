@@ -5,6 +5,7 @@
     mask       masked, as long as indexed  masked                  masked
     truncate   masked, as long as indexed  text cut at its end     masked at its end
 
+A damaged image of a page whose template says ``damaged_images`` is no error: its place is masked, with a fault.
 A record of another content than the indexed one, but of its length, is as one that cannot be encoded.
 
 The document is as long as the index says in any case, so the stream does not move. What was done depends on the record
@@ -68,6 +69,8 @@ def encode_as_indexed(
         document, error = None, changed
     if error is None:
         assert document is not None
+        if document.fault is not None:
+            _report(key, tokens, document.fault)
         return document
     if policy == "error":
         raise error
@@ -75,17 +78,12 @@ def encode_as_indexed(
         document = masked_document(tokens, encoder.filler)
     else:
         document = fit_document(document, tokens, encoder.filler)
-    fault = Fault(policy=policy, reason=_reason(error))
-    _report(key, tokens, fault, error)
+    fault = Fault.of(error, policy)
+    _report(key, tokens, fault, error.cause)
     return dataclasses.replace(document, fault=fault)
 
 
-def _reason(error: CorpusError) -> str:
-    # Not its cause: libraries word that, in each version anew.
-    return error.headline if error.found is None else f"{error.headline}; found {error.found}"
-
-
-def _report(key: Key, tokens: int, fault: Fault, error: CorpusError) -> None:
+def _report(key: Key, tokens: int, fault: Fault, cause: str | None = None) -> None:
     if (key.source, key.document) in _reported:
         return
     _reported.add((key.source, key.document))
@@ -96,7 +94,7 @@ def _report(key: Key, tokens: int, fault: Fault, error: CorpusError) -> None:
         tokens,
         fault.policy,
         fault.reason,
-        f" ({error.cause})" if error.cause else "",
+        f" ({cause})" if cause else "",
     )
 
 

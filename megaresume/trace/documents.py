@@ -148,9 +148,10 @@ def show(source: DocumentSource, key: Key) -> Shown:
         else:
             found = _images(encoder, record, inner.part(start + key.document))
     pictures = []
+    # A document that was cut has lost images at its end, another one those that are damaged.
+    shown = {k if image.number is None else image.number: image for k, image in enumerate(encoded.images)}
     for number, (member, size) in enumerate(found):
-        # A document that was cut has lost images at its end alone.
-        image = encoded.images[number] if number < len(encoded.images) else None
+        image = shown.get(number)
         pictures.append(
             Picture(
                 member=member,

@@ -60,6 +60,11 @@ class Template(Protocol):
         """Tokens above which a record becomes several documents; None: it is always one."""
         ...
 
+    @property
+    def damaged_images(self) -> bool:
+        """Whether a damaged image is left out, or its place masked; otherwise it is an error of the record."""
+        ...
+
     def pieces(self, record: Record) -> list[Piece]:
         """The document. Raises CorpusError when the record is not what the template expects."""
         ...

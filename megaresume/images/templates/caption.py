@@ -32,6 +32,7 @@ class Caption(Options):
 
     kind: ClassVar[str] = "caption"
     split: ClassVar[int | None] = None
+    damaged_images: ClassVar[bool] = False
 
     #: member of the image: the first of these that is there.
     image: Texts = IMAGE_EXTENSIONS

@@ -100,6 +100,7 @@ class Chat(Options):
 
     kind: ClassVar[str] = "chat"
     split: ClassVar[int | None] = None
+    damaged_images: ClassVar[bool] = False
 
     #: member of the conversation: the first of these that is there.
     json: Texts = ("json",)

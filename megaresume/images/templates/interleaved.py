@@ -48,6 +48,9 @@ class Interleaved(Options):
     #: images that the lists name and the record does not have, or has as an empty file, are left out and counted;
     #: otherwise they are errors.
     missing_images: Truth = False
+    #: images that cannot be read are left out; those that cannot be decoded to the end are not shown, and nothing is
+    #: learned from their places; otherwise they are errors.
+    damaged_images: Truth = False
     #: tokens of the longest document: a longer page becomes several, cut between its parts; None: one document a page.
     split: Annotated[int, Within(2, 2**31 - 1)] | None = None
 
