@@ -6,16 +6,16 @@ all ranks run the same graph.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from typing import TypedDict
 
 import numpy as np
 import torch
-import torch.utils.data
 
 from megaresume.batches.assemble import FIELDS, Arrays, Assembler, Field
-from megaresume.batches.documents import DocumentReader, FaultEntry, Images
+from megaresume.batches.documents import FaultEntry, Images
+from megaresume.batches.pixels import pixels_of, room_of
+from megaresume.images.processors.levels import Levels
 from megaresume.images.room import Room
 from megaresume.stream.errors import UsageError
 from megaresume.stream.planning.plan import Plan
@@ -58,6 +58,8 @@ class Batch(_Always, total=False):
     num_tiles: torch.Tensor
     #: records that were not as the index announced them, and what was done.
     faults: list[FaultEntry]
+    #: on the way from a worker process, how ``pixel_values`` in 8 bits become pixels.
+    levels: Levels | None
 
 
 _DTYPES = {
@@ -117,6 +119,7 @@ def make_batch(
     fields: Collection[Field] = FIELDS,
     attention_mask: bool = False,
     pin_memory: bool = False,
+    levels: bool = False,
 ) -> Batch:
     """Read the samples of a plan.
 
@@ -127,6 +130,8 @@ def make_batch(
         fields: which of those that a loop can do without.
         attention_mask: add the document-diagonal mask.
         pin_memory: put tensors into page-locked memory.
+        levels: of images, 8-bit levels instead of pixels where they have such; `megaresume.batches.pixels.shown` makes
+            pixels of them.
 
     Raises:
         CorpusError: a document is damaged, or not as long as the index says.
@@ -140,7 +145,7 @@ def make_batch(
     arrays = Arrays(**_NOTHING | {name: tensor.numpy() for name, tensor in tensors.items()})
     images = values = None
     if assembler.documents is not None:
-        values = _room(plan, assembler.documents, pin_memory=pin_memory)
+        values = room_of(plan, assembler.documents, pin_memory=pin_memory, levels=levels)
         images = Images(room=None if values is None else Room(values.numpy()))
     layout = assembler.fill(plan, arrays, images)
     bounds = torch.from_numpy(layout.bounds)
@@ -151,7 +156,10 @@ def make_batch(
         "hashes": torch.from_numpy(plan.hashes.view(np.int64).copy()),
     }
     if assembler.documents is not None and images is not None:
-        _add_images(batch, images, values, assembler.documents.pixel_shape, pin_memory=pin_memory)
+        batch["pixel_values"] = pixels_of(images, values, assembler.documents, pin_memory=pin_memory)
+        if batch["pixel_values"].dtype == torch.uint8:
+            batch["levels"] = assembler.documents.levels
+        _add_places(batch, images)
     if attention_mask:
         batch["attention_mask"] = document_mask(batch["cu_seqlens"], assembler.seq_length)
     return batch
@@ -170,37 +178,9 @@ def _check_all_trained(assembler: Assembler) -> None:
         )
 
 
-def _room(plan: Plan, documents: DocumentReader, *, pin_memory: bool) -> torch.Tensor | None:
-    """Rows for the pixels of a plan, where what is never written costs nothing; None: copy them together at the end."""
-    if pin_memory or torch.utils.data.get_worker_info() is not None:
-        return None
-    # NumPy asks for large pages, PyTorch does not: faulting in small ones takes longer than writing the pixels.
-    return torch.from_numpy(np.empty((documents.most_rows(plan), *documents.pixel_shape), np.float32))
-
-
-def _add_images(
-    batch: Batch, images: Images, room: torch.Tensor | None, pixel_shape: tuple[int, ...], *, pin_memory: bool
-) -> None:
-    num_tiles = [len(pixels) for pixels in images.pixels]
-    if room is not None and images.room is not None and images.room.holds(images.pixels):
-        # By way of NumPy: the tensor's storage is these rows alone.
-        values = torch.from_numpy(room.numpy()[: sum(num_tiles)])
-    else:
-        values = _empty((sum(num_tiles), *pixel_shape), pin_memory=pin_memory)
-        if images.pixels:
-            np.concatenate(images.pixels, out=values.numpy())
-    batch["pixel_values"] = values
+def _add_places(batch: Batch, images: Images) -> None:
     batch["image_grid_thw"] = torch.tensor(images.grids, dtype=torch.int64).reshape(-1, 3)
     batch["image_positions"] = torch.tensor(images.positions, dtype=torch.int64).reshape(-1, 3)
-    batch["num_tiles"] = torch.tensor(num_tiles, dtype=torch.int32)
+    batch["num_tiles"] = torch.tensor([len(pixels) for pixels in images.pixels], dtype=torch.int32)
     samples = batch["samples"].tolist()
     batch["faults"] = [fault._replace(sample=samples[fault.sample]) for fault in images.faults]
-
-
-def _empty(shape: tuple[int, ...], *, pin_memory: bool) -> torch.Tensor:
-    """float32, not initialised; in a worker process where the consumer reads it: a copy takes a fifth of its time."""
-    if torch.utils.data.get_worker_info() is None or not shape[0]:
-        return torch.empty(shape, dtype=torch.float32, pin_memory=pin_memory)
-    # As torch's own collation does it.
-    shared = torch.UntypedStorage._new_shared(4 * math.prod(shape), device="cpu")  # type: ignore[no-untyped-call]
-    return torch.empty(0, dtype=torch.float32).set_(shared).view(shape)

@@ -132,8 +132,8 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
         """A micro-batch: ``samples`` in this order, usually consecutive."""
         return self.read(samples)
 
-    def read(self, samples: Sequence[int], *, pin_memory: bool = False) -> Batch:
-        """The same, if asked for in page-locked memory."""
+    def read(self, samples: Sequence[int], *, pin_memory: bool = False, levels: bool = False) -> Batch:
+        """The same, if asked for in page-locked memory, or with levels of images instead of pixels."""
         plan = self._plan(samples)
         assembler = self.assembler_of(min(samples), max(samples) + 1)
         return make_batch(
@@ -143,6 +143,7 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
             fields=self._fields,
             attention_mask=self.attention_mask,
             pin_memory=pin_memory,
+            levels=levels,
         )
 
     def _plan(self, samples: Sequence[int]) -> Plan:

@@ -8,16 +8,18 @@ The images of a batch are in the order in which their tokens lie in it: by row, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from megaresume.corpora.base import DocumentSource
 from megaresume.corpora.image_text import EncodedDocument, Key
+from megaresume.images.processors.levels import Levels
 from megaresume.images.room import Room
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.planning.kernel import LENGTH, SOURCE
@@ -45,8 +47,8 @@ class FaultEntry(NamedTuple):
 class Images:
     """The n images of a batch, before torch; filled by `Assembler.fill`."""
 
-    #: of each image float32[k, *pixel_shape].
-    pixels: list[npt.NDArray[np.float32]] = field(default_factory=list)
+    #: of each image float32[k, *pixel_shape]; or its levels, if the room takes these.
+    pixels: list[npt.NDArray[Any]] = field(default_factory=list)
     #: (frames, rows, columns) of each.
     grids: list[tuple[int, int, int]] = field(default_factory=list)
     #: (row of the batch, column, tokens) of each.
@@ -86,6 +88,12 @@ class DocumentReader:
                 )
         self.image_token_id, self.pixel_shape = forms[first]
 
+    @functools.cached_property
+    def levels(self) -> Levels | None:
+        """How 8-bit levels of all sources become pixels; None: not all have levels, or not in one way."""
+        found = {getattr(source, "levels", None) for source in self.sources.values()}
+        return found.pop() if len(found) == 1 else None
+
     def most_rows(self, plan: Plan) -> int:
         """Rows of pixels that the images of a plan have at most; of encoders that do not say, 0."""
         rows = 0
@@ -110,7 +118,7 @@ class DocumentReader:
             key = Key(seed=self.seed, source=self.names[source], document=document, epoch=epoch)
             with nullcontext() if images.room is None else images.room.given():
                 encoded = self.sources[source].encoded(document, key)
-            self._check(encoded, key, length)
+            self._check(encoded, key, length, levels=images.room is not None and images.room.takes_levels)
             row, column = int(layout.rows[k]), int(layout.columns[k])
             _write(encoded, row, column, out)
             for image in encoded.images:
@@ -121,7 +129,7 @@ class DocumentReader:
                 fault = encoded.fault
                 images.faults.append(FaultEntry(row, key.source, document, epoch, fault.policy, fault.reason))
 
-    def _check(self, encoded: EncodedDocument, key: Key, length: int) -> None:
+    def _check(self, encoded: EncodedDocument, key: Key, length: int, *, levels: bool) -> None:
         """A shifted image is trained without a word, so nothing that an encoder answers is believed unchecked."""
         if encoded.tokens.shape != (length,) or encoded.trained.shape != (length,):
             raise self._broken(
@@ -129,6 +137,9 @@ class DocumentReader:
                 f"{encoded.tokens.shape} tokens, {encoded.trained.shape} trained",
                 f"{length} of both: `encoded` must follow the index, whatever the record holds",
             )
+        shape, dtype = self.pixel_shape, "float32"
+        if levels and self.levels is not None:
+            shape, dtype = self.levels.shape, "uint8"
         places = np.flatnonzero(encoded.tokens == self.image_token_id)
         used = 0
         for image in encoded.images:
@@ -139,11 +150,11 @@ class DocumentReader:
                     f"images one after another, from image tokens {places[used : used + 3].tolist()} ... on",
                 )
             used += image.num_tokens
-            if image.pixels.shape[1:] != self.pixel_shape or image.pixels.dtype != np.float32 or not len(image.pixels):
+            if image.pixels.shape[1:] != shape or image.pixels.dtype != dtype or not len(image.pixels):
                 raise self._broken(
                     key,
                     f"pixels {image.pixels.dtype}{list(image.pixels.shape)}",
-                    f"float32[k, {', '.join(map(str, self.pixel_shape))}]",
+                    f"{dtype}[k, {', '.join(map(str, shape))}]",
                 )
         trained = int(encoded.trained[places].sum())
         if used != len(places) or trained:

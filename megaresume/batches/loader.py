@@ -33,6 +33,7 @@ from megaresume.batches.batch import Batch
 from megaresume.batches.dataset import StreamDataset, whole
 from megaresume.batches.items.epochs import available
 from megaresume.batches.parcel import Inbox, Outbox
+from megaresume.batches.pixels import shown
 from megaresume.stream.batches import BatchSchedule, micro_batches
 from megaresume.stream.dealing.balance import Balance
 from megaresume.stream.dealing.deal import deal, deal_in_part, in_part
@@ -213,8 +214,9 @@ class StreamLoader:
 
     def _from_workers(self) -> Iterator[Batch]:
         indices, ahead = _Indices(self), max(self.prefetch, 1)
+        inbox = Inbox(pin_memory=self.pin_memory)
         loader = torch.utils.data.DataLoader(
-            self.dataset,
+            _InWorkers(self.dataset),
             batch_sampler=indices,
             num_workers=self.num_workers,
             collate_fn=Outbox(whole, ahead=ahead),
@@ -224,7 +226,8 @@ class StreamLoader:
             # It draws the workers' seeds. From the global generator, they would change the dropout of the model.
             generator=torch.Generator(),
         )
-        yield from map(Inbox(pin_memory=self.pin_memory).unpack, loader)
+        for parcel in loader:
+            yield shown(inbox.unpack(parcel), pin_memory=inbox.pin_memory)
         if indices.ended is not None:
             raise indices.ended
 
@@ -267,6 +270,16 @@ class StreamLoader:
         finally:
             atexit.unregister(stop)
             stop()
+
+
+class _InWorkers(torch.utils.data.Dataset[Batch]):
+    """What worker processes read: of images, levels instead of pixels."""
+
+    def __init__(self, dataset: StreamDataset) -> None:
+        self._dataset = dataset
+
+    def __getitems__(self, samples: Sequence[int]) -> Batch:
+        return self._dataset.read(samples, levels=True)
 
 
 class _Indices:

@@ -108,7 +108,8 @@ class Inbox:
     """
 
     def __init__(self, *, pin_memory: bool = False) -> None:
-        self._pin_memory = pin_memory and getattr(torch, "accelerator", torch.cuda).is_available()
+        #: whether it does.
+        self.pin_memory = pin_memory and getattr(torch, "accelerator", torch.cuda).is_available()
         self._rooms: dict[tuple[int, int], torch.Tensor] = {}
 
     def begin(self) -> None:
@@ -125,9 +126,9 @@ class Inbox:
         elif parcel.key is not None:
             room = self._rooms[parcel.key]
         assert room is not None
-        if parcel.key is None and not self._pin_memory:
+        if parcel.key is None and not self.pin_memory:
             return _unpacked(parcel.contents, room)
-        copy = torch.empty(parcel.end, dtype=torch.uint8, pin_memory=self._pin_memory).copy_(room[: parcel.end])
+        copy = torch.empty(parcel.end, dtype=torch.uint8, pin_memory=self.pin_memory).copy_(room[: parcel.end])
         room[_FULL] = 0
         return _unpacked(parcel.contents, copy)
 

@@ -210,6 +210,11 @@ class DocumentRangeSource(RangeSource):
         """Makes its documents."""
         return self.source.encoder
 
+    @property
+    def levels(self) -> Any:
+        """As `megaresume.shards.source.ShardSource.levels`, of the whole source."""
+        return getattr(self.source, "levels", None)
+
     def augmented(self, steps: object) -> DocumentRangeSource:
         """The same documents with these steps of augmentation, of a source that has any."""
         augmented = getattr(self.source, "augmented", None)

@@ -29,6 +29,7 @@ from megaresume.images.checks import check_processor
 from megaresume.images.decode import ImageOptions, decode, size_of
 from megaresume.images.pages import Part, Unit, Words, split_page
 from megaresume.images.processors import Grid, Pixels, processor_from_options
+from megaresume.images.processors.levels import Levels
 from megaresume.images.processors.pattern import pattern_of
 from megaresume.images.spec import check_spec, spec_from_options, unpack_tokenizer
 from megaresume.images.templates import Image, Missing, Piece, Text, template_from_options
@@ -113,6 +114,11 @@ class ImageTextEncoder:
     def pixel_shape(self) -> tuple[int, ...]:
         """Shape of one row of an image's pixels."""
         return tuple(self.processor.pixel_shape)
+
+    @property
+    def levels(self) -> Levels | None:
+        """How 8-bit levels become the pixels; None: its pixels are not made of levels, or nobody knows."""
+        return getattr(self.processor, "levels", None) if type(self) is ImageTextEncoder else None
 
     def most_rows(self, num_tokens: int) -> int:
         """Rows of pixels that a document of so many tokens has at most; 0 where the processor does not say."""

@@ -28,6 +28,7 @@ from megaresume.stream.state import Fingerprint
 if TYPE_CHECKING:
     from megaresume.corpora.image_text import EncodedDocument, FaultPolicy, Key, Record
     from megaresume.images.encoder import ImageTextEncoder
+    from megaresume.images.processors.levels import Levels
 
 Int64Array = npt.NDArray[np.int64]
 #: What becomes of documents longer than `max_tokens`.
@@ -115,6 +116,11 @@ class ShardSource:
         from megaresume.images.encoder import ImageTextEncoder
 
         return ImageTextEncoder.from_spec(self.index.header["encoder"]["spec"]).augmented(self.augment)
+
+    @property
+    def levels(self) -> Levels | None:
+        """How 8-bit levels of its images become their pixels; None: they are not made of levels, or nobody knows."""
+        return self.encoder.levels if type(self) is ShardSource else None
 
     def augmented(self, steps: object) -> ShardSource:
         """The same documents with these steps of augmentation (None: without any).
