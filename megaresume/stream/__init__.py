@@ -17,7 +17,8 @@
         stream.py           `Stream`: plan, state and digest of any sample
         compiled.py         how the loops of both are compiled, and kept
     going on
-        state.py            a cursor as plain JSON; packed.py: a large one; faults.py: documents that failed
+        state.py            a cursor as plain JSON; state_text.py: as text, packed.py: a large one; faults.py: documents
+                            that failed
         cursor.py           between the loop's arrays and the state; snapshots of the past, for going back
         fingerprints.py     is this state one of this config and these corpora?
         changes.py          what changed since a state, and what a change of the blend means; growth.py: a source that

@@ -14,11 +14,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
-
-import xxhash
 
 from megaresume.stream.eras import Era, Eras
 from megaresume.stream.errors import ConfigError, StateError
@@ -26,6 +24,8 @@ from megaresume.stream.faults import NO_FAULTS, Faults
 from megaresume.stream.packed import pack, unpack
 from megaresume.stream.ranges import reached
 from megaresume.stream.skips import NO_SKIPS, Skips
+from megaresume.stream.state_text import as_written, to_json, with_sorted_keys
+from megaresume.stream.state_text import checksum as checksum_of
 from megaresume.stream.text import parse_json
 
 FORMAT = "megaresume.stream-state"
@@ -176,15 +176,20 @@ class StreamState:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON, with format, version and checksum; a large state is packed (`megaresume.stream.packed`)."""
         body: dict[str, Any] = {"format": FORMAT, "version": VERSION} | _plain(self)
-        text = _sorted(body)
+        text = with_sorted_keys(body)
         if len(text) > LARGE:
             body = pack(body)
-            text = _sorted(body)
-        return body | {"checksum": _hash(text)}
+            text = with_sorted_keys(body)
+        return body | {"checksum": checksum_of(text)}
 
     def to_json(self) -> str:
         """`to_dict` as compact text."""
-        return _dumps(self.to_dict())
+        flat: dict[str, Callable[[Any], Any]] = {
+            "config": _plain_config,
+            "fingerprint": _flat_fingerprint,
+            "era": _flat_era,
+        }
+        return to_json(self, {"format": FORMAT, "version": VERSION}, flat, LARGE) or as_written(self.to_dict())
 
     def replace(self, **changes: Any) -> StreamState:
         """A copy with some fields changed."""
@@ -236,22 +241,10 @@ class StreamState:
             ) from error
 
 
-def _dumps(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-
-
 def checksum(body: Mapping[str, Any]) -> str:
     """Of plain JSON: xxh3_128 of its compact text, 32 hex digits."""
-    return _hash(_sorted(body))
-
-
-def _sorted(body: Mapping[str, Any]) -> str:
     # Keys sorted: a container that reorders keys must not look like damage.
-    return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-
-
-def _hash(text: str) -> str:
-    return xxhash.xxh3_128_hexdigest(text.encode())
+    return checksum_of(with_sorted_keys(body))
 
 
 def _parse(state: str | bytes | Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -292,7 +285,7 @@ def _parse(state: str | bytes | Mapping[str, Any] | None) -> Mapping[str, Any]:
 def _plain(state: StreamState) -> dict[str, Any]:
     """Lists and dicts of str, int, bool and None; segments as short lists to keep the state small."""
     return {
-        "config": json.loads(_dumps(state.config)),
+        "config": _plain_config(state.config),
         # Segments and ties go by the order of the sources, which a container that sorts keys would lose.
         "order": list(state.sources),
         "fingerprints": {name: _flat_fingerprint(f) for name, f in state.fingerprints.items()},
@@ -303,13 +296,17 @@ def _plain(state: StreamState) -> dict[str, Any]:
         "bins": [[b.opened_at, list(map(list, b.segments))] for b in state.bins],
         "pending": list(map(list, state.pending)),
         "tails": list(map(list, state.tails)),
-        "stages": [[s.first, s.name, json.loads(_dumps(s.config))] for s in state.stages],
+        "stages": [[s.first, s.name, _plain_config(s.config)] for s in state.stages],
         "batches": [list(batch) for batch in state.batches],
         "skips": state.skips.to_plain(),
         "overrides": list(state.overrides),
         "digest": state.digest,
         "faults": state.faults.to_plain(),
     }
+
+
+def _plain_config(config: Mapping[str, Any]) -> Any:
+    return json.loads(as_written(config))
 
 
 def _flat(fields: Fingerprint | SourceCursor) -> dict[str, Any]:

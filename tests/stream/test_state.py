@@ -13,6 +13,7 @@ import pytest
 
 from megaresume.stream import state as state_module
 from megaresume.stream.errors import StateError
+from megaresume.stream.skips import SkipConfig
 from megaresume.stream.state import VERSION, StreamState
 from megaresume.stream.stream import Stream
 
@@ -39,6 +40,20 @@ def test_round_trip(state: StreamState) -> None:
     for form in (data, state.to_json(), state.to_json().encode(), json.dumps(data, indent=2), f"\n{state.to_json()}\n"):
         assert StreamState.from_json(form) == state
     assert StreamState.from_json(state.to_json()).to_json() == state.to_json()
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "split", "knapsack", "none"])
+def test_the_text_is_that_of_the_plain_json(stream_of: Callable[..., Stream], packing: str) -> None:
+    """Step by step, so that parts of the text before are used again; also of another stream in between."""
+    stages = [{"name": "late", "from_samples": 12, "weights": dict.fromkeys(LENGTHS, 0) | {"web": 1}}]
+    streams = [stream_of(DATA | {"packing": packing} | more, LENGTHS) for more in ({"seed": 5}, {"stages": stages})]
+    streams[1].skip(SkipConfig(samples=((3, 5),)))
+    for sample in (0, 1, 2, 9, 12, 13, 14):
+        for stream in streams:
+            state = stream.state_at(sample, batches=[(0, 2)], faults=[(sample - 1, 'Ünï"code', 3, 0, "skip", "é")])
+            text = json.dumps(state.to_dict(), separators=(",", ":"))
+            assert state.to_json() == text
+            assert StreamState.from_json(text).to_json() == text
 
 
 def test_it_is_small_and_holds_no_place_and_no_rank(state: StreamState) -> None:

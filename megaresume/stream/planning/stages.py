@@ -80,6 +80,7 @@ class Course:
     past_orders: Orders | None = None
     _constants: dict[int, kernel.Config] = field(default_factory=dict)
     _masks: dict[tuple[int, ...], Mapping[int, Masks]] = field(default_factory=dict)
+    _plain: dict[int, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: StreamConfig) -> Course:
@@ -170,9 +171,15 @@ class Course:
     def records(self, index: int) -> tuple[StageRecord, ...]:
         """The stages up to number ``index``, for a state."""
         return tuple(
-            StageRecord(first=first, name=stage.name, config=stage.config.to_dict())
-            for first, stage in zip(self.began, self.stages[: index + 1], strict=False)
+            StageRecord(first=first, name=stage.name, config=self._plain_config(number))
+            for number, (first, stage) in enumerate(zip(self.began, self.stages[: index + 1], strict=False))
         )
+
+    def _plain_config(self, index: int) -> Mapping[str, Any]:
+        """Always the same object, so that its text is made once."""
+        if index not in self._plain:
+            self._plain[index] = self.config(index).to_dict()
+        return self._plain[index]
 
 
 def masks_of(lists: Sequence[DocumentList], names: Sequence[str]) -> Mapping[int, Masks]:
