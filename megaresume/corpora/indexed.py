@@ -82,6 +82,8 @@ class IndexedSource:
         #: size of the .bin.
         self.bin_bytes = self._identity.bin.size
         self._token_view: npt.NDArray[Any] | None = None
+        #: of `document_lengths`.
+        self._blocks: npt.NDArray[np.uint8] | None = None
         self._check_ends()
         self._spans = self._open_spans()
 
@@ -180,11 +182,13 @@ class IndexedSource:
             IndexError: an id is not in [0, len).
             CorpusError: the .idx is damaged at one of them.
         """
-        from megaresume.corpora.kernels import document_lengths
+        from megaresume.corpora.kernels import document_lengths, unknown_blocks
 
         ids = np.ascontiguousarray(ids, np.int64)
         out = np.empty(ids.shape, np.int64)
-        bad = document_lengths(ids, self._boundaries, self._lengths, out)
+        if self._blocks is None:
+            self._blocks = unknown_blocks(len(self))
+        bad = document_lengths(ids, self._boundaries, self._lengths, self._blocks, out)
         if bad >= 0:
             raise self._bad_document(int(ids[bad]))
         return out

@@ -18,9 +18,35 @@ from megaresume.stream.compiled import compiled
 Array = np.ndarray[Any, Any]
 
 
+#: Documents of a block, in each of which every document is found once to be the sequence of its number; 2**n.
+BLOCK_SHIFT = 9
+# What is known of a block: two bits, so that those of five million documents lie in the nearest cache.
+_UNKNOWN, _ASKED, _PLAIN, _NOT_PLAIN = 0, 1, 2, 3
+
+
+def unknown_blocks(documents: int) -> Array:
+    """Nothing known of any block: uint8[ceil(blocks / 4)]."""
+    return np.zeros((documents >> BLOCK_SHIFT + 2) + 1, np.uint8)
+
+
 @compiled
-def document_lengths(ids: Array, boundaries: Array, lengths: Array, out: Array) -> int:
+def _look_into_block(block: int, known: int, boundaries: Array, sequences: int) -> int:
+    """What is known after another look: nothing the first time, so that a resume reads no more than it needs."""
+    if known == _UNKNOWN:
+        return _ASKED
+    first = block << BLOCK_SHIFT
+    for document in range(first, min(first + (1 << BLOCK_SHIFT) + 1, boundaries.shape[0])):
+        if boundaries[document] != document or document > sequences:
+            return _NOT_PLAIN
+    return _PLAIN
+
+
+@compiled
+def document_lengths(ids: Array, boundaries: Array, lengths: Array, blocks: Array, out: Array) -> int:
     """Tokens of each document: ids int64[n], boundaries int64[D+1], lengths int32[S] to out int64[n].
+
+    ``blocks`` is `unknown_blocks` at first, and changed in place: where all documents of a block are sequences of the
+    same number, one random access is enough.
 
     Returns:
         -1, or the first position in ids whose document does not exist or has a damaged entry.
@@ -31,16 +57,22 @@ def document_lengths(ids: Array, boundaries: Array, lengths: Array, out: Array) 
         document = ids[i]
         if document < 0 or document >= documents:
             return i
-        first = boundaries[document]
-        last = boundaries[document + 1]
-        if first < 0 or last < first or last > sequences:
-            return i
-        if first == document and last == document + 1:
+        block = document >> BLOCK_SHIFT
+        shift = 2 * (block & 3)
+        known = (blocks[block >> 2] >> shift) & 3
+        if known == _PLAIN:
             length = np.int64(lengths[document])
             if length < 0:
                 return i
             out[i] = length
             continue
+        if known != _NOT_PLAIN:
+            now = _look_into_block(block, known, boundaries, sequences)
+            blocks[block >> 2] = (blocks[block >> 2] & ~(3 << shift)) | (now << shift)
+        first = boundaries[document]
+        last = boundaries[document + 1]
+        if first < 0 or last < first or last > sequences:
+            return i
         total = np.int64(0)
         for sequence in range(first, last):
             length = np.int64(lengths[sequence])

@@ -43,13 +43,13 @@ from megaresume.stream.source import LengthSource
 from megaresume.stream.state import Fingerprint, StreamState
 
 #: Tokens and samples planned at a time, whichever is less: little, because `state_at` plans up to this much again.
-BLOCK_TOKENS, BLOCK = 1 << 20, 256
+BLOCK_TOKENS, BLOCK = 1 << 22, 1024
 #: The same where a sample is an item: they are cheap, and a loader hands out thousands of them in a second.
 ITEM_BLOCK = 4096
 #: Samples planned at first, doubled until they are `BLOCK`: a resume must not wait for an index that lies on disk.
 FIRST_BLOCK = 8
 #: Blocks kept before the front, and bytes; what lies before them is planned again from an anchor.
-KEPT_BLOCKS, KEPT_BYTES = 128, 24 << 20
+KEPT_BLOCKS, KEPT_BYTES = 32, 24 << 20
 #: A seek over more samples than this shows a progress bar.
 LONG_SEEK = 200_000
 
@@ -242,6 +242,8 @@ class Stream:
             #: of the sources that are here: the name that the run knows them by -> that of the config as it was given.
             self._first_names = dict(zip(names, (s.name for s in self._given[0].sources), strict=True))
             self._base_state, self._planner = state, planner
+            #: config and fingerprints of every state: always the same objects, so that their text is made once.
+            self._constants: tuple[dict[str, Any], dict[str, Fingerprint]] | None = None
             self._blocks: deque[_Block] = deque()
             self._kept_bytes = 0
             self._anchors = Anchors(planner.snapshot())
@@ -357,10 +359,11 @@ class Stream:
         """
         fields = self.fields_at(sample)
         before = self._base_state
+        plain, fingerprints = self._constants = self._constants or (self.config.to_dict(), self.fingerprints_of_all)
         return StreamState(
-            config=self.config.to_dict(),
+            config=plain,
             # In the order of the sources; a source that is gone keeps the fingerprint that it had.
-            fingerprints=self.fingerprints_of_all,
+            fingerprints=fingerprints,
             batches=tuple(batches) or (before.batches if before is not None else ()),
             skips=self._course.skips,
             overrides=(*(before.overrides if before is not None else ()), *self._accepted, *overrides),
@@ -430,6 +433,8 @@ class Stream:
             )
 
     def _kept(self, sample: int) -> _Block:
+        if sample >= self._blocks[-1].plan.first:
+            return self._blocks[-1]
         return self._blocks[bisect_right(self._blocks, sample, key=lambda block: block.plan.first) - 1]
 
     def _plan_up_to(self, sample: int) -> _Block:
@@ -442,7 +447,7 @@ class Stream:
     def _advance_to(self, sample: int, bar: Progress | None) -> _Block:
         while self._planner.position <= sample:
             snapshot = self._planner.snapshot()
-            # 8, 8, 16, 32, 64, 128, 256, 256, ...: so that longer blocks still begin at multiples of their length.
+            # 8, 8, 16, 32, ..., 512, 1024, 1024, ...: so that longer blocks still begin at multiples of their length.
             size = min(max(self._planner.position - self.start, FIRST_BLOCK), self._block_samples)
             plan = self._planner.advance(size)
             if len(plan):

@@ -62,6 +62,34 @@ def test_every_dtype_and_shape_of_document_reads_back(write_corpus, documents, d
         assert fingerprint.tokenizer is None
 
 
+@pytest.mark.parametrize("odd", [None, 0, 511, 512, 1023, 1300])
+def test_lengths_asked_for_again_and_again(write_corpus, tmp_path, odd):
+    """Blocks of documents of one sequence each are remembered; one with a document of two, or of none, is not."""
+    documents = [[[1] * (d % 7)] for d in range(1301)]
+    if odd is not None:
+        documents[odd] = [[1, 2], [3]] if odd % 2 else []
+    source = IndexedSource(write_corpus(tmp_path / "c", documents))
+    ids = np.random.default_rng(0).permutation(1301)
+    for _ in range(4):
+        assert source.lengths(ids).tolist() == [sum(map(len, documents[d])) for d in ids.tolist()]
+        for outside in (-1, 1301):
+            with pytest.raises(IndexError):
+                source.lengths(np.array([5, outside]))
+
+
+@pytest.mark.parametrize("boundary", [3, 512, 600])
+def test_a_damaged_boundary_is_seen_though_others_are_remembered(write_corpus, tmp_path, boundary):
+    prefix = write_corpus(tmp_path / "c", [[[1] * (d % 7 + 1)] for d in range(1301)])
+    at = 34 + 12 * 1301 + 8 * boundary
+    rewrite(Path(f"{prefix}.idx"), at, struct.pack("<q", 5000))
+    source = IndexedSource(prefix)
+    for _ in range(4):
+        assert source.lengths(np.arange(700, 1301)).tolist() == [d % 7 + 1 for d in range(700, 1301)]
+        for document in (boundary - 1, boundary):
+            with pytest.raises(CorpusError):
+                source.lengths(np.array([document]))
+
+
 def test_corpus_of_megatrons_builder_reads_the_same(tmp_path):
     torch = pytest.importorskip("torch")
     indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset")

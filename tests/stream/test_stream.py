@@ -14,7 +14,7 @@ from megaresume.stream.errors import MegaresumeError, StateError, StreamExhauste
 from megaresume.stream.planning.plan import Plan
 from megaresume.stream.planning.planner import Planner
 from megaresume.stream.planning.stages import Course
-from megaresume.stream.stream import BLOCK, KEPT_BLOCKS, Stream
+from megaresume.stream.stream import BLOCK, FIRST_BLOCK, KEPT_BLOCKS, Stream
 from megaresume.testing import LengthList, assert_same_samples
 
 StreamOf = Callable[..., Stream]
@@ -97,7 +97,7 @@ def test_an_end(stream_of: StreamOf) -> None:
     config = StreamConfig.from_dict(ENDING)
     everything = Planner(Course.of(config), [LengthList(LENGTHS[s.name]) for s in config.sources]).advance(10_000)
     n = len(everything)
-    assert n > 3 * BLOCK // 2
+    assert n > 32 * FIRST_BLOCK
     for ask in (lambda s: s.plan(n, n + 1), lambda s: s.plan(0, n + 1), lambda s: s.state_at(n + 1)):
         stream = stream_of(ENDING, LENGTHS)
         for _ in range(2):

@@ -107,6 +107,7 @@ def _unpermute(x, num_documents, left_bits, right_bits, keys, rounds):  # type: 
             return x
 
 
+@lru_cache(maxsize=4096)
 def _network(num_documents: int) -> tuple[np.uint64, np.uint64, np.uint64]:
     """N and the bits of both halves, as the kernels take them."""
     left, right = width_bits(num_documents)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,18 @@ RECENT_CHUNKS = 2
 log = logging.getLogger(__name__)
 
 
+class _Chunk(NamedTuple):
+    """Pieces at consecutive positions of one epoch, as they were looked up."""
+
+    first: int
+    #: int64[n] each; the lengths are those of the documents, and 0 of one that is masked.
+    documents: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    masks: Masks
+    order: SourceOrder
+
+
 class Feed:
     """Looks ahead in one source. Holds no state of the stream: all follows from the position asked for.
 
@@ -37,10 +50,8 @@ class Feed:
         self.name = name
         self.num_documents = len(source)
         self.chunk = FIRST_CHUNK
-        #: (first position, position after the last, rows of `fill`, its masks, order and unit), the latest last.
-        self._recent: deque[tuple[int, int, npt.NDArray[np.int64], Masks, SourceOrder, BlendUnit]] = deque(
-            maxlen=RECENT_CHUNKS
-        )
+        #: the latest last.
+        self._recent: deque[_Chunk] = deque(maxlen=RECENT_CHUNKS)
 
     def fill(
         self,
@@ -77,11 +88,11 @@ class Feed:
         while limit is None or position < limit:
             self._note_repeat(position, config, order)
             num = min(self.chunk, len(out), order.left(position))
-            rows = self._look_up(position, num, out, order, masks)
-            self._count_units(out[:rows], unit)
+            chunk = self._look_up(position, num, order, masks)
+            rows = self._write(chunk, position, out, unit)
             self.chunk = min(2 * self.chunk, len(out))
             if rows:
-                self._recent.append((position, position + num, out[:rows].copy(), masks, order, unit))
+                self._recent.append(chunk)
                 return rows
             position += num
             # Two epochs hold a whole one wherever they begin; a single one may miss its only document.
@@ -99,17 +110,24 @@ class Feed:
             raise self._only_empty()
         return max(order.start_of(following), position)
 
-    def _look_up(self, position: int, num: int, out: npt.NDArray[np.int64], order: SourceOrder, masks: Masks) -> int:
-        """Write those of ``num`` pieces of one epoch that are not empty; how many they are."""
-        positions = np.arange(position, position + num)
-        documents, offsets = order.pieces_at(positions)
-        found = lengths = np.ascontiguousarray(self.source.lengths(documents), np.int64)
+    def _look_up(self, position: int, num: int, order: SourceOrder, masks: Masks) -> _Chunk:
+        """Ask for ``num`` pieces of one epoch."""
+        documents, offsets = order.pieces_at(np.arange(position, position + num))
+        lengths = np.ascontiguousarray(self.source.lengths(documents), np.int64)
         if masks:
             lengths = masked(lengths, documents, order.epoch_of(position), masks)
-        rows = _write(out, position, documents, offsets, lengths, order.piece_length(position))
+        return _Chunk(position, documents, offsets, lengths, masks, order)
+
+    def _write(self, chunk: _Chunk, position: int, out: npt.NDArray[np.int64], unit: BlendUnit) -> int:
+        """Write the rows of `fill` from a position in the chunk on; how many they are."""
+        skip, piece = position - chunk.first, chunk.order.piece_length(chunk.first)
+        documents, offsets, lengths = chunk.documents[skip:], chunk.offsets[skip:], chunk.lengths[skip:]
+        rows = int(_write(out, position, documents, offsets, lengths, piece))
         if rows < 0:
-            raise self._impossible(documents, found)
-        return int(rows)
+            raise self._impossible(documents, lengths)
+        if unit != "tokens":
+            self._count_units(out[:rows], unit)
+        return rows
 
     def _only_empty(self) -> CorpusError:
         return CorpusError(
@@ -120,27 +138,21 @@ class Feed:
         )
 
     def _count_units(self, rows: npt.NDArray[np.int64], unit: BlendUnit) -> None:
-        """Write into the last column what the blend counts of each piece."""
+        """Write into the last column what the blend counts of each piece, where that is not its tokens."""
         _, documents, offsets, lengths, units = rows.T
         if unit == "documents":
             units[:] = offsets == 0  # a later piece is no further document
-        elif unit == "trained":
-            units[:] = count_trained(self.source, documents, offsets, lengths)
         else:
-            units[:] = lengths
+            units[:] = count_trained(self.source, documents, offsets, lengths)
 
     def _remembered(
         self, position: int, out: npt.NDArray[np.int64], masks: Masks, order: SourceOrder, unit: BlendUnit
     ) -> int:
         """Answer from a remembered chunk; 0 if there is none."""
-        for first, stop, known, its_masks, its_order, its_unit in self._recent:
-            if not first <= position < stop:
-                continue
-            if its_masks == masks and its_order is order and its_unit == unit:
-                # Empty documents are not among the rows: the first at or after the position.
-                rows = known[int(known[:, 0].searchsorted(position)) :][: len(out)]
-                out[: len(rows)] = rows
-                return len(rows)
+        for chunk in self._recent:
+            here = chunk.first <= position < chunk.first + len(chunk.documents)
+            if here and chunk.masks == masks and chunk.order is order:
+                return self._write(chunk, position, out, unit)
         return 0
 
     def _impossible(self, documents: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> CorpusError:
@@ -167,7 +179,11 @@ class Feed:
 
 @compiled
 def _write(out, position, documents, offsets, lengths, piece):  # type: ignore[no-untyped-def]
-    """Write the rows of `Feed.fill` from ``position`` on; how many, or -1 for a length that cannot be."""
+    """Write the rows of `Feed.fill` from ``position`` on, as many as there is room for, the units being tokens.
+
+    Returns:
+        How many; or -1 for a length that cannot be.
+    """
     rows = 0
     for k in range(documents.size):
         length = lengths[k]
@@ -177,6 +193,9 @@ def _write(out, position, documents, offsets, lengths, piece):  # type: ignore[n
         if piece:
             length = min(length, piece)
         if length > 0:
+            if rows == out.shape[0]:
+                break
             out[rows, 0], out[rows, 1], out[rows, 2], out[rows, 3] = position + k, documents[k], offsets[k], length
+            out[rows, 4] = length
             rows += 1
     return rows

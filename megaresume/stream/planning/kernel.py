@@ -94,6 +94,8 @@ TAILS = 256
 FEW_TAILS = 16
 #: Units that no stream comes to: later releases and deadlines count as this one.
 LATE = 1 << 61
+#: Samples that are hashed at the same time.
+LANES = 16
 #: Sources up to which looking at all is quicker than a tournament.
 FEW = 16
 
@@ -161,7 +163,7 @@ def set_shares(sources: Int64Array) -> None:
 
 @compiled
 def set_deadline(sources, i, units):  # type: ignore[no-untyped-def]
-    """Compute the deadline of the next document of source i: the release of the one after it, rounded up.
+    """Compute and return the deadline of the next document of source i: the release of the one after it, rounded up.
 
     ``units * W / w`` for W of up to 61 bits: ``units * (W // w)``, and ``units * (W % w) / w``, which is below 2**31.
     The latter is estimated by `SHARE_FRACTION`, which loses less than one, and then corrected by its exact remainder,
@@ -179,7 +181,9 @@ def set_deadline(sources, i, units):  # type: ignore[no-untyped-def]
     if release >= LATE:
         release, rest = np.int64(LATE), np.int64(0)
     sources[i, NEXT_RELEASE], sources[i, NEXT_RELEASE_REST] = release, rest
-    sources[i, DEADLINE] = release + (1 if rest else 0)
+    due = release + (1 if rest else 0)
+    sources[i, DEADLINE] = due
+    return due
 
 
 @compiled
@@ -207,19 +211,44 @@ def _best_fit(room, length):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def hash_sample(segments, first, stop, keys):  # type: ignore[no-untyped-def]
-    """Hash of the identity of one sample: its segments, in order.
+def hash_samples(table, starts, keys, digest, hashes, digests):  # type: ignore[no-untyped-def]
+    """Hash the identity of each sample: its segments, in order.
+
+    Each step of a hash waits for the one before it, so `LANES` samples are hashed next to each other, by vectors.
 
     Args:
-        segments: int64[rows, SEGMENT_WIDTH], of which ``first .. stop`` are the sample's.
+        table: int64[s, SEGMENT_WIDTH].
+        starts: int64[samples + 1], first segment of each sample.
         keys: uint64[n], hash of each source's name.
+        digest: uint64[1], rolling digest, brought forward.
+        hashes: uint64[samples], written.
+        digests: uint64[samples], written: the rolling digest after each.
     """
-    h = np.uint64(0)
-    for k in range(first, stop):
-        h = mix(h ^ keys[segments[k, SOURCE]])
-        h = mix(h ^ np.uint64(segments[k, DOCUMENT]) ^ (np.uint64(segments[k, POSITION]) * _GOLDEN))
-        h = mix(h ^ np.uint64(segments[k, OFFSET]) ^ (np.uint64(segments[k, LENGTH]) << _S32))
-    return h
+    num, last = hashes.size, table.shape[0] - 1
+    at, counts, h = np.empty(LANES, np.int64), np.empty(LANES, np.int64), np.empty(LANES, np.uint64)
+    source, place, extent = np.empty(LANES, np.uint64), np.empty(LANES, np.uint64), np.empty(LANES, np.uint64)
+    for first in range(0, num, LANES):
+        most = 0
+        for lane in range(LANES):
+            sample = min(first + lane, num - 1)
+            at[lane], counts[lane], h[lane] = starts[sample], starts[sample + 1] - starts[sample], 0
+            most = max(most, counts[lane])
+        for m in range(most):
+            for lane in range(LANES):
+                row = np.uint64(min(at[lane] + m, last))  # of a sample that is through: any, for nothing
+                source[lane] = keys[np.uint64(table[row, SOURCE])]
+                place[lane] = np.uint64(table[row, DOCUMENT]) ^ (np.uint64(table[row, POSITION]) * _GOLDEN)
+                extent[lane] = np.uint64(table[row, OFFSET]) ^ (np.uint64(table[row, LENGTH]) << _S32)
+            for lane in range(LANES):
+                following = mix(mix(mix(h[lane] ^ source[lane]) ^ place[lane]) ^ extent[lane])
+                h[lane] = following if m < counts[lane] else h[lane]
+        for lane in range(min(LANES, num - first)):
+            hashes[first + lane] = h[lane]
+    now = digest[0]
+    for sample in range(num):
+        now = mix(now ^ hashes[sample])
+        digests[sample] = now
+    digest[0] = now
 
 
 @compiled
@@ -231,20 +260,17 @@ def _remove_bin(which, num_open, room, opened, head, tail):  # type: ignore[no-u
 
 
 @compiled
-def advance(a, config, keys, by_name, ahead, want, out, starts, hashes, digests):  # type: ignore[no-untyped-def]
+def advance(a, config, by_name, ahead, want, out, starts):  # type: ignore[no-untyped-def]
     """Plan until ``a.scalars[OUT_SAMPLES] == want`` or until the caller must help.
 
     Args:
-        a: `Arrays`, changed in place.
+        a: `Arrays`, changed in place but for the digest.
         config: `Config`.
-        keys: uint64[n], hash of each source's name.
         by_name: int64[n], the sources in the order of their names: its inverse breaks ties.
         ahead: int64[n, A, AHEAD_WIDTH], the next pieces of each source; no length is 0.
         want: samples.
         out: int64[capacity, SEGMENT_WIDTH], segments of the samples planned.
         starts: int64[want + 1], first segment of each sample.
-        hashes: uint64[want], identity of each sample.
-        digests: uint64[want], rolling digest after each sample.
 
     Returns:
         DONE; REFILL (``ahead`` of source ``scalars[REFILL_SOURCE]`` is used up); GROW_BINS; GROW_OUT; EXHAUSTED.
@@ -264,7 +290,6 @@ def advance(a, config, keys, by_name, ahead, want, out, starts, hashes, digests)
     num_out, num_segments = scalars[OUT_SAMPLES], scalars[OUT_SEGMENTS]
     source, position, document = scalars[PENDING], scalars[PENDING + 1], scalars[PENDING + 2]
     offset, length = scalars[PENDING + 3], scalars[PENDING + 4]
-    digest = a.digest[0]
     status = DONE
     ending = False  # nothing is drawn any more
     knapsack = config.mode == KNAPSACK
@@ -308,27 +333,29 @@ def advance(a, config, keys, by_name, ahead, want, out, starts, hashes, digests)
                     b = num_open
                     room[b], opened[b] = config.seq_length, samples
                     num_open += 1
-                k = free
+                bin_, k = np.uint64(b), np.uint64(free)  # an index without a sign is not looked at for one
                 free = link[k]
-                put = min(length, room[b])
+                left = room[bin_]
+                put = min(length, left)
                 segments[k, SOURCE], segments[k, POSITION], segments[k, DOCUMENT] = source, position, document
                 segments[k, OFFSET], segments[k, LENGTH] = offset, put
-                if room[b] == config.seq_length:
-                    head[b] = k
+                if left == config.seq_length:
+                    head[bin_] = k
                 else:
-                    link[tail[b]] = k
-                tail[b], link[k] = k, -1
+                    link[np.uint64(tail[bin_])] = k
+                tail[bin_], link[k] = k, -1
                 num_waiting += 1
                 offset += put
                 length -= put
-                room[b] -= put if config.align == 1 else -(-put // config.align) * config.align
+                left -= put if config.align == 1 else -(-put // config.align) * config.align
+                room[bin_] = left
                 if length > 0 and num_tails < tails.shape[0] and (is_filler or not config.fills):
                     row = (first_tail + num_tails) % tails.shape[0]
                     tails[row, 0], tails[row, 1], tails[row, 2] = source, position, document
                     tails[row, 3], tails[row, 4] = offset, length
                     num_tails += 1
                     length = 0
-                if room[b] == 0 or config.mode == NONE:
+                if left == 0 or config.mode == NONE:
                     close = b
         elif next_carried < carried.shape[0]:
             source, position, document = carried[next_carried, 0], carried[next_carried, 1], carried[next_carried, 2]
@@ -345,13 +372,13 @@ def advance(a, config, keys, by_name, ahead, want, out, starts, hashes, digests)
             else:
                 place = _select_of_few(release, deadline, stage_units)
             if place >= 0:
-                i = by_name[place]
-                at = sources[i, HEAD]
-                if at == sources[i, NUM_AHEAD]:
+                i = np.uint64(by_name[np.uint64(place)])
+                at = np.uint64(sources[i, HEAD])
+                if at == np.uint64(sources[i, NUM_AHEAD]):
                     scalars[REFILL_SOURCE] = i
                     status = REFILL
                     break
-                source, position, document = i, ahead[i, at, 0], ahead[i, at, 1]
+                source, position, document = np.int64(i), ahead[i, at, 0], ahead[i, at, 1]
                 offset, length = ahead[i, at, 2], ahead[i, at, 3]
                 units = ahead[i, at, UNITS]
                 stage_units += units
@@ -362,7 +389,8 @@ def advance(a, config, keys, by_name, ahead, want, out, starts, hashes, digests)
                 sources[i, DRAWN_IN_STAGE] += units
                 sources[i, RELEASE] = sources[i, NEXT_RELEASE]
                 sources[i, RELEASE_REST] = sources[i, NEXT_RELEASE_REST]
-                sources[i, HEAD] = at + 1
+                at += np.uint64(1)
+                sources[i, HEAD] = at
                 waits = length < config.seq_length or num_tails < FEW_TAILS
                 if waits and config.fills and sources[i, FILLS] > 0:
                     row = (first_tail + num_tails) % tails.shape[0]
@@ -370,16 +398,16 @@ def advance(a, config, keys, by_name, ahead, want, out, starts, hashes, digests)
                     tails[row, 3], tails[row, 4] = offset, length
                     num_tails += 1
                     length = 0
-                if at + 1 == sources[i, NUM_AHEAD]:
+                if at == np.uint64(sources[i, NUM_AHEAD]):
                     scalars[REFILL_SOURCE] = i
                     status = REFILL
                     break
-                set_deadline(sources, i, ahead[i, at + 1, UNITS])
-                release[place], deadline[place] = sources[i, RELEASE], sources[i, DEADLINE]
+                released, due = sources[i, RELEASE], set_deadline(sources, i, ahead[i, at, UNITS])
+                release[np.uint64(place)], deadline[np.uint64(place)] = released, due
                 if many:
-                    play(matches, place, release[place], deadline[place], stage_units)
+                    play(matches, place, released, due, stage_units)
                     # The pieces of this source after the next one, and the row of the source that will likely be next.
-                    prefetch(ahead, i, at + 3)  # type: ignore[call-arg]
+                    prefetch(ahead, np.int64(i), np.int64(at) + 2)  # type: ignore[call-arg]
                     likely = by_name[matches[1, READY]]
                     prefetch(sources, likely, NEXT)
                     prefetch(sources, likely, NEXT + 8)
@@ -427,20 +455,18 @@ def advance(a, config, keys, by_name, ahead, want, out, starts, hashes, digests)
             for b in range(begin, stop):
                 if not chosen[b]:
                     continue
-                k = head[b]
-                while k >= 0:
+                following = head[b]
+                while following >= 0:
+                    k, row = np.uint64(following), np.uint64(num_segments)
                     for column in range(SEGMENT_WIDTH):
-                        out[num_segments, column] = segments[k, column]
+                        out[row, column] = segments[k, column]
                     tokens += segments[k, LENGTH]
                     documents += segments[k, OFFSET] == 0
                     num_segments += 1
-                    k = link[k]
+                    following = link[k]
                 link[tail[b]] = free
                 free = head[b]
             num_waiting -= num_segments - first
-            hashes[num_out] = hash_sample(out, first, num_segments, keys)
-            digest = mix(digest ^ hashes[num_out])
-            digests[num_out] = digest
             num_out += 1
             starts[num_out] = num_segments
             samples += 1
@@ -457,5 +483,4 @@ def advance(a, config, keys, by_name, ahead, want, out, starts, hashes, digests)
     scalars[FIRST_TAIL], scalars[NUM_TAILS] = first_tail, num_tails
     scalars[PENDING], scalars[PENDING + 1], scalars[PENDING + 2] = source, position, document
     scalars[PENDING + 3], scalars[PENDING + 4] = offset, length
-    a.digest[0] = digest
     return status

@@ -35,13 +35,15 @@ from megaresume.stream.source import LengthSource
 from megaresume.stream.state import StreamState
 
 #: Documents looked ahead in all sources together, and at least and at most in each.
-LOOK_AHEAD, LOOK_AHEAD_LOW, LOOK_AHEAD_HIGH = 1 << 19, 32, 4096
+LOOK_AHEAD, LOOK_AHEAD_LOW, LOOK_AHEAD_HIGH = 1 << 19, 32, 8192
 #: A source is nearly used up when less than one part in so many is left of what was looked ahead.
 TOP_UP = 16
 #: Samples to be left out that are planned at a time.
 LEAVE_OUT = 1 << 13
 #: And at most in each by a planner that shares feeds: it goes a few samples, over what they remember.
 LOOK_AGAIN = 256
+#: Rows of a plan for each of the last one, on average.
+SPARE = 1.1
 
 
 @lru_cache(maxsize=4096)
@@ -147,6 +149,8 @@ class Planner:
         num = min(max(LOOK_AHEAD // len(sources), LOOK_AHEAD_LOW), most)
         self._ahead = np.zeros((len(sources), num, kernel.AHEAD_WIDTH), np.int64)
         self._arrays = _copy(arrays or fresh_arrays(first))
+        #: for which there is room in a plan.
+        self._segments_a_sample = 16.0
         #: int64[n]: ties go by name.
         self._by_name = np.array(sorted(range(len(sources)), key=lambda i: first.sources[i].name), np.int64)
         self._masks = course.masks_at(self.position)
@@ -281,23 +285,13 @@ class Planner:
         scalars = self._arrays.scalars
         scalars[kernel.OUT_SAMPLES] = scalars[kernel.OUT_SEGMENTS] = 0
         first = self.position
-        table = np.empty((16 * num_samples + len(self._arrays.link) + 1, kernel.SEGMENT_WIDTH), np.int64)
+        # As large as the last one was, and a little larger: most plans are kept as they are, without a copy.
+        room = int(self._segments_a_sample * num_samples) + len(self._arrays.link) + 1
+        table = np.empty((room, kernel.SEGMENT_WIDTH), np.int64)
         starts = np.zeros(num_samples + 1, np.int64)
-        hashes = np.empty(num_samples, np.uint64)
-        digests = np.empty(num_samples, np.uint64)
         while True:
-            status = kernel.advance(
-                self._arrays,
-                self._constants,
-                self._keys,
-                self._by_name,
-                self._ahead,
-                num_samples,
-                table,
-                starts,
-                hashes,
-                digests,
-            )
+            arguments = self._arrays, self._constants, self._by_name, self._ahead
+            status = kernel.advance(*arguments, num_samples, table, starts)
             if status == kernel.REFILL:
                 self._refill(int(scalars[kernel.REFILL_SOURCE]))
                 if len(self._by_name) > kernel.FEW:  # few are looked far ahead in, and seldom used up
@@ -309,14 +303,13 @@ class Planner:
             else:
                 break
         num, num_segments = int(scalars[kernel.OUT_SAMPLES]), int(scalars[kernel.OUT_SEGMENTS])
-        return Plan(
-            first=first,
-            starts=starts[: num + 1],
-            table=table[:num_segments].copy(),  # plans are kept, most of what was set aside for this one is not needed
-            hashes=hashes[:num],
-            digests=digests[:num],
-            orders=self._orders,
-        )
+        if num:
+            self._segments_a_sample = SPARE * num_segments / num
+        starts, used = starts[: num + 1], table[:num_segments]
+        table = used if len(table) <= SPARE**2 * num_segments else used.copy()  # plans are kept: nothing for nothing
+        hashes, digests = np.empty(num, np.uint64), np.empty(num, np.uint64)
+        kernel.hash_samples(table, starts, self._keys, self._arrays.digest, hashes, digests)
+        return Plan(first=first, starts=starts, table=table, hashes=hashes, digests=digests, orders=self._orders)
 
     def _look_ahead(self) -> None:
         """A snapshot knows the deadlines: the documents are looked up when they are drawn, not of all sources now."""
