@@ -9,13 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 
-if TYPE_CHECKING:
-    from megaresume.stream.eras import Era
-    from megaresume.stream.state import Segment, SourceCursor, StreamState
+from megaresume.stream.eras import Era
 
 #: A field as it is written, and with sorted keys.
 Text = tuple[str, str]
@@ -35,11 +33,11 @@ def checksum(text: str) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def to_json(state: StreamState, head: Mapping[str, Any], flat: Mapping[str, Callable[[Any], Any]], most: int) -> str:
+def to_json(state: Any, head: Mapping[str, Any], flat: Mapping[str, Callable[[Any], Any]], most: int) -> str:
     """The text of a state; an empty one if it has more than so many characters.
 
     Args:
-        state: what is written.
+        state: the `StreamState`.
         head: what comes before its fields.
         flat: of "fingerprint", "era" and "config": their plain JSON.
         most: characters.
@@ -52,7 +50,7 @@ def to_json(state: StreamState, head: Mapping[str, Any], flat: Mapping[str, Call
     return _object((name, text[0]) for name, text in values.items())
 
 
-def _fields(state: StreamState, flat: Mapping[str, Callable[[Any], Any]]) -> dict[str, Text]:
+def _fields(state: Any, flat: Mapping[str, Callable[[Any], Any]]) -> dict[str, Text]:
     """In the order in which they are written."""
     stages = [(f"[{s.first},{_name(s.name)},", _constant(s.config, flat["config"])) for s in state.stages]
     sources = {name: _source(cursor, flat["era"]) for name, cursor in state.sources.items()}
@@ -108,18 +106,18 @@ def _list(items: Iterable[str]) -> str:
     return "[" + ",".join(items) + "]"
 
 
-def _segments(segments: Sequence[Segment]) -> str:
+def _segments(segments: Sequence[tuple[int, ...]]) -> str:
     return "[" + ",".join(map(_segment, segments)) + "]"
 
 
 @lru_cache(maxsize=1 << 13)
-def _segment(segment: Segment) -> str:
+def _segment(segment: tuple[int, ...]) -> str:
     """One waits for many steps."""
     source, position, offset, length = segment
     return f"[{source},{position},{offset},{length}]"
 
 
-def _source(cursor: SourceCursor, flat_era: Callable[[Any], Any]) -> Text:
+def _source(cursor: Any, flat_era: Callable[[Any], Any]) -> Text:
     position, epoch, documents, tokens = cursor.position, cursor.epoch, cursor.documents, cursor.tokens
     skipped, drawn, eras = cursor.skipped, cursor.drawn_in_stage, _eras(cursor.eras, flat_era)
     ended = "true" if cursor.exhausted else "false"
