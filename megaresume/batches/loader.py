@@ -17,17 +17,20 @@ the parent of it in the middle of the very save that the signal asked for.
 from __future__ import annotations
 
 import atexit
+import copy
 import logging
 import os
 import queue
 import signal
 import threading
 from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
 from typing import Literal
 
 import torch.distributed as dist
 import torch.utils.data
 
+from megaresume.batches.ahead import ReadAhead
 from megaresume.batches.assemble import FIELDS, Field
 from megaresume.batches.batch import Batch
 from megaresume.batches.dataset import StreamDataset, whole
@@ -115,9 +118,11 @@ class StreamLoader:
         attention_mask: add the document-diagonal mask.
         pad_id: token written where there is no document.
         balance: deal the samples of each global batch so that all ranks have as much to do; None: as they come.
+        read_ahead: MiB of records of tar shards that are read before they are needed (by each worker); 0: none.
+        requests: to an object store at a time (of each worker).
 
     Raises:
-        UsageError: the global batch does not divide over the ranks, or there is no such rank.
+        UsageError: the global batch does not divide over the ranks, there is no such rank, or a number is negative.
     """
 
     def __init__(
@@ -138,6 +143,8 @@ class StreamLoader:
         attention_mask: bool = False,
         pad_id: int = 0,
         balance: Balance | None = None,
+        read_ahead: int = 64,
+        requests: int = 10,
     ) -> None:
         self.stream = stream
         self.schedule = schedule
@@ -150,6 +157,13 @@ class StreamLoader:
         self.start_method = start_method
         self.pin_memory = pin_memory
         self.balance = balance
+        if read_ahead < 0 or requests < 1:
+            raise UsageError(
+                "nothing can be read ahead like this",
+                found=f"read_ahead={read_ahead}, requests={requests}",
+                expected="read_ahead of 0 MiB or more, and 1 request or more",
+            )
+        self.read_ahead, self.requests = read_ahead, requests
         #: what becomes of the last step if the stream ends within it, which is then said: see `indices`.
         self.at_end: AtEnd = "refuse"
         self.dataset = StreamDataset(stream, fields=fields, attention_mask=attention_mask, pad_id=pad_id)
@@ -209,14 +223,27 @@ class StreamLoader:
         return self._on_demand()
 
     def _on_demand(self) -> Iterator[Batch]:
-        for samples in self.indices():
-            yield self.dataset.read(samples, pin_memory=self.pin_memory)
+        ahead = self.read_ahead_of()
+        try:
+            for samples in self.indices():
+                with ahead.reading(samples):
+                    batch = self.dataset.read(samples, pin_memory=self.pin_memory)
+                yield batch
+        finally:
+            ahead.close()
+
+    def read_ahead_of(self, worker: int = 0, workers: int = 1) -> ReadAhead:
+        """What reads ahead in the process that reads every ``workers``-th micro-batch from number ``worker`` on."""
+        whole_steps = copy.copy(self)
+        whole_steps.at_end = "refuse"  # what is special about the last step is said once, where it is read
+        upcoming = islice(whole_steps.indices(), worker, None, workers)
+        return ReadAhead(self.dataset.stream, upcoming, memory=self.read_ahead << 20, requests=self.requests)
 
     def _from_workers(self) -> Iterator[Batch]:
         indices, ahead = _Indices(self), max(self.prefetch, 1)
         inbox = Inbox(pin_memory=self.pin_memory)
         loader = torch.utils.data.DataLoader(
-            _InWorkers(self.dataset),
+            _InWorkers(self),
             batch_sampler=indices,
             num_workers=self.num_workers,
             collate_fn=Outbox(whole, ahead=ahead),
@@ -273,13 +300,21 @@ class StreamLoader:
 
 
 class _InWorkers(torch.utils.data.Dataset[Batch]):
-    """What worker processes read: of images, levels instead of pixels."""
+    """What worker processes read, each what is dealt to it: of images, levels instead of pixels."""
 
-    def __init__(self, dataset: StreamDataset) -> None:
-        self._dataset = dataset
+    def __init__(self, loader: StreamLoader) -> None:
+        self._loader = loader
+        self._ahead: ReadAhead | None = None
 
     def __getitems__(self, samples: Sequence[int]) -> Batch:
-        return self._dataset.read(samples, levels=True)
+        loader = self._loader
+        if self._ahead is None:
+            info = torch.utils.data.get_worker_info()
+            assert info is not None
+            loader.stream = loader.dataset.stream  # of this process
+            self._ahead = loader.read_ahead_of(info.id, info.num_workers)
+        with self._ahead.reading(samples):
+            return loader.dataset.read(samples, levels=True)
 
 
 class _Indices:

@@ -224,6 +224,11 @@ class DocumentRangeSource(RangeSource):
         """Document i of the range; ``key`` has its number in the range."""
         return self.source.encoded(self._inner(i), key)
 
+    def place(self, i: int) -> Any:
+        """Where the bytes of document i of the range lie; None: the source does not say, or does not read it."""
+        place = getattr(self.source, "place", None)
+        return None if place is None else place(self._inner(i))
+
     def record(self, i: int) -> Any:
         """Document i of the range as it is stored, from a source that can tell."""
         return cast(Any, self.source).record(self._inner(i))

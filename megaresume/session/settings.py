@@ -57,6 +57,15 @@ class Loader:
 
     num_workers: int = setting(0, "worker processes; 0: a thread, which is faster for text")
     prefetch: int = setting(2, "micro-batches read ahead (by each worker); 0: on demand", hosts="training")
+    read_ahead: int = setting(
+        64,
+        "MiB of records of tar shards that each process that reads (each worker) holds before they are needed; 0: none",
+        hosts="training",
+        metavar="MIB",
+    )
+    requests: int = setting(
+        10, "requests to an object store at a time, of each process that reads", hosts="training", metavar="N"
+    )
     start_method: Literal["fork", "spawn", "forkserver"] | None = setting(
         None, "how worker processes start; default: Python's", hosts="training"
     )

@@ -7,6 +7,7 @@ join.py         the indexes of several machines to one
 index.py        the bytes of an index, and opening one
 source.py       `ShardSource`: records as documents
 tar.py          members to records, and the damage that archives can have
+ahead.py        what comes next is read before it is needed
 files.py        range reads: local descriptors, object stores (remote.py)
 paths.py        braces, wildcards, URLs to a list of shards
 energon.py      ``.nv-meta`` of an Energon data set, and its field map

@@ -4,6 +4,7 @@ What is read mostly forwards is read one block at a time.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -11,10 +12,11 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from megaresume.checkpoint.files import open_file
 from megaresume.shards.remote import RemoteStore, is_url
-from megaresume.stream.errors import CorpusError, SetupError
+from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError
 
 #: local shards that are kept open, by each process.
 MAX_OPEN = 64
@@ -36,6 +38,8 @@ class ShardFiles:
 
     def __init__(self, max_open: int = MAX_OPEN) -> None:
         self.max_open = max_open
+        #: has bytes that were read before they are needed, if a loader reads ahead.
+        self.ahead: ReadBefore | None = None
         self._open: OrderedDict[str, _Descriptor] = OrderedDict()
         self._checked: dict[str, int] = {}
         self._stores: dict[str, RemoteStore] = {}
@@ -121,6 +125,12 @@ class ShardFiles:
             )
         return data
 
+    def will_need(self, path: str, offset: int, nbytes: int) -> None:
+        """Have the kernel read a range of a local shard into its cache. What is wrong with it shows when it is read."""
+        if hasattr(os, "posix_fadvise"):  # not on macOS
+            with contextlib.suppress(MegaresumeError, OSError):
+                os.posix_fadvise(self._descriptor(path).number, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
     def scan(self, path: str, size: int) -> BlockFile:
         """The shard as a file to be read from front to back."""
         return BlockFile(lambda offset, nbytes: self.read(path, offset, nbytes), size, SCAN_BLOCK)
@@ -141,6 +151,30 @@ class ShardFiles:
                     self._open.popitem(last=False)
             self._open.move_to_end(path)
             return descriptor
+
+
+class Place(NamedTuple):
+    """Where a record lies."""
+
+    files: ShardFiles
+    path: str
+    #: bytes of the whole shard, as indexed.
+    size: int
+    offset: int
+    nbytes: int
+
+    @property
+    def stop(self) -> int:
+        """The byte after the last one."""
+        return self.offset + self.nbytes
+
+
+class ReadBefore(Protocol):
+    """What `megaresume.shards.ahead.Ahead` is to those who read."""
+
+    def take(self, place: Place) -> bytes | None:
+        """The bytes of a place; None: to be read by the caller."""
+        ...
 
 
 class _Descriptor:

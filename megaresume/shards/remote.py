@@ -6,18 +6,32 @@ How a store is reached (endpoint, credentials, region) is fsspec's own configura
 
 from __future__ import annotations
 
+import logging
 import os
+import random
+import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError
 
+if TYPE_CHECKING:
+    import tenacity
+
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ATTEMPTS = 6
 #: seconds before the second attempt; doubled with each, up to `LONGEST_WAIT`.
 FIRST_WAIT = 0.5
 LONGEST_WAIT = 20.0
+#: seconds after which an attempt has failed that nobody answered.
+PATIENCE = 60.0
+#: seconds between two warnings of attempts that failed.
+QUIET = 30.0
+#: spreads the attempts of many readers that a busy store turned away. Its own, as Python's global random numbers are
+#: the training's.
+_JITTER = random.SystemRandom()
 #: not worth another attempt: the answer would be the same.
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, ImportError, TypeError, ValueError, MegaresumeError)
 
@@ -47,6 +61,7 @@ class RemoteStore:
     def __init__(self, protocol: str) -> None:
         self.protocol = protocol
         self._opened: tuple[int, Any] | None = None
+        self._failed, self._quiet_until = 0, 0.0
 
     def __reduce__(self) -> tuple[object, ...]:
         return (RemoteStore, (self.protocol,))
@@ -74,7 +89,9 @@ class RemoteStore:
         """Exactly ``nbytes`` bytes from ``offset`` on; raises as `size`."""
 
         def fetch() -> bytes:
-            data: bytes = self._store().cat_file(url, start=offset, end=offset + nbytes)
+            store = self._store()
+            patience = {"timeout": PATIENCE} if getattr(store, "async_impl", False) else {}
+            data: bytes = store.cat_file(url, start=offset, end=offset + nbytes, **patience)
             if len(data) != nbytes:
                 raise OSError(f"{len(data)} of {nbytes} bytes came back")
             return data
@@ -98,17 +115,36 @@ class RemoteStore:
             self._opened = (os.getpid(), fsspec.filesystem(self.protocol))
         return self._opened[1]
 
+    def _warn(self, url: str, what: str, state: tenacity.RetryCallState) -> None:
+        """Say that an attempt failed; of many, a few."""
+        self._failed += 1
+        if (now := time.monotonic()) < self._quiet_until:
+            return
+        self._quiet_until = now + QUIET
+        error = state.outcome and state.outcome.exception()
+        log.warning(
+            "megaresume: %s could not be %s, and is tried again: %s: %s (attempt %d of %d; failures so far: %d)",
+            url,
+            what,
+            type(error).__name__,
+            error,
+            state.attempt_number,
+            ATTEMPTS,
+            self._failed,
+        )
+
     def _tried(self, url: str, what: str, call: Callable[[], T]) -> T:
         try:
             import fsspec  # noqa: F401 - here, so that it is named before it is tried
             import tenacity
         except ImportError as error:
             raise missing_library(error.name or "fsspec", f"it reads {url}") from error
-        # No jitter: it would move Python's global random numbers.
+        doubled = tenacity.wait_exponential(multiplier=FIRST_WAIT, max=LONGEST_WAIT)
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(ATTEMPTS),
-            wait=tenacity.wait_exponential(multiplier=FIRST_WAIT, max=LONGEST_WAIT),
+            wait=lambda state: doubled(state) * _JITTER.uniform(0.75, 1.25),
             retry=tenacity.retry_if_not_exception_type(_FINAL),
+            before_sleep=lambda state: self._warn(url, what, state),
             reraise=True,
         )
         try:

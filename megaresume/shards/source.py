@@ -18,7 +18,7 @@ import numpy.typing as npt
 import xxhash
 
 from megaresume.corpora.scan import scan_fingerprint
-from megaresume.shards.files import ShardFiles
+from megaresume.shards.files import Place, ShardFiles
 from megaresume.shards.index import ShardIndex, ShardInfo
 from megaresume.shards.paths import resolved
 from megaresume.shards.tar import RecordError, content_hash, parse_record
@@ -245,9 +245,26 @@ class ShardSource:
             first -= 1
         return i - first
 
+    def place(self, i: int) -> Place | None:
+        """Where the bytes of document i lie; None: it is not read.
+
+        Raises:
+            IndexError: no such document.
+            CorpusError: the index is damaged.
+        """
+        unread = self.index.column("num_images")[i] == UNMEASURED or not self.length(i)
+        return None if unread else self._place(i)
+
     def _raw(self, i: int) -> Record:
+        place = self._place(i)
+        data = None if self.files.ahead is None else self.files.ahead.take(place)
+        if data is None:
+            self.files.check(place.path, place.size)
+            data = self.files.read(place.path, place.offset, place.nbytes)
+        return parse_record(data, place.path)
+
+    def _place(self, i: int) -> Place:
         shard, path = self._shard(i)
-        self.files.check(path, shard.size)
         offset, nbytes = int(self.index.column("offset")[i]), int(self.index.column("nbytes")[i])
         if offset < 0 or offset + nbytes > shard.size:
             raise CorpusError(
@@ -256,7 +273,7 @@ class ShardSource:
                 expected="a place in the shard",
                 action="copy the index again, or make it again: megaresume prepare --overwrite",
             )
-        return parse_record(self.files.read(path, offset, nbytes), path)
+        return Place(self.files, path, shard.size, offset, nbytes)
 
     def _with_fields(self, record: Record) -> Record:
         fields = self._fields

@@ -281,6 +281,8 @@ def attach(
         schedule=schedule,
         num_workers=loader.num_workers,
         prefetch=loader.prefetch,
+        read_ahead=loader.read_ahead,
+        requests=loader.requests,
         start_method=loader.start_method,
         pin_memory=engine.device.type == "cuda" if loader.pin_memory is None else loader.pin_memory,
         fields=loader.fields,

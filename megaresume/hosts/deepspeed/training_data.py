@@ -62,6 +62,8 @@ class TrainingData(EngineData):
         schedule: BatchSchedule | None,
         num_workers: int,
         prefetch: int,
+        read_ahead: int,
+        requests: int,
         start_method: StartMethod | None,
         pin_memory: bool,
         fields: Collection[Field],
@@ -77,6 +79,8 @@ class TrainingData(EngineData):
         self._loading: dict[str, Any] = {
             "num_workers": num_workers,
             "prefetch": prefetch,
+            "read_ahead": read_ahead,
+            "requests": requests,
             "start_method": start_method,
             "pin_memory": pin_memory,
             "fields": fields,

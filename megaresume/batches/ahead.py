@@ -1,0 +1,106 @@
+"""`ReadAhead`: has what the next batches of one process will need read before, by the plan, which knows it.
+
+    sample numbers of this rank, or worker -> plan -> records -> where they lie -> `megaresume.shards.ahead.Ahead`
+
+It follows the reader: what is planned is dropped if other samples are read. So it can make a loader faster, and change
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from megaresume.stream.errors import MegaresumeError
+from megaresume.stream.planning.kernel import DOCUMENT, SOURCE
+from megaresume.stream.stream import Stream
+
+if TYPE_CHECKING:
+    from megaresume.shards.ahead import Ahead
+    from megaresume.shards.files import Place
+
+#: segments planned ahead, however small they are.
+FARTHEST = 1 << 16
+
+
+class ReadAhead:
+    """Reads ahead for one loader.
+
+    Args:
+        stream: the stream, in this process.
+        upcoming: sample numbers of each micro-batch that will be read, in order.
+        memory: bytes of records that are held; more only if one micro-batch needs more.
+        requests: to a store at a time.
+    """
+
+    def __init__(self, stream: Stream, upcoming: Iterable[Sequence[int]], *, memory: int, requests: int) -> None:
+        self._stream = stream
+        self._upcoming = iter(upcoming)
+        self._memory = memory
+        self._sources = {i: source for i, source in enumerate(stream.sources) if hasattr(source, "place")}
+        #: (samples, segments, places of their records) of each micro-batch that is planned and not yet read.
+        self._planned: deque[tuple[list[int], int, list[Place]]] = deque()
+        self._segments = 0
+        self._ahead: Ahead | None = None
+        if self._sources and memory:
+            from megaresume.shards.ahead import Ahead
+
+            self._ahead = Ahead(requests)
+
+    @contextmanager
+    def reading(self, samples: Sequence[int]) -> Iterator[None]:
+        """Around reading the next micro-batch."""
+        if self._ahead is None:
+            yield
+            return
+        self._plan(self._ahead)
+        if self._planned and self._planned[0][0] != list(samples):
+            self.close()
+        if not self._planned:
+            yield
+            return
+        _, segments, places = self._planned.popleft()
+        self._segments -= segments
+        try:
+            yield
+        finally:
+            self._ahead.release(places)
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._planned.clear()
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
+    def _plan(self, ahead: Ahead) -> None:
+        # Half of it at once: so neighbours meet in one request.
+        if ahead.held > self._memory // 2 or self._segments > FARTHEST // 2:
+            return
+        wanted: list[Place] = []
+        room = self._memory - ahead.held
+        while room > 0 and self._segments < FARTHEST:
+            try:
+                samples = next(self._upcoming)
+                segments, places = self._places(samples)
+            except (StopIteration, MegaresumeError):  # which whoever reads on will meet
+                self._upcoming = iter(())
+                break
+            self._planned.append((list(samples), segments, places))
+            self._segments += segments
+            wanted += places
+            room -= sum(place.nbytes for place in places)
+        ahead.want(wanted)
+
+    def _places(self, samples: Sequence[int]) -> tuple[int, list[Place]]:
+        segments, places = 0, []
+        for sample in samples:
+            table = self._stream.plan(sample, sample + 1).table
+            segments += len(table)
+            for source, document in table[:, [SOURCE, DOCUMENT]].tolist():
+                place: Any = self._sources[source].place(document) if source in self._sources else None
+                if place is not None:
+                    places.append(place)
+        return segments, places
