@@ -1,8 +1,7 @@
 """`megaresume.DataLoader` against torch's over one map-style dataset, and Trainers that resume with it and without.
 
 Items are texts of 512 tokens that lie in memory; and numbers, read in no time, so that what is left is what a loader
-costs. A Trainer's time to the first batch is that from ``train`` to the first training step, with items that take 50 us
-each, as tokenizing does.
+costs. A Trainer's time to the first batch is processor time, from ``attach_trainer`` to the first training step.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import contextlib
 import importlib.util
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,6 @@ BATCH = 8
 WORKERS = (0, 2, 4)
 #: batches that a worker is asked for, as a fraction of those in process: its messages take longer.
 SLOWER = 8
-ITEM_SECONDS = 50e-6
 
 
 class Numbers(torch.utils.data.Dataset[int]):
@@ -54,13 +51,10 @@ class Texts(Numbers):
         return {"input_ids": self._tokens[first : first + 512], "labels": self._tokens[first + 1 : first + 513]}
 
 
-class Slow(Numbers):
-    """Item i is a text of four tokens, and takes a while."""
+class Short(Numbers):
+    """Item i is a text of four tokens."""
 
     def __getitem__(self, i: int) -> Any:
-        end = time.perf_counter() + ITEM_SECONDS
-        while time.perf_counter() < end:
-            pass
         return {"input_ids": [i % 8, 1, 2, 3], "labels": [i % 8, 1, 2, 3]}
 
 
@@ -148,8 +142,10 @@ def _trainers(setup: Setup) -> Row:
         ours=median(seconds["ours"]) * 1e3,
         unit="ms",
         baseline=median(seconds["theirs"]) * 1e3,
-        against="the Trainer alone, which reads all items again",
+        against="the Trainer alone, which passes over as many batches of today's size",
         ratio=ratio(seconds["ours"], seconds["theirs"]),
+        must="< 1000 ms",
+        holds=median(seconds["ours"]) < 1,
     )
 
 
@@ -161,7 +157,7 @@ def _train(output: Path, save: int, steps: int, *, attached: bool) -> float:
     """Train up to a step from the newest checkpoint, or until the first step if there is one.
 
     Returns:
-        seconds to that first step, from ``train`` on.
+        seconds of processor time to that first step.
     """
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -187,10 +183,10 @@ def _train(output: Path, save: int, steps: int, *, attached: bool) -> float:
         disable_tqdm=True,
     )
     model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=4, n_embd=8, n_layer=1, n_head=1))
-    trainer = Stopping(model, settings, train_dataset=Slow(2 * save * BATCH))
+    trainer = Stopping(model, settings, train_dataset=Short(2 * save * BATCH))
+    begin = cpu()
     if attached:
         megaresume.attach_trainer(trainer)
-    begin = wall()
     with contextlib.suppress(_Reached):
         trainer.train(resume_from_checkpoint=resumes or None)
-    return wall() - begin
+    return cpu() - begin

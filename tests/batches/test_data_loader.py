@@ -296,6 +296,24 @@ def test_a_collate_fn_that_drops_a_batch_is_refused() -> None:
         next(iter(megaresume.DataLoader(Numbers(), 4, collate_fn=lambda items: None)))
 
 
+def without_some(items: list[Any]) -> Any:
+    return torch.utils.data.default_collate([item for item in items if item["number"] % 16])
+
+
+def pairs(items: list[Any]) -> Any:
+    return {"pairs": torch.zeros((len(items) + 1) // 2, 2)}
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.process)])
+@pytest.mark.parametrize(("collate_fn", "drops"), [(without_some, True), (pairs, False), (None, False)])
+def test_a_collate_fn_that_drops_items_is_named(
+    caplog: pytest.LogCaptureFixture, collate_fn: Any, drops: bool, num_workers: int
+) -> None:
+    for _ in megaresume.DataLoader(Numbers(), 4, collate_fn=collate_fn, num_workers=num_workers, max_epochs=1):
+        pass
+    assert caplog.text.count("collate_fn made 3 rows of 4 items") == drops
+
+
 class Batched(Numbers):
     """Reads many at once, as a table of Hugging Face does."""
 

@@ -7,4 +7,5 @@ planned.py  planned samples -> the places of the items of each batch
 epochs.py   where an epoch of a stream ends
 reader.py   places -> items, in the training process or in its workers
 packed.py   items of a packed batch -> one row, without padding
+collated.py a collate_fn that drops items
 """

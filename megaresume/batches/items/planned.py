@@ -94,12 +94,12 @@ class Places:
         #: the datasets.
         self.start = self.step_start = 0
         self.stop: int | None = None
-        #: where each batch that is on its way ends, in samples.
-        self.ahead: deque[int] = deque()
+        #: where each batch that is on its way ends, in samples, and how many items it has.
+        self.ahead: deque[tuple[int, int]] = deque()
 
     def __iter__(self) -> Iterator[list[Any]]:
         """The places of each batch."""
-        ahead: deque[int] = deque()
+        ahead: deque[tuple[int, int]] = deque()
         self.ahead = ahead
         share, position = self._share, self.step_start
         everybody, mine = share.everybody, share.of(share.everybody)
@@ -130,12 +130,13 @@ class Places:
                 if position + first < self.start:
                     continue  # handed out before
                 begin, stop = mine if size == everybody else share.of(size)
-                ahead.append(position + first + size)
                 if order is None:
-                    yield places[starts[first + begin] : starts[first + stop]]
+                    batch = places[starts[first + begin] : starts[first + stop]]
                 else:
                     mine_too = order[first + begin : first + stop]
-                    yield [place for k in mine_too for place in places[starts[k] : starts[k + 1]]]
+                    batch = [place for k in mine_too for place in places[starts[k] : starts[k + 1]]]
+                ahead.append((position + first + size, len(batch)))
+                yield batch
             position += samples
             if there < wanted or (end is not None and position >= end):
                 return
