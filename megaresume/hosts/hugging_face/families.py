@@ -18,6 +18,10 @@ def _llama_factory(trainer: Any) -> Mapping[str, Any]:
     return {"disable_shuffling": trainer.finetuning_args.disable_shuffling}
 
 
+def _dpo(trainer: Any) -> Mapping[str, Any]:
+    return {"precompute_ref_log_probs": trainer.precompute_ref_log_probs}
+
+
 def _swift_loader(trainer: Any) -> Mapping[str, Any]:
     args = trainer.args
     return {
@@ -60,6 +64,8 @@ def _axolotl(trainer: Any) -> Mapping[str, Any]:
 KNOWN: dict[tuple[str, str], Settings] = {
     ("llamafactory.train.pt.trainer.CustomTrainer", "_get_train_sampler"): _llama_factory,
     ("llamafactory.train.sft.trainer.CustomSeq2SeqTrainer", "_get_train_sampler"): _llama_factory,
+    ("llamafactory.train.dpo.trainer.CustomDPOTrainer", "_get_train_sampler"): _llama_factory,
+    ("trl.trainer.dpo_trainer.DPOTrainer", "get_train_dataloader"): _dpo,
     ("axolotl.core.trainers.base.AxolotlTrainer", "_get_train_sampler"): _axolotl,
     ("swift.trainers.mixin.DataLoaderMixin", "get_train_dataloader"): _swift_loader,
     ("swift.trainers.mixin.SwiftMixin", "_save_checkpoint"): _swift_save,

@@ -61,7 +61,7 @@ def check_averaged(modules: Iterable[torch.nn.Module], dp_size: int, context_par
         context_parallel: processes that train the same samples together, and whose gradients are averaged all the same.
 
     Raises, on every rank:
-        UsageError: DDP or FSDP averages over more processes than the loaders deal samples out to.
+        UsageError: DDP or FSDP averages over more processes than the loaders deal samples out to; or FSDP1.
     """
 
     def check() -> None:
@@ -83,8 +83,13 @@ def _averaged(module: torch.nn.Module) -> int:
     if isinstance(module, DistributedDataParallel):
         return dist.get_world_size(module.process_group)
     if isinstance(module, FullyShardedDataParallel):
-        replicas = getattr(module, "_inter_node_pg", None)  # of HYBRID_SHARD
-        return dist.get_world_size(module.process_group) * (1 if replicas is None else dist.get_world_size(replicas))
+        raise UsageError(
+            "FSDP1 cannot be used with attach_loop",
+            found="a module in torch.distributed.fsdp.FullyShardedDataParallel",
+            expected="DDP, FSDP2 or neither",
+            cause="what its state dict holds cannot be saved while training goes on",
+            action="torch.distributed.fsdp.fully_shard(model)",
+        )
     if isinstance(module, FSDPModule):
         state: Any = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("accelerate")
 
 import torch
-from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
+from accelerate.utils import DataLoaderConfiguration, DistributedType, GradientAccumulationPlugin, ProjectConfiguration
 
 import megaresume
 from megaresume import Checkpoints
@@ -321,6 +321,16 @@ def test_what_comes_after_attach(tmp_path: Path) -> None:
 def test_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         Tried(tmp_path / "run", **options)
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
+def test_other_ways_to_train_on_several_devices_are_refused(tmp_path: Path, kind: str) -> None:
+    accelerator = accelerator_of(tmp_path / "run", 1)
+    model = torch.nn.Linear(2, 1)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    accelerator.state.distributed_type = DistributedType(kind)
+    with pytest.raises(UsageError, match=f"this way to train on several devices(.|\n)*{kind}(.|\n)*FSDP2"):
+        megaresume.attach_accelerator(accelerator, megaresume.DataLoader(Numbers(), batch_size=4))
 
 
 def test_refused_before_anything_is_prepared(tmp_path: Path) -> None:

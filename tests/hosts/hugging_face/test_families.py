@@ -31,6 +31,7 @@ def trainer_of(output: Path, module: str, name: str, method: str, **members: Any
 
 
 LLAMA_FACTORY = ("llamafactory.train.sft.trainer", "CustomSeq2SeqTrainer", "_get_train_sampler")
+DPO = ("trl.trainer.dpo_trainer", "DPOTrainer", "get_train_dataloader")
 SWIFT = ("swift.trainers.mixin", "DataLoaderMixin", "get_train_dataloader")
 SWIFT_SAVE = ("swift.trainers.mixin", "SwiftMixin", "_save_checkpoint")
 AXOLOTL = ("axolotl.core.trainers.base", "AxolotlTrainer", "_get_train_sampler")
@@ -99,7 +100,17 @@ def test_axolotl(tmp_path: Path, setting: str | None) -> None:
         assert trainer.args.max_steps == -1
 
 
+@pytest.mark.parametrize("computed", [False, True])
+def test_dpo(tmp_path: Path, computed: bool) -> None:
+    trainer = trainer_of(tmp_path / "run", *DPO, precompute_ref_log_probs=computed)
+    if computed:
+        with pytest.raises(UsageError, match="precompute_ref_log_probs cannot be used"):
+            megaresume.attach_trainer(trainer)
+    else:
+        assert len(megaresume.attach_trainer(trainer)) == 50
+
+
 def test_the_same_method_of_another_class(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path / "run", "llamafactory.train.dpo.trainer", "CustomDPOTrainer", "_get_train_sampler")
+    trainer = trainer_of(tmp_path / "run", "llamafactory.train.kto.trainer", "CustomKTOTrainer", "_get_train_sampler")
     with pytest.raises(UsageError, match="a sampler of its own"):
         megaresume.attach_trainer(trainer)

@@ -10,6 +10,7 @@ import json
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,7 +100,7 @@ def test_the_same_two_ranks(copy: Path, order: list[int], capfd: pytest.CaptureF
         (8, {"per_device_train_batch_size": 4}),
         (8, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}),
         (8, {"per_device_train_batch_size": 4, "dataloader_num_workers": 2}),
-        (4, {"per_device_train_batch_size": 2}),  # the global batch halved
+        (4, {"per_device_train_batch_size": 2, "ignore_data_skip": True}),  # the global batch halved
         (7, {"per_device_train_batch_size": 7, "gradient_accumulation_steps": 1}),  # the last batch is short
     ],
     ids=["same", "accumulation", "workers", "halved", "odd"],
@@ -281,6 +282,14 @@ class Lines(torch.utils.data.IterableDataset[Any]):
 def test_refused(tmp_path: Path, options: Any, words: str) -> None:
     trainer = make(tmp_path / "run", **options)
     with pytest.raises(UsageError, match=words):
+        megaresume.attach_trainer(trainer)
+
+
+def test_fsdp1_is_refused(tmp_path: Path) -> None:
+    trainer = make(tmp_path / "run")
+    trainer.is_fsdp_enabled = True
+    trainer.accelerator.state.fsdp_plugin = SimpleNamespace(fsdp_version=1)
+    with pytest.raises(UsageError, match="FSDP1 cannot be used with attach_trainer"):
         megaresume.attach_trainer(trainer)
 
 

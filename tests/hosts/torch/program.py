@@ -60,6 +60,10 @@ def wrapped(parallel: str) -> Any:
     model = Model()
     if parallel == "ddp" and dist.is_initialized():
         return torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    if parallel == "fsdp1":
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
     if parallel == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard

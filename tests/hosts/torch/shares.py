@@ -43,6 +43,7 @@ def cases(rank: int) -> dict[str, tuple[Callable[[], Any], str, dict[str, Any]]]
         "another size": (items(dp_rank=rank, dp_size=2 + rank), "ddp", {}),
         "one process, ddp": (text(**alone), "ddp", {}),
         "one process, fsdp2": (items(**alone), "fsdp2", {}),
+        "fsdp1": (items(), "fsdp1", {}),
         "batch size": (items(batch_size=2 + rank), "ddp", {}),
         "accumulation": (items(accumulation=1 + rank), "ddp", {}),
         "schedule": (text(samples=8 + 4 * rank), "ddp", {}),

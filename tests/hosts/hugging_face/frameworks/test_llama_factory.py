@@ -26,7 +26,9 @@ DATASET = {
 def program(environment: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Program:
     bin = environment("llamafactory")
     directory = tiny(tmp_path_factory.mktemp("llamafactory"), bin)
-    (directory / "dataset_info.json").write_text(json.dumps({"words": DATASET}))
+    columns = {name: name for name in ("messages", "chosen", "rejected")}
+    pairs = DATASET | {"file_name": "pairs.jsonl", "columns": columns, "ranking": True}
+    (directory / "dataset_info.json").write_text(json.dumps({"words": DATASET, "pairs": pairs}))
     return Program(bin=bin, directory=directory)
 
 
@@ -57,11 +59,15 @@ def train(program: Program, run: str, *flags: str, start: dict[str, Any] | None 
 @pytest.mark.release
 @pytest.mark.parametrize(
     "options",
-    [{"num_train_epochs": 2}, {"num_train_epochs": 6, "packing": True, "finetuning_type": "lora"}],
-    ids=["full", "packed-lora"],
+    [
+        {"num_train_epochs": 2},
+        {"num_train_epochs": 6, "packing": True, "finetuning_type": "lora"},
+        {"num_train_epochs": 2, "stage": "dpo", "dataset": "pairs"},
+    ],
+    ids=["full", "packed-lora", "dpo"],
 )
 def test_killed_in_a_save_and_gone_on(program: Program, options: Any) -> None:
-    run = "packed" if "packing" in options else "full"
+    run = "packed" if "packing" in options else options.get("stage", "full")
     whole, output = program.directory / f"{run}-whole", program.directory / run
     status, text = train(program, whole.name, **options)
     assert status == 0, text[-3000:]

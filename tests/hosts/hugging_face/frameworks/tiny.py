@@ -2,6 +2,7 @@
 
 model/       a Llama of one layer, with its tokenizer
 data.jsonl   item i is a conversation in which only one word, wI, tells which it is
+pairs.jsonl  item i is a question with the answers wI, which is chosen, and yes
 """
 
 import json
@@ -43,6 +44,10 @@ def main() -> None:
         for i in range(items):
             turns = [{"role": "user", "content": f"say w{i}"}, {"role": "assistant", "content": "yes"}]
             file.write(json.dumps({"messages": turns}) + "\n")
+    with (directory / "pairs.jsonl").open("w") as file:
+        for i in range(items):
+            answers = {k: {"role": "assistant", "content": v} for k, v in (("chosen", f"w{i}"), ("rejected", "yes"))}
+            file.write(json.dumps({"messages": [{"role": "user", "content": "say"}], **answers}) + "\n")
 
 
 if __name__ == "__main__":
