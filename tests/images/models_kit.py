@@ -16,6 +16,7 @@ IMAGE_TOKENS = {
     "pixtral": "[IMG]",
     "mistral3": "[IMG]",
     "gemma3": "<image_soft_token>",
+    "internvl": "<IMG_CONTEXT>",
 }
 #: of transformers, what imports further libraries.
 _NEEDS = {
@@ -23,6 +24,7 @@ _NEEDS = {
     "pixtral": ["torchvision"],
     "mistral3": ["torchvision"],
     "smolvlm": ["torchvision", "num2words"],
+    "internvl": ["torchvision"],
 }
 _PINPOINTS = [[16, 32], [32, 16], [32, 32], [16, 48]]
 
@@ -104,7 +106,19 @@ def _gemma3(transformers: Any) -> Any:
     return transformers.Gemma3Processor(images, words, image_seq_length=4)
 
 
+def _internvl(transformers: Any) -> Any:
+    words = tokenizer(
+        start_image_token="<img>",
+        end_image_token="</img>",
+        context_image_token="<IMG_CONTEXT>",
+        video_token="<video>",
+    )
+    images = _pil(transformers, "GotOcr2", size={"height": 16, "width": 16}, max_patches=4)
+    return transformers.InternVLProcessor(images, words, transformers.InternVLVideoProcessor(), image_seq_length=4)
+
+
 _MADE = {
+    "internvl": _internvl,
     "llava_next": _llava_next,
     "llava_onevision": _llava_onevision,
     "idefics3": _idefics3,

@@ -2,7 +2,7 @@
 
     text           megatron-core GPTModel     for_mcore_gpt      rows joined, bounds of documents as PackedSeqParams
     image-text     megatron-core LLaVAModel   for_mcore_llava    one image token an image, as that model wants it
-    both           Hugging Face transformers  for_hf             causal language models, LLaVA, InternVL, Qwen2-VL
+    both           Hugging Face transformers  for_hf             causal language models, LLaVA to Qwen3-VL
 
 mcore.py has those of megatron-core, huggingface.py the others.
 

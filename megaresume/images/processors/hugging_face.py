@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -126,6 +126,7 @@ class TransformersProcessor(Options):
     image_token: str | None = None
     #: whose pixels: pillow or torchvision, which needs torchvision here.
     backend: Backend = "pillow"
+    _content: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.files:
@@ -135,6 +136,7 @@ class TransformersProcessor(Options):
                 expected="the directory of a model that was downloaded from the Hub",
                 action="processor: {kind: transformers, model: DIRECTORY}",
             )
+        object.__setattr__(self, "_content", json.dumps([self.files, self.tokens], sort_keys=True))
 
     @property
     def pixel_shape(self) -> tuple[int, ...]:
@@ -180,8 +182,7 @@ class TransformersProcessor(Options):
 
     @property
     def _theirs(self) -> _Theirs:
-        content = json.dumps([self.files, self.tokens], sort_keys=True)
-        return _loaded(content, self.image_token, self.backend)
+        return _loaded(self._content, self.image_token, self.backend)
 
 
 class _Theirs:
