@@ -2,7 +2,7 @@
 
 corpus.py       `prepare`: the whole of it; chat.py: what is said of conversations
 inputs.py       which files, in which order, of which format;
-                binary.py refuses what is no text; parquet.py: rows as JSON lines
+                binary.py refuses what is no text; parquet.py, arrow.py: rows as JSON lines
 documents.py    cuts the input into blocks of work; a block's bytes to texts, or conversations
 conversations/  conversations to tokens, and to spans of trained tokens
 tokenizers.py   text to token ids

@@ -19,6 +19,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal
 
+from megaresume.corpora.prepare.arrow import ArrowLines, saved_dataset
 from megaresume.corpora.prepare.binary import HEAD_BYTES, check_text
 from megaresume.corpora.prepare.parquet import ParquetLines, parquet_errors
 from megaresume.stream.errors import CorpusError, SetupError, UsageError
@@ -116,9 +117,10 @@ FORMATS: dict[str, Format] = {
     ".json": "jsonl",
     #: each row as a JSON line.
     ".parquet": "jsonl",
+    ".arrow": "jsonl",
 }
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
-PARQUET = ".parquet"
+TABLES: dict[str, type[ParquetLines | ArrowLines]] = {".parquet": ParquetLines, ".arrow": ArrowLines}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,7 +136,7 @@ class InputFile:
     @property
     def compressed(self) -> bool:
         """By its name: it cannot be read from the middle on."""
-        return self.path.suffix in (*COMPRESSIONS, PARQUET)
+        return self.path.suffix in (*COMPRESSIONS, *TABLES)
 
     def to_dict(self) -> dict[str, object]:
         """What tells, on a rerun, that it is still the same file; plain JSON."""
@@ -168,7 +170,8 @@ def find_inputs(paths: Sequence[str | Path], *, glob: str = "**/*", format: Form
     inputs, linked_twice = [], []
     for path in map(Path, paths):
         if path.is_dir():
-            files, twice = files_below(path, glob)
+            saved = saved_dataset(path)
+            files, twice = (saved, []) if saved is not None else files_below(path, glob)
             linked_twice += twice
             if not files:
                 raise UsageError(
@@ -229,10 +232,10 @@ class InputStream:
                 expected=f"{file.size} bytes, changed at {file.mtime_ns}",
                 action="wait until it is complete and start again with --restart",
             )
-        self._table: ParquetLines | None = None
+        self._table: ParquetLines | ArrowLines | None = None
         with self._errors():
-            if file.path.suffix == PARQUET:
-                self._table = ParquetLines(self._raw, file.size)
+            if (lines := TABLES.get(file.path.suffix)) is not None:
+                self._table = lines(self._raw, file.size)
                 self._stream: _Peekable = io.BufferedReader(self._table, 1 << 20)
             else:
                 self._stream = _decompressed(self._raw, file)
@@ -271,7 +274,7 @@ class InputStream:
         damaged: tuple[type[BaseException], ...] = (EOFError, zlib.error, lzma.LZMAError)
         if self.file.path.suffix == ".zst":
             damaged += (_zstandard().ZstdError,)
-        if self.file.path.suffix == PARQUET:
+        if self.file.path.suffix in TABLES:
             damaged += parquet_errors()[:1]
         try:
             yield

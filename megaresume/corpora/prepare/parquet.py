@@ -17,8 +17,50 @@ from megaresume.stream.errors import SetupError
 ROWS = 1000
 
 
-class ParquetLines(io.RawIOBase):
-    """A stream of JSON lines; columns of bytes are left out.
+class TableLines(io.RawIOBase):
+    """A stream of JSON lines of the rows of a table; columns of bytes are left out.
+
+    Args:
+        schema: of the table.
+        lines: of it.
+    """
+
+    def __init__(self, schema: Any, lines: Iterator[bytes]) -> None:
+        kinds = load_pyarrow().types
+        binary = (kinds.is_binary, kinds.is_large_binary, kinds.is_fixed_size_binary)
+        #: names of those that are read.
+        self.columns = [field.name for field in schema if not any(is_kind(field.type) for is_kind in binary)]
+        self._lines = lines
+        self._left = memoryview(b"")
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """The next bytes; 0 at the end."""
+        while not self._left:
+            try:
+                self._left = memoryview(next(self._lines))
+            except StopIteration:
+                return 0
+        size: int = min(len(buffer), len(self._left))
+        buffer[:size] = self._left[:size]
+        self._left = self._left[size:]
+        return size
+
+    def raw_position(self) -> int:
+        """Bytes of the file that were read (about)."""
+        raise NotImplementedError
+
+    @staticmethod
+    def lines(batch: Any) -> bytes:
+        """The rows of a record batch."""
+        return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in batch.to_pylist()).encode()
+
+
+class ParquetLines(TableLines):
+    """Of a Parquet file.
 
     Args:
         file: open for reading, seekable.
@@ -30,32 +72,14 @@ class ParquetLines(io.RawIOBase):
     """
 
     def __init__(self, file: Any, size: int) -> None:
-        pyarrow = _pyarrow()
+        pyarrow = load_pyarrow()
         from pyarrow.parquet import ParquetFile
 
         self._size = size
         self._file = ParquetFile(pyarrow.PythonFile(file, mode="r"), page_checksum_verification=True)
-        schema = self._file.schema_arrow
-        kinds = pyarrow.types
-        binary = (kinds.is_binary, kinds.is_large_binary, kinds.is_fixed_size_binary)
-        self._columns = [field.name for field in schema if not any(is_kind(field.type) for is_kind in binary)]
         self._rows = self._file.metadata.num_rows
         self._done = 0
-        self._lines = self._read()
-        self._left = memoryview(b"")
-
-    def readable(self) -> bool:
-        """True."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """The next bytes; 0 at the end."""
-        if not self._left:
-            self._left = memoryview(next(self._lines, b""))
-        size: int = min(len(buffer), len(self._left))
-        buffer[:size] = self._left[:size]
-        self._left = self._left[size:]
-        return size
+        super().__init__(self._file.schema_arrow, self._read())
 
     def raw_position(self) -> int:
         """Bytes of the file that hold the rows that were read (about)."""
@@ -66,11 +90,10 @@ class ParquetLines(io.RawIOBase):
         for group in range(self._file.num_row_groups):
             left = self._file.metadata.row_group(group).num_rows
             try:
-                for batch in self._file.iter_batches(ROWS, row_groups=[group], columns=self._columns):
-                    rows = batch.to_pylist()
-                    lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows).encode()
-                    left -= len(rows)
-                    self._done += len(rows)
+                for batch in self._file.iter_batches(ROWS, row_groups=[group], columns=self.columns):
+                    lines = self.lines(batch)
+                    left -= batch.num_rows
+                    self._done += batch.num_rows
                     yield lines
             except damaged as error:
                 if isinstance(error, OSError) and error.errno:  # the file system's, not the file's
@@ -81,17 +104,18 @@ class ParquetLines(io.RawIOBase):
 
 def parquet_errors() -> tuple[type[Exception], ...]:
     """What pyarrow raises of a file that is damaged."""
-    return (_pyarrow().ArrowException, OSError)
+    return (load_pyarrow().ArrowException, OSError)
 
 
-def _pyarrow() -> Any:
+def load_pyarrow() -> Any:
+    """The library; raises SetupError if it is missing."""
     try:
         import pyarrow
     except ImportError as error:
         raise SetupError(
             "the library 'pyarrow' is missing",
             found=str(error),
-            expected="it reads .parquet",
+            expected="it reads .parquet and .arrow",
             action="pip install pyarrow, or write the rows as JSON lines first",
         ) from error
     return pyarrow
