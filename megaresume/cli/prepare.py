@@ -29,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="INPUT",
         help="a text file (.txt .md .rst), JSON lines (.jsonl .ndjson .json), either with .gz .bz2 .xz or .zst, "
         "Parquet or Arrow (.parquet, .arrow), a directory of files, or one that Hugging Face's save_to_disk wrote; or "
-        "tar shards ('shards/pairs-{000000..000127}.tar', local or on an object store), a directory or metadataset.yaml of Energon",
+        "tar shards ('shards/pairs-{000000..000127}.tar', local or on an object store), a directory or "
+        "metadataset.yaml of Energon",
     )
     parser.add_argument(
         "--output", required=True, metavar="PREFIX", help="output prefix, without .bin, .idx or .shards.idx"

@@ -208,11 +208,11 @@ def test_patterns_are_those_of_pathlib(tmp_path, glob):
 
 
 def test_bad_inputs(tmp_path):
-    (tmp_path / "a.arrow").write_text("x")
+    (tmp_path / "a.avro").write_text("x")
     (tmp_path / "noname").write_text("x")
     (tmp_path / "empty").mkdir()
     for path, text in (
-        (tmp_path / "a.arrow", "has an unknown suffix"),
+        (tmp_path / "a.avro", "has an unknown suffix"),
         (tmp_path / "noname", "has an unknown suffix"),
         (tmp_path / "empty", "matches"),
         (tmp_path / "none", "does not exist"),
