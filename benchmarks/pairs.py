@@ -24,6 +24,7 @@ from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
 from megaresume.corpora.image_text import Key, Record
 from megaresume.images.encoder import ImageTextEncoder
+from megaresume.images.processors.backends import Backend
 from megaresume.shards.prepare import prepare_shards
 from megaresume.stream.batches import BatchSchedule
 
@@ -33,8 +34,10 @@ SHUFFLE_BUFFER, PACKING_BUFFER = 100, 100
 _MAX_PIXELS = 4_000_000
 _QWEN = {"kind": "native", "patch_size": 14, "merge": 2, "max_pixels": _MAX_PIXELS}
 
-#: what Energon's task encoder does with a record: our encoder; transformers' processor for the same model; nothing.
-Work = Literal["ours", "transformers", "nothing"]
+#: what Energon's task encoder does with a record: our encoder; transformers' processor of a back-end; nothing.
+Work = Literal["ours", "pillow", "torchvision", "nothing"]
+#: back-ends of ours, each with an index of its own.
+BACKENDS: tuple[Backend, ...] = ("pillow", "torchvision")
 
 
 class Shards:
@@ -47,7 +50,7 @@ class Shards:
 
     def __init__(self, directory: Path, *, records: int) -> None:
         self.directory, self.records = directory, records
-        self.encoder = ImageTextEncoder.from_options({"processor": _QWEN})
+        self.encoders = {b: ImageTextEncoder.from_options({"processor": {**_QWEN, "backend": b}}) for b in BACKENDS}
         directory.mkdir(parents=True)
         rng = np.random.default_rng(7)
         for shard in range(2):
@@ -55,25 +58,29 @@ class Shards:
                 for record in range(shard * records // 2, (shard + 1) * records // 2):
                     _add(tar, record, rng)
         _prepare(directory)
-        self.index(0)
+        for backend in BACKENDS:
+            self.index(backend)
 
-    def index(self, number: int) -> float:
+    def index(self, backend: Backend) -> float:
         """Seconds of processor time to build the index."""
         begin = cpu()
-        prepare_shards([self.directory], self.directory.parent / f"pairs{number}", self.encoder, overwrite=True)
+        prepare_shards([self.directory], self.directory.parent / backend, self.encoders[backend], overwrite=True)
         return cpu() - begin
 
-    def stream(self, packing: str) -> Any:
+    def stream(self, packing: str, backend: Backend = "pillow") -> Any:
         """Our stream over them."""
-        index = str(self.directory.parent / "pairs0.shards.idx")
+        index = str(self.directory.parent / f"{backend}.shards.idx")
         pairs = {"kind": "energon", "path": str(self.directory), "index": index}
         return open_stream({"seed": 1, "seq_length": SEQ_LENGTH, "packing": packing, "sources": {"pairs": pairs}})
 
-    def ours(self, packing: str) -> Iterator[int]:
-        """Records of each batch of our loader."""
-        stream = self.stream(packing)
-        loader = StreamLoader(stream, BatchSchedule.constant(1), micro_batch_size=1, dp_rank=0, dp_size=1, prefetch=0)
-        for batch in loader:
+    def loader(self, packing: str, backend: Backend = "pillow", **how: Any) -> StreamLoader:
+        """Our loader over them, batches of one sample."""
+        stream, schedule = self.stream(packing, backend), BatchSchedule.constant(1)
+        return StreamLoader(stream, schedule, micro_batch_size=1, dp_rank=0, dp_size=1, **how)
+
+    def ours(self, packing: str, backend: Backend = "pillow") -> Iterator[int]:
+        """Records of each batch of our loader, in this process."""
+        for batch in self.loader(packing, backend, prefetch=0):
             yield len(batch["image_grid_thw"])  # one image a record
 
     def energon(self, *, packing: bool, work: Work = "ours") -> Any:
@@ -87,7 +94,7 @@ class Shards:
             packing_buffer_size=PACKING_BUFFER if packing else None,
             shuffle_buffer_size=SHUFFLE_BUFFER,
             max_samples_per_sequence=100,
-            task_encoder=_task_encoder(self.encoder, work),
+            task_encoder=_task_encoder(self.encoders["pillow"], work),
         )
         return get_savable_loader(dataset, watchdog_timeout_seconds=None)
 
@@ -126,7 +133,9 @@ def _task_encoder(encoder: ImageTextEncoder, work: Work) -> Any:
     import torch
     from megatron.energon import CaptioningSample, DefaultTaskEncoder, stateless
 
-    encoded = {"ours": _by_ours(encoder), "transformers": _by_transformers(encoder), "nothing": None}[work]
+    encoded = None
+    if work != "nothing":
+        encoded = _by_ours(encoder) if work == "ours" else _by_transformers(encoder, work)
 
     class Task(DefaultTaskEncoder):  # type: ignore[type-arg]
         decoder = None  # raw bytes: who encodes decodes
@@ -138,7 +147,7 @@ def _task_encoder(encoder: ImageTextEncoder, work: Work) -> Any:
             return sample
 
         def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
-            lengths = {sample.__key__: encoder.measure(_record(sample)).tokens for sample in samples}
+            lengths = {sample.__key__: encoder.measures(_record(sample))[0].tokens for sample in samples}
             packs: list[list[Any]] = []
             room: list[int] = []
             for sample in sorted(samples, key=lambda sample: -lengths[sample.__key__]):
@@ -177,17 +186,20 @@ def _by_ours(encoder: ImageTextEncoder) -> Any:
     return encoded
 
 
-def _by_transformers(encoder: ImageTextEncoder) -> Any:
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+def _by_transformers(encoder: ImageTextEncoder, backend: Backend) -> Any:
+    from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl, image_processing_qwen2_vl
 
-    processor = Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=_MAX_PIXELS)
+    of_pillow = backend == "pillow"
+    found = image_processing_pil_qwen2_vl if of_pillow else image_processing_qwen2_vl
+    cls = getattr(found, "Qwen2VLImageProcessorPil" if of_pillow else "Qwen2VLImageProcessor")
+    processor = cls(min_pixels=56 * 56, max_pixels=_MAX_PIXELS)
 
     def encoded(sample: Any) -> tuple[Any, Any]:
         image = Image.open(io.BytesIO(bytes(sample.image))).convert("RGB")
-        made = processor(image, return_tensors="np")
+        made = processor(image, return_tensors="np" if of_pillow else "pt")
         tokens = [encoder.image_token_id] * int(made["image_grid_thw"][0].prod() // 4)
         tokens += [*encoder.tokenizer.encode(_text(sample).decode(), special=False), encoder.filler]
-        return made["pixel_values"], np.array(tokens, np.int64)
+        return np.asarray(made["pixel_values"]), np.array(tokens, np.int64)
 
     return encoded
 
