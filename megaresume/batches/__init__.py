@@ -8,6 +8,7 @@
     ahead.py      the records of the next micro-batches, read before they are needed
     parcel.py     a batch from a worker process in one piece of shared memory
     data_loader.py batches of any map-style dataset, in the place of torch's DataLoader; items/ has its parts
+    pairs.py      preference pairs: where chosen and rejected conversations are, and that they stay apart
     documents.py  image-text documents into the arrays of a batch
     pixels.py     where pixels of a batch lie, and how they come from a worker process
     validation.py validation sets that stay put

@@ -6,15 +6,16 @@ Compiled loops lay out and write whole batches, without holding the GIL.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from megaresume.batches.documents import DocumentReader, Images
+from megaresume.batches.pairs import find_pairs, refuse_pairs, separate
 from megaresume.corpora.base import Source, TokenSource, is_document_source
-from megaresume.corpora.spans import has_spans, spans_of
+from megaresume.corpora.spans import has_pairs, has_spans, spans_of
 from megaresume.stream.compiled import compiled
 from megaresume.stream.errors import UsageError
 from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
@@ -170,17 +171,19 @@ Int64Array = npt.NDArray[np.int64]
 
 
 #: Fields of a batch that a loop can do without.
-Field = Literal["labels", "loss_mask", "position_ids"]
+Field = Literal["labels", "loss_mask", "position_ids", "pairs"]
 FIELDS: tuple[Field, ...] = ("labels", "loss_mask", "position_ids")
+#: and one that a loop has to ask for.
+PAIRS: Field = "pairs"
 
 
 def check_fields(fields: Collection[str]) -> None:
     """Raise a UsageError for a field that there is none of."""
-    if isinstance(fields, str) or not {*fields} <= {*FIELDS}:
+    if isinstance(fields, str) or not {*fields} <= {*FIELDS, PAIRS}:
         raise UsageError(
             "no such field of a batch",
             found=f"fields={fields!r}",
-            expected=f"some of {', '.join(FIELDS)}, or none: () gives tokens and cu_seqlens alone",
+            expected=f"some of {', '.join((*FIELDS, PAIRS))}, or none: () gives tokens and cu_seqlens alone",
         )
 
 
@@ -261,6 +264,8 @@ class Assembler:
         self._in_one_array: dict[int, bool] = {}
         #: sources that say which of their tokens are trained, by number.
         self.masked = [i for i, source in enumerate(self.sources) if has_spans(source)]
+        #: of these, those that begin with a preference pair.
+        self._pairs = [self.name_of(i) for i in self.masked if has_pairs(self.sources[i])]
         with_images = {i: s for i, s in enumerate(self.sources) if is_document_source(s)}
         #: reads image-text documents; None where the blend has none.
         self.documents: DocumentReader | None = None
@@ -299,17 +304,20 @@ class Assembler:
             num_of_source=num_of_source,
         )
 
-    def fill(self, plan: Plan, out: Arrays, images: Images | None = None) -> Layout:
+    def fill(
+        self, plan: Plan, out: Arrays, images: Images | None = None, pairs: list[Int64Array] | None = None
+    ) -> Layout:
         """Write the samples of a plan into arrays of as many rows.
 
         Args:
             plan: the samples.
             out: the arrays.
             images: where to collect images.
+            pairs: where to collect preference pairs, as `find_pairs` gives them.
 
         Raises:
-            CorpusError: a document is damaged, or not as long as the index says.
-            UsageError: the blend has image sources, and whoever asks has no place for images.
+            CorpusError: a document is damaged, or not as long as the index says; a preference pair is cut.
+            UsageError: the blend has image sources, or preference pairs, and whoever asks has no place for them.
         """
         if self.documents is not None and images is None:
             raise UsageError(
@@ -319,8 +327,10 @@ class Assembler:
                 action="load batches with images through megaresume.attach or StreamLoader, or leave these sources out",
             )
         layout = self.lay_out(plan)
+        if self._pairs and pairs is None:  # before anything is trained, although there may be none here
+            raise refuse_pairs(self._pairs)
         first = 0
-        with_images = []
+        with_images, found = [], [np.zeros((0, 4), np.int64)]
         for i, num in enumerate(layout.num_of_source.tolist()):
             mine = layout.order[first : first + num]
             if self.documents is not None and i in self.documents.sources:
@@ -328,7 +338,7 @@ class Assembler:
             elif num:
                 self._fill_from(i, mine, plan, layout, out)
                 if i in self.masked:
-                    self._mask(i, mine, plan, layout, out)
+                    found.append(self._mask(i, mine, plan, layout, out))
             first += num
         if self.documents is not None and images is not None:
             self.documents.fill(plan, layout, np.concatenate(with_images), out, images)
@@ -343,6 +353,22 @@ class Assembler:
             out.loss_mask,
             out.position_ids,
         )
+        all_pairs = np.concatenate(found)
+        if len(all_pairs):
+            if pairs is None:
+                raise refuse_pairs([self.name_of(i) for i in self.masked])
+            bounds, num_bounds = separate(
+                all_pairs,
+                layout.bounds,
+                layout.num_bounds,
+                labels=out.labels,
+                loss_mask=out.loss_mask,
+                position_ids=out.position_ids,
+                align=self.align,
+            )
+            layout = replace(layout, bounds=bounds, num_bounds=num_bounds)
+        if pairs is not None:
+            pairs.append(all_pairs[np.lexsort((all_pairs[:, 1], all_pairs[:, 0]))])
         return layout
 
     def _fill_from(self, i: int, mine: Int64Array, plan: Plan, layout: Layout, out: Arrays) -> None:
@@ -367,10 +393,13 @@ class Assembler:
             out.loss_mask,
         )
 
-    def _mask(self, i: int, mine: Int64Array, plan: Plan, layout: Layout, out: Arrays) -> None:
+    def _mask(self, i: int, mine: Int64Array, plan: Plan, layout: Layout, out: Arrays) -> Int64Array:
+        """Take the loss away where it does not count; returns the preference pairs."""
         trained = spans_of(self.sources[i], plan.table[:, DOCUMENT][mine])
         assert trained is not None, f"{self.name_of(i)} had spans when it was opened"
         mask_segments(trained.starts, trained.spans, mine, plan.table, layout.rows, layout.columns, out.loss_mask)
+        lengths = self.sources[i].lengths(plan.table[:, DOCUMENT][mine])
+        return find_pairs(trained, mine, plan, layout.rows, layout.columns, lengths, self.name_of(i))
 
     def _read(self, source: Source, mine: Int64Array, plan: Plan, layout: Layout, out: Arrays) -> None:
         """A source without one array of tokens: a call for each segment, with the token after it where there is one."""

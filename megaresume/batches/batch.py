@@ -10,9 +10,10 @@ from collections.abc import Collection, Sequence
 from typing import TypedDict
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from megaresume.batches.assemble import FIELDS, Arrays, Assembler, Field
+from megaresume.batches.assemble import FIELDS, PAIRS, Arrays, Assembler, Field
 from megaresume.batches.documents import FaultEntry, Images
 from megaresume.batches.pixels import pixels_of, room_of
 from megaresume.images.processors.levels import Levels
@@ -45,6 +46,10 @@ class Batch(_Always, total=False):
     position_ids: torch.Tensor
     #: bool[m, 1, S, S]: True where attention is not allowed (Megatron's convention); only if asked for.
     attention_mask: torch.Tensor
+
+    #: int64[p, 4], only if asked for: of each preference pair its row, the columns at which the chosen and the rejected
+    #: conversation begin, and the one after both.
+    pairs: torch.Tensor
 
     # The rest only where the blend has image sources; n images, in the order of their tokens.
 
@@ -135,19 +140,22 @@ def make_batch(
 
     Raises:
         CorpusError: a document is damaged, or not as long as the index says.
-        UsageError: a loop without a loss mask, and sources that say which tokens are trained.
+        UsageError: a loop without a loss mask, and sources that say which tokens are trained; one that did not ask
+            for preference pairs, and sources that have them.
     """
     if "loss_mask" not in fields:
         _check_all_trained(assembler)
     shape = (len(plan), assembler.seq_length)
     # A copy to a GPU watches memory that torch locked, under the tensor that it was locked for: never from_numpy.
-    tensors = {name: torch.empty(shape, dtype=_DTYPES[name], pin_memory=pin_memory) for name in ("tokens", *fields)}
+    names = ("tokens", *(name for name in fields if name != PAIRS))
+    tensors = {name: torch.empty(shape, dtype=_DTYPES[name], pin_memory=pin_memory) for name in names}
     arrays = Arrays(**_NOTHING | {name: tensor.numpy() for name, tensor in tensors.items()})
     images = values = None
     if assembler.documents is not None:
         values = room_of(plan, assembler.documents, pin_memory=pin_memory, levels=levels)
         images = Images(room=None if values is None else Room(values.numpy()))
-    layout = assembler.fill(plan, arrays, images)
+    pairs: list[npt.NDArray[np.int64]] | None = [] if PAIRS in fields else None
+    layout = assembler.fill(plan, arrays, images, pairs)
     bounds = torch.from_numpy(layout.bounds)
     batch: Batch = {
         **tensors,  # type: ignore[typeddict-item]
@@ -155,6 +163,8 @@ def make_batch(
         "samples": torch.from_numpy(np.array(range(plan.first, plan.stop) if samples is None else samples)),
         "hashes": torch.from_numpy(plan.hashes.view(np.int64).copy()),
     }
+    if pairs is not None:
+        batch["pairs"] = torch.from_numpy(pairs[0])
     if assembler.documents is not None and images is not None:
         batch["pixel_values"] = pixels_of(images, values, assembler.documents, pin_memory=pin_memory)
         if batch["pixel_values"].dtype == torch.uint8:

@@ -32,7 +32,7 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     )
     chat.add_argument(
         "--chat-rows",
-        choices=("messages", "sharegpt", "alpaca", "prompt-completion"),
+        choices=("messages", "sharegpt", "alpaca", "prompt-completion", "preference"),
         help="shape of the rows (default: by the keys of the first one)",
     )
     chat.add_argument("--chat-template", metavar="FILE", help="a jinja2 template in the place of the tokenizer's own")

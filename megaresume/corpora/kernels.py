@@ -170,14 +170,22 @@ def check_spans(bounds: Array, spans: Array, lengths: Array) -> int:
     """Check the spans of n documents: bounds int64[n + 1], spans int32[S, 2], lengths int64[n].
 
     Returns:
-        -1, or the first document whose spans are not in order, not within it, or touch.
+        -1, or the first document whose spans are not in order, not within it, or touch; an empty one, of which it may
+        have one within it, is where the rejected half of a preference pair begins.
     """
     for document in range(lengths.size):
         first, stop = bounds[document], bounds[document + 1]
         if first < 0 or stop < first or stop > spans.shape[0]:
             return document
         end = np.int64(-1)
+        pair = False
         for k in range(first, stop):
+            halves = spans[k, 0] == spans[k, 1] and 0 < spans[k, 0] < lengths[document]
+            if halves:  # the span before and the one after may touch it
+                if pair or spans[k, 0] < end:
+                    return document
+                pair, end = True, np.int64(spans[k, 1]) - 1
+                continue
             if spans[k, 0] <= end or spans[k, 1] <= spans[k, 0] or spans[k, 1] > lengths[document]:
                 return document
             end = np.int64(spans[k, 1])

@@ -4,7 +4,8 @@
                                                                         xxxxx x xxxxxxxxxx
 
 A *span* is a run of tokens of one document that are to be predicted: the loss counts where the label is one of them.
-Spans of a document are in order and do not touch. The file (little-endian):
+Spans of a document are in order and do not touch. A document that is a preference pair, two conversations one after the
+other, has one empty span: where the rejected one begins. The file (little-endian):
 
     bytes   what
     8       magic ``MGRSPANS``
@@ -28,13 +29,16 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from megaresume.stream.errors import CorpusError
+
+if TYPE_CHECKING:
+    from megaresume.corpora.base import Source
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
@@ -86,6 +90,12 @@ def spans_of(source: object, ids: Int64Array) -> Spans | None:
 def has_spans(source: object) -> bool:
     """Whether a source says which tokens are trained."""
     return spans_of(source, np.zeros(0, np.int64)) is not None
+
+
+def has_pairs(source: Source) -> bool:
+    """Whether the first document of a source is a preference pair; `megaresume prepare` makes all of them pairs."""
+    spans = spans_of(source, np.zeros(min(len(source), 1), np.int64))
+    return spans is not None and bool((spans.spans[:, 0] == spans.spans[:, 1]).any())
 
 
 def runs_of(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:

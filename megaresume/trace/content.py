@@ -82,7 +82,7 @@ class Contents:
                 plan = part.plan.slice(first, min(first + CHUNK, part.plan.stop))
                 assembler = self._assembler(part, pad_id)
                 arrays, images = Arrays.empty(len(plan), assembler.seq_length), Images()
-                assembler.fill(plan, arrays, images)
+                assembler.fill(plan, arrays, images, [])
                 rows = [position[0] for position in images.positions]
                 pixels = zip(rows, images.pixels, strict=True)
                 hashes.append(hash_rows(arrays.tokens, pixels, arrays.loss_mask if masks else None))

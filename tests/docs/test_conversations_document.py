@@ -28,7 +28,7 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         assert main([*command.split(), "--workers", "1"]) == 0, command
         assert "tokens are trained" in capsys.readouterr().out
     shapes = re.findall(r"^\| `(.*?)` \| `(\{.*?\})`", DOCUMENT.read_text(), flags=re.MULTILINE)
-    assert len(shapes) == 4
+    assert len(shapes) == 5
     for shape, row in shapes:
         (tmp_path / "row.jsonl").write_text(row)
         words = f"prepare row.jsonl --output {shape} --tokenizer model --chat --workers 1"

@@ -63,13 +63,21 @@ def with_conversations(
             expected="JSON lines or Parquet",
             action="name the files with conversations, or --format jsonl",
         )
+    shape = chat.shape or ("messages" if text.json_key is not None else _first_shape(files))
+    if shape == "preference" and chat.too_long in ("turn", "cut"):
+        raise UsageError(
+            f"--too-long {chat.too_long} is not for preference pairs",
+            found="rows with chosen and rejected",
+            expected="pairs whose halves are both whole",
+            action="leave those out that are too long: --too-long skip",
+        )
     template, tokens = read_chat_template(tokenizer, chat.template)
     ChatTemplate(template, tokens, chat.date)  # before anything is begun that would have to be begun again
     options = ConversationOptions(
         template=template,
         tokens=tokens,
         date=chat.date,
-        shape=chat.shape or ("messages" if text.json_key is not None else _first_shape(files)),
+        shape=shape,
         key=text.json_key,
         selection=chat.selection,
         any_order=chat.any_order,

@@ -135,6 +135,8 @@ def _json_document(line: bytes, piece: Piece, number: int, options: TextOptions)
         conversation = conversation_of(value, chat.shape, where, key=chat.key)
         if not chat.any_order:
             check_roles(conversation.messages)
+            if conversation.rejected is not None:
+                check_roles(conversation.rejected.messages)
     except BadRow as error:
         raise bad_conversation(where, error) from error
     return conversation

@@ -58,13 +58,18 @@ class EncodedConversation:
     trained: npt.NDArray[np.bool_]
     #: of the whole text, in UTF-8.
     text_bytes: int
+    #: of a preference pair, where the rejected conversation begins: tokens.
+    rejected_at: int | None = None
     #: whether it was too long, and an end of it is missing.
     shortened: bool = False
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Runs of trained tokens."""
-        return runs_of(self.trained)
+        """Runs of trained tokens, and, empty, the place where the rejected conversation of a pair begins."""
+        at = self.rejected_at
+        if at is None:
+            return runs_of(self.trained)
+        return [*runs_of(self.trained[:at]), (at, at), *((at + i, at + k) for i, k in runs_of(self.trained[at:]))]
 
 
 class ConversationEncoder:
@@ -104,6 +109,14 @@ class ConversationEncoder:
         return self._options.max_tokens is not None and len(encoded.tokens) > self._options.max_tokens
 
     def _encode(self, conversations: Sequence[Conversation]) -> list[EncodedConversation | BadRow]:
+        chosen = self._encode_each(conversations)
+        rejected = iter(self._encode_each([one.rejected for one in conversations if one.rejected is not None]))
+        return [
+            first if conversation.rejected is None else _joined(first, next(rejected))
+            for conversation, first in zip(conversations, chosen, strict=True)
+        ]
+
+    def _encode_each(self, conversations: Sequence[Conversation]) -> list[EncodedConversation | BadRow]:
         rendered: list[tuple[str, list[tuple[int, int]]] | BadRow] = []
         for conversation in conversations:
             try:
@@ -169,3 +182,19 @@ class ConversationEncoder:
         """Messages that a conversation may end with, the last aside."""
         roles, messages = self._options.selection.roles, conversation.messages[:-1]
         return [i for i, m in enumerate(messages) if m["role"] in roles and i not in conversation.untrained]
+
+
+def _joined(
+    chosen: EncodedConversation | BadRow, rejected: EncodedConversation | BadRow
+) -> EncodedConversation | BadRow:
+    """A preference pair as one document: the chosen conversation, then the rejected one."""
+    bad = next((half for half in (chosen, rejected) if isinstance(half, BadRow)), None)
+    if bad is not None:
+        return bad
+    assert isinstance(chosen, EncodedConversation) and isinstance(rejected, EncodedConversation)
+    return EncodedConversation(
+        tokens=np.concatenate([chosen.tokens, rejected.tokens]),
+        trained=np.concatenate([chosen.trained, rejected.trained]),
+        text_bytes=chosen.text_bytes + rejected.text_bytes,
+        rejected_at=len(chosen.tokens),
+    )

@@ -4,6 +4,8 @@
     sharegpt            {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
     alpaca              {"instruction": "Translate", "input": "Hallo", "output": "Hello"}, and system, history
     prompt-completion   {"prompt": "Hi", "completion": "Hello"}, both texts or both lists of messages
+    preference          {"prompt": "Hi", "chosen": "Hello", "rejected": "What?"}, as above; without a prompt, both are
+                        whole conversations, and the messages with which both begin are the prompt
 
 A row may also have ``tools`` (a list of JSON schemas, or that as JSON in a text) and ``chat_template_kwargs``. A
 message with ``"weight": 0`` is not trained, and neither are those of a prompt.
@@ -13,10 +15,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast, get_args
 
-RowShape = Literal["messages", "sharegpt", "alpaca", "prompt-completion"]
+RowShape = Literal["messages", "sharegpt", "alpaca", "prompt-completion", "preference"]
 SHAPES = cast(tuple[RowShape, ...], get_args(RowShape))
 #: the keys that tell a shape.
 KEYS: dict[RowShape, tuple[str, ...]] = {
@@ -24,6 +26,7 @@ KEYS: dict[RowShape, tuple[str, ...]] = {
     "sharegpt": ("conversations",),
     "alpaca": ("instruction", "output"),
     "prompt-completion": ("prompt", "completion"),
+    "preference": ("chosen", "rejected"),
 }
 #: as data sets call them -> as templates know them.
 ROLES = {
@@ -67,6 +70,8 @@ class Conversation:
     untrained: frozenset[int] = frozenset()
     #: file and row, for errors.
     where: str = ""
+    #: of a preference pair, whose chosen one this is.
+    rejected: Conversation | None = None
 
 
 def shape_of(row: Mapping[str, Any]) -> RowShape | None:
@@ -91,6 +96,8 @@ def conversation_of(row: Mapping[str, Any], shape: RowShape, where: str, *, key:
     if missing:
         found = [f"{name}: null" if name in row else name for name in row]
         raise BadRow(f"has no '{missing[0]}'", f"keys {', '.join(found[:10]) or 'none'}", f"a row of shape {shape}")
+    if shape == "preference":
+        return _pair(row, where)
     untrained: set[int] = set()
     if shape == "alpaca":
         messages = _alpaca(row)
@@ -104,6 +111,10 @@ def conversation_of(row: Mapping[str, Any], shape: RowShape, where: str, *, key:
         messages = _messages(row[keys[0]], strict=shape == "sharegpt")
         if isinstance(row.get("system"), str) and row["system"] and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": row["system"]}, *messages]
+    return _conversation(row, messages, untrained, where)
+
+
+def _conversation(row: Mapping[str, Any], messages: list[Message], untrained: set[int], where: str) -> Conversation:
     untrained |= {i for i, message in enumerate(messages) if message.get("weight") == 0}
     options = row.get("chat_template_kwargs") or {}
     if not isinstance(options, dict):
@@ -111,6 +122,26 @@ def conversation_of(row: Mapping[str, Any], shape: RowShape, where: str, *, key:
     return Conversation(
         messages=messages, tools=_tools(row.get("tools")), options=options, untrained=frozenset(untrained), where=where
     )
+
+
+def _pair(row: Mapping[str, Any], where: str) -> Conversation:
+    """The chosen conversation, which has the rejected one."""
+    prompt = [] if row.get("prompt") is None else _either(row["prompt"], "user")
+    if not prompt and not (isinstance(row["chosen"], list) and isinstance(row["rejected"], list)):
+        raise BadRow("has no 'prompt'", "answers that are texts", "a prompt, or two conversations as lists of messages")
+    chosen, rejected = (_either(row[name], "assistant") for name in ("chosen", "rejected"))
+    if chosen == rejected:
+        raise BadRow("has no preference", "chosen and rejected are the same", "two answers")
+    said = len(prompt)
+    if prompt == chosen[:said] == rejected[:said]:  # told twice, as some data sets do
+        prompt = []
+    if not prompt:
+        while chosen and rejected and chosen[0] == rejected[0]:
+            prompt.append(chosen.pop(0))
+            rejected.pop(0)
+    known = set(range(len(prompt)))
+    pair = _conversation(row, prompt + chosen, set(known), where)
+    return replace(pair, rejected=_conversation(row, prompt + rejected, set(known), where))
 
 
 def check_roles(messages: Sequence[Message]) -> None:
