@@ -20,6 +20,7 @@ NAMES = (
     "steps",
     "assembly",
     "loader",
+    "tokens",
     "items",
     "megatron",
     "guard",

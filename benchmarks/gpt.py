@@ -21,7 +21,7 @@ class Tokenizer:
     unique_identifiers: Mapping[str, Any] = {"class": "Tokenizer"}
 
 
-def build(paths: Mapping[str, Path], num_samples: int, *, apart: bool = False) -> Any:
+def build(paths: Mapping[str, Path], num_samples: int, *, apart: bool = False, seq_length: int = SEQ_LENGTH) -> Any:
     """The blend of the corpora, by `BlendedMegatronDatasetBuilder`. Builds the indexes, or loads what is there.
 
     Args:
@@ -29,9 +29,10 @@ def build(paths: Mapping[str, Path], num_samples: int, *, apart: bool = False) -
         num_samples: samples of the run; the indexes hold as many.
         apart: keep documents apart as our batches do: position ids start again, no loss after the end of a document.
             Without it loss masks and position ids are made once and reused, which is the fastest that it can do.
+        seq_length: tokens of a sample.
     """
     blend = [str(path) for path in paths.values()], list(WEIGHTS.values())
-    return _build(blend, num_samples, SEQ_LENGTH, apart)
+    return _build(blend, num_samples, seq_length, apart)
 
 
 def build_one(path: Path, seq_length: int, num_samples: int) -> Any:

@@ -18,6 +18,8 @@ from megaresume.stream.stream import Stream
 MOST = {10: (1e-3, 16384), 1000: (0.1, 65536)}
 #: Samples planned; the state is that before one of the last, as far behind as a loader reads ahead.
 PLANNED, BEHIND = 4096, 300
+#: Samples of a step.
+STEP = 8
 
 
 class _Source(LengthsOnDisk):
@@ -46,7 +48,11 @@ def rows(setup: Setup) -> Iterator[Row]:
                 # 37 and 300 have no common divisor: every distance from the start of a block comes up.
                 texts.append(stream.state_at(PLANNED - 1 - repetition * 37 % BEHIND).to_json())
 
-            seconds = median(interleaved({"take": take}, 100 * setup.sizes.slow_repetitions)["take"])
+            def step(repetition: int, stream: Stream = stream) -> None:
+                stream.state_at(PLANNED // 2 + STEP * repetition % (PLANNED // 2)).to_json()
+
+            both = interleaved({"take": take, "step": step}, 50 * setup.sizes.slow_repetitions)
+            seconds = median(both["take"])
             size = max(len(text) for text in texts)
             yield Row(
                 what=f"taking the state, {num_sources:,} sources, {packing}",
@@ -54,6 +60,11 @@ def rows(setup: Setup) -> Iterator[Row]:
                 unit="ms",
                 must=f"< {most_seconds * 1e3:.0f} ms",
                 holds=seconds < most_seconds,
+            )
+            yield Row(
+                what=f"taking the state after every step, {num_sources:,} sources, {packing}",
+                ours=median(both["step"]) * 1e3,
+                unit="ms",
             )
             yield Row(
                 what=f"size of the state, {num_sources:,} sources, {packing}",

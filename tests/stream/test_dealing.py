@@ -151,3 +151,29 @@ def test_what_is_refused() -> None:
     for damaged in ({}, {"objective": "step"}, {"objective": "step", "token_cost": "1", "algorithm": 1}, None):
         with pytest.raises(ValueError, match="is none"):
             Balance.from_dict(damaged)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_stage_a_skip_and_a_global_batch_that_grows(objective: Objective) -> None:
+    """Every rank plans for itself, in another layout in every step; together they have what comes without balance."""
+    stages = [{"name": "late", "from_samples": 30, "weights": {"web": 1, "books": 3}}]
+    data = {"seq_length": 256, "sources": {"web": {}, "books": {}}, "stages": stages, "skip": {"samples": ["20:27"]}}
+    lengths = [[1 + i * i % 97 for i in range(400)], [256 if i % 5 == 0 else 11 for i in range(400)]]
+
+    def again() -> Stream:
+        return Stream(StreamConfig.from_dict(data), [LengthList(its) for its in lengths])
+
+    plain = again().plan(0, 96)
+    assert len({segment.source for sample in plain for segment in sample}) == 2
+    sample, balance = 0, Balance(objective=objective)
+    for size, dp, micro in [(8, 2, 2), (8, 4, 1), (16, 2, 4), (16, 8, 2), (16, 4, 2), (32, 8, 1)]:
+        got: list[int] = []
+        for rank in range(dp):
+            mine = again()
+            for numbers in deal(mine, sample, size, micro_batch_size=micro, dp_rank=rank, dp_size=dp, balance=balance):
+                for number in numbers:
+                    assert mine.plan(number, number + 1).hashes[0] == plain.hashes[number]
+                    got.append(number)
+        assert sorted(got) == list(range(sample, sample + size))
+        sample += size
+    assert got != sorted(got)
