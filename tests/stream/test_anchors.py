@@ -60,4 +60,4 @@ def test_a_state_behind_the_front_does_not_move_the_front(monkeypatch):
 def test_blocks_hold_fewer_samples_where_samples_are_long():
     long = StreamConfig.from_dict({"seq_length": 1 << 20, "sources": {"web": {}}})
     assert Stream(long, [LengthList([5000] * 9)])._block_samples == 4
-    assert Stream(CONFIG, SOURCES)._block_samples == 256
+    assert Stream(CONFIG, SOURCES)._block_samples == 1024
