@@ -8,6 +8,6 @@
     timing.py     interleaved repetitions, medians, ratios
     table.py      rows and how they are printed
 
-and one file a benchmark: planning, packing, assembly, loader, items, resume, state, memory, prepare, cli. Each has
+and one file a benchmark: planning, packing, assembly, loader, items, resume, state, memory, far, prepare, cli. Each has
 ``rows(setup)``.
 """

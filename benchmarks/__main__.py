@@ -31,6 +31,7 @@ NAMES = (
     "simulation",
     "saving",
     "vlm",
+    "far",
     "prepare",
     "cli",
 )

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 #: segments planned ahead, however small they are.
 FARTHEST = 1 << 16
+#: bytes read ahead at first, doubled until they are what is allowed: the first batch waits for little besides its own.
+FIRST = 2 << 20
 
 
 class ReadAhead:
@@ -39,6 +41,7 @@ class ReadAhead:
         self._stream = stream
         self._upcoming = iter(upcoming)
         self._memory = memory
+        self._window = min(FIRST, memory)
         self._sources = {i: source for i, source in enumerate(stream.sources) if hasattr(source, "place")}
         #: (samples, segments, places of their records) of each micro-batch that is planned and not yet read.
         self._planned: deque[tuple[list[int], int, list[Place]]] = deque()
@@ -77,10 +80,11 @@ class ReadAhead:
 
     def _plan(self, ahead: Ahead) -> None:
         # Half of it at once: so neighbours meet in one request.
-        if ahead.held > self._memory // 2 or self._segments > FARTHEST // 2:
+        if ahead.held > self._window // 2 or self._segments > FARTHEST // 2:
             return
         wanted: list[Place] = []
-        room = self._memory - ahead.held
+        room = self._window - ahead.held
+        self._window = min(2 * self._window, self._memory)
         while room > 0 and self._segments < FARTHEST:
             try:
                 samples = next(self._upcoming)

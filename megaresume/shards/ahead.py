@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 #: bytes that nobody wants, between two places that are read by one request.
 GAP = 64 << 10
 #: bytes of a request of several places.
-LONGEST = 4 << 20
+LONGEST = 1 << 20
 
 
 @dataclass(slots=True)

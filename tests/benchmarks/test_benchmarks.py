@@ -40,6 +40,7 @@ REQUIRED = (
     "image-text records, decoded and encoded, packed",
     "image-text record, read",
     "image-text data, resume",
+    "records 30 ms away, shuffled, read ahead",
     "megaresume inspect",
 )
 

@@ -116,7 +116,7 @@ def test_places_to_requests():
     assert joined(places) == [[far], [near, places[1]], [places[3]], [places[4]]]
     apart = [place(0, 1000), place(1001 + ahead.GAP, 500)]
     assert joined(apart) == [[apart[0]], [apart[1]]]
-    big = [place(k << 20, 1 << 20) for k in range(9)]
+    big = [place(k << 18, 1 << 18) for k in range(9)]
     assert [len(request) for request in joined(big)] == [4, 4, 1]
 
 
