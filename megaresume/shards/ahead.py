@@ -103,6 +103,8 @@ class Ahead:
 
     def close(self) -> None:
         """Read nothing more."""
+        if os.getpid() != self._owner:  # forked, perhaps while a thread of the parent held the lock
+            return
         with self._changed:
             self._closed = True
             self._waiting.clear()

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -199,6 +201,19 @@ def test_workers_read_ahead_for_themselves(shards, method):
     reads = far.reads
     assert len({(r.name, r.start) for r in reads}) == len(reads)
     assert far.most > 2 or method == "spawn", "there GAP is what it is"
+
+
+@pytest.mark.process
+def test_a_forked_process_waits_for_no_thread_of_its_parent():
+    reader = Ahead(2)
+    place = Place(ShardFiles(), "http://127.0.0.1:9/a.tar", 100, 0, 10)
+    with reader._changed:  # as a thread may at the moment of the fork
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            os._exit(0 if reader.take(place) is None and reader.close() is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    reader.close()
 
 
 READ = """
