@@ -157,6 +157,7 @@ def _columns(values, first, taps, weights, bits, out):  # type: ignore[no-untype
     pixels = np.empty(_TOGETHER, np.uint32)
     made = pixels.view(np.uint8)
     sums = np.empty(64, np.int32)
+    half = np.int32(1 << (bits - 1))
     for top in range(0, height, _TOGETHER):
         together = min(_TOGETHER, height - top)
         for left in range(0, width, _TOGETHER):
@@ -165,35 +166,30 @@ def _columns(values, first, taps, weights, bits, out):  # type: ignore[no-untype
                 for x in range(row.size):
                     turned[left + x, y] = row[x]
         for column in range(first.size):
-            for j in range(64):
-                sums[j] = 1 << (bits - 1)
-            k = 0
-            while k + 4 <= taps[column]:  # four at a time: their sums are read and written once
-                begin = (first[column] + k) * 64
+            begin, num, weight = first[column] * 64, taps[column], weights[column]
+            if num == 4:  # nearly all columns, if the width changes little: no sum leaves its register
                 part = flat[begin : begin + 256]
-                w0, w1, w2, w3 = (
-                    weights[column, k],
-                    weights[column, k + 1],
-                    weights[column, k + 2],
-                    weights[column, k + 3],
-                )
+                w0, w1, w2, w3 = weight[0], weight[1], weight[2], weight[3]
                 for j in range(64):
-                    sums[j] += (
-                        w0 * np.int32(part[j])
-                        + w1 * np.int32(part[j + 64])
-                        + w2 * np.int32(part[j + 128])
-                        + w3 * np.int32(part[j + 192])
-                    )
-                k += 4
-            while k < taps[column]:
-                begin = (first[column] + k) * 64
-                part = flat[begin : begin + 64]
-                weight = weights[column, k]
+                    near = w0 * np.int32(part[j]) + w1 * np.int32(part[j + 64])
+                    far = w2 * np.int32(part[j + 128]) + w3 * np.int32(part[j + 192])
+                    made[j] = min(max(np.int32(half + near + far) >> bits, 0), 255)
+            else:
                 for j in range(64):
-                    sums[j] += weight * np.int32(part[j])
-                k += 1
-            for j in range(64):
-                made[j] = min(max(sums[j] >> bits, 0), 255)
+                    sums[j] = half
+                for k in range(0, num - 3, 4):  # four at a time: their sums are read and written once
+                    part = flat[begin + k * 64 : begin + k * 64 + 256]
+                    w0, w1, w2, w3 = weight[k], weight[k + 1], weight[k + 2], weight[k + 3]
+                    for j in range(64):
+                        near = w0 * np.int32(part[j]) + w1 * np.int32(part[j + 64])
+                        far = w2 * np.int32(part[j + 128]) + w3 * np.int32(part[j + 192])
+                        sums[j] += near + far
+                for k in range(num // 4 * 4, num):
+                    part, w0 = flat[begin + k * 64 : begin + k * 64 + 64], weight[k]
+                    for j in range(64):
+                        sums[j] += w0 * np.int32(part[j])
+                for j in range(64):
+                    made[j] = min(max(sums[j] >> bits, 0), 255)
             for y in range(together):
                 out[top + y, column] = pixels[y]
 
