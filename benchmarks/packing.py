@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +27,28 @@ from megaresume.stream.planning.plan import Plan
 from megaresume.stream.stream import Stream
 
 LEAST = 99.7
+#: packers of others, which see all lengths before the first batch: where a Python that has them is named, and how they
+#: are called with ``lengths`` and ``seq_length``; a list of bins.
+OTHERS = {
+    "TRL's best-fit-decreasing": (
+        "MEGARESUME_BENCH_TRL",
+        "import pyarrow as pa\nfrom trl.data_utils import _pack_bfd\n"
+        "offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)\n"
+        "column = pa.ListArray.from_arrays(offsets, np.zeros(offsets[-1], np.int8))\n"
+        "bins = lambda: _pack_bfd(pa.table({'input_ids': column}), seq_length)['seq_lengths'].to_pylist()",
+    ),
+    "Bridge's first-fit-decreasing": (
+        "MEGARESUME_BENCH_BRIDGE",
+        # Its file alone: the package needs libraries of GPUs.
+        "import megatron, os, runpy, sys, types\n"
+        "names = ['megatron.bridge' + rest for rest in ('', '.utils', '.utils.safe_pickle')]\n"
+        "sys.modules |= {name: types.ModuleType(name) for name in names}\n"
+        "sys.modules[names[-1]].safe_load_npy = None\n"
+        "files = [os.path.join(path, 'bridge/data/packing/algorithms.py') for path in megatron.__path__]\n"
+        "first_fit_decreasing = runpy.run_path(next(filter(os.path.exists, files)))['first_fit_decreasing']\n"
+        "bins = lambda: first_fit_decreasing(lengths.tolist(), seq_length)",
+    ),
+}
 #: Documents far shorter than a sample: tokens of a sample, mean tokens of a document.
 SHORT = ((8192, 100), (32768, 300), (131072, 600), (131072, 20))
 LEAST_SHORT = 99.0
@@ -86,6 +113,18 @@ def _filled(setup: Setup) -> Iterator[Row]:
         packed = Stream(StreamConfig.from_dict(data), sources[1:]).plan(0, num_samples)
         share = int(packed.tokens().sum()) / (num_samples * SEQ_LENGTH)
         alone[f"{mode}, conversations alone"] = round(int(mine.sum()) / (share * SEQ_LENGTH))
+    for name, (variable, call) in OTHERS.items():
+        if python := os.environ.get(variable):
+            found = _packed_by(python, call, mine, setup)
+            alone[f"{name}, conversations alone"] = found["bins"]
+            assert found["tokens"] == int(mine.sum()), "it cut conversations"
+            yield Row(
+                what=f"before the first batch, {len(mine):,} conversations: {name}",
+                ours=found["seconds"] * 1e3,
+                unit="ms",
+            )
+        else:
+            print(f"benchmarks: packing without {name}: {variable}=PYTHON", file=sys.stderr)
     for against, bins in alone.items():
         yield Row(
             what="tokens in a sample, whole conversations filled with text",
@@ -96,6 +135,21 @@ def _filled(setup: Setup) -> Iterator[Row]:
             must=f">= {LEAST} %",
             holds=ours >= LEAST,
         )
+
+
+def _packed_by(python: str, call: str, lengths: npt.NDArray[np.int64], setup: Setup) -> dict[str, Any]:
+    """``bins``, ``tokens`` in them, and processor ``seconds`` of packing alone, in another Python."""
+    path = setup.directory / "lengths.npy"
+    np.save(path, lengths)
+    code = (
+        f"import json, time\nimport numpy as np\nlengths, seq_length = np.load({str(path)!r}), {SEQ_LENGTH}\n{call}\n"
+        "begin = time.process_time()\nmade = bins()\nseconds = time.process_time() - begin\n"
+        "print(json.dumps({'bins': len(made), 'tokens': int(sum(map(sum, made))), 'seconds': seconds}))"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([python, "-c", code], check=True, env=env, stdout=subprocess.PIPE, text=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def _first_batch(setup: Setup) -> Row:
