@@ -1,8 +1,8 @@
 """``<prefix>.megaresume.json``: what we know about a corpus and would rather not compute twice.
 
     {"format": "megaresume.corpus", "version": 1,
-     "tokenizer": {"fingerprint": ..., "name": ..., "vocab_size": ..., "eod": ..., "append_eod": ...,
-                   "idx_bytes": ..., "bin_bytes": ..., "spans_bytes": ... or null} or null,
+     "tokenizer": {"fingerprint": ..., "vocabulary": ..., "name": ..., "vocab_size": ..., "eod": ...,
+                   "append_eod": ..., "idx_bytes": ..., "bin_bytes": ..., "spans_bytes": ... or null} or null,
      "fingerprints": [{"idx": {"size": ..., "mtime_ns": ..., "ctime_ns": ..., "inode": ...}, "bin": {...},
                        "spans": {...} or null, "range": [start, stop], "documents": ..., "tokens": ...,
                        "lengths": "32 hex digits", "contents": "16 hex digits", "trained": "16 hex digits" or null}]}

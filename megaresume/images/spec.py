@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from megaresume.corpora.prepare.tokenizers import Tokenizer, read_tokenizer_file, tokenizer_from_content
+from megaresume.corpora.prepare.tokenizers import Tokenizer, read_tokenizer_file, tokenizer_from_content, vocabulary_of
 from megaresume.images.decode import ImageOptions
 from megaresume.images.processors import processor_from_options, processor_options
 from megaresume.images.processors.hugging_face import TransformersProcessor
@@ -90,9 +90,17 @@ def pack_tokenizer(content: bytes | None, name: str) -> dict[str, Any]:
 
 def unpack_tokenizer(packed: Mapping[str, Any], eod_token: str | None) -> Tokenizer:
     """The tokenizer that `pack_tokenizer` packed."""
+    return tokenizer_from_content(_content(packed), packed["name"], eod_token=eod_token)
+
+
+def packed_vocabulary(packed: Mapping[str, Any]) -> str:
+    """`vocabulary_of` what `pack_tokenizer` packed, without building the tokenizer."""
+    return vocabulary_of(_content(packed))
+
+
+def _content(packed: Mapping[str, Any]) -> bytes | None:
     content = packed["content"]
-    raw = None if content is None else zlib.decompress(base64.b64decode(content))
-    return tokenizer_from_content(raw, packed["name"], eod_token=eod_token)
+    return None if content is None else zlib.decompress(base64.b64decode(content))
 
 
 def check_spec(spec: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ catalog.py      source name -> ``{path, kind, split, ...}`` to source name -> `m
 shards.py       ``kind: webdataset`` and ``kind: energon``
 metadataset.py  Energon's metadatasets: one source of the config becomes several
 data_path.py    the classic ``--data-path``: weights and paths in one list
+vocabularies.py whether the sources of a blend were made with one vocabulary
 overlap.py      whether documents that are held out are, or were, trained on
 """
 

@@ -25,6 +25,7 @@ from megaresume.corpora.indexed import IndexedSource
 from megaresume.corpora.items import ItemNumbers
 from megaresume.corpora.python import as_source
 from megaresume.corpora.split import PARTS, Part, range_of, split_part
+from megaresume.sources.vocabularies import check_vocabularies
 from megaresume.stream.config import SOURCE_KEYS
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.schema import check_keys, near
@@ -55,7 +56,7 @@ def open_sources(
         objects: sources as Python objects, by name; they need no entry other than the name in the config.
 
     Raises:
-        ConfigError: an unknown kind or option, a missing option, a bad split, an empty part.
+        ConfigError: an unknown kind or option, a missing option, a bad split, an empty part; different tokenizers.
         CorpusError: files missing or damaged.
         SetupError: files that cannot be opened.
     """
@@ -71,7 +72,9 @@ def open_sources(
                 cause=near(name, specs),
                 action="add the source to the data config or correct the name",
             )
-    return {name: _open(name, dict(options), Path(base_dir), split, part, objects) for name, options in specs.items()}
+    opened = {name: _open(name, dict(options), Path(base_dir), split, part, objects) for name, options in specs.items()}
+    check_vocabularies(opened)
+    return opened
 
 
 def register_kind(kind: str, opener: Opener) -> None:

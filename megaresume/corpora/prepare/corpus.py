@@ -343,6 +343,7 @@ def _plan(
 def _identity(tokenizer: Tokenizer, spec: EncoderSpec) -> dict[str, Any]:
     return {
         "fingerprint": tokenizer.fingerprint(),
+        "vocabulary": tokenizer.vocabulary(),
         "name": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,

@@ -5,6 +5,7 @@ The byte-level tokenizer needs no file: token = byte of the UTF-8 text, 256 = en
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,6 +63,10 @@ class Tokenizer(Protocol):
         """32 hex digits: the same for the same mapping of text to tokens."""
         ...
 
+    def vocabulary(self) -> str:
+        """32 hex digits: the same if a token means the same text; special tokens may have been added to one."""
+        ...
+
 
 class ByteTokenizer:
     """UTF-8 bytes."""
@@ -95,6 +100,10 @@ class ByteTokenizer:
     def fingerprint(self) -> str:
         """A constant."""
         return xxhash.xxh3_128_hexdigest(b"megaresume bytes 1")
+
+    def vocabulary(self) -> str:
+        """A constant."""
+        return vocabulary_of(None)
 
 
 class HuggingFaceTokenizer:
@@ -145,6 +154,7 @@ class HuggingFaceTokenizer:
         #: texts of the tokens that no text is meant to spell.
         self.special_tokens: tuple[str, ...] = tuple(token["content"] for token in added)
         self._fingerprint = xxhash.xxh3_128_hexdigest(f"{canonical}\neod {self.eod}".encode())
+        self._vocabulary = vocabulary_of(content)
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
         """uint32[tokens of the text] for each text."""
@@ -182,6 +192,10 @@ class HuggingFaceTokenizer:
     def fingerprint(self) -> str:
         """xxh3_128 of the content as canonical JSON, and the end-of-document token."""
         return self._fingerprint
+
+    def vocabulary(self) -> str:
+        """See `vocabulary_of`."""
+        return self._vocabulary
 
 
 def load_tokenizer(path: str | Path | None, *, eod_token: str | None = None) -> Tokenizer:
@@ -227,6 +241,15 @@ def tokenizer_from_content(content: bytes | None, name: str, *, eod_token: str |
             action="remove --eod-token",
         )
     return ByteTokenizer()
+
+
+@functools.lru_cache(maxsize=4)
+def vocabulary_of(content: bytes | None) -> str:
+    """xxh3_128 of the vocabulary of a ``tokenizer.json``'s model, without tokens that were added to it; None: bytes."""
+    if content is None:
+        return xxhash.xxh3_128_hexdigest(b"megaresume bytes vocabulary 1")
+    vocabulary = _description(content, "tokenizer.json")["model"].get("vocab")
+    return xxhash.xxh3_128_hexdigest(json.dumps(vocabulary, sort_keys=True, separators=(",", ":")).encode())
 
 
 def _description(content: bytes, name: str) -> dict[str, Any]:
