@@ -24,7 +24,7 @@ WEIGHTS = [0.6, 0.3, 0.1]
 
 def fetched(version: str) -> Path:
     """Directory of that megatron-core."""
-    target = CACHE / version
+    target = CACHE / f"{version}-{sys.implementation.cache_tag}"  # its wheels hold compiled code
     if not (target / "megatron" / "core").is_dir():
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:"]
         # 0.8 asks pkg_resources for versions, which setuptools has no more.
