@@ -236,7 +236,7 @@ def check_progress(
         return
     next_save = "the next save" if save_interval is None else f"the save at iteration {_next(iteration, save_interval)}"
     lived = _lived(starts)
-    number = "--save-interval" if save_interval is None else f"--save-interval (now {save_interval})"
+    number = "the steps between saves" if save_interval is None else f"--save-interval (now {save_interval})"
     raise CheckpointError(
         f"this run makes no progress: {len(failed)} starts from iteration {iteration}, and none of them saved anything",
         found=f"the first began {failed[0].time}, the last {failed[-1].time}"
