@@ -10,6 +10,7 @@ that of MEGARESUME_BRIDGE_PYTHON.
 from __future__ import annotations
 
 import argparse
+import platform
 import re
 import subprocess
 import sys
@@ -96,7 +97,7 @@ HOSTS = {
         packages=("megatron-bridge", "megatron-core", "torch"),
         tests=("megatron_bridge",),
     ),
-    "verl": Host(title="VeRL's SFT trainer", page="verl.md", packages=("verl",), tests=("verl",)),
+    "verl": Host(title="VeRL's trainers", page="verl.md", packages=("verl",), tests=("verl",)),
 }
 
 
@@ -142,7 +143,7 @@ def _section(host: Host, report: ElementTree.Element) -> str:
         except PackageNotFoundError:
             versions.setdefault(package, "not here")
     tried = ", ".join(f"{package} {versions[package]}" for package in host.packages)
-    python = ".".join(map(str, sys.version_info[:2]))
+    python = ".".join(versions.get("python", platform.python_version()).split(".")[:2])
     head = f"## {host.title}\n\n[How to use it]({host.page}). Tried: {tried}, Python {python}.\n"
     rows = [f"| {what} | {came_out} |" for what, came_out in _rows(report)]
     return "\n".join([head, "| what | came out |", "| --- | --- |", *rows, ""])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from megaresume.corpora.prepare.conversations.encode import TOO_LONG, ConversationOptions, TooLong
-from megaresume.corpora.prepare.conversations.rows import KEYS, RowShape, shape_of
+from megaresume.corpora.prepare.conversations.rows import KEYS, RowShape, shapes_of
 from megaresume.corpora.prepare.conversations.template import ChatTemplate, read_chat_template
 from megaresume.corpora.prepare.conversations.turns import Selection
 from megaresume.corpora.prepare.documents import MAX_DOCUMENT_BYTES, TextOptions
@@ -51,7 +52,7 @@ def with_conversations(
 
     Raises:
         UsageError: bad options, no template that can be read, files without rows.
-        CorpusError: no row tells what shape they have.
+        CorpusError: no row tells what shape they have, or the first one has two.
         SetupError: the library `jinja2` is missing.
     """
     _check(chat)
@@ -120,9 +121,11 @@ def _first_shape(files: Sequence[InputFile]) -> RowShape:
                 except (ValueError, RecursionError):
                     continue
                 if isinstance(row, dict):
-                    shape = shape_of(row)
-                    if shape is not None:
-                        return shape
+                    shapes = shapes_of(row)
+                    if len(shapes) > 1:
+                        raise _two_shapes(shapes, row)
+                    if shapes:
+                        return shapes[0]
                     keys = keys or list(row)
         finally:
             stream.close()
@@ -132,4 +135,13 @@ def _first_shape(files: Sequence[InputFile]) -> RowShape:
         found=f"keys {', '.join(keys[:10]) or 'none'}",
         expected=f"the keys of one of the shapes ({known})",
         action="say which key holds the messages: --json-key KEY",
+    )
+
+
+def _two_shapes(shapes: Sequence[RowShape], row: Mapping[str, Any]) -> CorpusError:
+    return CorpusError(
+        "the first row can be read in two ways",
+        found=f"keys {', '.join(list(row)[:10])}: {' or '.join(shapes)}",
+        expected="which of them is to be trained",
+        action=" or ".join(f"--chat-rows {shape}" for shape in shapes),
     )

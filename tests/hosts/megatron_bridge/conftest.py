@@ -21,8 +21,8 @@ def python(record_testsuite_property: Callable[[str, object], None]) -> str:
     given = os.environ.get("MEGARESUME_BRIDGE_PYTHON")
     if given is None:
         pytest.skip("MEGARESUME_BRIDGE_PYTHON names no interpreter that has Megatron-Bridge")
-    words = [given, "-c", f"from importlib.metadata import version\nfor p in {PACKAGES}: print(version(p))"]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    for package, version in zip(PACKAGES, done.stdout.split(), strict=True):
+    code = f"import importlib.metadata as m, platform; print(platform.python_version(), *map(m.version, {PACKAGES}))"
+    done = subprocess.run([given, "-c", code], capture_output=True, text=True, check=True)
+    for package, version in zip(("python", *PACKAGES), done.stdout.split(), strict=True):
         record_testsuite_property(package, version.partition("+")[0])
     return given

@@ -74,9 +74,9 @@ class Conversation:
     rejected: Conversation | None = None
 
 
-def shape_of(row: Mapping[str, Any]) -> RowShape | None:
-    """The shape that a row has, by its keys; None: none that we know."""
-    return next((shape for shape in SHAPES if all(key in row for key in KEYS[shape])), None)
+def shapes_of(row: Mapping[str, Any]) -> list[RowShape]:
+    """The shapes that a row has, by its keys; of some data sets two, such as messages beside a preference."""
+    return [shape for shape in SHAPES if all(key in row for key in KEYS[shape])]
 
 
 def conversation_of(row: Mapping[str, Any], shape: RowShape, where: str, *, key: str | None = None) -> Conversation:

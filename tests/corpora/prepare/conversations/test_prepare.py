@@ -261,6 +261,14 @@ def test_the_command(tmp_path, tokenizer, capsys):
         assert what in capsys.readouterr().err
 
 
+def test_a_row_that_can_be_read_in_two_ways(tmp_path, tokenizer):
+    row = ROWS[0] | {"chosen": ROWS[0]["messages"], "rejected": ROWS[1]["messages"]}  # as UltraFeedback's are
+    with pytest.raises(CorpusError, match="can be read in two ways") as error:
+        made(tmp_path, tokenizer, [row])
+    assert error.value.action == "--chat-rows messages or --chat-rows preference"
+    assert made(tmp_path, tokenizer, [row], ChatOptions(shape="messages")).documents == 1
+
+
 def test_no_template_and_no_tokenizer(tmp_path, tokenizer):
     path = write(tmp_path / "in.jsonl", ROWS[:2])
     with pytest.raises(UsageError, match="conversations need a tokenizer"):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.corpora.prepare.conversations.rows import BadRow, check_roles, conversation_of, shape_of
+from megaresume.corpora.prepare.conversations.rows import BadRow, check_roles, conversation_of, shapes_of
 
 ASKED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
@@ -38,7 +38,7 @@ ASKED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "He
     ],
 )
 def test_shapes(row: dict[str, Any], shape: Any, messages: list[dict[str, Any]]) -> None:
-    assert shape_of(row) == shape
+    assert shapes_of(row) == [shape]
     assert conversation_of(row, shape, "a.jsonl:1").messages == messages
 
 
