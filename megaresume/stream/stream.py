@@ -391,9 +391,10 @@ class Stream:
         if sample == self._planner.position:
             return cursor.fields_of(self._planner.snapshot(), self._course)
         self._check_start(sample)
-        planner = self._planner_before(sample)
+        planner, self._asked = self._planner_before(sample), None
         while planner.position < sample:
             planner.advance(min(sample - planner.position, self._block_samples))
+        self._asked = planner  # not if it stopped half-way
         return cursor.fields_of(planner.snapshot(), self._course)
 
     def _planner_before(self, sample: int) -> Planner:
@@ -406,8 +407,7 @@ class Stream:
         else:
             # Feeds of their own: beside the front, which a loader goes on from.
             feeds, snapshot = None, self._anchors.before(sample)
-        self._asked = Planner(self._course, self.sources, snapshot, feeds=feeds)
-        return self._asked
+        return Planner(self._course, self.sources, snapshot, feeds=feeds)
 
     def _block(self, sample: int) -> _Block:
         """The block that holds ``sample``; plans forward, or again from an anchor."""
@@ -449,7 +449,11 @@ class Stream:
             snapshot = self._planner.snapshot()
             # 8, 8, 16, 32, ..., 512, 1024, 1024, ...: so that longer blocks still begin at multiples of their length.
             size = min(max(self._planner.position - self.start, FIRST_BLOCK), self._block_samples)
-            plan = self._planner.advance(size)
+            try:
+                plan = self._planner.advance(size)
+            except BaseException:  # half done, and whoever reads ahead may go on without the error
+                self._planner = Planner(self._course, self.sources, snapshot)
+                raise
             if len(plan):
                 self._keep(_Block(snapshot, plan))
                 self._anchors.add(snapshot)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from megaresume.stream.config import StreamConfig
@@ -54,6 +55,35 @@ def test_back_further_than_is_kept(stream_of: StreamOf) -> None:
     assert stream.state_at(150) == stream_of(DATA, LENGTHS).state_at(150)
     assert_same_samples(stream.plan(front, front + 300), later)
     assert stream.state_at(front) == state
+
+
+@pytest.mark.parametrize("error", [MegaresumeError("cannot be read"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_it_goes_on_after_an_error_in_the_middle_of_a_block(whole: Plan, error: BaseException) -> None:
+    class Failing(LengthList):
+        left = 1 << 62
+
+        def lengths(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+            self.left -= 1
+            if not self.left:
+                raise error
+            return super().lengths(ids)
+
+    config = StreamConfig.from_dict(DATA)
+    sources = [Failing(LENGTHS[s.name]) for s in config.sources]
+    stream = Stream(config, sources)
+    failures = 0
+    for first in range(0, 1200, 40):
+        sources[failures % 2].left = 1 + failures % 5
+        for read in (lambda: stream.plan(first, first + 40), lambda: stream.state_at(first + 7)):  # noqa: B023
+            try:
+                read()
+            except type(error):
+                failures += 1
+                sources[failures % 2].left = 1 + failures % 5
+        sources[0].left = sources[1].left = 1 << 62
+        assert_same_samples(stream.plan(first, first + 40), whole.slice(first, first + 40))
+        assert stream.state_at(first + 7) == Stream(config, sources).state_at(first + 7)
+    assert failures > 9
 
 
 @pytest.mark.parametrize("back", [False, True], ids=["forward", "and back"])
