@@ -16,7 +16,7 @@ HELP = "build .bin/.idx from text, or the index of tar shards"
 DESCRIPTION = """\
 Builds OUTPUT.bin and OUTPUT.idx, which Megatron opens, and OUTPUT.megaresume.json, which remembers the tokenizer.
 Of tar shards it builds OUTPUT.shards.idx: where each record lies, and how many tokens it takes.
-If it is killed, the same command continues where it stopped. The result does not depend on --workers.
+If it is killed, the same command continues where it stopped. The result does not depend on --workers or --part.
 """
 
 
@@ -88,6 +88,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="text per unit of work; a kill loses at most one per worker (default: 4 to 64 MiB, by input size)",
     )
+    parser.add_argument(
+        "--part",
+        metavar="K/N",
+        help="make part K of N of the work, from 1, on one of several machines; the same command without --part, after "
+        "all of them, merges",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing corpus")
     parser.add_argument("--restart", action="store_true", help="discard what a killed run left, and start over")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
@@ -124,6 +130,7 @@ def run(args: argparse.Namespace) -> int:
         block_bytes=args.block_bytes,
         overwrite=args.overwrite,
         restart=args.restart,
+        part=None if args.part is None else _part(args.part),
     )
     summary = prepare(args.inputs, args.output, options)
     if args.json:
@@ -142,10 +149,13 @@ def run(args: argparse.Namespace) -> int:
     resumed_note = (
         f", {summary.resumed_blocks} of {summary.blocks} blocks from an earlier run" if summary.resumed_blocks else ""
     )
-    print(f"{summary.prefix}.bin and .idx: {summary.documents} documents, {summary.tokens} tokens ({summary.dtype})")
+    made = f"{summary.prefix}.bin and .idx"
+    if summary.part is not None:
+        made = f"part {args.part} of {summary.prefix}, which the same command without --part merges"
+    print(f"{made}: {summary.documents} documents, {summary.tokens} tokens ({summary.dtype})")
     if summary.trained is not None:
         shortened = f"; {summary.shortened} conversations were too long and are shorter" if summary.shortened else ""
-        share = 100 * summary.trained / summary.tokens
+        share = 100 * summary.trained / max(summary.tokens, 1)
         print(f"{summary.prefix}.spans: {summary.trained} tokens are trained, {share:.1f} %{shortened}")
     print(f"  tokenizer {summary.tokenizer}, vocabulary {summary.vocab_size}, end of document {summary.eod}")
     print(f"  {summary.files} files, {summary.text_bytes / 1e6:.1f} MB of text{left_out_note}")
@@ -155,6 +165,15 @@ def run(args: argparse.Namespace) -> int:
         print(f"  left out: {path} is a link to a directory that is read already")
     print(f"  {summary.seconds:.1f} s, {rate:.1f} MB/s{resumed_note}")
     return 0
+
+
+def _part(text: str) -> tuple[int, int]:
+    from megaresume.stream.errors import UsageError
+
+    number, _, of = text.partition("/")
+    if not (number.isdecimal() and of.isdecimal()):
+        raise UsageError("bad --part", found=text, expected="K/N, such as 3/16", action="correct --part")
+    return int(number), int(of)
 
 
 def _cores() -> int:

@@ -18,7 +18,18 @@ if TYPE_CHECKING:
     from megaresume.shards.prepare import ShardSummary
 
 #: flags of text alone, by their names in the namespace.
-TEXT_ONLY = ("json_key", "text_unit", "glob", "format", "invalid_utf8", "dtype", "block_bytes", "chat", *CHAT_ONLY)
+TEXT_ONLY = (
+    "json_key",
+    "text_unit",
+    "glob",
+    "format",
+    "invalid_utf8",
+    "dtype",
+    "block_bytes",
+    "part",
+    "chat",
+    *CHAT_ONLY,
+)
 SHARDS_ONLY = (
     "encoder",
     "processor",

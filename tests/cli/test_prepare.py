@@ -96,6 +96,35 @@ def test_killed_twice_and_run_again_gives_the_same_bytes(source, whole, tmp_path
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.bin", "out.idx", "out.megaresume.json"]
 
 
+def test_parts_at_once_one_killed_and_one_started_twice(source, whole, tmp_path):
+    prefix = tmp_path / "out"
+    args = (source, "--output", prefix, "--workers", 1, "--block-bytes", 20_000)
+    first, killed = (
+        subprocess.Popen(command(*args, "--part", f"{k}/3"), stdout=subprocess.PIPE, text=True) for k in (1, 2)
+    )
+    deadline = time.monotonic() + 120
+    while len(list(tmp_path.glob("out.prepare/00002-of-00003/part-*"))) < 3:
+        assert killed.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    os.kill(killed.pid, signal.SIGSTOP)
+    for twice in (("--part", "2/3"), ()):  # the same part, and the merge of all
+        result = prepare(*args, *twice)
+        assert result.returncode == 1
+        assert "another prepare is working on" in result.stderr
+    os.kill(killed.pid, signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL
+    killed.stdout.close()
+    assert "part 1/3 of" in first.communicate()[0]
+    assert first.returncode == 0
+    made = json.loads(prepare(*args, "--part", "2/3", "--json").stdout)
+    assert made["blocks"] > made["resumed_blocks"] >= 3
+    merged = json.loads(prepare(*args, "--json").stdout)  # the third is missing
+    assert merged["blocks"] > merged["resumed_blocks"] > made["blocks"]
+    for suffix in ("bin", "idx", "megaresume.json"):
+        assert Path(f"{prefix}.{suffix}").read_bytes() == Path(f"{whole}.{suffix}").read_bytes()
+
+
 def test_summary_for_people_and_for_programs(source, whole, tmp_path):
     result = prepare(source, "--output", tmp_path / "a")
     assert result.returncode == 0
@@ -117,6 +146,7 @@ def test_summary_for_people_and_for_programs(source, whole, tmp_path):
         (["in.jsonl", "--tokenizer", "none.json"], 2, "tokenizer none.json cannot be read"),
         (["in.jsonl", "--workers", "0"], 2, "bad --workers"),
         (["in.jsonl", "--block-bytes", "0"], 2, "bad --block-bytes"),
+        (["in.jsonl", "--part", "1"], 2, "bad --part"),
         (["in.jsonl", "--text-unit", "word"], 2, "invalid choice: 'word'"),
         ([], 2, "required: INPUT"),
     ],

@@ -6,7 +6,8 @@ inputs.py       which files, in which order, of which format;
 documents.py    cuts the input into blocks of work; a block's bytes to texts, or conversations
 conversations/  conversations to tokens, and to spans of trained tokens
 tokenizers.py   text to token ids
-encode.py       one block to one part, in a worker process; workers.py runs them
+stretches.py    where each of several machines (--part) starts and stops
+encode.py       one block to one part, in a worker process; blocks.py: which of them; workers.py runs them
 workdir.py      what is finished, so that a rerun goes on there
 merge.py        finished parts to .bin/.idx and .spans
 """

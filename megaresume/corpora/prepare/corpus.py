@@ -3,15 +3,15 @@
     files -> BlockReader -> blocks -> workers: decode, tokenize -> parts -> merge -> .bin, .idx, sidecar
 
 One process reads and cuts, workers do the rest. Finished parts stay in ``PREFIX.prepare/``
-until the corpus is complete.
+until the corpus is complete. Several machines can make parts of it first, each of its stretch of the input.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,26 +19,19 @@ from typing import Any
 import numpy as np
 
 from megaresume.corpora.layout import DTYPES, bin_path, idx_path, prefix_of
+from megaresume.corpora.prepare.blocks import make_parts
 from megaresume.corpora.prepare.chat import ChatOptions, with_conversations
-from megaresume.corpora.prepare.documents import Block, BlockReader, Position, TextOptions, TextUnit, block_bytes
-from megaresume.corpora.prepare.encode import (
-    SHOWN,
-    Encoder,
-    EncoderSpec,
-    Part,
-    PartFiles,
-    disk_error,
-    encode_in_worker,
-    start_worker,
-)
+from megaresume.corpora.prepare.documents import TextOptions, TextUnit, block_bytes
+from megaresume.corpora.prepare.encode import SHOWN, EncoderSpec, Part, PartFiles, disk_error
 from megaresume.corpora.prepare.inputs import Format, InputFile, find_inputs
 from megaresume.corpora.prepare.merge import merge_parts
+from megaresume.corpora.prepare.stretches import check_part, cut
 from megaresume.corpora.prepare.tokenizers import Tokenizer, read_tokenizer_file, tokenizer_from_content
-from megaresume.corpora.prepare.workers import check_workers, run_in_processes
+from megaresume.corpora.prepare.workers import check_workers
 from megaresume.corpora.sidecar import sidecar_path
 from megaresume.corpora.spans import spans_path
 from megaresume.stream.errors import CorpusError, UsageError
-from megaresume.stream.progress import Progress, progress
+from megaresume.stream.progress import progress
 
 #: of tokens, that Megatron knows.
 DTYPE_NAMES = tuple(dtype.name for dtype in DTYPES.values() if dtype.kind in "iu")
@@ -73,6 +66,8 @@ class PrepareOptions:
     overwrite: bool = False
     #: throw away what a killed run left.
     restart: bool = False
+    #: (K, N): only the parts of stretch K of N, from 1, for a run without it to merge.
+    part: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,8 +95,10 @@ class PrepareSummary:
     linked_twice: list[str]
     #: UTF-8 bytes of the documents.
     text_bytes: int
-    #: size of the .bin.
-    bin_bytes: int
+    #: size of the .bin; None: not merged yet.
+    bin_bytes: int | None
+    #: (K, N), if that was all.
+    part: tuple[int, int] | None
     dtype: str
     tokenizer: str
     vocab_size: int
@@ -122,7 +119,8 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
         options: see `PrepareOptions`.
 
     Raises:
-        UsageError: wrong options, an unknown input, an output that exists, the rest of another run.
+        UsageError: wrong options, an unknown input, an output that exists, the rest of another run, parts that another
+            machine made of other input or with other settings.
         CorpusError: damaged input, or input without a document.
         SetupError: no room, no permission, a missing library, a worker that was killed.
     """
@@ -163,15 +161,22 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
     parts_files = PartFiles(prefix)
     _check_output(prefix, parts_files, overwrite=options.overwrite)
     size = options.block_bytes or block_bytes(files)
-    reader = BlockReader(files, options.text_unit, size)
+    of = _machines(parts_files, options)
+    stretches = cut(files, options.text_unit, of)
+    if options.part is not None:
+        stretches = [stretches[options.part[0] - 1]]
+    plan = _plan(files, spec, tokenizer, options, size) | {"parts": of}
+    machine = "" if options.part is None else stretches[0].directory
+    workers = _workers(options.workers, sum(stretch.size for stretch in stretches), size)
     try:
-        with parts_files.locked(_plan(files, spec, tokenizer, options, size), restart=options.restart):
-            with closing(reader):
-                parts, resumed = _make_parts(reader, parts_files, spec, files, _workers(options.workers, files, size))
-            _check_not_empty(parts, files)
-            with progress("writing the corpus", sum(p.tokens * p.token_bytes for p in parts), "B") as bar:
-                merge_parts(prefix, parts_files, parts, dtype, _identity(tokenizer, spec), bar.update)
-            parts_files.remove()
+        with parts_files.locked(plan, restart=options.restart, machine=machine):
+            made, resumed = make_parts(files, options.text_unit, size, stretches, spec, workers)
+            parts = list(made.values())
+            if options.part is None:
+                _check_not_empty(parts, files)
+                with progress("writing the corpus", sum(p.tokens * p.token_bytes for p in parts), "B") as bar:
+                    merge_parts(prefix, parts_files, made, dtype, _identity(tokenizer, spec), bar.update)
+                parts_files.remove()
     except OSError as error:
         raise disk_error(prefix.parent, error) from error
     return PrepareSummary(
@@ -188,7 +193,8 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
         first_left_out=[why for part in parts for why in part.first_left_out][:SHOWN],
         linked_twice=[str(path) for path in found.linked_twice],
         text_bytes=sum(p.text_bytes for p in parts),
-        bin_bytes=bin_path(prefix).stat().st_size,
+        bin_bytes=bin_path(prefix).stat().st_size if options.part is None else None,
+        part=options.part,
         dtype=dtype,
         tokenizer=name,
         vocab_size=tokenizer.vocab_size,
@@ -199,81 +205,30 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
     )
 
 
-def _make_parts(
-    reader: BlockReader, parts_files: PartFiles, spec: EncoderSpec, files: Sequence[InputFile], workers: int
-) -> tuple[list[Part], int]:
-    """All parts in order, and how many of them were there already."""
-    parts: dict[int, Part] = {}
-    resumed = 0
-    with progress("tokenizing", sum(f.size for f in files), "B") as bar:
-        work = _blocks_to_do(reader, parts_files, parts, bar)
-        if workers == 1:
-            encoder = Encoder(spec)
-            for index, block in work:
-                parts[index] = encoder.encode(index, block)
-                bar.update(block.raw_bytes)
-                resumed -= 1
-        else:
-            resumed -= _encode_in_processes(work, parts, spec, workers, bar)
-    return [parts[i] for i in sorted(parts)], len(parts) + resumed
-
-
-def _blocks_to_do(
-    reader: BlockReader, parts_files: PartFiles, parts: dict[int, Part], bar: Progress
-) -> Iterator[tuple[int, Block]]:
-    """Blocks that have no part yet; the parts that are there are added to ``parts``."""
-    position, index = Position(), 0
-    while True:
-        part = parts_files.find_part(index)
-        if part is not None:
-            parts[index] = part
-            position = part.end
-            bar.update(part.raw_bytes)
-        else:
-            block = reader.read(position)
-            if block is None:
-                return
-            position = block.end
-            yield index, block
-        index += 1
-
-
-def _encode_in_processes(
-    work: Iterator[tuple[int, Block]], parts: dict[int, Part], spec: EncoderSpec, workers: int, bar: Progress
-) -> int:
-    """Encode by worker processes; returns the number of blocks encoded. Errors come in the order of the input."""
-    indices: deque[tuple[int, int]] = deque()
-    count = 0
-
-    def items() -> Iterator[tuple[int, Block]]:
-        nonlocal count
-        for index, block in work:
-            indices.append((index, block.raw_bytes))
-            count += 1
-            yield index, block
-
-    def done(part: Part) -> None:
-        index, raw_bytes = indices.popleft()
-        parts[index] = part
-        bar.update(raw_bytes)
-
-    run_in_processes(items(), encode_in_worker, done, workers=workers, initializer=start_worker, spec=spec)
-    return count
+def _machines(parts_files: PartFiles, options: PrepareOptions) -> int:
+    """Into how many stretches the input is cut: as ``--part`` says, or as the machines did that were here before."""
+    if options.part is not None:
+        check_part(options.part)
+        return options.part[1]
+    plans = [] if options.restart else parts_files.plans()
+    with suppress(ValueError, KeyError):  # an unreadable plan is refused when all are compared
+        return max((int(json.loads(plan.read_bytes())["parts"]) for plan in plans), default=1)
+    return 1
 
 
 def _is_output(path: Path, prefix: Path) -> bool:
     directory = PartFiles(prefix).directory
     outputs = (bin_path(prefix), idx_path(prefix), sidecar_path(prefix), spans_path(prefix))
     # Names first: resolving the links of every input takes longer than reading it.
-    if path.parent.name == directory.name:
-        return path.parent.resolve() == directory.resolve()
+    if directory.name in path.parts:
+        return directory.resolve() in path.resolve().parents
     return any(path.name == output.name and path.resolve() == output.resolve() for output in outputs)
 
 
-def _workers(wanted: int, files: Sequence[InputFile], size: int) -> int:
+def _workers(wanted: int, input_bytes: int, size: int) -> int:
     """No more than there are blocks: a process takes longer to start than a small block to encode."""
     check_workers(wanted)
-    return max(1, min(wanted, sum(f.size for f in files) // size))
+    return max(1, min(wanted, input_bytes // size))
 
 
 def _dtype(wanted: str, tokenizer: Tokenizer) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from megaresume.corpora.prepare.conversations.encode import ConversationOptions
@@ -239,16 +239,24 @@ def _excerpt(text: str) -> str:
 TextUnit = Literal["file", "line", "paragraph"]
 Unit = Literal["jsonl", "file", "line", "paragraph"]
 
+
+def unit_of(file: InputFile, text_unit: TextUnit) -> Unit:
+    """What a document is in a file."""
+    return "jsonl" if file.format == "jsonl" else text_unit
+
+
 #: a document larger than this is refused: it would have to be held in memory several times.
 MAX_DOCUMENT_BYTES = 1 << 30
 MIN_BLOCK_BYTES = 4 << 20
 MAX_BLOCK_BYTES = 64 << 20
 BLOCKS_WANTED = 4096
+#: bytes in which lines are counted at once.
+COUNTED = 1 << 20
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Position:
-    """A place in the input, between two documents."""
+    """A place in the input, between two documents; ordered as the input is."""
 
     #: index into the files.
     file: int = 0
@@ -294,17 +302,21 @@ class BlockReader:
         inputs: the files, in order.
         text_unit: what a document is in a text file.
         size: bytes a block holds at least, except the last.
+        stop: where the last block ends, at the start of a file or of a line; None: at the end of the input.
     """
 
-    def __init__(self, inputs: Sequence[InputFile], text_unit: TextUnit, size: int) -> None:
+    def __init__(
+        self, inputs: Sequence[InputFile], text_unit: TextUnit, size: int, stop: Position | None = None
+    ) -> None:
         self._inputs = inputs
+        self._stop = stop or Position(file=len(inputs))
         self._text_unit = text_unit
         self._size = size
         self._stream: InputStream | None = None
         self._at = Position()
 
     def read(self, start: Position) -> Block | None:
-        """The block that starts there; None at the end of the input.
+        """The block that starts there; None at the end.
 
         Raises:
             CorpusError: a file is damaged or changed, or a document is too large.
@@ -314,13 +326,17 @@ class BlockReader:
             self._at = start
         pieces: list[Piece] = []
         size = raw_bytes = 0
-        while size < self._size and self._at.file < len(self._inputs):
+        while size < self._size and self._at < self._stop:
             file = self._inputs[self._at.file]
-            unit: Unit = "jsonl" if file.format == "jsonl" else self._text_unit
+            unit = unit_of(file, self._text_unit)
             if self._stream is None:
                 self._stream = InputStream(file, self._at.offset)
             raw_before = self._stream.raw_position() if self._at.offset else 0
-            data = self._read_documents(self._stream, unit, self._size - size)
+            wanted = self._size - size
+            if self._at.file == self._stop.file:
+                # One byte less: what is read goes on to the end of its line.
+                wanted = min(wanted, self._stop.offset - self._at.offset - 1)
+            data = self._read_documents(self._stream, unit, wanted)
             raw_bytes += self._stream.raw_position() - raw_before
             if data or unit == "file":  # an empty file is an empty document
                 pieces.append(Piece(name=str(file.path), unit=unit, line=self._at.line, data=data))
@@ -334,6 +350,18 @@ class BlockReader:
         if not pieces:
             return None
         return Block(pieces=tuple(pieces), end=self._at, raw_bytes=raw_bytes)
+
+    def with_line(self, start: Position) -> Position:
+        """A place with its line counted: from the start of its file."""
+        if start.offset == 0:
+            return start
+        stream = InputStream(self._inputs[start.file])
+        try:
+            pieces = range(0, start.offset, COUNTED)
+            lines = sum(stream.read(min(COUNTED, start.offset - at)).count(b"\n") for at in pieces)
+        finally:
+            stream.close()
+        return replace(start, line=lines)
 
     def close(self) -> None:
         """Close the file that is open."""

@@ -1,7 +1,7 @@
 """One block to one part: what a worker process does.
 
-Parts are finished blocks of a text corpus in the `WorkDirectory`: ``part-00000000`` and so on. A part is a line of
-JSON, then int32[documents] lengths; of conversations int32[documents] spans of each, and int32[spans, 2], as in
+Parts are finished blocks of a text corpus in the `WorkDirectory`, by names that `Stretch.name` gives. A part is a
+line of JSON, then int32[documents] lengths; of conversations int32[documents] spans of each, and int32[spans, 2], as in
 `megaresume.corpora.spans`; then the tokens. It holds the position in the input where the next block starts, so that
 finished blocks need not be read again.
 """
@@ -91,7 +91,7 @@ class PartFiles(WorkDirectory):
 
     def write_part(
         self,
-        index: int,
+        name: str,
         lengths: npt.NDArray[np.int32],
         tokens: npt.NDArray[Any],
         spans: SpansOfPart | None,
@@ -102,7 +102,7 @@ class PartFiles(WorkDirectory):
         """Write a part: all of it or nothing.
 
         Args:
-            index: number of the block.
+            name: of the block.
             lengths: tokens of each document, int32[documents].
             tokens: of all documents, in the type of the corpus.
             spans: of conversations, which tokens are trained.
@@ -115,21 +115,21 @@ class PartFiles(WorkDirectory):
         sizes = {"documents": len(lengths), "tokens": len(tokens), "token_bytes": tokens.dtype.itemsize, **counts}
         sizes |= {"spans": None, "trained": None} if spans is None else spans.sizes()
         arrays = (lengths, tokens) if spans is None else (lengths, spans.counts, spans.spans, tokens)
-        found = self.write(_name(index), {**sizes, "end": asdict(end)}, arrays)
+        found = self.write(name, {**sizes, "end": asdict(end)}, arrays)
         return Part(**sizes, end=end, hash=found)
 
-    def find_part(self, index: int) -> Part | None:
-        """Part `index` if it is finished; a damaged one is removed."""
-        head = self.find(_name(index), _body_bytes)
+    def find_part(self, name: str) -> Part | None:
+        """A part if it is finished; a damaged one is removed."""
+        head = self.find(name, _body_bytes)
         return None if head is None else _part(head)
 
-    def read_part(self, index: int) -> tuple[npt.NDArray[np.int32], SpansOfPart | None, bytes]:
+    def read_part(self, name: str) -> tuple[npt.NDArray[np.int32], SpansOfPart | None, bytes]:
         """Lengths, spans and tokens of a finished part.
 
         Raises:
             CorpusError: it is damaged; it is removed, so that a rerun makes it again.
         """
-        head, body = self.read(_name(index))
+        head, body = self.read(name)
         documents, spans = head["documents"], head["spans"]
         lengths = np.frombuffer(body, "<i4", documents)
         if spans is None:
@@ -137,10 +137,6 @@ class PartFiles(WorkDirectory):
         counts = np.frombuffer(body, "<i4", documents, 4 * documents)
         pairs = np.frombuffer(body, "<i4", 2 * spans, 8 * documents).reshape(-1, 2)
         return lengths, SpansOfPart(counts, pairs), body[8 * documents + 8 * spans :]
-
-
-def _name(index: int) -> str:
-    return f"part-{index:08d}"
 
 
 def _part(head: Mapping[str, Any]) -> Part:
@@ -199,8 +195,8 @@ class Encoder:
             assert isinstance(self._tokenizer, HuggingFaceTokenizer), "a chat template needs special tokens"
             self._conversations = ConversationEncoder(spec.text.conversations, self._tokenizer, self._eod)
 
-    def encode(self, index: int, block: Block) -> Part:
-        """Write part `index`.
+    def encode(self, name: str, block: Block) -> Part:
+        """Write the part of a block.
 
         Raises:
             CorpusError: the input is damaged, or a document has too many tokens.
@@ -236,7 +232,7 @@ class Encoder:
             tokens_of_all = np.concatenate(arrays, dtype=self._spec.dtype, casting="unsafe")
         try:
             return self._files.write_part(
-                index,
+                name,
                 np.array(lengths, "<i4"),
                 tokens_of_all,
                 None if self._conversations is None else SpansOfPart.of(spans),
@@ -308,11 +304,11 @@ def start_worker(spec: EncoderSpec) -> None:
     _spec = spec
 
 
-def encode_in_worker(index: int, block: Block) -> Part:
+def encode_in_worker(name: str, block: Block) -> Part:
     """`Encoder.encode` in a process that `start_worker` initialised."""
     global _encoder
     if _encoder is None:
         if _spec is None:
             raise RuntimeError("start_worker was not called in this process")
         _encoder = Encoder(_spec)
-    return _encoder.encode(index, block)
+    return _encoder.encode(name, block)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ CHUNK = 1 << 20
 def merge_parts(
     prefix: Path,
     files: PartFiles,
-    parts: Sequence[Part],
+    parts: Mapping[str, Part],
     dtype: str,
     tokenizer: Mapping[str, Any],
     tick: Callable[[int], Any],
@@ -33,7 +33,7 @@ def merge_parts(
     Args:
         prefix: of the corpus.
         files: where the parts are.
-        parts: all of them, in order.
+        parts: all of them by their names, in order.
         dtype: of the tokens.
         tokenizer: for the sidecar.
         tick: called with the bytes of tokens written.
@@ -42,8 +42,9 @@ def merge_parts(
         CorpusError: a part is damaged.
         OSError: the disk is full, or the like.
     """
-    documents = sum(part.documents for part in parts)
-    spans = None if any(part.spans is None for part in parts) else sum(part.spans or 0 for part in parts)
+    documents = sum(part.documents for part in parts.values())
+    counts = [part.spans for part in parts.values()]
+    spans = None if None in counts else sum(count or 0 for count in counts)
     paths = bin_path(prefix), idx_path(prefix), spans_path(prefix)
     bin_new, idx_new, spans_new = (path.with_name(f".{path.name}.new") for path in paths)
     header = IndexHeader(dtype=np.dtype(dtype), sequences=documents, documents=documents)
@@ -53,8 +54,8 @@ def merge_parts(
         spans_file = None if spans is None else more.enter_context(open(spans_new, "w+b"))
         writer = None if spans_file is None else SpansWriter(spans_file, documents=documents, spans=spans or 0)
         done = pointer = 0
-        for index in range(len(parts)):
-            lengths, trained, tokens = files.read_part(index)
+        for name in parts:
+            lengths, trained, tokens = files.read_part(name)
             if writer is not None and trained is not None:
                 writer.add(trained.counts, trained.spans)
             tokens_file.write(tokens)

@@ -4,7 +4,9 @@
     lock          held while a prepare runs
     NAME          one finished part: a line of JSON that says what it holds, with a hash, then arrays
 
-A part appears by rename, when it is complete.
+A part appears by rename, when it is complete. If several machines share the work, each has a directory in it with a
+plan, a lock and parts of its own, and shares the lock of the whole; what merges their parts has that lock alone. All
+plans have to agree, so that the directories may also be copied together.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from megaresume.stream.errors import CorpusError, SetupError, UsageError
 
 FORMAT = "megaresume.prepare"
 VERSION = 1
+PLAN = "plan.json"
 #: settings of a plan that say what to do with bad input.
 POLICIES = ("invalid", "bad_lines", "too_long")
 
@@ -43,60 +46,52 @@ class WorkDirectory:
         self.directory = output.with_name(output.name + ".prepare")
 
     @contextmanager
-    def locked(self, plan: Mapping[str, Any], *, restart: bool) -> Iterator[None]:
+    def locked(self, plan: Mapping[str, Any], *, restart: bool, machine: str = "") -> Iterator[None]:
         """Hold the directory: new, or left by a killed run of the same plan.
 
         Args:
             plan: input files and settings, plain JSON.
             restart: throw away what another run left.
+            machine: the directory in it of one of several machines; "": hold all of it.
 
         Raises:
             SetupError: another prepare is running there.
             UsageError: what is there belongs to another plan.
         """
-        self.directory.mkdir(parents=True, exist_ok=True)
-        with open(self.directory / "lock", "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                    raise SetupError(
-                        f"another prepare is working on {self.directory.with_suffix('')}",
-                        found=f"{self.directory / 'lock'} is locked",
-                        expected="one prepare at a time",
-                        action="wait for it, or give this one another --output",
-                    ) from error
-                # Some network file systems have no locks: then it is up to the user.
+        mine = self.directory / machine
+        mine.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as locks:
+            if machine:
+                locks.enter_context(_lock(self.directory, fcntl.LOCK_SH))
+            locks.enter_context(_lock(mine, fcntl.LOCK_EX))
             if restart:
-                for path in self.directory.iterdir():
-                    if path.name != "lock":
-                        path.unlink()
-            self._check_plan({"format": FORMAT, "version": VERSION, **plan})
+                _empty(mine)
+            self._check_plan(mine / PLAN, json.loads(json.dumps({"format": FORMAT, "version": VERSION, **plan})))
             yield
 
-    def _check_plan(self, plan: dict[str, Any]) -> None:
-        plan = json.loads(json.dumps(plan))
-        path = self.directory / "plan.json"
+    def plans(self) -> list[Path]:
+        """Those that are there: of the whole, and of each of several machines."""
+        return sorted([*self.directory.glob(PLAN), *self.directory.glob(f"*/{PLAN}")])
+
+    def _check_plan(self, path: Path, plan: dict[str, Any]) -> None:
+        """Agree with all plans that are there, and keep this one.
+
+        It is written before the others are read: of two different ones at once, none gets through unseen.
+        """
+        is_new = not path.exists()
+        if is_new:
+            write_json_atomically(path, plan)
         try:
-            old = json.loads(path.read_bytes())
-        except FileNotFoundError:
-            write_json_atomically(path, plan)
-            return
-        except ValueError:
-            old = None
-        if old == plan:
-            return
-        # What was finished under "error" holds nothing of that kind: a milder policy changes nothing in it.
-        milder = {key: plan[key] for key in POLICIES if isinstance(old, dict) and old.get(key) == "error"}
-        if isinstance(old, dict) and old | milder == plan:
-            write_json_atomically(path, plan)
-            return
-        raise UsageError(
-            f"{self.directory} was left by a prepare of other input or with other settings",
-            found="; ".join(_differences(old, plan)) if isinstance(old, dict) else "an unreadable plan.json",
-            expected="the same input files and settings, to continue where that run stopped",
-            action="repeat the earlier command to continue, or add --restart to discard its work",
-        )
+            for other in self.plans():
+                # One of several machines cannot discard what the others made.
+                is_of_others = other != path and path.parent != self.directory
+                afresh = f"remove {self.directory}" if is_of_others else "add --restart to discard its work"
+                _check_alike(other, plan, afresh)
+        except UsageError:
+            if is_new:
+                path.unlink()
+            raise
+        write_json_atomically(path, plan)
 
     def path(self, name: str) -> Path:
         """Where a part is when it is finished."""
@@ -120,13 +115,15 @@ class WorkDirectory:
         hasher = xxhash.xxh3_64()
         for body in bodies:
             hasher.update(body)
-        temporary = self.directory / f".{name}.{os.getpid()}.tmp"
+        path = self.path(name)
+        path.parent.mkdir(exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             with open(temporary, "wb") as file:
                 file.write(json.dumps({**head, "hash": hasher.hexdigest()}).encode() + b"\n")
                 for body in bodies:
                     file.write(body)
-            os.replace(temporary, self.path(name))
+            os.replace(temporary, path)
         except OSError:
             with suppress(OSError):
                 temporary.unlink()
@@ -182,6 +179,47 @@ class WorkDirectory:
     def remove(self) -> None:
         """Remove the directory."""
         shutil.rmtree(self.directory)
+
+
+@contextmanager
+def _lock(directory: Path, how: int) -> Iterator[None]:
+    with open(directory / "lock", "a+") as lock:
+        try:
+            fcntl.flock(lock, how | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise SetupError(
+                    f"another prepare is working on {directory}",
+                    found=f"{directory / 'lock'} is locked",
+                    expected="one prepare at a time, or different parts (--part)",
+                    action="wait for it, or give this one another --output",
+                ) from error
+            # Some network file systems have no locks: then it is up to the user.
+        yield
+
+
+def _empty(directory: Path) -> None:
+    for path in directory.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != "lock":
+            path.unlink()
+
+
+def _check_alike(path: Path, plan: Mapping[str, Any], afresh: str) -> None:
+    try:
+        old = json.loads(path.read_bytes())
+    except ValueError:
+        old = None
+    # What was finished under "error" holds nothing of that kind: a milder policy changes nothing in it.
+    if isinstance(old, dict) and old | {key: plan[key] for key in POLICIES if old.get(key) == "error"} == plan:
+        return
+    raise UsageError(
+        f"{path.parent} was left by a prepare of other input or with other settings",
+        found="; ".join(_differences(old, plan)) if isinstance(old, dict) else "an unreadable plan.json",
+        expected="the same input files and settings, to continue where that run stopped",
+        action=f"repeat the earlier command to continue, or {afresh}",
+    )
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
