@@ -71,8 +71,10 @@ class Ahead:
             self._readers |= {place.files for place in remote}
             for files in self._readers:
                 files.ahead = self
-            if self._waiting and not self._threads:
-                self._start()
+            if self._waiting and not self._threads and not self._start():
+                self._waiting.clear()
+                for place in remote:
+                    self._entries[place].done = True
             self._changed.notify_all()
         for place in new:
             if not is_url(place.path):
@@ -114,17 +116,24 @@ class Ahead:
             if files.ahead is self:
                 files.ahead = None
 
-    def _start(self) -> None:
+    def _start(self) -> bool:
+        """One more thread; False: the system has none left, and those that there are go on."""
+        try:
+            threading.Thread(target=self._work, name="megaresume-ahead", daemon=True).start()
+        except RuntimeError as error:
+            log.warning("megaresume: %s: %d requests at a time are read ahead", error, self._threads)
+            self.requests = max(self._threads, 1)
+            return False
         self._threads += 1
-        threading.Thread(target=self._work, name="megaresume-ahead", daemon=True).start()
+        return True
 
     def _work(self) -> None:
         while (places := self._next()) is not None:
             self._fetch(places)
             with self._changed:
                 # Not before the first request: it makes the connection that the others share.
-                while self._waiting and self._threads < self.requests:
-                    self._start()
+                while self._waiting and self._threads < self.requests and self._start():
+                    pass
 
     def _next(self) -> list[Place] | None:
         """The next request, of what is still wanted; None: closed."""

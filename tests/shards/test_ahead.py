@@ -138,6 +138,31 @@ def test_memory_is_bounded(shards, monkeypatch):
     assert len(most) > 3 and max(most) <= 20 * 4096
 
 
+@pytest.mark.parametrize("spare", [0, 1, 2])
+def test_a_system_that_has_no_more_threads(monkeypatch, spare, caplog):
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    memory.pipe("/threads.tar", bytes(range(250)) * 4000)
+    started = []
+    real = threading.Thread.start
+
+    def start(thread):
+        if thread.name == "megaresume-ahead":
+            if len(started) == spare:
+                raise RuntimeError("can't start new thread")
+            started.append(thread)
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    made = Ahead(4)
+    places = [Place(ShardFiles(), "memory://threads.tar", 1_000_000, k * 200_000, 500) for k in range(5)]
+    for _ in range(2):
+        made.want(places)
+        assert [made.take(place) for place in places] == [bytes(range(250)) * 2 if spare else None] * 5
+        made.release(places)
+    made.close()
+    assert "can't start new thread" in caplog.text and made.held == 0
+
+
 FAULTS = {
     "busy": lambda number, request: 503 if number % 3 == 1 else None,
     "too many": lambda number, request: 429 if number % 4 == 2 else None,
