@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import pytest
 import torch
+
+import megaresume
 
 pytestmark = pytest.mark.process
 
@@ -60,8 +64,6 @@ def test_the_loop_of_the_document(tmp_path: Path) -> None:
 
 def test_the_blend_of_the_document() -> None:
     _, block, *_ = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
-    import megaresume
-
     names: dict[str, Any] = {"megaresume": megaresume, "web": list(range(600)), "code": list(range(1000, 1050))}
     exec(block, names)
     handed = [n for _, batch in zip(range(50), names["loader"], strict=False) for n in batch.tolist()]
@@ -70,8 +72,6 @@ def test_the_blend_of_the_document() -> None:
 
 def test_the_packing_of_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     block = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[4]
-    import megaresume
-
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"megaresume": megaresume, "dataset": [{"input_ids": [n] * 1000} for n in range(30)]}
     exec(block, names)
@@ -83,8 +83,6 @@ def test_the_packing_of_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_changes_of_the_document() -> None:
     block = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[2]
-    import megaresume
-
     names: dict[str, Any] = {"megaresume": megaresume, "web": list(range(900)), "code": list(range(1000, 1200))}
     exec(block, names)
     handed = [n for batch in names["loader"] for n in batch.tolist()]
@@ -94,7 +92,6 @@ def test_the_changes_of_the_document() -> None:
 
 def test_the_keyed_loader_of_the_document() -> None:
     block = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[3]
-    import megaresume
 
     class Noise:
         def __len__(self) -> int:
@@ -108,3 +105,42 @@ def test_the_keyed_loader_of_the_document() -> None:
     in_workers = [number for batch in names["loader"] for number in batch]
     exec(block.replace("num_workers=4", "num_workers=0"), names)
     assert [number for batch in names["loader"] for number in batch] == in_workers
+
+
+def test_the_json_lines_and_images_of_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[5]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "images").mkdir()
+    lines = Path("cats.jsonl")
+
+    def row(number: int, text: str) -> str:
+        image = PIL.Image.new("RGB", (number + 1, 2), (number, 0, 0))
+        image.save(f"images/{number}.png")
+        return json.dumps({"image": f"{number}.png", "text": text}, ensure_ascii=False) + "\n"
+
+    def taken(state: Any = None, most: int = 10_000) -> tuple[list[tuple[int, int, str]], Any]:
+        names: dict[str, Any] = {}
+        exec(block, names)
+        loader = names["loader"]
+        if state is not None:
+            loader.load_state_dict(state)
+        items = []
+        for batch in chain(loader, loader):
+            items += [(int(item["image"][0, 0, 0]), item["image"].shape[1], item["text"]) for item in batch]
+            if len(items) >= most:
+                break
+        return items, loader.state_dict()
+
+    first = [row(number, f"cat \u00e9 {number}") for number in range(20)]
+    lines.write_text("".join(first))
+    whole, _ = taken(most=32)
+    assert sorted(whole[:20]) == [(n, n + 1, f"cat \u00e9 {n}") for n in range(20)]
+    head, state = taken(most=8)
+    assert head + taken(state, most=24)[0] == whole
+    lines.write_text("".join([*first, *(row(n, "more") for n in range(20, 24))]))
+    grown, _ = taken(state, most=36)
+    assert grown[:12] == whole[8:20]
+    assert sorted(number for number, *_ in grown[12:36]) == list(range(24))
+    lines.write_text("".join([*first[:7], row(7, "dog!! 7"), *first[8:]]))
+    with pytest.raises(megaresume.MegaresumeError, match="cats"):
+        taken(state)
