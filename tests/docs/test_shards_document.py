@@ -8,6 +8,7 @@ import re
 import shlex
 from pathlib import Path
 
+import PIL.Image
 import pytest
 import yaml
 
@@ -31,21 +32,36 @@ def test_commands_and_scripts_as_they_stand(tmp_path, monkeypatch, capsys):
     (tmp_path / "encoder.yaml").write_text(ENCODER)
     (tmp_path / "data.yaml").write_text(DATA)
     (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "line {i} of a text corpus"}}\n' for i in range(300)))
+    _write_chats(tmp_path)
+    exec(SCRIPTS[1], {})
     local = [
         shlex.split(c, comments=True)
         for c in COMMANDS
         if "s3://" not in c and "DATASET" not in c and "metadataset" not in c
     ]
-    assert [c[1] for c in local] == [*["prepare"] * 6, "stream"]
+    assert [c[1] for c in local] == [*["prepare"] * 7, "stream"]
     for command in local:
         capsys.readouterr()
         workers = ["--workers", "1"] if command[1] == "prepare" else []
         assert main([*command[1:], *workers]) == 0
+        if "chats" in command:
+            assert "2 records in 1 shards" in (said := capsys.readouterr().out) and "2 images" in said
     out = capsys.readouterr().out
     assert "pairs:" in out and "text:" in out and "samples 0 to 3" in out
-    exec(SCRIPTS[1], {})
+    exec(SCRIPTS[2], {})
     assert "280" in (out := capsys.readouterr().out) and "'key': '000269'" in out
     assert yaml.safe_load(json.dumps(yaml.safe_load(DATA)))["sources"]["pairs"]["on_fault"] == "mask"
+
+
+def _write_chats(directory: Path) -> None:
+    """Two images of one name in two folders, in one conversation."""
+    for folder in ("a", "b"):
+        (directory / "images" / folder).mkdir(parents=True)
+        PIL.Image.new("RGB", (56, 56)).save(directory / "images" / folder / "1.png")
+    turns = [{"from": "human", "value": "<image> <image> which is b?"}, {"from": "gpt", "value": "the second"}]
+    alone = [{"from": "human", "value": "hello"}, turns[1]]
+    lines = [{"conversations": turns, "images": ["a/1.png", "b/1.png"]}, {"conversations": alone, "images": []}]
+    (directory / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def test_options_in_the_tables_are_those_of_the_code():
