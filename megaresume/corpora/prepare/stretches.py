@@ -59,11 +59,13 @@ def cut(files: Sequence[InputFile], text_unit: TextUnit, of: int) -> list[Stretc
 
 
 def _start(files: Sequence[InputFile], text_unit: TextUnit, target: int) -> Position:
-    """The first place at or after a byte of the whole input where a stretch can start."""
+    """Where a stretch can start, close to a byte of the whole input; in the order of the bytes."""
     for number, file in enumerate(files):
         if target <= 0:
             return Position(file=number)
-        if target < file.size and not file.compressed and unit_of(file, text_unit) in ("jsonl", "line"):
+        if target < file.size:
+            if file.compressed or unit_of(file, text_unit) not in ("jsonl", "line"):
+                return Position(file=number if 2 * target < file.size else number + 1)
             stream = InputStream(file, target - 1)
             try:
                 offset = target - 1 + len(stream.readline(MAX_DOCUMENT_BYTES + 1))

@@ -63,6 +63,15 @@ def test_each_part_makes_about_as_much_and_a_large_file_is_cut(inputs, tmp_path)
     assert min(sizes) > 0.9 * max(sizes)
 
 
+def test_compressed_files_are_not_cut_and_spread(tmp_path):
+    line = json.dumps({"text": "a" * 99}).encode() + b"\n"
+    paths = [tmp_path / f"{k}.jsonl.gz" for k in range(5)]
+    for k, path in enumerate(paths):
+        path.write_bytes(gzip.compress(line * (k + 1) * 300, compresslevel=0))
+    made = [prepare(paths, tmp_path / "out", PrepareOptions(part=(k, 4))).documents for k in range(1, 5)]
+    assert made == [900, 900, 1200, 1500]
+
+
 def test_parts_that_are_missing_are_made_by_the_merge(inputs, tmp_path):
     expected = of_one_machine(inputs, tmp_path / "whole")
     options = {"block_bytes": 5000}

@@ -104,6 +104,16 @@ def test_blocks_and_a_killed_run_change_no_byte(tmp_path, tokenizer, monkeypatch
     assert files == {suffix: Path(f"{tmp_path / 'out'}.{suffix}").read_bytes() for suffix in files}
 
 
+def test_parts_of_several_machines_change_no_byte(tmp_path, tokenizer):
+    made(tmp_path, tokenizer, ROWS)
+    expected = {name: (tmp_path / name).read_bytes() for name in ("out.bin", "out.idx", "out.spans")}
+    for part in ((3, 3), (1, 3), (2, 3), None):
+        summary = made(tmp_path, tokenizer, ROWS, part=part, block_bytes=1000, overwrite=True)
+        assert summary.trained > 0
+    assert summary.resumed_blocks == summary.blocks > 5
+    assert {name: (tmp_path / name).read_bytes() for name in expected} == expected
+
+
 def test_a_corpus_of_texts_in_its_place_has_no_spans(tmp_path, tokenizer):
     made(tmp_path, tokenizer, ROWS)
     prepare([write(tmp_path / "t.jsonl", [{"text": "x"}])], tmp_path / "out", PrepareOptions(overwrite=True))
