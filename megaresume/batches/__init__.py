@@ -5,6 +5,7 @@
     batch.py      arrays -> torch tensors, cu_seqlens, document-diagonal attention mask
     dataset.py    the stream as a map-style torch dataset
     loader.py     the micro-batches of one rank, read ahead by a thread or by worker processes
+    together.py   small micro-batches of text, several read at once
     ahead.py      the records of the next micro-batches, read before they are needed
     parcel.py     a batch from a worker process in one piece of shared memory
     data_loader.py batches of any map-style dataset, in the place of torch's DataLoader; items/ has its parts

@@ -330,7 +330,8 @@ class Assembler:
         if self._pairs and pairs is None:  # before anything is trained, although there may be none here
             raise refuse_pairs(self._pairs)
         first = 0
-        with_images, found = [], [np.zeros((0, 4), np.int64)]
+        with_images: list[Int64Array] = []
+        found: list[Int64Array] = []
         for i, num in enumerate(layout.num_of_source.tolist()):
             mine = layout.order[first : first + num]
             if self.documents is not None and i in self.documents.sources:
@@ -353,7 +354,9 @@ class Assembler:
             out.loss_mask,
             out.position_ids,
         )
-        all_pairs = np.concatenate(found)
+        if not found and pairs is None:
+            return layout
+        all_pairs = np.concatenate([np.zeros((0, 4), np.int64), *found])
         if len(all_pairs):
             if pairs is None:
                 raise refuse_pairs([self.name_of(i) for i in self.masked])

@@ -7,6 +7,7 @@ all ranks run the same graph.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import accumulate, pairwise
 from typing import TypedDict
 
 import numpy as np
@@ -173,6 +174,48 @@ def make_batch(
     if attention_mask:
         batch["attention_mask"] = document_mask(batch["cu_seqlens"], assembler.seq_length)
     return batch
+
+
+def make_batches(
+    plan: Plan,
+    assembler: Assembler,
+    samples: Sequence[int],
+    *,
+    sizes: Sequence[int],
+    fields: Collection[Field] = FIELDS,
+) -> list[Batch]:
+    """Read the samples of several micro-batches of text at once.
+
+    Tensors share memory and nothing else: a storage ends where its tensor does, and each counts its changes by itself,
+    as autograd needs it.
+
+    Args:
+        plan: of all samples.
+        assembler: reads them.
+        samples: their numbers.
+        sizes: samples of each micro-batch.
+        fields: as for `make_batch`, without ``pairs``.
+
+    Raises:
+        CorpusError, UsageError: as `make_batch`.
+    """
+    if "loss_mask" not in fields:
+        _check_all_trained(assembler)
+    arrays = Arrays.empty(len(plan), assembler.seq_length, fields)
+    layout = assembler.fill(plan, arrays)
+    rows = {name: getattr(arrays, name) for name in ("tokens", *fields)}
+    numbers, hashes = np.array(samples, np.int64), plan.hashes.view(np.int64).copy()
+    ends = list(accumulate(layout.num_bounds.tolist(), initial=0))
+    bounds = [torch.from_numpy(layout.bounds[a:b]) for a, b in pairwise(ends)]
+    return [
+        {
+            **{name: torch.from_numpy(array[a:b]) for name, array in rows.items()},  # type: ignore[typeddict-item]
+            "cu_seqlens": bounds[a:b],
+            "samples": torch.from_numpy(numbers[a:b]),
+            "hashes": torch.from_numpy(hashes[a:b]),
+        }
+        for a, b in pairwise(accumulate(sizes, initial=0))
+    ]
 
 
 def _check_all_trained(assembler: Assembler) -> None:

@@ -7,6 +7,7 @@ of workers nor how they were started can enter the order.
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 from collections.abc import Collection, Sequence
 from typing import Any, cast
@@ -14,10 +15,11 @@ from typing import Any, cast
 import torch.utils.data
 from numba.core.compiler_lock import global_compiler_lock
 
-from megaresume.batches.assemble import FIELDS, Assembler, Field, check_fields
-from megaresume.batches.batch import Batch, make_batch
+from megaresume.batches.assemble import FIELDS, PAIRS, Assembler, Field, check_fields
+from megaresume.batches.batch import Batch, make_batch, make_batches
 from megaresume.corpora.base import Source
 from megaresume.stream.errors import ConfigError
+from megaresume.stream.growth import AbsentSource
 from megaresume.stream.planning.plan import Plan, concatenate
 from megaresume.stream.stream import Stream
 
@@ -146,8 +148,36 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
             levels=levels,
         )
 
+    @property
+    def reads_several(self) -> bool:
+        """Whether `read_several` may be used: all tokens lie in arrays, and nothing is asked for but fields of them."""
+        return (
+            not self.attention_mask
+            and PAIRS not in self._fields
+            # Looked up without opening a file of tokens, which may never be needed.
+            and all(
+                isinstance(source, AbsentSource) or inspect.getattr_static(source, "token_view", None) is not None
+                for source in self.stream.sources
+            )
+        )
+
+    def read_several(self, micro_batches: Sequence[Sequence[int]]) -> list[Batch]:
+        """Micro-batches as `read` gives them, each with tensors of its own, in memory that they share."""
+        samples = [sample for one in micro_batches for sample in one]
+        return make_batches(
+            self._plan(samples),
+            self.assembler_of(min(samples), max(samples) + 1),
+            samples,
+            sizes=[len(one) for one in micro_batches],
+            fields=self._fields,
+        )
+
     def _plan(self, samples: Sequence[int]) -> Plan:
-        first, stop = samples[0], samples[-1] + 1
-        if list(samples) == list(range(first, stop)):
-            return self.stream.plan(first, stop)
-        return concatenate([self.stream.plan(sample, sample + 1) for sample in samples])
+        plans = []
+        first = stop = samples[0]
+        for sample in samples:
+            if sample != stop:
+                plans.append(self.stream.plan(first, stop))
+                first = sample
+            stop = sample + 1
+        return concatenate([*plans, self.stream.plan(first, stop)])

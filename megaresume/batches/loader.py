@@ -6,7 +6,8 @@ Sample numbers are computed here, in the consumer's process; what reads the samp
     worker processes                for sources whose ``get`` is slow Python; fork or spawn, any number
     nobody (``prefetch=0``)         on demand, in the consumer's thread
 
-and none of them can change what comes next. Batches that were read ahead are no part of any state.
+and none of them can change what comes next. Batches that were read ahead are no part of any state. Small micro-batches
+of text are read several at once, but for those of workers and in page-locked memory: `megaresume.batches.together`.
 
 Worker processes outlive the signals that ask the run to stop.
 
@@ -37,6 +38,7 @@ from megaresume.batches.dataset import StreamDataset, whole
 from megaresume.batches.items.epochs import available
 from megaresume.batches.parcel import Inbox, Outbox
 from megaresume.batches.pixels import shown
+from megaresume.batches.together import Together
 from megaresume.stream.batches import BatchSchedule, micro_batches
 from megaresume.stream.dealing.balance import Balance
 from megaresume.stream.dealing.deal import deal, deal_in_part, in_part
@@ -178,6 +180,11 @@ class StreamLoader:
             StreamExhausted: the stream ends within a global batch, and ``at_end`` is ``refuse``. At its start, on every
                 rank: one that was handed batches while another one ran dry would wait for it for ever.
         """
+        for _, micro_steps in self.steps():
+            yield from micro_steps
+
+    def steps(self) -> Iterator[tuple[range, Sequence[Sequence[int]]]]:
+        """The samples of every step, and of its micro-batches on this rank."""
         sample = self.start
         while self.stop is None or sample < self.stop:
             size = self.schedule.size_at(sample)
@@ -188,7 +195,7 @@ class StreamLoader:
                     raise
                 yield from self._last_step(sample, size)
                 return
-            yield from deal(
+            micro_steps = deal(
                 self.stream,
                 sample,
                 size,
@@ -197,14 +204,18 @@ class StreamLoader:
                 dp_size=self.dp_size,
                 balance=self.balance,
             )
+            yield range(sample, sample + size), micro_steps
             sample += size
 
-    def _last_step(self, sample: int, size: int) -> Iterator[Sequence[int]]:
+    def _last_step(self, sample: int, size: int) -> Iterator[tuple[range, Sequence[Sequence[int]]]]:
         layout = {"micro_batch_size": self.micro_batch_size, "dp_size": self.dp_size}
         there = available(self.stream, sample, size)
         samples = in_part(there, **layout) if self.at_end == "deal" else 0
         if samples:
-            yield from deal_in_part(self.stream, sample, samples, dp_rank=self.dp_rank, balance=self.balance, **layout)
+            micro_steps = deal_in_part(
+                self.stream, sample, samples, dp_rank=self.dp_rank, balance=self.balance, **layout
+            )
+            yield range(sample, sample + samples), micro_steps
         if samples < there:
             why = f"there are {self.dp_size} ranks" if self.at_end == "deal" else f"a step has {size}"
             log.warning("megaresume: the last %d samples of the stream are not trained: %s", there - samples, why)
@@ -223,6 +234,9 @@ class StreamLoader:
         return self._on_demand()
 
     def _on_demand(self) -> Iterator[Batch]:
+        if self.dataset.reads_several and not self.pin_memory:
+            yield from Together(self.dataset, self.steps())
+            return
         ahead = self.read_ahead_of()
         try:
             for samples in self.indices():

@@ -277,7 +277,8 @@ class Stream:
         return self._steps[steps]
 
     @property
-    def _block_samples(self) -> int:
+    def block_samples(self) -> int:
+        """Samples that are planned at a time."""
         most = ITEM_BLOCK if self.config.packing.mode == "none" and self.config.seq_length == 1 else BLOCK
         # A snapshot grows with the sources: the more there are, the longer the blocks.
         return min(max(BLOCK_TOKENS // self.config.seq_length, 1), most) * (1 + len(self.sources) // BLOCK)
@@ -393,14 +394,14 @@ class Stream:
         self._check_start(sample)
         planner, self._asked = self._planner_before(sample), None
         while planner.position < sample:
-            planner.advance(min(sample - planner.position, self._block_samples))
+            planner.advance(min(sample - planner.position, self.block_samples))
         self._asked = planner  # not if it stopped half-way
         return cursor.fields_of(planner.snapshot(), self._course)
 
     def _planner_before(self, sample: int) -> Planner:
         """One that stands not far before a sample before the front: the last one, if states are taken step by step."""
         last = self._asked
-        if last is not None and 0 <= sample - last.position <= self._block_samples:
+        if last is not None and 0 <= sample - last.position <= self.block_samples:
             return last
         if self._blocks and sample >= self._blocks[0].plan.first:
             feeds, snapshot = self._planner.feeds, self._kept(sample).snapshot
@@ -448,7 +449,7 @@ class Stream:
         while self._planner.position <= sample:
             snapshot = self._planner.snapshot()
             # 8, 8, 16, 32, ..., 512, 1024, 1024, ...: so that longer blocks still begin at multiples of their length.
-            size = min(max(self._planner.position - self.start, FIRST_BLOCK), self._block_samples)
+            size = min(max(self._planner.position - self.start, FIRST_BLOCK), self.block_samples)
             try:
                 plan = self._planner.advance(size)
             except BaseException:  # half done, and whoever reads ahead may go on without the error

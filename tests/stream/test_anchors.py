@@ -59,5 +59,5 @@ def test_a_state_behind_the_front_does_not_move_the_front(monkeypatch):
 
 def test_blocks_hold_fewer_samples_where_samples_are_long():
     long = StreamConfig.from_dict({"seq_length": 1 << 20, "sources": {"web": {}}})
-    assert Stream(long, [LengthList([5000] * 9)])._block_samples == 4
-    assert Stream(CONFIG, SOURCES)._block_samples == 1024
+    assert Stream(long, [LengthList([5000] * 9)]).block_samples == 4
+    assert Stream(CONFIG, SOURCES).block_samples == 1024
