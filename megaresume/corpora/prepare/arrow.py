@@ -15,6 +15,8 @@ from megaresume.corpora.prepare.parquet import ROWS, TableLines, load_pyarrow
 from megaresume.stream.errors import CorpusError, UsageError
 
 _FILE = b"ARROW1"
+#: where the stream begins that a file in the file format is, but for this start and the footer.
+_START = 8
 #: how a stream ends that is whole; pyarrow reads one that was cut between two batches as if it were.
 _END = b"\xff\xff\xff\xff\0\0\0\0"
 
@@ -36,27 +38,36 @@ class ArrowLines(TableLines):
         from pyarrow import ipc
 
         is_file = file.read(len(_FILE)) == _FILE
-        if not is_file:
-            file.seek(max(size - len(_END), 0))
-            if file.read() != _END:
-                raise pyarrow.ArrowInvalid("no end marker")
-        file.seek(0)
+        #: after the last batch and the end marker.
+        self._end = _footer(file, size) if is_file else size
+        file.seek(max(self._end - len(_END), 0))
+        if file.read(len(_END)) != _END:
+            raise pyarrow.ArrowInvalid("no end marker")
+        file.seek(_START if is_file else 0)
         self._source = file
-        source = pyarrow.PythonFile(file, mode="r")
-        self._reader = ipc.open_file(source) if is_file else ipc.open_stream(source)
-        super().__init__(self._reader.schema, self._read(is_file))
+        self._reader = ipc.open_stream(pyarrow.PythonFile(file, mode="r"))
+        super().__init__(self._reader.schema, self._read())
 
     def raw_position(self) -> int:
         """Bytes of the file that were read (about)."""
         return int(self._source.tell())
 
-    def _read(self, is_file: bool) -> Iterator[bytes]:
-        reader = self._reader
-        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
-        for batch in batches:
+    def _read(self) -> Iterator[bytes]:
+        for batch in self._reader:
             batch.validate(full=True)
             for start in range(0, batch.num_rows, ROWS):
                 yield self.lines(batch.slice(start, ROWS).select(self.columns))
+        if self._source.tell() != self._end:
+            raise load_pyarrow().ArrowInvalid("something follows its end, such as another file of Arrow")
+
+
+def _footer(file: Any, size: int) -> int:
+    """Where the footer of a file in the file format begins."""
+    file.seek(max(size - len(_FILE) - 4, 0))
+    nbytes, magic = int.from_bytes(file.read(4), "little", signed=True), file.read()
+    if magic != _FILE or not 0 < nbytes < size:
+        raise load_pyarrow().ArrowInvalid("no footer")
+    return size - len(_FILE) - 4 - nbytes
 
 
 def saved_dataset(directory: Path) -> list[Path] | None:

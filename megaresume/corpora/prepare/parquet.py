@@ -18,18 +18,25 @@ ROWS = 1000
 
 
 class TableLines(io.RawIOBase):
-    """A stream of JSON lines of the rows of a table; columns of bytes are left out.
+    """A stream of JSON lines of the rows of a table; columns of bytes and of times are left out.
 
     Args:
         schema: of the table.
         lines: of it.
+
+    Raises:
+        pyarrow.ArrowInvalid: two columns have the same name.
     """
 
     def __init__(self, schema: Any, lines: Iterator[bytes]) -> None:
-        kinds = load_pyarrow().types
-        binary = (kinds.is_binary, kinds.is_large_binary, kinds.is_fixed_size_binary)
+        pyarrow = load_pyarrow()
+        if len(set(schema.names)) < len(schema.names):
+            raise pyarrow.ArrowInvalid(f"two columns have the same name: {', '.join(schema.names)}")
+        kinds = pyarrow.types
+        # Times may be finer, or further away, than Python's.
+        unread = (kinds.is_binary, kinds.is_large_binary, kinds.is_fixed_size_binary, kinds.is_temporal)
         #: names of those that are read.
-        self.columns = [field.name for field in schema if not any(is_kind(field.type) for is_kind in binary)]
+        self.columns = [field.name for field in schema if not any(is_kind(field.type) for is_kind in unread)]
         self._lines = lines
         self._left = memoryview(b"")
 

@@ -85,6 +85,36 @@ def test_a_file_that_was_cut_anywhere_is_refused(tmp_path, kind):
             made(cut, tmp_path / "out")
 
 
+@pytest.mark.parametrize("kind", ["stream", "file"])
+def test_two_files_in_one_are_refused(tmp_path, kind):
+    one = write_arrow(tmp_path / "one.arrow", TEXTS[:40], kind).read_bytes()
+    (tmp_path / "two.arrow").write_bytes(2 * one)
+    with pytest.raises(CorpusError, match="something follows its end"):
+        made(tmp_path / "two.arrow", tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["arrow", "parquet"])
+def test_columns_that_nobody_asked_for_stop_nothing(tmp_path, expected, kind):
+    table = pyarrow.table(
+        {"text": TEXTS, "at": pyarrow.array(range(len(TEXTS)), pyarrow.timestamp("ns")), "raw": [b"x"] * len(TEXTS)}
+    )
+    path = tmp_path / f"in.{kind}"
+    if kind == "arrow":
+        with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
+            writer.write_table(table)
+    else:
+        pytest.importorskip("pyarrow.parquet").write_table(table, path)
+    assert made(path, tmp_path / "out") == expected
+
+
+def test_columns_of_the_same_name_are_refused(tmp_path):
+    table = pyarrow.Table.from_arrays([pyarrow.array(TEXTS)] * 2, ["text", "text"])
+    with pyarrow.ipc.new_stream(str(tmp_path / "in.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(CorpusError, match="two columns have the same name"):
+        made(tmp_path / "in.arrow", tmp_path / "out")
+
+
 def test_text_that_is_not_utf8_is_refused(tmp_path):
     whole = write_arrow(tmp_path / "a.arrow", TEXTS[:10]).read_bytes()
     (tmp_path / "a.arrow").write_bytes(whole.replace("ünïcödé".encode(), b"\xff" * len("ünïcödé".encode()), 1))
