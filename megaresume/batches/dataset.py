@@ -93,9 +93,10 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
         Raises:
             ConfigError: a stage with another sequence length or alignment begins among them.
         """
-        shape, last = self.stream.shape_at(first), self.stream.shape_at(stop - 1)
-        if shape != last:
-            (length, align), (other, other_align) = sorted((shape, last))
+        same = self.stream.config_at(first) is self.stream.config_at(stop - 1)
+        shape, *others = dict.fromkeys(map(self.stream.shape_at, (first,) if same else range(first, stop)))
+        if others:
+            (length, align), (other, other_align) = sorted((shape, others[0]))
             raise ConfigError(
                 "a stage with samples of another shape begins inside a micro-batch",
                 found=f"samples {first} to {stop - 1} of {length} and {other} tokens, aligned to {align} and "

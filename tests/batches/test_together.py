@@ -175,3 +175,12 @@ def test_not_with_fields_of_whole_micro_batches(text, options):
 
 def test_not_with_slow_sources(config, notes):
     assert not StreamDataset(open_stream(config, objects={"notes": notes})).reads_several
+
+
+def test_two_stages_begin_inside_a_micro_batch(text):
+    # The second one has the shape of before.
+    stages = [{"from_samples": 37, "seq_length": 64}, {"from_samples": 38, "seq_length": text["seq_length"]}]
+    dataset = StreamDataset(open_stream(text | {"stages": stages}))
+    assert dataset.read([36]) and dataset.read([37]) and dataset.read([38])
+    with pytest.raises(ConfigError, match="begins inside a micro-batch"):
+        dataset.read([36, 37, 38])
