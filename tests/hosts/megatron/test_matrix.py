@@ -149,6 +149,9 @@ def run(
                 loader = DataLoader(train, batch_sampler=sampler, num_workers=layout.workers)
             batches = itertools.islice(loader, samples // (layout.mbs * layout.dp))
             replicas[dp, pp] = [list(map(tuple, batch["tokens"].tolist())) for batch in batches]
+            if layout.kind == "external":
+                # Its workers end at once; found in a cycle by the garbage collector, each is waited for for 5 s.
+                loader._batches = None
         states.add(json.dumps(order.snapshot(consumed + samples).to_dict()))
     assert len(states) == 1  # also of ranks that read nothing
     steps = None
