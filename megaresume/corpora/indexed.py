@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import mmap
 import os
 from collections.abc import Iterator
@@ -273,7 +274,7 @@ class IndexedSource:
             raise IndexError(f"documents {ids.min()} to {ids.max()} of {len(self)} in {self.prefix}")
         return self._spans.of(ids)
 
-    @property
+    @functools.cached_property
     def tokenizer(self) -> dict[str, Any] | None:
         """What `megaresume prepare` recorded about the tokenizer; None for a corpus built by another program."""
         known = sidecar.read_tokenizer(self.prefix, idx_bytes=self._identity.idx.size, bin_bytes=self.bin_bytes)

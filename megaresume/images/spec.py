@@ -6,6 +6,7 @@ options in YAML (a tokenizer by path)  --spec_from_options-->  spec (the tokeniz
 from __future__ import annotations
 
 import base64
+import functools
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -90,16 +91,20 @@ def pack_tokenizer(content: bytes | None, name: str) -> dict[str, Any]:
 
 def unpack_tokenizer(packed: Mapping[str, Any], eod_token: str | None) -> Tokenizer:
     """The tokenizer that `pack_tokenizer` packed."""
-    return tokenizer_from_content(_content(packed), packed["name"], eod_token=eod_token)
+    return tokenizer_from_content(_unpacked(packed["content"]), packed["name"], eod_token=eod_token)
 
 
 def packed_vocabulary(packed: Mapping[str, Any]) -> str:
     """`vocabulary_of` what `pack_tokenizer` packed, without building the tokenizer."""
-    return vocabulary_of(_content(packed))
+    return _packed_vocabulary(packed["content"])
 
 
-def _content(packed: Mapping[str, Any]) -> bytes | None:
-    content = packed["content"]
+@functools.lru_cache(maxsize=4)  # the sources of a blend have one, as a rule
+def _packed_vocabulary(content: str | None) -> str:
+    return vocabulary_of(_unpacked(content))
+
+
+def _unpacked(content: str | None) -> bytes | None:
     return None if content is None else zlib.decompress(base64.b64decode(content))
 
 

@@ -37,7 +37,7 @@ def make_parts(
         SetupError: a part cannot be written, or a worker died.
     """
     parts: dict[str, Part] = {}
-    resumed = 0
+    made = 0
     with progress("tokenizing", sum(stretch.size for stretch in stretches), "B") as bar:
         work = (
             item
@@ -50,10 +50,10 @@ def make_parts(
                 encoder = encoder or Encoder(spec)
                 parts[name] = encoder.encode(name, block)
                 bar.update(block.raw_bytes)
-                resumed -= 1
+                made += 1
         else:
-            resumed -= _encode_in_processes(work, parts, spec, workers, bar)
-    return dict(sorted(parts.items())), len(parts) + resumed
+            made = _encode_in_processes(work, parts, spec, workers, bar)
+    return dict(sorted(parts.items())), len(parts) - made
 
 
 def _blocks_to_do(

@@ -16,6 +16,9 @@ from megaresume.corpora.prepare.documents import MAX_DOCUMENT_BYTES, Position, T
 from megaresume.corpora.prepare.inputs import InputFile, InputStream
 from megaresume.stream.errors import UsageError
 
+#: machines, as names have five digits.
+MOST = 99_999
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
@@ -90,7 +93,3 @@ def check_part(part: tuple[int, int]) -> None:
             expected=f"K/N with K from 1 to N, N at most {MOST}",
             action="for a Slurm array: --array=1-N and --part $SLURM_ARRAY_TASK_ID/N",
         )
-
-
-#: machines, as names have five digits.
-MOST = 99_999

@@ -5,7 +5,6 @@ The byte-level tokenizer needs no file: token = byte of the UTF-8 text, 256 = en
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -154,7 +153,7 @@ class HuggingFaceTokenizer:
         #: texts of the tokens that no text is meant to spell.
         self.special_tokens: tuple[str, ...] = tuple(token["content"] for token in added)
         self._fingerprint = xxhash.xxh3_128_hexdigest(f"{canonical}\neod {self.eod}".encode())
-        self._vocabulary = vocabulary_of(content)
+        self._content = content
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
         """uint32[tokens of the text] for each text."""
@@ -195,7 +194,7 @@ class HuggingFaceTokenizer:
 
     def vocabulary(self) -> str:
         """See `vocabulary_of`."""
-        return self._vocabulary
+        return vocabulary_of(self._content)
 
 
 def load_tokenizer(path: str | Path | None, *, eod_token: str | None = None) -> Tokenizer:
@@ -243,7 +242,6 @@ def tokenizer_from_content(content: bytes | None, name: str, *, eod_token: str |
     return ByteTokenizer()
 
 
-@functools.lru_cache(maxsize=4)
 def vocabulary_of(content: bytes | None) -> str:
     """xxh3_128 of the vocabulary of a ``tokenizer.json``'s model, without tokens that were added to it; None: bytes."""
     if content is None:
