@@ -1,6 +1,7 @@
 """Documents of text: where they lie, how long they are, what they hold.
 
 base.py            `Source`: what loading asks of any source of documents
+index.py           `IndexedDocuments`: documents whose lengths stand in an .idx
 indexed.py         `IndexedSource`: a Megatron .bin/.idx corpus
 layout.py          the bytes of .bin/.idx, for its reader and its writer; kernels.py reads its arrays
 spans.py           ``<prefix>.spans``: which tokens of a corpus are trained

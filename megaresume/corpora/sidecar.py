@@ -31,7 +31,7 @@ from typing import Any, BinaryIO
 import xxhash
 
 from megaresume.checkpoint.files import read_file
-from megaresume.corpora.layout import bin_path, idx_path
+from megaresume.corpora.layout import idx_path
 from megaresume.corpora.spans import spans_path
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.state import Fingerprint
@@ -68,13 +68,18 @@ class CorpusIdentity:
     """The files of a corpus."""
 
     idx: FileIdentity
+    #: the .bin, or what stands in its place.
     bin: FileIdentity
     #: None: it has none.
     spans: FileIdentity | None = None
 
     @classmethod
-    def of(cls, prefix: Path) -> CorpusIdentity:
+    def of(cls, prefix: Path, tokens: str = ".bin") -> CorpusIdentity:
         """As they are now.
+
+        Args:
+            prefix: of the corpus.
+            tokens: suffix of the file that says what the tokens are.
 
         Raises:
             OSError: one cannot be looked at.
@@ -82,9 +87,8 @@ class CorpusIdentity:
         spans = None
         with contextlib.suppress(FileNotFoundError):
             spans = FileIdentity.of(spans_path(prefix).stat())
-        return cls(
-            idx=FileIdentity.of(idx_path(prefix).stat()), bin=FileIdentity.of(bin_path(prefix).stat()), spans=spans
-        )
+        bin_ = prefix.with_name(prefix.name + tokens)
+        return cls(idx=FileIdentity.of(idx_path(prefix).stat()), bin=FileIdentity.of(bin_.stat()), spans=spans)
 
 
 def sidecar_path(prefix: Path) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import megaresume.corpora.indexed as indexed
+import megaresume.corpora.index as index
 from megaresume.corpora import IndexedSource, range_of
 from megaresume.corpora.sidecar import cache_path, sidecar_path, write_tokenizer
 from megaresume.stream.errors import CorpusError
@@ -27,7 +27,7 @@ def no_scan(monkeypatch):
         def scan(*_: object) -> None:
             raise AssertionError("the index was scanned")
 
-        monkeypatch.setattr(indexed.IndexedSource, "_scan", scan)
+        monkeypatch.setattr(index.IndexedDocuments, "_scan", scan)
 
     return arm
 
@@ -84,14 +84,14 @@ def test_index_replaced_while_it_is_open(prefix, simple_corpus):
 
 def unwritable(monkeypatch, *directories: Path) -> None:
     """Like a read-only file system; permissions do not stop root, who runs CI."""
-    real = indexed.sidecar.write_json_atomically
+    real = index.sidecar.write_json_atomically
 
     def write(path: Path, data: object) -> None:
         if path.parent in directories:
             raise PermissionError(13, "Permission denied", str(path))
         real(path, data)
 
-    monkeypatch.setattr(indexed.sidecar, "write_json_atomically", write)
+    monkeypatch.setattr(index.sidecar, "write_json_atomically", write)
 
 
 def test_read_only_corpus_is_cached_for_the_user(prefix, monkeypatch, no_scan, cache_directory):
