@@ -8,12 +8,15 @@ nothing.
 
 from __future__ import annotations
 
+import math
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaresume.stream.errors import MegaresumeError
+from megaresume.stream.errors import MegaresumeError, UsageError
 from megaresume.stream.planning.kernel import DOCUMENT, SOURCE
 from megaresume.stream.stream import Stream
 
@@ -25,6 +28,25 @@ if TYPE_CHECKING:
 FARTHEST = 1 << 16
 #: bytes read ahead at first, doubled until they are what is allowed: the first batch waits for little besides its own.
 FIRST = 2 << 20
+
+
+def use_cache(sources: Iterable[object], directory: str | os.PathLike[str], *, gib: float) -> None:
+    """Have a directory on a local disk keep what is read of object stores.
+
+    Raises:
+        UsageError: nothing fits into it.
+    """
+    if not 0 < gib < math.inf:
+        raise UsageError(
+            "a cache of records has no room like this", found=f"cache_gib={gib}", expected="more than 0 GiB"
+        )
+    shards: list[Any] = [source for source in sources if hasattr(source, "place")]
+    if shards:
+        from megaresume.shards.disk import DiskCache
+
+        cache = DiskCache(Path(directory), int(gib * (1 << 30)))
+        for source in shards:
+            source.files.cache = cache
 
 
 class ReadAhead:

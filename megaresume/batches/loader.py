@@ -31,7 +31,7 @@ from typing import Literal
 import torch.distributed as dist
 import torch.utils.data
 
-from megaresume.batches.ahead import ReadAhead
+from megaresume.batches.ahead import ReadAhead, use_cache
 from megaresume.batches.assemble import FIELDS, Field
 from megaresume.batches.batch import Batch
 from megaresume.batches.dataset import StreamDataset, whole
@@ -122,9 +122,11 @@ class StreamLoader:
         balance: deal the samples of each global batch so that all ranks have as much to do; None: as they come.
         read_ahead: MiB of records of tar shards that are read before they are needed (by each worker); 0: none.
         requests: to an object store at a time (of each worker).
+        cache_dir: directory on a local disk that keeps records of shards on an object store; None: none are kept.
+        cache_gib: GiB that it may take.
 
     Raises:
-        UsageError: the global batch does not divide over the ranks, there is no such rank, or a number is negative.
+        UsageError: the global batch does not divide over the ranks, there is no such rank, or a number is too small.
     """
 
     def __init__(
@@ -147,6 +149,8 @@ class StreamLoader:
         balance: Balance | None = None,
         read_ahead: int = 64,
         requests: int = 10,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_gib: float = 100.0,
     ) -> None:
         self.stream = stream
         self.schedule = schedule
@@ -166,6 +170,8 @@ class StreamLoader:
                 expected="read_ahead of 0 MiB or more, and 1 request or more",
             )
         self.read_ahead, self.requests = read_ahead, requests
+        if cache_dir is not None:
+            use_cache(stream.sources, cache_dir, gib=cache_gib)
         #: what becomes of the last step if the stream ends within it, which is then said: see `indices`.
         self.at_end: AtEnd = "refuse"
         self.dataset = StreamDataset(stream, fields=fields, attention_mask=attention_mask, pad_id=pad_id)

@@ -66,6 +66,14 @@ class Loader:
     requests: int = setting(
         10, "requests to an object store at a time, of each process that reads", hosts="training", metavar="N"
     )
+    cache_dir: str | os.PathLike[str] | None = setting(
+        None,
+        "a directory on a local disk that keeps records of tar shards on an object store for later epochs and starts; "
+        "shared by the processes of a node",
+        hosts="training",
+        metavar="DIR",
+    )
+    cache_gib: float = setting(100.0, "GiB that it may take", hosts="training", metavar="GIB")
     start_method: Literal["fork", "spawn", "forkserver"] | None = setting(
         None, "how worker processes start; default: Python's", hosts="training"
     )

@@ -9,6 +9,7 @@ source.py       `ShardSource`: records as documents
 tar.py          members to records, and the damage that archives can have
 ahead.py        what comes next is read before it is needed
 files.py        range reads: local descriptors, object stores (remote.py)
+disk.py         records of object stores on a local disk, for the next epoch
 paths.py        braces, wildcards, URLs to a list of shards
 energon.py      ``.nv-meta`` of an Energon data set, and its field map
 """

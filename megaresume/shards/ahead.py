@@ -1,6 +1,6 @@
 """`Ahead`: places of shards that are read before they are needed, several requests at a time.
 
-    wanted, in the order of need -> neighbours joined -> requests -> threads -> bytes, until they are released
+    wanted, in the order of need -> neighbours joined -> threads: cache, request -> bytes, until they are released
 
 Nothing here can change what is read: a place that is not here, or whose request failed, is read by whoever needs it,
 who then meets the error. Local files are not read: the kernel is told what will be needed, and reads it into its cache.
@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megaresume.shards.files import Place, ShardFiles
@@ -147,20 +147,34 @@ class Ahead:
                     return places
 
     def _fetch(self, places: Sequence[Place]) -> None:
-        """One request; if it fails, for good, its places are done without bytes."""
-        first, start, stop = places[0], places[0].offset, max(place.stop for place in places)
-        data = b""
+        """What the cache has not, by one request; if it fails, for good, its places are done without bytes."""
+        files, path, missing = places[0].files, places[0].path, places
+        read: dict[Place, bytes] = {}
         try:
-            self._check(first)
-            data = first.files.read(first.path, start, stop - start)
+            self._check(places[0])
+            missing = [place for place in places if not self._kept(place)]
+            if missing:
+                start, stop = missing[0].offset, max(place.stop for place in missing)
+                data = files.read(path, start, stop - start)
+                read = {place: data[place.offset - start : place.stop - start] for place in missing}
         except Exception as error:  # noqa: BLE001  whatever it is: who needs the bytes must not wait for ever
             what = error.headline if isinstance(error, MegaresumeError) else repr(error)
             log.warning("megaresume: %s (read ahead; it is read again when it is needed)", what)
+        self._done(missing, read)
+        for place, data in read.items():
+            files.keep(path, place.offset, data)
+
+    def _kept(self, place: Place) -> bool:
+        data = place.files.kept(place.path, place.offset, place.nbytes)
+        if data is not None:
+            self._done([place], {place: data})
+        return data is not None
+
+    def _done(self, places: Sequence[Place], read: Mapping[Place, bytes]) -> None:
         with self._changed:
             for place in places:
                 if (entry := self._entries.get(place)) is not None:
-                    entry.done = True
-                    entry.data = data[place.offset - start : place.stop - start] if data else None
+                    entry.done, entry.data = True, read.get(place)
             self._changed.notify_all()
 
     def _check(self, place: Place) -> None:

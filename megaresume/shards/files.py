@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from megaresume.checkpoint.files import open_file
+from megaresume.shards.disk import DiskCache
 from megaresume.shards.remote import RemoteStore, is_url
 from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError
 
@@ -34,44 +35,41 @@ class ShardFiles:
 
     Args:
         max_open: local files kept open; the one that was not read for longest is closed first.
+        cache: keeps what is read of stores; None: nothing is kept.
     """
 
-    def __init__(self, max_open: int = MAX_OPEN) -> None:
+    def __init__(self, max_open: int = MAX_OPEN, cache: DiskCache | None = None) -> None:
         self.max_open = max_open
+        self.cache = cache
         #: has bytes that were read before they are needed, if a loader reads ahead.
         self.ahead: ReadBefore | None = None
         self._open: OrderedDict[str, _Descriptor] = OrderedDict()
-        self._checked: dict[str, int] = {}
+        #: what `identity` said of each shard.
+        self._checked: dict[str, str] = {}
         self._stores: dict[str, RemoteStore] = {}
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (ShardFiles, (self.max_open,))
+        return (ShardFiles, (self.max_open, self.cache))
 
     @property
     def num_open(self) -> int:
         """Descriptors held now."""
         return len(self._open)
 
-    def size(self, path: str) -> int:
-        """Bytes of a shard now.
+    def identity(self, path: str) -> str:
+        """Changes when the shard is written again: its bytes, a colon, and the time of change or what its store has.
 
         Raises:
             CorpusError: it is missing.
             SetupError: it cannot be reached, or not be read.
         """
         if is_url(path):
-            return self._store(path).size(path)
-        try:
-            return os.stat(local_path(path)).st_size
-        except OSError as error:
-            raise _cannot_open(path, error) from error
-
-    def identity(self, path: str) -> str:
-        """Changes when the shard is written again: size and time of change, or what the store has for it."""
-        if is_url(path):
             info = self._store(path).info(path)
-            stamp = next((str(info[key]) for key in ("ETag", "etag", "md5Hash", "LastModified") if key in info), "")
+            stamp = next(
+                (str(info[key]) for key in ("ETag", "etag", "md5Hash", "LastModified", "Last-Modified") if key in info),
+                "",
+            )
             return f"{info['size']}:{stamp}"
         try:
             stat = os.stat(local_path(path))
@@ -88,7 +86,8 @@ class ShardFiles:
         """
         if path in self._checked:
             return
-        found = self.size(path)
+        identity = self.identity(path)
+        found = int(identity.partition(":")[0])
         if found != size:
             raise CorpusError(
                 f"{path} is not the shard that the index was made of",
@@ -97,10 +96,21 @@ class ShardFiles:
                 cause="an interrupted copy" if found < size else "the shard was written again, or appended to",
                 action="put the shard back, or make the index again: megaresume prepare --overwrite",
             )
-        self._checked[path] = found
+        self._checked[path] = identity
+
+    def kept(self, path: str, offset: int, nbytes: int) -> bytes | None:
+        """What `keep` was given of a shard, which was checked; None: nothing."""
+        key = self._key(path, offset)
+        return None if self.cache is None or key is None else self.cache.get(key, nbytes)
+
+    def keep(self, path: str, offset: int, data: bytes) -> None:
+        """Have the cache keep these bytes of a shard, which was checked."""
+        key = self._key(path, offset)
+        if self.cache is not None and key is not None:
+            self.cache.put(key, data)
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
-        """Exactly ``nbytes`` bytes of a shard, by one range read.
+        """Exactly ``nbytes`` bytes of a shard, by one range read; the cache is not asked.
 
         Raises:
             CorpusError: it is missing, or shorter.
@@ -134,6 +144,11 @@ class ShardFiles:
     def scan(self, path: str, size: int) -> BlockFile:
         """The shard as a file to be read from front to back."""
         return BlockFile(lambda offset, nbytes: self.read(path, offset, nbytes), size, SCAN_BLOCK)
+
+    def _key(self, path: str, offset: int) -> str | None:
+        # What was written again is another file. Without a stamp nobody could tell.
+        size, _, stamp = self._checked.get(path, "").partition(":")
+        return f"{path} {size} {stamp} {offset}" if is_url(path) and stamp else None
 
     def _store(self, path: str) -> RemoteStore:
         protocol = path.partition("://")[0]

@@ -29,6 +29,8 @@ LONGEST_WAIT = 20.0
 PATIENCE = 60.0
 #: seconds between two warnings of attempts that failed.
 QUIET = 30.0
+#: of a store's client, if its configuration says nothing else: as many connections as anybody makes requests at a time.
+_OPTIONS: dict[str, dict[str, Any]] = {"s3": {"config_kwargs": {"max_pool_connections": 64}}}
 #: spreads the attempts of many readers that a busy store turned away. Its own, as Python's global random numbers are
 #: the training's.
 _JITTER = random.SystemRandom()
@@ -112,7 +114,10 @@ class RemoteStore:
         if self._opened is None or self._opened[0] != os.getpid():
             import fsspec
 
-            self._opened = (os.getpid(), fsspec.filesystem(self.protocol))
+            options = _OPTIONS.get(self.protocol, {})
+            configured = fsspec.config.conf.get(self.protocol, {})
+            options = {name: value for name, value in options.items() if name not in configured}
+            self._opened = (os.getpid(), fsspec.filesystem(self.protocol, **options))
         return self._opened[1]
 
     def _warn(self, url: str, what: str, state: tenacity.RetryCallState) -> None:

@@ -30,7 +30,8 @@ class FarServer:
         directory: of the files.
         latency: seconds before each answer.
         fault: of the number of the request, from 0, and the request: what is wrong with the answer. None: nothing;
-            ``short``: bytes are missing at the end; ``drop``: the connection is closed; a number: this HTTP status.
+            ``short``: bytes are missing at the end; ``long``: more bytes are announced than come; ``drop``: the
+            connection is closed; a number: this HTTP status.
     """
 
     directory: Path
@@ -105,8 +106,13 @@ class _Handler(BaseHTTPRequestHandler):
         status = fault if isinstance(fault, int) else (206 if found else 200) if path.is_file() else 404
         length = stop - start if status in (200, 206) else 0
         self.send_response(status)
-        self.send_header("Content-Length", str(length - (fault == "short")))
+        self.send_header("Content-Length", str(length - (fault == "short") + (fault == "long")))
         self.send_header("Accept-Ranges", "bytes")
+        if path.is_file():
+            self.send_header("ETag", f'"{path.stat().st_mtime_ns:x}"')
+        if fault == "long":
+            self.send_header("Connection", "close")
+            self.close_connection = True
         self.end_headers()
         if self.command == "GET" and length:
             with path.open("rb") as file:

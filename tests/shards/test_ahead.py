@@ -168,15 +168,32 @@ FAULTS = {
     "too many": lambda number, request: 429 if number % 4 == 2 else None,
     "cut": lambda number, request: "short" if number % 3 == 0 and request.method == "GET" else None,
     "gone": lambda number, request: "drop" if number % 5 == 3 else None,
+    "failing": lambda number, request: 500 if number % 4 == 1 else None,
+    "wrong length": lambda number, request: "long" if number % 4 == 3 and request.method == "GET" else None,
 }
 
 
+@pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_server_with_faults_changes_nothing_and_is_reported(shards, fault, caplog):
+def test_a_server_with_faults_changes_nothing_and_is_reported(shards, fault, cached, tmp_path, caplog):
+    options = {"cache_dir": tmp_path / "cache"} if cached else {}
     with serve(shards, fault=FAULTS[fault]) as far, caplog.at_level(logging.WARNING):
-        assert batches(shards, far.url) == batches(shards)
+        assert batches(shards, far.url, **options) == batches(shards)
+        assert batches(shards, far.url, **options) == batches(shards)
     assert fault == "gone" or ("tried again" in caplog.text and ".tar" in caplog.text)  # aiohttp connects again
     assert caplog.text.count("tried again") <= 2, "a few of many"
+
+
+@pytest.mark.parametrize("fault", ["busy", "cut", "wrong length"])
+def test_s3_with_faults_changes_nothing(shards, fault, monkeypatch, tmp_path):
+    s3fs = pytest.importorskip("s3fs")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    s3fs.S3FileSystem.clear_instance_cache()
+    with serve(tmp_path, fault=FAULTS[fault]) as far:  # a bucket "shards"
+        monkeypatch.setenv("AWS_ENDPOINT_URL", far.url)
+        assert batches(shards, "s3://shards", cache_dir=tmp_path / "cache", stop=4) == batches(shards, stop=4)
+        assert len({(r.name, r.start) for r in far.reads}) < len(far.reads)
 
 
 def test_what_stays_wrong_ends_the_run(shards, monkeypatch):

@@ -283,6 +283,8 @@ def attach(
         prefetch=loader.prefetch,
         read_ahead=loader.read_ahead,
         requests=loader.requests,
+        cache_dir=loader.cache_dir,
+        cache_gib=loader.cache_gib,
         start_method=loader.start_method,
         pin_memory=engine.device.type == "cuda" if loader.pin_memory is None else loader.pin_memory,
         fields=loader.fields,

@@ -13,6 +13,7 @@ trained samples are put together at every save, so that the state has all of the
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -64,6 +65,8 @@ class TrainingData(EngineData):
         prefetch: int,
         read_ahead: int,
         requests: int,
+        cache_dir: str | os.PathLike[str] | None,
+        cache_gib: float,
         start_method: StartMethod | None,
         pin_memory: bool,
         fields: Collection[Field],
@@ -81,6 +84,8 @@ class TrainingData(EngineData):
             "prefetch": prefetch,
             "read_ahead": read_ahead,
             "requests": requests,
+            "cache_dir": cache_dir,
+            "cache_gib": cache_gib,
             "start_method": start_method,
             "pin_memory": pin_memory,
             "fields": fields,
