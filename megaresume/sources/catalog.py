@@ -14,8 +14,8 @@ Every kind takes ``split`` ("969,30,1"). Further kinds: `register_kind`.
 
 from __future__ import annotations
 
-import importlib
 import os
+import pkgutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -191,10 +191,8 @@ def _open_python(options: Mapping[str, Any], name: str, base_dir: Path) -> objec
             action=f"correct source '{name}', or pass the object itself",
         )
     try:
-        function: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            function = getattr(function, part)
-    except (ImportError, AttributeError) as error:
+        function = pkgutil.resolve_name(str(factory))
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"the factory of source '{name}' cannot be imported",
             found=str(error),

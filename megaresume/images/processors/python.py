@@ -9,8 +9,8 @@ tried when the encoder is built (`megaresume.images.checks`). What an image cann
 
 from __future__ import annotations
 
-import importlib
 import json
+import pkgutil
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -90,14 +90,11 @@ class PythonProcessor(Options):
 
 
 def _factory(name: str) -> Any:
-    module, _, attribute = name.partition(":")
     try:
-        if not module or not attribute:
+        if ":" not in name:
             raise ImportError("no package.module:callable")
-        found: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             "the factory of the image processor cannot be imported",
             found=f"factory: {name!r} ({error})",
@@ -105,4 +102,3 @@ def _factory(name: str) -> Any:
             cause="a wrong name, or a module that is not on PYTHONPATH",
             action="correct processor.factory, or set PYTHONPATH",
         ) from error
-    return found
