@@ -35,6 +35,7 @@ trace/         the stream of a run planned again
 batches/       samples to batches
 patching/      scripts adapted by a codemod
 sources/       what a data config names, opened
+rows/          documents of text that stay in their raw files
 shards/        image-text records in tar shards
 images/        records to tokens and pixels
 corpora/       documents of text

@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="INPUT",
         help="a text file (.txt .md .rst), JSON lines (.jsonl .ndjson .json), either with .gz .bz2 .xz or .zst, "
-        "Parquet or Arrow (.parquet, .arrow), a directory of files, or one that Hugging Face's save_to_disk wrote; or "
+        "Parquet or Arrow (.parquet, .arrow), also at a URL ('s3://bucket/*.jsonl'); a directory of files, or "
+        "one that Hugging Face's save_to_disk wrote; or "
         "tar shards ('shards/pairs-{000000..000127}.tar', local or on an object store), a directory or "
         "metadataset.yaml of Energon",
     )
@@ -94,6 +95,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="make part K of N of the work, from 1, on one of several machines; the same command without --part, after "
         "all of them, merges",
     )
+    parser.add_argument(
+        "--index-only",
+        action="store_true",
+        help="write no .bin but OUTPUT.places: lengths and places alone; the inputs stay, and tokens are made of them "
+        "while they are trained on",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing corpus")
     parser.add_argument("--restart", action="store_true", help="discard what a killed run left, and start over")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
@@ -110,6 +117,9 @@ def run(args: argparse.Namespace) -> int:
     """
     from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
     from megaresume.corpora.prepare.documents import TextOptions
+    from megaresume.shards.files import ShardFiles
+    from megaresume.shards.paths import expand_shards
+    from megaresume.shards.remote import is_url
     from megaresume.stream.errors import UsageError
 
     if wants_shards(args, args.parser):
@@ -131,8 +141,11 @@ def run(args: argparse.Namespace) -> int:
         overwrite=args.overwrite,
         restart=args.restart,
         part=None if args.part is None else _part(args.part),
+        index_only=args.index_only,
+        store=ShardFiles(),
     )
-    summary = prepare(args.inputs, args.output, options)
+    inputs = [path for named in args.inputs for path in (expand_shards([named]) if is_url(named) else [named])]
+    summary = prepare(inputs, args.output, options)
     if args.json:
         json.dump(asdict(summary), sys.stdout, indent=1)
         print()
@@ -149,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
     resumed_note = (
         f", {summary.resumed_blocks} of {summary.blocks} blocks from an earlier run" if summary.resumed_blocks else ""
     )
-    made = f"{summary.prefix}.bin and .idx"
+    made = f"{summary.prefix}.{'places' if args.index_only else 'bin'} and .idx"
     if summary.part is not None:
         made = f"part {args.part} of {summary.prefix}, which the same command without --part merges"
     print(f"{made}: {summary.documents} documents, {summary.tokens} tokens ({summary.dtype})")

@@ -27,6 +27,7 @@ TEXT_ONLY = (
     "dtype",
     "block_bytes",
     "part",
+    "index_only",
     "chat",
     *CHAT_ONLY,
 )
@@ -81,11 +82,15 @@ def wants_shards(args: argparse.Namespace, parser: argparse.ArgumentParser) -> b
     Raises:
         UsageError: shards beside text, or a flag that does not hold for the inputs.
     """
+    from megaresume.corpora.prepare.inputs import is_text
     from megaresume.shards.paths import is_index, is_shards
     from megaresume.shards.remote import is_url
     from megaresume.sources.metadataset import is_metadataset
 
-    kinds = [is_shards(path) or is_index(path) or is_metadataset(path) or is_url(path) for path in args.inputs]
+    kinds = [
+        is_shards(path) or is_index(path) or is_metadataset(path) or (is_url(path) and not is_text(path))
+        for path in args.inputs
+    ]
     if any(kinds) and not all(kinds):
         raise UsageError(
             "shards and text in one prepare",

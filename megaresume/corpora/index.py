@@ -12,7 +12,7 @@ import functools
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
@@ -130,7 +130,7 @@ class IndexedDocuments(ABC):
         return SpanFile(path, data, documents=len(self), tokens=self.num_tokens)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_reopened, (type(self), self.prefix, self._identity))
+        return (reopened, (type(self), self.prefix, self._identity))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.prefix)!r}: {self._documents} documents, {self.num_tokens} tokens)"
@@ -340,7 +340,9 @@ class IndexedDocuments(ABC):
         )
 
 
-def _reopened(kind: type[IndexedDocuments], prefix: Path, identity: sidecar.CorpusIdentity) -> IndexedDocuments:
+def reopened(
+    kind: Callable[[Path], IndexedDocuments], prefix: Path, identity: sidecar.CorpusIdentity
+) -> IndexedDocuments:
     """The corpus that was pickled, not another one that has taken its place since.
 
     Raises:

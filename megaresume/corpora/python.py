@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaresume.corpora.base import DOCUMENT_MEMBERS, Source, is_document_source
-from megaresume.corpora.indexed import IndexedSource
+from megaresume.corpora.index import IndexedDocuments
 from megaresume.corpora.items import ItemNumbers
 from megaresume.corpora.scan import scan_fingerprint
 from megaresume.corpora.split import RangeSource
@@ -39,7 +39,7 @@ def as_source(thing: object, name: str = "source") -> Source:
     Raises:
         ConfigError: the object lacks a method.
     """
-    if isinstance(thing, IndexedSource | ItemNumbers | RangeSource | PythonSource) or is_document_source(thing):
+    if isinstance(thing, IndexedDocuments | ItemNumbers | RangeSource | PythonSource) or is_document_source(thing):
         return thing
     if hasattr(thing, "encoded"):  # else its images would be dropped without a word
         missing = [m for m in DOCUMENT_MEMBERS if not hasattr(thing, m)]

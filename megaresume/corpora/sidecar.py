@@ -96,18 +96,23 @@ def sidecar_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".megaresume.json")
 
 
+def cache_directory() -> Path | None:
+    """Of this user; None for one without a home."""
+    if base := os.environ.get("MEGARESUME_CACHE"):
+        return Path(base)
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "megaresume"
+    try:
+        return Path.home() / ".cache" / "megaresume"
+    except RuntimeError:  # a container that runs under a number that no user has
+        return None
+
+
 def cache_path(prefix: Path) -> Path | None:
     """The file that stands for it where the corpus cannot be written to; None for a user without a home."""
-    base = os.environ.get("MEGARESUME_CACHE")
-    if base:
-        directory = Path(base)
-    elif os.environ.get("XDG_CACHE_HOME"):
-        directory = Path(os.environ["XDG_CACHE_HOME"]) / "megaresume"
-    else:
-        try:
-            directory = Path.home() / ".cache" / "megaresume"
-        except RuntimeError:  # a container that runs under a number that no user has
-            return None
+    directory = cache_directory()
+    if directory is None:
+        return None
     key = xxhash.xxh3_64_hexdigest(os.fsencode(prefix.resolve()))
     return directory / f"{prefix.name}-{key}.json"
 

@@ -87,6 +87,8 @@ def range_of(source: Source, start: int, stop: int) -> RangeSource:
         return TokenRangeSource(source, start, stop)
     if is_document_source(source):
         return DocumentRangeSource(source, start, stop)
+    if hasattr(source, "place"):
+        return PlacedRangeSource(source, start, stop)
     return RangeSource(source, start, stop)
 
 
@@ -189,7 +191,16 @@ class TokenRangeSource(RangeSource):
         return self.source.token_starts(self._inner_ids(ids))
 
 
-class DocumentRangeSource(RangeSource):
+class PlacedRangeSource(RangeSource):
+    """A `RangeSource` over a source that knows where its documents lie."""
+
+    def place(self, i: int) -> Any:
+        """Where the bytes of document i of the range lie; None: the source does not say, or does not read it."""
+        place = getattr(self.source, "place", None)
+        return None if place is None else place(self._inner(i))
+
+
+class DocumentRangeSource(PlacedRangeSource):
     """A `RangeSource` over a source of image-text documents."""
 
     source: DocumentSource
@@ -223,11 +234,6 @@ class DocumentRangeSource(RangeSource):
     def encoded(self, i: int, key: Key) -> EncodedDocument:
         """Document i of the range; ``key`` has its number in the range."""
         return self.source.encoded(self._inner(i), key)
-
-    def place(self, i: int) -> Any:
-        """Where the bytes of document i of the range lie; None: the source does not say, or does not read it."""
-        place = getattr(self.source, "place", None)
-        return None if place is None else place(self._inner(i))
 
     def record(self, i: int) -> Any:
         """Document i of the range as it is stored, from a source that can tell."""

@@ -23,7 +23,7 @@ import numpy as np
 import xxhash
 
 from megaresume.corpora.image_text import EncodedDocument, EncodedImage, Fault, Key, Measure, Record
-from megaresume.corpora.prepare.tokenizers import ByteTokenizer, Tokenizer
+from megaresume.corpora.prepare.tokenizers import ByteTokenizer, Tokenizer, unpack_tokenizer
 from megaresume.images.augment import augmentation_from_options, augmentation_options
 from megaresume.images.checks import check_processor
 from megaresume.images.decode import ImageOptions, decode, size_of
@@ -31,7 +31,7 @@ from megaresume.images.pages import Part, Unit, Words, split_page
 from megaresume.images.processors import Grid, Pixels, processor_from_options
 from megaresume.images.processors.levels import Levels
 from megaresume.images.processors.pattern import pattern_of
-from megaresume.images.spec import check_spec, spec_from_options, unpack_tokenizer
+from megaresume.images.spec import check_spec, spec_from_options
 from megaresume.images.templates import Image, Missing, Piece, Text, template_from_options
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.schema import read

@@ -5,15 +5,12 @@ options in YAML (a tokenizer by path)  --spec_from_options-->  spec (the tokeniz
 
 from __future__ import annotations
 
-import base64
-import functools
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from megaresume.corpora.prepare.tokenizers import Tokenizer, read_tokenizer_file, tokenizer_from_content, vocabulary_of
+from megaresume.corpora.prepare.tokenizers import pack_tokenizer, read_tokenizer_file
 from megaresume.images.decode import ImageOptions
 from megaresume.images.processors import processor_from_options, processor_options
 from megaresume.images.processors.hugging_face import TransformersProcessor
@@ -81,31 +78,6 @@ def spec_from_options(options: object, base_dir: str | Path = ".") -> dict[str, 
         "template": template_options(template_from_options(said.template)),
         "processor": processor_options(processor_from_options(processor)),
     }
-
-
-def pack_tokenizer(content: bytes | None, name: str) -> dict[str, Any]:
-    """Plain JSON of what `read_tokenizer_file` returned."""
-    packed = None if content is None else base64.b64encode(zlib.compress(content, 6)).decode("ascii")
-    return {"name": name, "content": packed}
-
-
-def unpack_tokenizer(packed: Mapping[str, Any], eod_token: str | None) -> Tokenizer:
-    """The tokenizer that `pack_tokenizer` packed."""
-    return tokenizer_from_content(_unpacked(packed["content"]), packed["name"], eod_token=eod_token)
-
-
-def packed_vocabulary(packed: Mapping[str, Any]) -> str:
-    """`vocabulary_of` what `pack_tokenizer` packed, without building the tokenizer."""
-    return _packed_vocabulary(packed["content"])
-
-
-@functools.lru_cache(maxsize=4)  # the sources of a blend have one, as a rule
-def _packed_vocabulary(content: str | None) -> str:
-    return vocabulary_of(_unpacked(content))
-
-
-def _unpacked(content: str | None) -> bytes | None:
-    return None if content is None else zlib.decompress(base64.b64decode(content))
 
 
 def check_spec(spec: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from megaresume.checkpoint.files import open_file
 from megaresume.shards.disk import DiskCache
@@ -264,6 +264,12 @@ class BlockFile(io.RawIOBase):
         data = self.read_at(self._position, left if size is None or size < 0 else min(size, left))
         self._position += len(data)
         return data
+
+    def readinto(self, buffer: Any) -> int:
+        """As `read`, for what is buffered above it."""
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         """Bytes from a place, which must lie within the file; the position stays."""

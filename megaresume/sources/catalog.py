@@ -1,7 +1,8 @@
 """Opens what a data config names: source name -> ``{path, kind, split, ...}`` to source name -> source.
 
     kind        options
-    megatron    path (prefix, with or without .bin or .idx; relative to the data config); the default
+    megatron    path (prefix, with or without .bin or .idx; relative to the data config); the default. Of a corpus
+                without a .bin: inputs (directory or URL of its raw files, if it is not the one of the index)
     python      factory ("package.module:callable"), kwargs (mapping); or an object passed by name
 webdataset  index (``.shards.idx``), path (tar shards, where they are not where the index says), on_fault, too_long,
             max_tokens, augment, encoder: see `megaresume.shards`
@@ -21,17 +22,17 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.corpora.base import Source
-from megaresume.corpora.indexed import IndexedSource
 from megaresume.corpora.items import ItemNumbers
 from megaresume.corpora.python import as_source
 from megaresume.corpora.split import PARTS, Part, range_of, split_part
+from megaresume.rows import open_corpus
 from megaresume.sources.vocabularies import check_vocabularies
 from megaresume.stream.config import SOURCE_KEYS
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.schema import check_keys, near
 
 #: options that are paths, of all kinds.
-PATHS = ("path", "index", "encoder")
+PATHS = ("path", "index", "encoder", "inputs")
 #: keys of a source, whatever its kind.
 OF_EVERY_KIND = ("kind", "split", *SOURCE_KEYS)
 #: options of a source (without kind and split), its name, the directory that paths are relative to -> the source.
@@ -149,8 +150,8 @@ def _own_part(source: Source, parts: Mapping[str, tuple[int, int]], name: str, p
 
 
 def _open_megatron(options: Mapping[str, Any], name: str, base_dir: Path) -> object:
-    check_keys(options, ("path",), f"source '{name}'", OF_EVERY_KIND)
-    path = options.get("path")
+    check_keys(options, ("path", "inputs"), f"source '{name}'", OF_EVERY_KIND)
+    path, inputs = options.get("path"), options.get("inputs")
     if not isinstance(path, str | os.PathLike) or not str(path):
         raise ConfigError(
             f"source '{name}' has no path",
@@ -158,7 +159,9 @@ def _open_megatron(options: Mapping[str, Any], name: str, base_dir: Path) -> obj
             expected="path: the common part of the .bin and the .idx",
             action=f"add path to source '{name}'",
         )
-    return IndexedSource(base_dir / expanded(path))
+    if inputs is not None and "://" not in str(inputs):
+        inputs = base_dir / expanded(str(inputs))
+    return open_corpus(base_dir / expanded(path), inputs=None if inputs is None else str(inputs))
 
 
 def located(options: Mapping[str, Any], directory: Path) -> dict[str, Any]:

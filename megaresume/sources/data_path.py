@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
-from megaresume.corpora.indexed import IndexedSource
 from megaresume.corpora.layout import prefix_of
 from megaresume.corpora.split import Part, split_part
+from megaresume.rows import open_corpus
 from megaresume.stream.errors import ConfigError
 
 
@@ -103,7 +103,7 @@ def _is_number(word: str) -> bool:
 
 
 def _tokens(prefix: Path, split: str | None, part: Part) -> int:
-    source = IndexedSource(prefix)
+    source = open_corpus(prefix)
     if split is None:
         return source.num_tokens
     return split_part(source, split, part).fingerprint().tokens

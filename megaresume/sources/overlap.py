@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from megaresume.corpora.base import Source
-from megaresume.corpora.indexed import IndexedSource
+from megaresume.corpora.index import IndexedDocuments
 from megaresume.corpora.python import PythonSource
 from megaresume.corpora.split import RangeSource, range_of
 from megaresume.stream.errors import ConfigError
@@ -44,9 +44,8 @@ class Extent:
 def extent_of(source: object) -> Extent:
     """Where the documents of an opened source lie."""
     source, start, stop = _whole(source)
-    if isinstance(source, IndexedSource):
-        path = Path(f"{source.prefix}.bin")
-        return Extent(corpus=frozenset([_file(path)]), name=str(source.prefix), start=start, stop=stop)
+    if isinstance(source, IndexedDocuments):
+        return Extent(corpus=frozenset([_file(source.tokens_path)]), name=str(source.prefix), start=start, stop=stop)
     index = getattr(source, "index", None)
     if index is not None and hasattr(index, "shards"):
         from megaresume.shards.paths import resolved
@@ -138,7 +137,7 @@ def _shared(opened: object, print_: Fingerprint, known: dict[tuple[int, int], Fi
     parts = index.header["fingerprints"] if hasattr(index, "shards") else ()
     for first in {0, *(part["range"][0] for part in parts if part["range"][1] - part["range"][0] == count)}:
         shared: int = min(first + count, stop) - max(first, start)
-        if shared <= 0 or (isinstance(whole, IndexedSource) and whole.tokens_before(count) != print_.tokens):
+        if shared <= 0 or (isinstance(whole, IndexedDocuments) and whole.tokens_before(count) != print_.tokens):
             continue  # told without a scan
         if (first, count) not in known:
             known[first, count] = range_of(whole, first, first + count).fingerprint()

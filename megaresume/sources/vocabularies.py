@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megaresume.corpora.base import Source
-from megaresume.corpora.indexed import IndexedSource
+from megaresume.corpora.index import IndexedDocuments
 from megaresume.corpora.split import RangeSource
 from megaresume.stream.errors import ConfigError
 
@@ -41,7 +41,7 @@ def _vocabulary(source: Source) -> tuple[str, str] | None:
     """The hash of a source's vocabulary and, for people, its tokenizer; None: nobody knows."""
     while isinstance(source, RangeSource):
         source = source.source
-    if isinstance(source, IndexedSource):
+    if isinstance(source, IndexedDocuments):
         tokenizer = source.tokenizer
         if tokenizer is None or "vocabulary" not in tokenizer:
             return None
@@ -50,7 +50,7 @@ def _vocabulary(source: Source) -> tuple[str, str] | None:
 
 
 def _of_shards(source: Source) -> tuple[str, str] | None:
-    from megaresume.images.spec import packed_vocabulary
+    from megaresume.corpora.prepare.tokenizers import packed_vocabulary
     from megaresume.shards.source import ShardSource
 
     if not isinstance(source, ShardSource):

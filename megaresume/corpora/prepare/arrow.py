@@ -17,6 +17,21 @@ from megaresume.stream.errors import CorpusError, UsageError
 _FILE = b"ARROW1"
 #: where the stream begins that a file in the file format is, but for this start and the footer.
 _START = 8
+
+
+#: place of a record batch that cannot be read without others.
+NOT_ALONE = -1
+
+
+def read_schema(file: Any) -> Any:
+    """Of an Arrow file; the next message follows."""
+    from pyarrow import ipc
+
+    file.seek(0)
+    file.seek(_START if file.read(len(_FILE)) == _FILE else 0)
+    return ipc.read_schema(ipc.read_message(file))
+
+
 #: how a stream ends that is whole; pyarrow reads one that was cut between two batches as if it were.
 _END = b"\xff\xff\xff\xff\0\0\0\0"
 
@@ -53,10 +68,15 @@ class ArrowLines(TableLines):
         return int(self._source.tell())
 
     def _read(self) -> Iterator[bytes]:
+        # What a dictionary means stands elsewhere than in the batch.
+        alone = not any("dictionary<" in str(field.type) for field in self._reader.schema)
+        rows, at = 0, self._source.tell()
         for batch in self._reader:
             batch.validate(full=True)
+            self.chunks.append((rows, at if alone else NOT_ALONE))
             for start in range(0, batch.num_rows, ROWS):
                 yield self.lines(batch.slice(start, ROWS).select(self.columns))
+            rows, at = rows + batch.num_rows, self._source.tell()
         if self._source.tell() != self._end:
             raise load_pyarrow().ArrowInvalid("something follows its end, such as another file of Arrow")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 
 from megaresume.corpora.prepare.documents import Block, BlockReader, TextUnit
-from megaresume.corpora.prepare.encode import Encoder, EncoderSpec, Part, PartFiles, encode_in_worker, start_worker
+from megaresume.corpora.prepare.encode import BlockSpec, Encoder, Part, PartFiles, encode_in_worker, start_worker
 from megaresume.corpora.prepare.inputs import InputFile
 from megaresume.corpora.prepare.stretches import Stretch
 from megaresume.corpora.prepare.workers import run_in_processes
@@ -19,7 +19,7 @@ def make_parts(
     text_unit: TextUnit,
     size: int,
     stretches: Sequence[Stretch],
-    spec: EncoderSpec,
+    spec: BlockSpec,
     workers: int,
 ) -> tuple[dict[str, Part], int]:
     """All parts of some stretches by their names, in order, and how many of them were there already.
@@ -29,7 +29,7 @@ def make_parts(
         text_unit: what a document is in a text file.
         size: bytes a block holds at least.
         stretches: what to make.
-        spec: of the encoder.
+        spec: how.
         workers: processes.
 
     Raises:
@@ -57,7 +57,7 @@ def make_parts(
 
 
 def _blocks_to_do(
-    reader: BlockReader, stretch: Stretch, spec: EncoderSpec, parts: dict[str, Part], bar: Progress
+    reader: BlockReader, stretch: Stretch, spec: BlockSpec, parts: dict[str, Part], bar: Progress
 ) -> Iterator[tuple[str, Block]]:
     """Blocks that have no part yet; the parts that are there are added to ``parts``."""
     parts_files = PartFiles(spec.prefix)
@@ -80,7 +80,7 @@ def _blocks_to_do(
 
 
 def _encode_in_processes(
-    work: Iterator[tuple[str, Block]], parts: dict[str, Part], spec: EncoderSpec, workers: int, bar: Progress
+    work: Iterator[tuple[str, Block]], parts: dict[str, Part], spec: BlockSpec, workers: int, bar: Progress
 ) -> int:
     """Encode by worker processes; returns the number of blocks encoded. Errors come in the order of the input."""
     names: deque[tuple[str, int]] = deque()

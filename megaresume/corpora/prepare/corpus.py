@@ -9,6 +9,7 @@ until the corpus is complete. Several machines can make parts of it first, each 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,14 +20,16 @@ from typing import Any
 import numpy as np
 
 from megaresume.corpora.layout import DTYPES, bin_path, idx_path, prefix_of
+from megaresume.corpora.places import places_path
 from megaresume.corpora.prepare.blocks import make_parts
 from megaresume.corpora.prepare.chat import ChatOptions, with_conversations
-from megaresume.corpora.prepare.documents import TextOptions, TextUnit, block_bytes
-from megaresume.corpora.prepare.encode import SHOWN, EncoderSpec, Part, PartFiles, disk_error
-from megaresume.corpora.prepare.inputs import Format, InputFile, find_inputs
+from megaresume.corpora.prepare.documents import TextOptions, TextUnit, block_bytes, unit_of
+from megaresume.corpora.prepare.encode import SHOWN, BlockSpec, Part, PartFiles, disk_error
+from megaresume.corpora.prepare.inputs import Format, InputFile, Store, find_inputs
 from megaresume.corpora.prepare.merge import merge_parts
 from megaresume.corpora.prepare.stretches import check_part, cut
 from megaresume.corpora.prepare.tokenizers import Tokenizer, read_tokenizer_file, tokenizer_from_content
+from megaresume.corpora.prepare.tokens import EncoderSpec, library_versions
 from megaresume.corpora.prepare.workers import check_workers
 from megaresume.corpora.sidecar import sidecar_path
 from megaresume.corpora.spans import spans_path
@@ -68,6 +71,10 @@ class PrepareOptions:
     restart: bool = False
     #: (K, N): only the parts of stretch K of N, from 1, for a run without it to merge.
     part: tuple[int, int] | None = None
+    #: no .bin: lengths and places alone; tokens are made when they are read.
+    index_only: bool = False
+    #: reads inputs that are URLs.
+    store: Store | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,8 +102,10 @@ class PrepareSummary:
     linked_twice: list[str]
     #: UTF-8 bytes of the documents.
     text_bytes: int
-    #: size of the .bin; None: not merged yet.
+    #: size of the .bin; None: not merged yet, or none.
     bin_bytes: int | None
+    #: size of the .places, if it is all that was asked for; None: not merged yet, or none.
+    places_bytes: int | None
     #: (K, N), if that was all.
     part: tuple[int, int] | None
     dtype: str
@@ -111,7 +120,7 @@ class PrepareSummary:
 
 
 def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOptions) -> PrepareSummary:
-    """Build ``OUTPUT.bin``, ``OUTPUT.idx`` and ``OUTPUT.megaresume.json``.
+    """Build ``OUTPUT.bin`` (or ``OUTPUT.places``), ``OUTPUT.idx`` and ``OUTPUT.megaresume.json``.
 
     Args:
         inputs: files and directories, in order.
@@ -133,9 +142,9 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
             expected="a path without .bin and .idx, such as corpora/web",
             action="give the files a name",
         )
-    found = find_inputs(inputs, glob=options.glob, format=options.format)
+    found = find_inputs(inputs, glob=options.glob, format=options.format, store=options.store)
     # --output may lie in a directory that is read
-    files = [file for file in found.files if not _is_output(file.path, prefix)]
+    files = [file for file in found.files if file.url or not _is_output(file.path, prefix)]
     content, name = read_tokenizer_file(options.tokenizer)
     tokenizer = tokenizer_from_content(content, name, eod_token=options.eod_token)
     dtype = _dtype(options.dtype, tokenizer)
@@ -148,7 +157,6 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
             action="name it: --eod-token TEXT, or leave it out: --no-append-eod",
         )
     spec = EncoderSpec(
-        prefix=prefix,
         tokenizer=content,
         tokenizer_name=name,
         eod_token=options.eod_token,
@@ -170,15 +178,18 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
     workers = _workers(options.workers, sum(stretch.size for stretch in stretches), size)
     try:
         with parts_files.locked(plan, restart=options.restart, machine=machine):
-            made, resumed = make_parts(files, options.text_unit, size, stretches, spec, workers)
+            blocks = BlockSpec(prefix=prefix, encoder=spec, index_only=options.index_only)
+            made, resumed = make_parts(files, options.text_unit, size, stretches, blocks, workers)
             parts = list(made.values())
             if options.part is None:
                 _check_not_empty(parts, files)
+                raw = _raw(files, spec, options) if options.index_only else None
                 with progress("writing the corpus", sum(p.tokens * p.token_bytes for p in parts), "B") as bar:
-                    merge_parts(prefix, parts_files, made, dtype, _identity(tokenizer, spec), bar.update)
+                    merge_parts(prefix, parts_files, made, dtype, _identity(tokenizer, spec), bar.update, raw=raw)
                 parts_files.remove()
     except OSError as error:
         raise disk_error(prefix.parent, error) from error
+    unmerged = options.part is not None
     return PrepareSummary(
         prefix=str(prefix),
         files=len(files),
@@ -193,7 +204,8 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
         first_left_out=[why for part in parts for why in part.first_left_out][:SHOWN],
         linked_twice=[str(path) for path in found.linked_twice],
         text_bytes=sum(p.text_bytes for p in parts),
-        bin_bytes=bin_path(prefix).stat().st_size if options.part is None else None,
+        bin_bytes=None if unmerged or options.index_only else bin_path(prefix).stat().st_size,
+        places_bytes=None if unmerged or not options.index_only else places_path(prefix).stat().st_size,
         part=options.part,
         dtype=dtype,
         tokenizer=name,
@@ -218,7 +230,7 @@ def _machines(parts_files: PartFiles, options: PrepareOptions) -> int:
 
 def _is_output(path: Path, prefix: Path) -> bool:
     directory = PartFiles(prefix).directory
-    outputs = (bin_path(prefix), idx_path(prefix), sidecar_path(prefix), spans_path(prefix))
+    outputs = (bin_path(prefix), idx_path(prefix), sidecar_path(prefix), spans_path(prefix), places_path(prefix))
     # Names first: resolving the links of every input takes longer than reading it.
     if directory.name in path.parts:
         return directory.resolve() in path.resolve().parents
@@ -250,9 +262,9 @@ def _dtype(wanted: str, tokenizer: Tokenizer) -> str:
 def _check_output(prefix: Path, parts_files: PartFiles, *, overwrite: bool) -> None:
     if overwrite:
         return
-    for path in (idx_path(prefix), bin_path(prefix)):
+    for path in (idx_path(prefix), bin_path(prefix), places_path(prefix)):
         # A .bin without an .idx beside our parts is our own: we were killed between the two.
-        if path.exists() and not (path.suffix == ".bin" and parts_files.directory.exists()):
+        if path.exists() and not (path.suffix != ".idx" and parts_files.directory.exists()):
             raise UsageError(
                 f"{path} exists",
                 found="a corpus, or a part of one",
@@ -292,7 +304,25 @@ def _plan(
         "invalid": spec.text.invalid,
         "bad_lines": spec.text.bad_lines,
         "block_bytes": size,
+        "index_only": options.index_only,
     }
+
+
+def _raw(files: Sequence[InputFile], spec: EncoderSpec, options: PrepareOptions) -> dict[str, Any]:
+    """What a .places says besides places."""
+    names = [file.url or os.path.abspath(file.path) for file in files]
+    # The paths are below it also if it is another one: the files may lie elsewhere when they are read.
+    root = "/".join(os.path.commonprefix([name.split("/")[:-1] for name in names]))  # noqa: RUF071 - of lists
+    inputs = [
+        {
+            "path": name.removeprefix(f"{root}/"),
+            "format": file.format,
+            "unit": unit_of(file, options.text_unit),
+            "size": file.size,
+        }
+        for name, file in zip(names, files, strict=True)
+    ]
+    return {"encoder": spec.to_json(), "made_with": library_versions(), "root": root, "inputs": inputs}
 
 
 def _identity(tokenizer: Tokenizer, spec: EncoderSpec) -> dict[str, Any]:

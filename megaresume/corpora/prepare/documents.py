@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import codecs
 import json
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any, Literal
 
 from megaresume.corpora.prepare.conversations.encode import ConversationOptions
@@ -67,42 +69,58 @@ def documents_of(piece: Piece, options: TextOptions) -> Iterator[str | Conversat
     Raises:
         CorpusError: naming file and line: not UTF-8, not JSON, no such key, not a text, no conversation.
     """
-    data = piece.data
-    # Only at the start of a file is it a mark; elsewhere U+FEFF is a character.
-    if piece.line == 0 and data.startswith(codecs.BOM_UTF8):
-        data = data[len(codecs.BOM_UTF8) :]
-    if piece.unit == "file":
-        yield _decode(data, piece, 1, options)
-        return
-    if piece.unit == "paragraph":
-        yield from _paragraphs(data, piece, options)
-        return
-    for number, line in enumerate(data.split(b"\n"), piece.line + 1):
-        if not line.strip():
+    for start, stop, number in _bounds(piece):
+        data = piece.data[start:stop]
+        if piece.unit == "jsonl":
+            try:
+                yield _json_document(data, piece, number, options)
+            except BadLine as error:
+                yield left_out(error, options)
             continue
         if piece.unit == "line":
-            yield _decode(line.removesuffix(b"\r"), piece, number, options)
-            continue
-        try:
-            yield _json_document(line, piece, number, options)
-        except BadLine as error:
-            yield left_out(error, options)
+            data = data.removesuffix(b"\r")
+        elif piece.unit == "paragraph":
+            data = b"\n".join(line.removesuffix(b"\r") for line in data.split(b"\n"))
+        yield _decode(data, piece, number, options)
+
+
+def places_of(piece: Piece) -> Iterator[tuple[int, int]]:
+    """Where each document of `documents_of` lies in its file: ``at`` and ``extent`` of `PLACE`."""
+    for start, stop, number in _bounds(piece):
+        if piece.chunks:
+            first, chunk = piece.chunks[bisect_right(piece.chunks, number - 1, key=itemgetter(0)) - 1]
+            yield chunk, number - 1 - first
+        else:
+            yield piece.offset + start, stop - start
+
+
+def _bounds(piece: Piece) -> Iterator[tuple[int, int, int]]:
+    """First byte of each document, the one after its last, and its first line, from 1."""
+    data = piece.data
+    # Only at the start of a file is it a mark; elsewhere U+FEFF is a character.
+    start = len(codecs.BOM_UTF8) if piece.line == 0 and data.startswith(codecs.BOM_UTF8) else 0
+    if piece.unit == "file":
+        yield start, len(data), 1
+        return
+    first, end = None, 0
+    for number, line in enumerate(data[start:].split(b"\n"), piece.line + 1):
+        stop = start + len(line)
+        if piece.unit != "paragraph":
+            if line.strip():
+                yield start, stop, number
+        elif line.strip():
+            first = first or (start, number)
+            end = stop
+        elif first:
+            yield first[0], end, first[1]
+            first = None
+        start = stop + 1
+    if first:
+        yield first[0], end, first[1]
 
 
 #: for an action.
 _LEAVE_OUT = "leave such lines out and count them: --bad-lines skip"
-
-
-def _paragraphs(data: bytes, piece: Piece, options: TextOptions) -> Iterator[str | LeftOut]:
-    lines: list[bytes] = []
-    first = piece.line + 1
-    for number, line in enumerate([*data.split(b"\n"), b""], piece.line + 1):
-        if line.strip():
-            first = first if lines else number
-            lines.append(line.removesuffix(b"\r"))
-        elif lines:
-            yield _decode(b"\n".join(lines), piece, first, options)
-            lines = []
 
 
 def left_out(error: BadLine, options: TextOptions) -> LeftOut:
@@ -276,6 +294,12 @@ class Piece:
     #: lines of the file before it.
     line: int
     data: bytes
+    #: which of the inputs.
+    file: int = 0
+    #: decompressed bytes of the file before it.
+    offset: int = 0
+    #: of a table: first row, from 0, and place of each row group, or record batch, that it has a row of.
+    chunks: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -339,7 +363,10 @@ class BlockReader:
             data = self._read_documents(self._stream, unit, wanted)
             raw_bytes += self._stream.raw_position() - raw_before
             if data or unit == "file":  # an empty file is an empty document
-                pieces.append(Piece(name=str(file.path), unit=unit, line=self._at.line, data=data))
+                at = self._at
+                chunks = self._stream.chunks_from(at.line)
+                piece = Piece(name=file.name, unit=unit, line=at.line, data=data, file=at.file, offset=at.offset)
+                pieces.append(replace(piece, chunks=chunks) if chunks else piece)
                 size += len(data)
             if unit == "file" or not data:
                 self.close()
@@ -390,7 +417,7 @@ class BlockReader:
 def _check_size(data: bytes, stream: InputStream, line: int) -> None:
     if len(data) > MAX_DOCUMENT_BYTES:
         raise CorpusError(
-            f"{stream.file.path} has a document that is too large",
+            f"{stream.file.name} has a document that is too large",
             found=f"more than {MAX_DOCUMENT_BYTES} bytes, after line {line}",
             expected=f"documents of at most {MAX_DOCUMENT_BYTES} bytes",
             cause="a text file with many documents, or one without line breaks",

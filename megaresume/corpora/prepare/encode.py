@@ -2,34 +2,28 @@
 
 Parts are finished blocks of a text corpus in the `WorkDirectory`, by names that `Stretch.name` gives. A part is a
 line of JSON, then int32[documents] lengths; of conversations int32[documents] spans of each, and int32[spans, 2], as in
-`megaresume.corpora.spans`; then the tokens. It holds the position in the input where the next block starts, so that
-finished blocks need not be read again.
+`megaresume.corpora.spans`; then the tokens, or, of an index alone, the `PLACE` of each document. It holds the position
+in the input where the next block starts, so that finished blocks need not be read again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain, groupby, repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.corpora.prepare.conversations.encode import ConversationEncoder
-from megaresume.corpora.prepare.conversations.rows import BadRow, Conversation
-from megaresume.corpora.prepare.documents import (
-    Block,
-    LeftOut,
-    Position,
-    TextOptions,
-    bad_conversation,
-    documents_of,
-    left_out,
-)
-from megaresume.corpora.prepare.tokenizers import HuggingFaceTokenizer, Tokenizer, tokenizer_from_content
+from megaresume.corpora.places import PLACE, checksum
+from megaresume.corpora.prepare.arrow import NOT_ALONE
+from megaresume.corpora.prepare.conversations.rows import Conversation
+from megaresume.corpora.prepare.documents import Block, LeftOut, Position, documents_of, places_of
+from megaresume.corpora.prepare.tokens import DocumentEncoder, EncoderSpec
 from megaresume.corpora.prepare.workdir import WorkDirectory
-from megaresume.stream.errors import CorpusError, SetupError
+from megaresume.stream.errors import CorpusError, SetupError, UsageError
 
 #: documents that are left out of which a part says where they are.
 SHOWN = 3
@@ -62,6 +56,8 @@ class Part:
     end: Position
     #: bytes of a token.
     token_bytes: int
+    #: files of the input, by number, and documents of each; None: it holds tokens, not places.
+    places: list[list[int]] | None
     #: xxh3_64 of the arrays, 16 hex digits.
     hash: str
 
@@ -97,6 +93,7 @@ class PartFiles(WorkDirectory):
         spans: SpansOfPart | None,
         *,
         end: Position,
+        places: list[list[int]] | None = None,
         **counts: Any,
     ) -> Part:
         """Write a part: all of it or nothing.
@@ -104,15 +101,16 @@ class PartFiles(WorkDirectory):
         Args:
             name: of the block.
             lengths: tokens of each document, int32[documents].
-            tokens: of all documents, in the type of the corpus.
+            tokens: of all documents, in the type of the corpus; or their `PLACE`, if ``places`` are given.
             spans: of conversations, which tokens are trained.
             end: where the next block starts.
+            places: as in `Part`.
             counts: the other fields of `Part`.
 
         Raises:
             OSError: it cannot be written.
         """
-        sizes = {"documents": len(lengths), "tokens": len(tokens), "token_bytes": tokens.dtype.itemsize, **counts}
+        sizes = {"documents": len(lengths), "tokens": int(lengths.sum(dtype=np.int64)), "places": places, **counts}
         sizes |= {"spans": None, "trained": None} if spans is None else spans.sizes()
         arrays = (lengths, tokens) if spans is None else (lengths, spans.counts, spans.spans, tokens)
         found = self.write(name, {**sizes, "end": asdict(end)}, arrays)
@@ -124,7 +122,7 @@ class PartFiles(WorkDirectory):
         return None if head is None else _part(head)
 
     def read_part(self, name: str) -> tuple[npt.NDArray[np.int32], SpansOfPart | None, bytes]:
-        """Lengths, spans and tokens of a finished part.
+        """Lengths, spans and tokens of a finished part; or lengths, spans and places.
 
         Raises:
             CorpusError: it is damaged; it is removed, so that a rerun makes it again.
@@ -146,7 +144,8 @@ def _part(head: Mapping[str, Any]) -> Part:
 def _body_bytes(head: Mapping[str, Any]) -> int:
     part = _part(head)
     spans = 0 if part.spans is None else 4 * part.documents + 8 * part.spans
-    return 4 * part.documents + spans + part.token_bytes * part.tokens
+    rest = part.token_bytes * part.tokens if part.places is None else PLACE.itemsize * part.documents
+    return 4 * part.documents + spans + rest
 
 
 #: texts tokenized at once.
@@ -155,45 +154,23 @@ MAX_TOKENS = (1 << 31) - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EncoderSpec:
-    """What a worker needs to build an `Encoder`: the content of the tokenizer, not its path, which may change."""
+class BlockSpec:
+    """What a worker needs to know to make parts."""
 
+    #: of the corpus.
     prefix: Path
-    tokenizer: bytes | None
-    tokenizer_name: str
-    eod_token: str | None
-    append_eod: bool
-    #: name of the dtype of the corpus.
-    dtype: str
-    text: TextOptions
-
-
-class _Made(NamedTuple):
-    """A document."""
-
-    #: its tokens, and the end of document.
-    arrays: tuple[npt.NDArray[Any], ...]
-    text_bytes: int
-    #: None: every token is trained.
-    spans: list[tuple[int, int]] | None = None
-    shortened: bool = False
+    encoder: EncoderSpec
+    #: parts hold places, not tokens.
+    index_only: bool = False
 
 
 class Encoder:
     """Encodes blocks."""
 
-    def __init__(self, spec: EncoderSpec) -> None:
+    def __init__(self, spec: BlockSpec) -> None:
         self._spec = spec
         self._files = PartFiles(spec.prefix)
-        self._tokenizer: Tokenizer = tokenizer_from_content(
-            spec.tokenizer, spec.tokenizer_name, eod_token=spec.eod_token
-        )
-        dtype = np.dtype(spec.dtype)
-        self._eod = np.array([self._tokenizer.eod], dtype) if spec.append_eod else np.zeros(0, dtype)
-        self._conversations: ConversationEncoder | None = None
-        if spec.text.conversations is not None:
-            assert isinstance(self._tokenizer, HuggingFaceTokenizer), "a chat template needs special tokens"
-            self._conversations = ConversationEncoder(spec.text.conversations, self._tokenizer, self._eod)
+        self._documents = DocumentEncoder(spec.encoder)
 
     def encode(self, name: str, block: Block) -> Part:
         """Write the part of a block.
@@ -202,24 +179,29 @@ class Encoder:
             CorpusError: the input is damaged, or a document has too many tokens.
             SetupError: the part cannot be written.
         """
+        dtype = self._spec.encoder.dtype
         arrays: list[npt.NDArray[Any]] = []
         lengths: list[int] = []
         spans: list[list[tuple[int, int]]] = []
+        places: list[tuple[int, int, int, int]] = []
         counts = dict.fromkeys(("empty", "text_bytes", "too_long", "shortened"), 0)
         omitted: list[LeftOut] = []
-        for documents in self._batches(block):
-            for made in self._encode(documents):
-                if isinstance(made, LeftOut):
-                    omitted.append(made)
-                elif isinstance(made, str):
-                    counts[made] += 1
-                else:
+        made_of = chain.from_iterable(map(self._documents.encode, self._batches(block)))
+        for made, place in zip(made_of, self._places(block), strict=False):
+            if isinstance(made, LeftOut):
+                omitted.append(made)
+            elif isinstance(made, str):
+                counts[made] += 1
+            else:
+                lengths.append(sum(map(len, made.arrays)))
+                counts["text_bytes"] += made.text_bytes
+                counts["shortened"] += made.shortened
+                if made.spans is not None:
+                    spans.append(made.spans)
+                if place is None:
                     arrays += made.arrays
-                    lengths.append(sum(map(len, made.arrays)))
-                    counts["text_bytes"] += made.text_bytes
-                    counts["shortened"] += made.shortened
-                    if made.spans is not None:
-                        spans.append(made.spans)
+                else:
+                    places.append((*place, checksum(made.tokens(dtype))))
         if lengths and max(lengths) > MAX_TOKENS:
             raise CorpusError(
                 f"a document of {block.pieces[0].name} has too many tokens",
@@ -227,15 +209,17 @@ class Encoder:
                 expected=f"at most {MAX_TOKENS}: Megatron's index holds lengths as int32",
                 action="cut the document",
             )
-        tokens_of_all = np.zeros(0, self._spec.dtype)
-        if arrays:
-            tokens_of_all = np.concatenate(arrays, dtype=self._spec.dtype, casting="unsafe")
+        body = np.array([place[1:] for place in places], PLACE)
+        if not self._spec.index_only:
+            body = np.concatenate(arrays, dtype=dtype, casting="unsafe") if arrays else np.zeros(0, dtype)
         try:
             return self._files.write_part(
                 name,
                 np.array(lengths, "<i4"),
-                tokens_of_all,
-                None if self._conversations is None else SpansOfPart.of(spans),
+                body,
+                None if self._spec.encoder.text.conversations is None else SpansOfPart.of(spans),
+                places=_runs([place[0] for place in places]) if self._spec.index_only else None,
+                token_bytes=np.dtype(dtype).itemsize,
                 skipped=sum(entry.option == "invalid" for entry in omitted),
                 bad_lines=sum(entry.option == "bad_lines" for entry in omitted),
                 first_left_out=[entry.why for entry in omitted[:SHOWN]],
@@ -246,36 +230,35 @@ class Encoder:
         except OSError as error:
             raise disk_error(self._files.directory, error) from error
 
-    def _encode(self, documents: Sequence[str | Conversation | LeftOut]) -> Iterator[_Made | LeftOut | str]:
-        """Each document; why it is left out; or the count that it goes to."""
-        kept = [document for document in documents if not isinstance(document, LeftOut)]
-        made = iter(self._texts(kept) if self._conversations is None else self._chats(kept, self._conversations))
-        for document in documents:
-            yield document if isinstance(document, LeftOut) else next(made)
-
-    def _texts(self, texts: Sequence[Any]) -> Iterator[_Made | str]:
-        for text, tokens in zip(texts, self._tokenizer.encode_batch(texts), strict=True):
-            size = len(text) if text.isascii() else len(text.encode())
-            yield _Made((tokens, self._eod), size) if len(tokens) else "empty"
-
-    def _chats(self, chats: Sequence[Any], encoder: ConversationEncoder) -> Iterator[_Made | LeftOut | str]:
-        for chat, found in zip(chats, encoder.encode_batch(chats), strict=True):
-            if isinstance(found, BadRow):
-                yield left_out(bad_conversation(chat.where, found), self._spec.text)
-            elif found is None:
-                yield "too_long"
-            else:
-                yield _Made((found.tokens,), found.text_bytes, found.spans, found.shortened)
-
     def _batches(self, block: Block) -> Iterator[list[str | Conversation | LeftOut]]:
         batch: list[str | Conversation | LeftOut] = []
         for piece in block.pieces:
-            for document in documents_of(piece, self._spec.text):
+            for document in documents_of(piece, self._spec.encoder.text):
                 batch.append(document)
                 if len(batch) == BATCH:
                     yield batch
                     batch = []
         yield batch
+
+    def _places(self, block: Block) -> Iterator[tuple[int, int, int] | None]:
+        """File, and place in it, of each document, also of those that are left out; None: nobody asked."""
+        if not self._spec.index_only:
+            yield from repeat(None)
+        for piece in block.pieces:
+            for at, extent in places_of(piece):
+                if at == NOT_ALONE:
+                    raise UsageError(
+                        f"{piece.name} has columns that are dictionaries",
+                        found="record batches that cannot be read one by one",
+                        expected="columns of plain values, for --index-only",
+                        action="prepare it without --index-only, or write it as Parquet",
+                    )
+                yield piece.file, at, extent
+
+
+def _runs(files: Sequence[int]) -> list[list[int]]:
+    """Each number that is there, and how often."""
+    return [[file, len(list(same))] for file, same in groupby(files)]
 
 
 def disk_error(path: Path, error: OSError) -> SetupError:
@@ -295,10 +278,10 @@ def disk_error(path: Path, error: OSError) -> SetupError:
 
 
 _encoder: Encoder | None = None
-_spec: EncoderSpec | None = None
+_spec: BlockSpec | None = None
 
 
-def start_worker(spec: EncoderSpec) -> None:
+def start_worker(spec: BlockSpec) -> None:
     """Initialise a worker process; the tokenizer is built with the first block."""
     global _spec
     _spec = spec

@@ -11,13 +11,15 @@ import io
 import lzma
 import os
 import zlib
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from operator import itemgetter
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, Protocol
 
 from megaresume.corpora.prepare.arrow import ArrowLines, saved_dataset
 from megaresume.corpora.prepare.binary import HEAD_BYTES, check_text
@@ -123,6 +125,22 @@ COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 TABLES: dict[str, type[ParquetLines | ArrowLines]] = {".parquet": ParquetLines, ".arrow": ArrowLines}
 
 
+class Store(Protocol):
+    """What reads object stores: `megaresume.shards.files.ShardFiles`."""
+
+    def size(self, path: str) -> int:
+        """Bytes of a file."""
+        ...
+
+    def identity(self, path: str) -> str:
+        """Changes when the file is written again."""
+        ...
+
+    def scan(self, path: str, size: int) -> io.RawIOBase:
+        """The file, to be read."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputFile:
     """One file of the input."""
@@ -131,7 +149,16 @@ class InputFile:
     format: Format
     #: as on disk.
     size: int
-    mtime_ns: int
+    mtime_ns: int = 0
+    #: on an object store: its URL, what the store says that changes if it is written again, and what reads it.
+    url: str | None = None
+    identity: str = ""
+    store: Store | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def name(self) -> str:
+        """For people, and to find it again."""
+        return self.url or str(self.path)
 
     @property
     def compressed(self) -> bool:
@@ -140,7 +167,8 @@ class InputFile:
 
     def to_dict(self) -> dict[str, object]:
         """What tells, on a rerun, that it is still the same file; plain JSON."""
-        return {"path": str(self.path), "format": self.format, "size": self.size, "mtime_ns": self.mtime_ns}
+        changes = {"mtime_ns": self.mtime_ns} if self.url is None else {"identity": self.identity}
+        return {"path": self.name, "format": self.format, "size": self.size, **changes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +180,9 @@ class Inputs:
     linked_twice: list[Path]
 
 
-def find_inputs(paths: Sequence[str | Path], *, glob: str = "**/*", format: Format | None = None) -> Inputs:
+def find_inputs(
+    paths: Sequence[str | Path], *, glob: str = "**/*", format: Format | None = None, store: Store | None = None
+) -> Inputs:
     """Files in the order given; the files of a directory that match, sorted by their path in it.
 
     In a directory, whatever has no suffix of JSON lines is text: source code is. Names that begin with a dot are
@@ -162,14 +192,18 @@ def find_inputs(paths: Sequence[str | Path], *, glob: str = "**/*", format: Form
         paths: files and directories.
         glob: for directories, with ``**`` for any depth.
         format: for all files, whatever their names.
+        store: reads URLs.
 
     Raises:
         UsageError: nothing there, an unknown suffix, a directory without a match.
         CorpusError: a link that leads nowhere, a directory that cannot be read.
     """
     inputs, linked_twice = [], []
-    for path in map(Path, paths):
-        if path.is_dir():
+    for named in paths:
+        path = Path(named)
+        if store is not None and "://" in str(named):
+            inputs.append(remote_input(str(named), format or _known_format(path), store))
+        elif path.is_dir():
             saved = saved_dataset(path)
             files, twice = (saved, []) if saved is not None else files_below(path, glob)
             linked_twice += twice
@@ -182,15 +216,7 @@ def find_inputs(paths: Sequence[str | Path], *, glob: str = "**/*", format: Form
                 )
             inputs += [_input(file, format or _format(file) or "text") for file in files]
         elif path.is_file():
-            known = format or _format(path)
-            if known is None:
-                raise UsageError(
-                    f"{path} has an unknown suffix",
-                    found=repr("".join(path.suffixes)),
-                    expected=f"one of {', '.join(FORMATS)}, alone or with {', '.join(COMPRESSIONS)}",
-                    action="say what it is: --format text or --format jsonl",
-                )
-            inputs.append(_input(path, known))
+            inputs.append(_input(path, format or _known_format(path)))
         else:
             raise UsageError(
                 f"{path} does not exist",
@@ -219,17 +245,13 @@ class InputStream:
 
     def __init__(self, file: InputFile, offset: int = 0) -> None:
         self.file = file
-        try:
-            self._raw: io.BufferedReader = open(file.path, "rb")  # noqa: SIM115 - closed by close()
-            stat = file.path.stat()
-        except OSError as error:
-            raise _unreadable(file, error) from error
-        if (stat.st_size, stat.st_mtime_ns) != (file.size, file.mtime_ns):
+        self._raw, changed = _opened(file)
+        if changed is not None:
             self._raw.close()
             raise CorpusError(
-                f"{file.path} changed while it was being prepared",
-                found=f"{stat.st_size} bytes, changed at {stat.st_mtime_ns}",
-                expected=f"{file.size} bytes, changed at {file.mtime_ns}",
+                f"{file.name} changed while it was being prepared",
+                found=changed,
+                expected=f"{file.size} bytes, changed at {file.mtime_ns or file.identity}",
                 action="wait until it is complete and start again with --restart",
             )
         self._table: ParquetLines | ArrowLines | None = None
@@ -240,7 +262,7 @@ class InputStream:
             else:
                 self._stream = _decompressed(self._raw, file)
             if offset == 0:
-                check_text(file.path, self._stream.peek(HEAD_BYTES))
+                check_text(Path(file.name), self._stream.peek(HEAD_BYTES))
             elif not file.compressed:
                 self._stream.seek(offset)
             else:
@@ -259,6 +281,11 @@ class InputStream:
         """Up to and with the next newline, or limit bytes."""
         with self._errors():
             return self._stream.readline(limit)
+
+    def chunks_from(self, row: int) -> tuple[tuple[int, int], ...]:
+        """First row and place of each row group, or record batch, from that of a row on; of no table: none."""
+        chunks = [] if self._table is None else self._table.chunks
+        return tuple(chunks[max(bisect_right(chunks, row, key=itemgetter(0)) - 1, 0) :])
 
     def raw_position(self) -> int:
         """Bytes of the file on disk that were read so far (about)."""
@@ -283,6 +310,21 @@ class InputStream:
         except OSError as error:
             # gzip and bz2 report damage as an OSError that does not come from the operating system
             raise _unreadable(self.file, error) if error.errno else _damaged(self.file, error) from error
+
+
+def _opened(file: InputFile) -> tuple[io.BufferedReader[Any], str | None]:
+    """A file, and what it is now if it changed since `find_inputs`."""
+    if file.url is not None and file.store is not None:
+        identity = file.store.identity(file.url)
+        raw = io.BufferedReader(file.store.scan(file.url, file.size), 1 << 20)
+        return raw, None if identity == file.identity else identity
+    try:
+        opened = open(file.path, "rb")  # noqa: SIM115 - closed by close()
+        stat = file.path.stat()
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    same = (stat.st_size, stat.st_mtime_ns) == (file.size, file.mtime_ns)
+    return opened, None if same else f"{stat.st_size} bytes, changed at {stat.st_mtime_ns}"
 
 
 def _decompressed(raw: io.BufferedReader, file: InputFile) -> _Peekable:
@@ -345,6 +387,33 @@ def _input(path: Path, format: Format) -> InputFile:
     return InputFile(path=path, format=format, size=stat.st_size, mtime_ns=stat.st_mtime_ns)
 
 
+def remote_input(url: str, format: Format, store: Store) -> InputFile:
+    """A file of an object store.
+
+    Raises:
+        CorpusError, SetupError: it is not there, or the store does not answer.
+    """
+    path = Path(url.partition("://")[2])
+    return InputFile(path=path, format=format, size=store.size(url), url=url, identity=store.identity(url), store=store)
+
+
+def is_text(path: str) -> bool:
+    """Whether it is named as text or rows are."""
+    return _format(Path(path)) is not None
+
+
+def _known_format(path: Path) -> Format:
+    known = _format(path)
+    if known is None:
+        raise UsageError(
+            f"{path} has an unknown suffix",
+            found=repr("".join(path.suffixes)),
+            expected=f"one of {', '.join(FORMATS)}, alone or with {', '.join(COMPRESSIONS)}",
+            action="say what it is: --format text or --format jsonl",
+        )
+    return known
+
+
 def _format(path: Path) -> Format | None:
     suffixes = path.suffixes
     if suffixes and suffixes[-1] in COMPRESSIONS:
@@ -354,16 +423,16 @@ def _format(path: Path) -> Format | None:
 
 def _unreadable(file: InputFile, error: OSError) -> CorpusError:
     return CorpusError(
-        f"{file.path} cannot be read",
+        f"{file.name} cannot be read",
         found=error.strerror or str(error),
         expected="a file that can be read",
-        action=f"check: ls -l {file.path}",
+        action=f"check: ls -l {file.name}",
     )
 
 
 def _damaged(file: InputFile, error: BaseException) -> CorpusError:
     return CorpusError(
-        f"{file.path} is damaged",
+        f"{file.name} is damaged",
         found=f"{type(error).__name__}: {error}",
         expected=f"a complete {file.path.suffix} file",
         cause="an interrupted download or copy, or a file with the wrong suffix",
@@ -373,7 +442,7 @@ def _damaged(file: InputFile, error: BaseException) -> CorpusError:
 
 def _changed_length(file: InputFile) -> CorpusError:
     return CorpusError(
-        f"{file.path} is shorter than it was",
+        f"{file.name} is shorter than it was",
         found="its end, before the point where an earlier run stopped",
         expected="the same content as in the earlier run",
         action="start again: --restart",

@@ -29,14 +29,10 @@ class TableLines(io.RawIOBase):
     """
 
     def __init__(self, schema: Any, lines: Iterator[bytes]) -> None:
-        pyarrow = load_pyarrow()
-        if len(set(schema.names)) < len(schema.names):
-            raise pyarrow.ArrowInvalid(f"two columns have the same name: {', '.join(schema.names)}")
-        kinds = pyarrow.types
-        # Times may be finer, or further away, than Python's.
-        unread = (kinds.is_binary, kinds.is_large_binary, kinds.is_fixed_size_binary, kinds.is_temporal)
         #: names of those that are read.
-        self.columns = [field.name for field in schema if not any(is_kind(field.type) for is_kind in unread)]
+        self.columns = columns_of(schema)
+        #: first row, from 0, and place of what was read so far: of each row group, or record batch.
+        self.chunks: list[tuple[int, int]] = []
         self._lines = lines
         self._left = memoryview(b"")
 
@@ -64,6 +60,21 @@ class TableLines(io.RawIOBase):
     def lines(batch: Any) -> bytes:
         """The rows of a record batch."""
         return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in batch.to_pylist()).encode()
+
+
+def columns_of(schema: Any) -> list[str]:
+    """Names of the columns that are read; see `TableLines`.
+
+    Raises:
+        pyarrow.ArrowInvalid: two columns have the same name.
+    """
+    pyarrow = load_pyarrow()
+    if len(set(schema.names)) < len(schema.names):
+        raise pyarrow.ArrowInvalid(f"two columns have the same name: {', '.join(schema.names)}")
+    kinds = pyarrow.types
+    # Times may be finer, or further away, than Python's.
+    unread = (kinds.is_binary, kinds.is_large_binary, kinds.is_fixed_size_binary, kinds.is_temporal)
+    return [field.name for field in schema if not any(is_kind(field.type) for is_kind in unread)]
 
 
 class ParquetLines(TableLines):
@@ -96,6 +107,7 @@ class ParquetLines(TableLines):
         damaged: tuple[type[Exception], ...] = (*parquet_errors(), UnicodeDecodeError)
         for group in range(self._file.num_row_groups):
             left = self._file.metadata.row_group(group).num_rows
+            self.chunks.append((self._done, group))
             try:
                 for batch in self._file.iter_batches(ROWS, row_groups=[group], columns=self.columns):
                     lines = self.lines(batch)

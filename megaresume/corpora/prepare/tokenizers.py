@@ -5,8 +5,11 @@ The byte-level tokenizer needs no file: token = byte of the UTF-8 text, 256 = en
 
 from __future__ import annotations
 
+import base64
+import functools
 import json
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -156,13 +159,19 @@ class HuggingFaceTokenizer:
         self._content = content
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
-        """uint32[tokens of the text] for each text."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        """uint32[tokens of the text] for each text; one alone in the calling thread, as in `encode`."""
+        if len(texts) == 1:
+            encodings = [self._tokenizer.encode(texts[0], add_special_tokens=False)]
+        else:
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]]:
         """Of each text its tokens, uint32[n], and where they stand in it, int64[n, 2]: characters from, to."""
-        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        if len(texts) == 1:
+            encodings = [self._tokenizer.encode(texts[0], add_special_tokens=False)]
+        else:
+            encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [(np.array(e.ids, np.uint32), np.array(e.offsets, np.int64).reshape(-1, 2)) for e in encodings]
 
     def encode(self, text: str, *, special: bool) -> list[int]:
@@ -248,6 +257,32 @@ def vocabulary_of(content: bytes | None) -> str:
         return xxhash.xxh3_128_hexdigest(b"megaresume bytes vocabulary 1")
     vocabulary = _description(content, "tokenizer.json")["model"].get("vocab")
     return xxhash.xxh3_128_hexdigest(json.dumps(vocabulary, sort_keys=True, separators=(",", ":")).encode())
+
+
+def pack_tokenizer(content: bytes | None, name: str) -> dict[str, Any]:
+    """Plain JSON of what `read_tokenizer_file` returned."""
+    packed = None if content is None else base64.b64encode(zlib.compress(content, 6)).decode("ascii")
+    return {"name": name, "content": packed}
+
+
+def unpack_tokenizer(packed: Mapping[str, Any], eod_token: str | None) -> Tokenizer:
+    """The tokenizer that `pack_tokenizer` packed."""
+    return tokenizer_from_content(unpacked_content(packed["content"]), packed["name"], eod_token=eod_token)
+
+
+def packed_vocabulary(packed: Mapping[str, Any]) -> str:
+    """`vocabulary_of` what `pack_tokenizer` packed, without building the tokenizer."""
+    return _packed_vocabulary(packed["content"])
+
+
+@functools.lru_cache(maxsize=4)  # the sources of a blend have one, as a rule
+def _packed_vocabulary(content: str | None) -> str:
+    return vocabulary_of(unpacked_content(content))
+
+
+def unpacked_content(content: str | None) -> bytes | None:
+    """What `tokenizer_from_content` takes, of what `pack_tokenizer` packed under ``content``."""
+    return None if content is None else zlib.decompress(base64.b64decode(content))
 
 
 def _description(content: bytes, name: str) -> dict[str, Any]:

@@ -1,0 +1,36 @@
+"""Documents of text that stay in their raw files: JSON lines, Parquet, Arrow, text; tokens are made when they are read.
+
+raw files -- megaresume prepare --index-only --> .idx, .places -- data.yaml --> RowSource -- one row --> tokens
+
+source.py    `RowSource`: rows as documents, each compared with the index
+raw_files.py a row by its place, wherever the files lie
+unpacked.py  compressed files, decompressed once on each machine
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megaresume.corpora.index import IndexedDocuments
+from megaresume.corpora.indexed import IndexedSource
+from megaresume.corpora.layout import bin_path, prefix_of
+from megaresume.corpora.places import places_path
+from megaresume.rows.source import RowSource
+
+__all__ = ["RowSource", "open_corpus"]
+
+
+def open_corpus(path: str | Path, *, inputs: str | None = None) -> IndexedDocuments:
+    """A corpus of text: by its .bin, or, if it has none, from its raw files.
+
+    Args:
+        path: prefix of the corpus.
+        inputs: directory or URL of the raw files, if it is not the one of the index.
+
+    Raises:
+        CorpusError, SetupError: see `IndexedSource` and `RowSource`.
+    """
+    prefix = prefix_of(path)
+    if places_path(prefix).is_file() and not bin_path(prefix).is_file():
+        return RowSource(prefix, inputs=inputs)
+    return IndexedSource(prefix)

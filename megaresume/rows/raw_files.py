@@ -1,0 +1,189 @@
+"""`RawFiles`: the bytes of a document by its place: a range of a file, or a row of a row group or record batch."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+from megaresume.corpora.places import DocumentPlace, PlacesFile
+from megaresume.corpora.prepare.arrow import read_schema
+from megaresume.corpora.prepare.inputs import COMPRESSIONS, TABLES, find_inputs
+from megaresume.corpora.prepare.parquet import TableLines, columns_of, load_pyarrow, parquet_errors
+from megaresume.corpora.prepare.tokens import EncoderSpec
+from megaresume.rows.unpacked import unpacked
+from megaresume.shards.files import BlockFile, Place, ShardFiles
+from megaresume.shards.remote import is_url
+from megaresume.stream.errors import CorpusError, MegaresumeError
+
+#: bytes of row groups and record batches that are kept decoded, by each process; one is kept whatever its size.
+KEPT = 64 << 20
+#: tables kept open.
+OPEN = 64
+#: bytes fetched at once of a table, at least.
+BLOCK = 64 << 10
+#: bytes in which lines are counted, for an error.
+COUNTED = 1 << 20
+
+
+class RawFiles:
+    """Reads documents. Safe to share between threads and to fork.
+
+    Args:
+        places: of the corpus.
+        inputs: directory or URL of the files; None: where they were.
+        spec: what makes tokens of them: of texts one column is read, of conversations all.
+    """
+
+    def __init__(self, places: PlacesFile, inputs: str | None, spec: EncoderSpec) -> None:
+        self._places = places
+        self._root = places.root if inputs is None else inputs.rstrip("/")
+        self._column = None if spec.text.conversations is not None else spec.text.json_key or "text"
+        self.files = ShardFiles()
+        self._checked: set[int] = set()
+        #: where compressed files were unpacked.
+        self._plain: dict[int, str] = {}
+        self._tables: OrderedDict[int, Any] = OrderedDict()
+        self._chunks: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        self._lock = RLock()
+
+    def path(self, file: int) -> str:
+        """Path or URL of an input."""
+        path = str(self._places.inputs[file]["path"])
+        return path if "://" in path else f"{self._root}/{path}"
+
+    def bytes_of(self, place: DocumentPlace) -> Place | None:
+        """The range of bytes that is a document; None: it is none, or of a file that is compressed."""
+        path = self.path(place.file)
+        if Path(path).suffix in (*TABLES, *COMPRESSIONS):
+            return None
+        return Place(self.files, path, int(self._places.inputs[place.file]["size"]), place.at, place.extent)
+
+    def read(self, place: DocumentPlace) -> bytes:
+        """A document: its text, or its row as a JSON line.
+
+        Raises:
+            CorpusError: its file is missing, damaged, or of another size than when the index was made.
+            SetupError: the store does not answer; no room to unpack.
+        """
+        lies = self.bytes_of(place)
+        if lies is not None:
+            data = None if self.files.ahead is None else self.files.ahead.take(lies)
+            if data is not None:
+                return data
+        self._check(place.file)
+        if lies is not None:
+            return self.files.read(lies.path, lies.offset, lies.nbytes)
+        suffix = Path(self.path(place.file)).suffix
+        if suffix in COMPRESSIONS:
+            return self.files.read(self._unpacked(place.file), place.at, place.extent)
+        return self._row(place, self._row_group if suffix == ".parquet" else self._record_batch)
+
+    def where(self, place: DocumentPlace) -> str:
+        """A document, for people: file and line, or row, from 1."""
+        path = self.path(place.file)
+        try:
+            if Path(path).suffix == ".parquet":
+                metadata = self._table(place.file).metadata
+                before = sum(metadata.row_group(group).num_rows for group in range(place.at))
+                return f"{path}:{before + place.extent + 1}"
+            if Path(path).suffix == ".arrow":
+                return f"{path} (row {place.extent + 1} of the record batch at byte {place.at})"
+            if not is_url(path):
+                plain = self._unpacked(place.file) if Path(path).suffix in COMPRESSIONS else path
+                parts = range(0, place.at, COUNTED)
+                read = (self.files.read(plain, at, min(COUNTED, place.at - at)) for at in parts)
+                return f"{path}:{sum(data.count(bytes([10])) for data in read) + 1}"
+        except MegaresumeError:
+            pass
+        return f"{path} (at byte {place.at})"
+
+    def _check(self, file: int) -> None:
+        if file in self._checked:
+            return
+        path, expected = self.path(file), int(self._places.inputs[file]["size"])
+        try:
+            found = self.files.size(path)
+        except CorpusError as error:
+            raise CorpusError(
+                f"{path} is missing",
+                found="no such file",
+                expected=f"a raw file of {self._places.path}: its rows are read from it",
+                cause="it was moved or deleted",
+                action="put it back, or say where the files are now: inputs: DIRECTORY, for the source in data.yaml",
+            ) from error
+        if found != expected:
+            raise CorpusError(
+                f"{path} changed since its index was made",
+                found=f"{found} bytes",
+                expected=f"{expected} bytes",
+                cause="an interrupted copy" if found < expected else "something was appended, or it was written again",
+                action="put it back as it was, and give new rows files of their own; or make the index again for a new "
+                "run: megaresume prepare --index-only --overwrite",
+            )
+        self._checked.add(file)
+
+    def _unpacked(self, file: int) -> str:
+        if file not in self._plain:
+            said, last = self._places.inputs[file], self._places.last(file)
+            packed = find_inputs([self.path(file)], format=said["format"], store=self.files).files[0]
+            self._plain[file] = str(unpacked(packed, last.at + last.extent))
+        return self._plain[file]
+
+    def _row(self, place: DocumentPlace, decode: Callable[[int, int], Any]) -> bytes:
+        damaged: tuple[type[Exception], ...] = (*parquet_errors(), KeyError, UnicodeDecodeError)
+        with self._lock:
+            key = (place.file, place.at)
+            chunk = self._chunks.pop(key, None)
+            try:
+                if chunk is None:
+                    chunk = decode(*key)
+                self._chunks[key] = chunk
+                while len(self._chunks) > 1 and sum(kept.nbytes for kept in self._chunks.values()) > KEPT:
+                    self._chunks.popitem(last=False)
+                return TableLines.lines(chunk.slice(place.extent, 1))
+            except damaged as error:
+                raise CorpusError(
+                    f"{self.where(place)} cannot be read",
+                    found=f"{type(error).__name__}: {error}",
+                    expected="the row that the index has of it",
+                    cause="a damaged file, or one that was written again with another schema",
+                    action="put the file back as it was when the index was made",
+                ) from error
+
+    def _row_group(self, file: int, group: int) -> Any:
+        table = self._table(file)
+        columns = [self._column] if self._column is not None else columns_of(table.schema_arrow)
+        if missing := [name for name in columns if name not in table.schema_arrow.names]:
+            raise KeyError(f"no column {missing[0]}")
+        return table.read_row_group(group, columns=columns, use_threads=False)
+
+    def _record_batch(self, file: int, at: int) -> Any:
+        from pyarrow import ipc
+
+        opened = load_pyarrow().PythonFile(self._opened(file), mode="r")
+        schema = read_schema(opened)
+        opened.seek(at)
+        batch = ipc.read_record_batch(ipc.read_message(opened), schema)
+        batch.validate(full=True)
+        return batch.select([self._column] if self._column is not None else columns_of(schema))
+
+    def _table(self, file: int) -> Any:
+        from pyarrow.parquet import ParquetFile
+
+        with self._lock:
+            table = self._tables.pop(file, None)
+            if table is None:
+                source = load_pyarrow().PythonFile(self._opened(file), mode="r")
+                table = ParquetFile(source, page_checksum_verification=True)
+            self._tables[file] = table
+            if len(self._tables) > OPEN:
+                self._tables.popitem(last=False)
+            return table
+
+    def _opened(self, file: int) -> BlockFile:
+        fetch = functools.partial(self.files.read, self.path(file))
+        return BlockFile(fetch, int(self._places.inputs[file]["size"]), BLOCK)

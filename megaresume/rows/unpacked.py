@@ -1,0 +1,71 @@
+"""Compressed files, which cannot be read from the middle on: decompressed once on each machine, beside other caches."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+from pathlib import Path
+
+import xxhash
+
+from megaresume.corpora.prepare.inputs import InputFile, InputStream
+from megaresume.corpora.sidecar import cache_directory, written_atomically
+from megaresume.stream.errors import SetupError
+from megaresume.stream.progress import progress
+
+#: bytes written at once.
+CHUNK = 1 << 20
+
+
+def unpacked(file: InputFile, size: int) -> Path:
+    """The decompressed content of a file, in the cache directory; made by the first process that asks.
+
+    Args:
+        file: compressed.
+        size: bytes that it will have, at least.
+
+    Raises:
+        CorpusError: it is damaged, or changes meanwhile.
+        SetupError: no cache directory, or no room in it.
+    """
+    base = cache_directory()
+    if base is None:
+        raise _no_room(file, size, "a user without a home", None)
+    directory = base / "unpacked"
+    key = xxhash.xxh3_64_hexdigest(repr(sorted(file.to_dict().items())).encode())
+    path = directory / f"{file.path.stem}-{key}"
+    try:
+        if path.exists():
+            return path
+        directory.mkdir(parents=True, exist_ok=True)
+        with open(path.with_name(f".{path.name}.lock"), "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                if (free := shutil.disk_usage(directory).free) < size:
+                    raise _no_room(file, size, f"{free} bytes free", directory)
+                _unpack(file, path, size)
+    except OSError as error:
+        raise _no_room(file, size, error.strerror or str(error), directory) from error
+    return path
+
+
+def _unpack(file: InputFile, path: Path, size: int) -> None:
+    stream = InputStream(file)
+    try:
+        with written_atomically(path) as out, progress(f"unpacking {file.path.name}", size, "B") as bar:
+            while data := stream.read(CHUNK):
+                out.write(data)
+                bar.update(len(data))
+    finally:
+        stream.close()
+
+
+def _no_room(file: InputFile, size: int, found: str, directory: Path | None) -> SetupError:
+    return SetupError(
+        f"{file.name} cannot be unpacked",
+        found=found,
+        expected=f"{size} bytes for it" + ("" if directory is None else f" in {directory}"),
+        cause="its rows are read in another order than they are compressed in",
+        action="name a directory with room: MEGARESUME_CACHE=DIR; or prepare a .bin, which is smaller: megaresume "
+        "prepare without --index-only",
+    )
