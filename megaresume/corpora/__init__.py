@@ -5,6 +5,7 @@ index.py           `IndexedDocuments`: documents whose lengths stand in an .idx
 indexed.py         `IndexedSource`: a Megatron .bin/.idx corpus
 layout.py          the bytes of .bin/.idx, for its reader and its writer; kernels.py reads its arrays
 spans.py           ``<prefix>.spans``: which tokens of a corpus are trained
+places.py          ``<prefix>.places``: where documents lie in raw files, of a corpus without a .bin
 python.py          `PythonSource`: any object with __len__, length(i), get(i)
 items.py           `ItemNumbers`: the items of a dataset, by number alone
 split.py           `RangeSource`: the train, valid or test part of a source, as ``--split`` cuts it

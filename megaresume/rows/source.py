@@ -52,6 +52,8 @@ class RowSource(IndexedDocuments):
         self._recent: OrderedDict[int, npt.NDArray[Any]] = OrderedDict()
         self._recent_tokens = 0
         self._lock = Lock()
+        #: a chat template is rendered by one thread at a time.
+        self._making = Lock()
 
     def __reduce__(self) -> tuple[object, ...]:
         return (reopened, (functools.partial(RowSource, inputs=self._inputs), self.prefix, self._identity))
@@ -101,7 +103,9 @@ class RowSource(IndexedDocuments):
         # Not line 0, whose first character may be a mark.
         piece = Piece(name=self.raw_files.path(place.file), unit=unit, line=1, data=data)
         try:
-            made = list(self._encoder.encode(list(documents_of(piece, self._encoder.spec.text))))
+            documents = list(documents_of(piece, self._encoder.spec.text))
+            with self._making:
+                made = list(self._encoder.encode(documents))
         except MegaresumeError as error:
             raise self._other(i, place, error.headline) from error
         found = f"{len(made)} documents"

@@ -66,10 +66,19 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_killed_twice_and_run_again_gives_the_same_bytes(source, whole, tmp_path, workers):
-    prefix = tmp_path / "out"
-    args = (source, "--output", prefix, "--workers", workers, "--block-bytes", 20_000, "--json")
+@pytest.fixture(scope="module")
+def places(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    prefix = tmp_path_factory.mktemp("places") / "out"
+    result = prepare(source, "--output", prefix, "--workers", 1, "--index-only")
+    assert result.returncode == 0, result.stderr
+    assert "out.places and .idx: 20000 documents" in result.stdout
+    return prefix
+
+
+@pytest.mark.parametrize(("workers", "flags"), [(1, ()), (2, ()), (2, ("--index-only",))])
+def test_killed_twice_and_run_again_gives_the_same_bytes(source, whole, places, tmp_path, workers, flags):
+    prefix, whole = tmp_path / "out", places if flags else whole
+    args = (source, "--output", prefix, "--workers", workers, "--block-bytes", 20_000, "--json", *flags)
     for parts in (3, 30):
         process = subprocess.Popen(command(*args), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         deadline = time.monotonic() + 120
@@ -91,9 +100,10 @@ def test_killed_twice_and_run_again_gives_the_same_bytes(source, whole, tmp_path
     assert result.returncode == 0, result.stderr
     summary = json.loads(result.stdout)
     assert summary["resumed_blocks"] >= 30
-    for suffix in ("bin", "idx", "megaresume.json"):
-        assert Path(f"{prefix}.{suffix}").read_bytes() == Path(f"{whole}.{suffix}").read_bytes()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.bin", "out.idx", "out.megaresume.json"]
+    made = sorted(p.name for p in whole.parent.iterdir())
+    assert made == sorted(["out.idx", "out.megaresume.json", "out.places" if flags else "out.bin"])
+    assert [(prefix.parent / name).read_bytes() for name in made] == [(whole.parent / n).read_bytes() for n in made]
+    assert sorted(p.name for p in tmp_path.iterdir()) == made
 
 
 def test_parts_at_once_one_killed_and_one_started_twice(source, whole, tmp_path):

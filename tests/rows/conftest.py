@@ -33,11 +33,12 @@ def lines(rows: list[str]) -> bytes:
     ).encode()
 
 
-def write_parquet(path: Path, rows: list[str], group: int = 70) -> None:
+def write_parquet(path: Path, rows: list[str], group: int = 70, column: str = "text") -> None:
     from pyarrow import parquet
 
-    table = pyarrow.table({"id": range(len(rows)), "text": rows, "raw": [b"\xff"] * len(rows)})
-    parquet.write_table(table, path, row_group_size=group)
+    table = pyarrow.table({"id": range(len(rows)), column: rows, "raw": [b"\xff"] * len(rows)})
+    # Plain, so that another text of as many bytes is a file of as many bytes.
+    parquet.write_table(table, path, row_group_size=group, compression="none", use_dictionary=False)
 
 
 def write_arrow(path: Path, rows: list[str], kind: str = "stream") -> None:

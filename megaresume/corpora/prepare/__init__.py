@@ -5,9 +5,9 @@ inputs.py       which files, in which order, of which format;
                 binary.py refuses what is no text; parquet.py, arrow.py: rows as JSON lines
 documents.py    cuts the input into blocks of work; a block's bytes to texts, or conversations
 conversations/  conversations to tokens, and to spans of trained tokens
-tokenizers.py   text to token ids
+tokens.py       documents to tokens; tokenizers.py: text to token ids
 stretches.py    where each of several machines (--part) starts and stops
 encode.py       one block to one part, in a worker process; blocks.py: which of them; workers.py runs them
 workdir.py      what is finished, so that a rerun goes on there
-merge.py        finished parts to .bin/.idx and .spans
+merge.py        finished parts to .bin/.idx (or .places) and .spans
 """
