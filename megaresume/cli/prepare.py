@@ -15,6 +15,7 @@ HELP = "build .bin/.idx from text, or the index of tar shards"
 
 DESCRIPTION = """\
 Builds OUTPUT.bin and OUTPUT.idx, which Megatron opens, and OUTPUT.megaresume.json, which remembers the tokenizer.
+With --index-only OUTPUT.places stands in the place of the .bin: the inputs stay what is read.
 Of tar shards it builds OUTPUT.shards.idx: where each record lies, and how many tokens it takes.
 If it is killed, the same command continues where it stopped. The result does not depend on --workers or --part.
 """
