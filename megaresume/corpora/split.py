@@ -194,6 +194,11 @@ class TokenRangeSource(RangeSource):
 class PlacedRangeSource(RangeSource):
     """A `RangeSource` over a source that knows where its documents lie."""
 
+    @property
+    def files(self) -> Any:
+        """What reads them."""
+        return cast(Any, self.source).files
+
     def place(self, i: int) -> Any:
         """Where the bytes of document i of the range lie; None: the source does not say, or does not read it."""
         place = getattr(self.source, "place", None)

@@ -43,7 +43,6 @@ class RawFiles:
         self._root = places.root if inputs is None else inputs.rstrip("/")
         self._column = None if spec.text.conversations is not None else spec.text.json_key or "text"
         self.files = ShardFiles()
-        self._checked: set[int] = set()
         #: where compressed files were unpacked.
         self._plain: dict[int, str] = {}
         self._tables: OrderedDict[int, Any] = OrderedDict()
@@ -76,7 +75,7 @@ class RawFiles:
                 return data
         self._check(place.file)
         if lies is not None:
-            return self.files.read(lies.path, lies.offset, lies.nbytes)
+            return self.files.read_kept(lies.path, lies.offset, lies.nbytes)
         suffix = Path(self.path(place.file)).suffix
         if suffix in COMPRESSIONS:
             return self.files.read(self._unpacked(place.file), place.at, place.extent)
@@ -102,29 +101,26 @@ class RawFiles:
         return f"{path} (at byte {place.at})"
 
     def _check(self, file: int) -> None:
-        if file in self._checked:
-            return
-        path, expected = self.path(file), int(self._places.inputs[file]["size"])
+        path = self.path(file)
         try:
-            found = self.files.size(path)
+            self.files.check(path, int(self._places.inputs[file]["size"]))
         except CorpusError as error:
-            raise CorpusError(
-                f"{path} is missing",
-                found="no such file",
-                expected=f"a raw file of {self._places.path}: its rows are read from it",
-                cause="it was moved or deleted",
-                action="put it back, or say where the files are now: inputs: DIRECTORY, for the source in data.yaml",
-            ) from error
-        if found != expected:
+            if str(error.found).startswith("no such file"):
+                raise CorpusError(
+                    f"{path} is missing",
+                    found=error.found,
+                    expected=f"a raw file of {self._places.path}: its rows are read from it",
+                    cause="it was moved or deleted",
+                    action="put it back, or say where the files are now: inputs: DIRECTORY for the source in data.yaml",
+                ) from error
             raise CorpusError(
                 f"{path} changed since its index was made",
-                found=f"{found} bytes",
-                expected=f"{expected} bytes",
-                cause="an interrupted copy" if found < expected else "something was appended, or it was written again",
+                found=error.found,
+                expected=error.expected,
+                cause="an interrupted copy, or something was appended to it",
                 action="put it back as it was, and give new rows files of their own; or make the index again for a new "
                 "run: megaresume prepare --index-only --overwrite",
-            )
-        self._checked.add(file)
+            ) from error
 
     def _unpacked(self, file: int) -> str:
         if file not in self._plain:

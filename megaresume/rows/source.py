@@ -22,7 +22,7 @@ from megaresume.rows.raw_files import RawFiles
 from megaresume.stream.errors import CorpusError, MegaresumeError
 
 if TYPE_CHECKING:
-    from megaresume.shards.files import Place
+    from megaresume.shards.files import Place, ShardFiles
 
 #: tokens of the documents read last that are kept, by each process: neighbouring pieces of one are made once.
 RECENT = 1 << 21
@@ -62,6 +62,11 @@ class RowSource(IndexedDocuments):
     def raw_files(self) -> RawFiles:
         """Where the rows are."""
         return RawFiles(self._places, self._inputs, self._encoder.spec)
+
+    @property
+    def files(self) -> ShardFiles:
+        """What reads them."""
+        return self.raw_files.files
 
     @functools.cached_property
     def _encoder(self) -> DocumentEncoder:

@@ -109,6 +109,14 @@ class ShardFiles:
         if self.cache is not None and key is not None:
             self.cache.put(key, data)
 
+    def read_kept(self, path: str, offset: int, nbytes: int) -> bytes:
+        """As `read`, of a shard that was checked; by the cache, which keeps what it did not have."""
+        data = self.kept(path, offset, nbytes)
+        if data is None:
+            data = self.read(path, offset, nbytes)
+            self.keep(path, offset, data)
+        return data
+
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         """Exactly ``nbytes`` bytes of a shard, by one range read; the cache is not asked.
 

@@ -260,10 +260,7 @@ class ShardSource:
         data = None if self.files.ahead is None else self.files.ahead.take(place)
         if data is None:
             self.files.check(place.path, place.size)
-            data = self.files.kept(place.path, place.offset, place.nbytes)
-        if data is None:
-            data = self.files.read(place.path, place.offset, place.nbytes)
-            self.files.keep(place.path, place.offset, data)
+            data = self.files.read_kept(place.path, place.offset, place.nbytes)
         return parse_record(data, place.path)
 
     def _place(self, i: int) -> Place:

@@ -72,11 +72,11 @@ def test_the_line_is_the_line_of_the_file(tmp_path):
 def test_a_file_that_was_cut_grew_or_went(tmp_path, name):
     path, rows = rows_of(tmp_path, name)
     whole = path.read_bytes()
-    for data, cause in ((whole[:-1], "an interrupted copy"), (whole + b"\n", "something was appended")):
+    for data in (whole[:-1], whole + b"\n"):
         path.write_bytes(data)
         with pytest.raises(CorpusError, match=f"{name} changed since its index was made") as caught:
             rows.get(0)
-        assert cause in caught.value.cause
+        assert caught.value.found == f"{len(data)} bytes"
     path.unlink()
     with pytest.raises(CorpusError, match=f"{name} is missing"):
         rows.get(0)

@@ -128,12 +128,8 @@ TABLES: dict[str, type[ParquetLines | ArrowLines]] = {".parquet": ParquetLines, 
 class Store(Protocol):
     """What reads object stores: `megaresume.shards.files.ShardFiles`."""
 
-    def size(self, path: str) -> int:
-        """Bytes of a file."""
-        ...
-
     def identity(self, path: str) -> str:
-        """Changes when the file is written again."""
+        """Changes when the file is written again: its bytes, a colon, and what the store has."""
         ...
 
     def scan(self, path: str, size: int) -> io.RawIOBase:
@@ -393,8 +389,9 @@ def remote_input(url: str, format: Format, store: Store) -> InputFile:
     Raises:
         CorpusError, SetupError: it is not there, or the store does not answer.
     """
-    path = Path(url.partition("://")[2])
-    return InputFile(path=path, format=format, size=store.size(url), url=url, identity=store.identity(url), store=store)
+    identity = store.identity(url)
+    size, path = int(identity.partition(":")[0]), Path(url.partition("://")[2])
+    return InputFile(path=path, format=format, size=size, url=url, identity=identity, store=store)
 
 
 def is_text(path: str) -> bool:
