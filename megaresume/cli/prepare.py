@@ -173,6 +173,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"{summary.prefix}.spans: {summary.trained} tokens are trained, {share:.1f} %{shortened}")
     print(f"  tokenizer {summary.tokenizer}, vocabulary {summary.vocab_size}, end of document {summary.eod}")
     print(f"  {summary.files} files, {summary.text_bytes / 1e6:.1f} MB of text{left_out_note}")
+    if summary.to_unpack:
+        print(f"  {summary.to_unpack} compressed: a machine that reads one unpacks it into MEGARESUME_CACHE, whole")
     for why in summary.first_left_out:
         print(f"  left out: {why}")
     for path in summary.linked_twice:

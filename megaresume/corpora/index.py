@@ -274,10 +274,13 @@ class IndexedDocuments(ABC):
         return replace(known, tokenizer=None if tokenizer is None else str(tokenizer["fingerprint"]))
 
     def _contents(self, start: int, stop: int) -> str:
-        def read(i: int, offset: int, count: int) -> npt.NDArray[Any]:
-            return self.read(start + i, offset, count)
+        with progress(f"contents of {self.prefix.name}", min(PLACES, stop - start), "documents") as bar:
 
-        return contents_hash(stop - start, lambda ids: self.lengths(start + ids), read, PLACES)
+            def read(i: int, offset: int, count: int) -> npt.NDArray[Any]:
+                bar.update(1)
+                return self.read(start + i, offset, count)
+
+            return contents_hash(stop - start, lambda ids: self.lengths(start + ids), read, PLACES)
 
     def long_documents(self, piece: int) -> LongDocuments:
         """The documents that are longer than a piece of so many tokens; of a large corpus kept beside it."""

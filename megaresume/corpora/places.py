@@ -75,16 +75,16 @@ class PlacesFile:
         self.path = path
         header = bytes(data[: _HEADER.size])
         if len(header) < _HEADER.size or not header.startswith(MAGIC):
-            raise self._damaged(f"{len(data)} bytes that begin with {header[: len(MAGIC)]!r}")
+            raise self.damaged(f"{len(data)} bytes that begin with {header[: len(MAGIC)]!r}")
         _, version, count, size, found = _HEADER.unpack(header)
         if version != VERSION:
-            raise self._damaged(f"version {version}", f"version {VERSION}, or a newer megaresume")
+            raise self.damaged(f"version {version}", f"version {VERSION}, or a newer megaresume")
         end = _HEADER.size + PLACE.itemsize * count
         if len(data) != end + size or count != documents:
-            raise self._damaged(f"{len(data)} bytes for {count} documents, of {documents} in the .idx")
+            raise self.damaged(f"{len(data)} bytes for {count} documents, of {documents} in the .idx")
         text = bytes(data[end:])
         if xxhash.xxh3_64_intdigest(text) != found:
-            raise self._damaged("another hash of its JSON", "that of when it was written")
+            raise self.damaged("another hash of its JSON", "that of when it was written")
         said = json.loads(text)
         #: as the file says.
         self.encoder: Mapping[str, Any] = said["encoder"]
@@ -95,18 +95,25 @@ class PlacesFile:
         #: one after the last document of each input.
         self.stops = np.cumsum([file["documents"] for file in self.inputs], dtype=np.int64)
         if not len(self.stops) or self.stops[-1] != count:
-            raise self._damaged(f"inputs of {self.stops[-1:].tolist()} documents", f"inputs of {count}")
+            raise self.damaged(f"inputs of {self.stops[-1:].tolist()} documents", f"inputs of {count}")
 
     def place(self, i: int) -> DocumentPlace:
-        """Of document i, in [0, documents)."""
+        """Of document i, in [0, documents).
+
+        Raises:
+            CorpusError: the file is damaged there.
+        """
         at, extent, check = self._places[i].item()
+        if at < 0 or extent < 0:
+            raise self.damaged(f"document {i} at {at}, {extent}")
         return DocumentPlace(int(np.searchsorted(self.stops, i, "right")), at, extent, check)
 
     def last(self, file: int) -> DocumentPlace:
         """Of the last document of a file that has any."""
         return self.place(int(self.stops[file]) - 1)
 
-    def _damaged(self, found: str, expected: str = "what megaresume prepare --index-only writes") -> CorpusError:
+    def damaged(self, found: str, expected: str = "what megaresume prepare --index-only writes") -> CorpusError:
+        """What is wrong with it, in words."""
         return CorpusError(
             f"{self.path} is damaged",
             found=found,

@@ -43,11 +43,16 @@ class RawFiles:
         self._root = places.root if inputs is None else inputs.rstrip("/")
         self._column = None if spec.text.conversations is not None else spec.text.json_key or "text"
         self.files = ShardFiles()
-        #: where compressed files were unpacked.
-        self._plain: dict[int, str] = {}
+        #: where compressed files were unpacked, and their size then.
+        self._plain: dict[int, tuple[str, int]] = {}
         self._tables: OrderedDict[int, Any] = OrderedDict()
         self._chunks: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._lock = RLock()
+
+    @property
+    def paths(self) -> list[str]:
+        """Paths or URLs of all inputs."""
+        return [self.path(file) for file in range(len(self._places.inputs))]
 
     def path(self, file: int) -> str:
         """Path or URL of an input."""
@@ -55,11 +60,15 @@ class RawFiles:
         return path if "://" in path else f"{self._root}/{path}"
 
     def bytes_of(self, place: DocumentPlace) -> Place | None:
-        """The range of bytes that is a document; None: it is none, or of a file that is compressed."""
+        """The range of bytes that is a document; None: it is none, or of a file that is compressed.
+
+        Raises:
+            CorpusError: the index is damaged there.
+        """
         path = self.path(place.file)
         if Path(path).suffix in (*TABLES, *COMPRESSIONS):
             return None
-        return Place(self.files, path, int(self._places.inputs[place.file]["size"]), place.at, place.extent)
+        return self._range(place, path, int(self._places.inputs[place.file]["size"]))
 
     def read(self, place: DocumentPlace) -> bytes:
         """A document: its text, or its row as a JSON line.
@@ -69,17 +78,14 @@ class RawFiles:
             SetupError: the store does not answer; no room to unpack.
         """
         lies = self.bytes_of(place)
-        if lies is not None:
-            data = None if self.files.ahead is None else self.files.ahead.take(lies)
-            if data is not None:
-                return data
+        if lies is not None and self.files.ahead is not None and (data := self.files.ahead.take(lies)) is not None:
+            return data
         self._check(place.file)
-        if lies is not None:
-            return self.files.read_kept(lies.path, lies.offset, lies.nbytes)
         suffix = Path(self.path(place.file)).suffix
-        if suffix in COMPRESSIONS:
-            return self.files.read(self._unpacked(place.file), place.at, place.extent)
-        return self._row(place, self._row_group if suffix == ".parquet" else self._record_batch)
+        if suffix in TABLES:
+            return self._row(place, self._row_group if suffix == ".parquet" else self._record_batch)
+        lies = lies or self._range(place, *self._unpacked(place.file))
+        return self.files.read_kept(lies.path, lies.offset, lies.nbytes)
 
     def where(self, place: DocumentPlace) -> str:
         """A document, for people: file and line, or row, from 1."""
@@ -87,12 +93,14 @@ class RawFiles:
         try:
             if Path(path).suffix == ".parquet":
                 metadata = self._table(place.file).metadata
-                before = sum(metadata.row_group(group).num_rows for group in range(place.at))
+                before = sum(
+                    metadata.row_group(group).num_rows for group in range(min(place.at, metadata.num_row_groups))
+                )
                 return f"{path}:{before + place.extent + 1}"
             if Path(path).suffix == ".arrow":
                 return f"{path} (row {place.extent + 1} of the record batch at byte {place.at})"
             if not is_url(path):
-                plain = self._unpacked(place.file) if Path(path).suffix in COMPRESSIONS else path
+                plain = self._unpacked(place.file)[0] if Path(path).suffix in COMPRESSIONS else path
                 parts = range(0, place.at, COUNTED)
                 read = (self.files.read(plain, at, min(COUNTED, place.at - at)) for at in parts)
                 return f"{path}:{sum(data.count(bytes([10])) for data in read) + 1}"
@@ -122,15 +130,27 @@ class RawFiles:
                 "run: megaresume prepare --index-only --overwrite",
             ) from error
 
-    def _unpacked(self, file: int) -> str:
+    def _range(self, place: DocumentPlace, path: str, size: int) -> Place:
+        if place.at + place.extent > size:
+            raise self._places.damaged(f"bytes {place.at} to {place.at + place.extent} of {path}, which has {size}")
+        return Place(self.files, path, size, place.at, place.extent)
+
+    def _unpacked(self, file: int) -> tuple[str, int]:
         if file not in self._plain:
             said, last = self._places.inputs[file], self._places.last(file)
             packed = find_inputs([self.path(file)], format=said["format"], store=self.files).files[0]
-            self._plain[file] = str(unpacked(packed, last.at + last.extent))
+            path = unpacked(packed, last.at + last.extent)
+            self._plain[file] = str(path), path.stat().st_size
         return self._plain[file]
 
     def _row(self, place: DocumentPlace, decode: Callable[[int, int], Any]) -> bytes:
-        damaged: tuple[type[Exception], ...] = (*parquet_errors(), KeyError, UnicodeDecodeError)
+        damaged: tuple[type[Exception], ...] = (
+            *parquet_errors(),
+            EOFError,
+            LookupError,
+            OverflowError,
+            UnicodeDecodeError,
+        )
         with self._lock:
             key = (place.file, place.at)
             chunk = self._chunks.pop(key, None)

@@ -7,7 +7,7 @@ source that the run had and that is gone: all that is left of it is its fingerpr
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sized
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +16,7 @@ from megaresume.corpora.base import Source
 from megaresume.corpora.index import IndexedDocuments
 from megaresume.corpora.python import PythonSource
 from megaresume.corpora.split import RangeSource, range_of
+from megaresume.rows import RowSource
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.state import Fingerprint
 
@@ -44,14 +45,16 @@ class Extent:
 def extent_of(source: object) -> Extent:
     """Where the documents of an opened source lie."""
     source, start, stop = _whole(source)
+    if isinstance(source, RowSource):
+        corpus = _files(source.raw_files.paths)
+        return Extent(corpus=corpus, name=str(source.prefix), start=start, stop=stop)
     if isinstance(source, IndexedDocuments):
         return Extent(corpus=frozenset([_file(source.tokens_path)]), name=str(source.prefix), start=start, stop=stop)
     index = getattr(source, "index", None)
     if index is not None and hasattr(index, "shards"):
         from megaresume.shards.paths import resolved
 
-        shards = [resolved(shard.path, index.path) for shard in index.shards]
-        corpus = frozenset(s if "://" in s else _file(Path(s)) for s in shards)
+        corpus = _files([resolved(shard.path, index.path) for shard in index.shards])
         return Extent(corpus=corpus, name=str(index.path), start=start, stop=stop)
     thing = source.thing if isinstance(source, PythonSource) else source
     return Extent(corpus=frozenset([("object", id(thing))]), name=f"a {type(thing).__name__}", start=start, stop=stop)
@@ -64,6 +67,10 @@ def _whole(source: object) -> tuple[object, int, int]:
         start, stop = start + source.start, stop + source.start
         source = source.source
     return source, start, stop
+
+
+def _files(paths: Iterable[str]) -> frozenset[object]:
+    return frozenset(path if "://" in path else _file(Path(path)) for path in paths)
 
 
 def _file(path: Path) -> object:

@@ -6,9 +6,10 @@ import gzip
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from megaresume.corpora.places import places_path
+from megaresume.corpora.places import HEADER_BYTES, places_path
 from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
 from megaresume.rows import open_corpus
 from megaresume.stream.errors import CorpusError, SetupError, UsageError
@@ -157,6 +158,28 @@ def test_places_that_are_damaged_or_of_another_corpus(tmp_path):
     places.unlink()
     with pytest.raises(CorpusError, match=r"out\.bin is missing"):
         open_corpus(tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.arrow", "a.jsonl.gz"])
+def test_a_damaged_place_never_gives_other_tokens(tmp_path, name):
+    _, rows = rows_of(tmp_path, name)
+    expected = [rows.get(i).tolist() for i in range(len(rows))]
+    places = places_path(tmp_path / "out")
+    whole, rng = places.read_bytes(), np.random.default_rng(1)
+    refused = 0
+    for bit in rng.integers(0, 8 * 16 * len(rows), 60).tolist():
+        data = bytearray(whole)
+        data[HEADER_BYTES + bit // 8] ^= 1 << bit % 8
+        places.write_bytes(data)
+        i = bit // (8 * 16)
+        try:
+            # A line may be read with the white space after it.
+            assert open_corpus(tmp_path / "out").get(i).tolist() == expected[i]
+        except CorpusError:
+            refused += 1
+    assert refused > 50
+    places.write_bytes(whole)
+    assert [open_corpus(tmp_path / "out").get(i).tolist() for i in (0, 5)] == [expected[0], expected[5]]
 
 
 def test_dictionaries_of_arrow_are_refused_by_name(tmp_path):

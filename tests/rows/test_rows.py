@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megaresume.corpora import IndexedSource
+from megaresume.corpora import IndexedSource, range_of
 from megaresume.corpora.layout import bin_path, idx_path
 from megaresume.corpora.places import places_path
 from megaresume.corpora.prepare.chat import ChatOptions
@@ -18,7 +18,8 @@ from megaresume.corpora.prepare.documents import TextOptions
 from megaresume.rows import RowSource, open_corpus
 from megaresume.rows.raw_files import RawFiles
 from megaresume.sources import open_sources
-from megaresume.stream.errors import CorpusError, UsageError
+from megaresume.sources.overlap import check_no_overlap
+from megaresume.stream.errors import ConfigError, CorpusError, UsageError
 from tests.corpora.prepare.conversations.families import FAMILIES, GENERATION
 from tests.corpora.prepare.conversations.kit import reference_tokenizer, write_tokenizer
 from tests.rows.conftest import EOD, FORMATS, pyarrow, texts, tokenizers, write
@@ -129,7 +130,7 @@ def test_conversations_have_the_tokens_and_masks_of_the_bin(tmp_path):
 
 
 def test_parts_of_several_machines_are_the_same_bytes(tmp_path):
-    paths, _ = make(tmp_path, FORMATS["jsonl"], None, count=2000)
+    paths, _ = make(tmp_path, FORMATS["jsonl"], None, count=600)
     for number in (2, 1, 3):
         prepare(paths, tmp_path / "merged", PrepareOptions(index_only=True, part=(number, 3), **OPTIONS))
     assert not places_path(tmp_path / "merged").exists()
@@ -173,3 +174,16 @@ def test_a_document_is_made_once_for_its_neighbouring_pieces(tmp_path, monkeypat
     assert len(calls) == 1
     with pytest.raises(IndexError):
         rows.read(i, len(expected[i]) - 1, 2)
+
+
+def test_validation_on_rows_that_are_trained_on_is_refused(tmp_path):
+    paths, _ = make(tmp_path, FORMATS["jsonl"], None)
+    prepare(paths[1:], tmp_path / "other", PrepareOptions(index_only=True))
+    (tmp_path / "new").mkdir()
+    prepare([write(tmp_path / "new", "c.jsonl", texts(9, 20))], tmp_path / "apart", PrepareOptions(index_only=True))
+    rows, other, apart = (open_corpus(tmp_path / name) for name in ("rows", "other", "apart"))
+    for held_out in (rows, other):
+        with pytest.raises(ConfigError, match="holds documents that are trained on"):
+            check_no_overlap({"web": rows}, {"web": held_out}, "held")
+    check_no_overlap({"web": rows}, {"web": apart}, "held")
+    check_no_overlap({"web": range_of(rows, 0, 90)}, {"web": range_of(rows, 90, 100)}, "held")

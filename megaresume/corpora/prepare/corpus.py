@@ -25,7 +25,7 @@ from megaresume.corpora.prepare.blocks import make_parts
 from megaresume.corpora.prepare.chat import ChatOptions, with_conversations
 from megaresume.corpora.prepare.documents import TextOptions, TextUnit, block_bytes, unit_of
 from megaresume.corpora.prepare.encode import SHOWN, BlockSpec, Part, PartFiles, disk_error
-from megaresume.corpora.prepare.inputs import Format, InputFile, Store, find_inputs
+from megaresume.corpora.prepare.inputs import COMPRESSIONS, Format, InputFile, Store, find_inputs
 from megaresume.corpora.prepare.merge import merge_parts
 from megaresume.corpora.prepare.stretches import check_part, cut
 from megaresume.corpora.prepare.tokenizers import Tokenizer, read_tokenizer_file, tokenizer_from_content
@@ -106,6 +106,8 @@ class PrepareSummary:
     bin_bytes: int | None
     #: size of the .places, if it is all that was asked for; None: not merged yet, or none.
     places_bytes: int | None
+    #: compressed files of an index alone, which every machine unpacks that reads them.
+    to_unpack: int
     #: (K, N), if that was all.
     part: tuple[int, int] | None
     dtype: str
@@ -206,6 +208,7 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
         text_bytes=sum(p.text_bytes for p in parts),
         bin_bytes=None if unmerged or options.index_only else bin_path(prefix).stat().st_size,
         places_bytes=None if unmerged or not options.index_only else places_path(prefix).stat().st_size,
+        to_unpack=sum(file.path.suffix in COMPRESSIONS for file in files) if options.index_only else 0,
         part=options.part,
         dtype=dtype,
         tokenizer=name,

@@ -16,6 +16,7 @@ from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
 from megaresume.corpora.prepare.documents import TextOptions
 from megaresume.corpora.prepare.encode import PartFiles
 from megaresume.corpora.prepare.tokenizers import load_tokenizer
+from megaresume.rows import open_corpus
 from megaresume.stream.errors import CorpusError, SetupError, UsageError
 
 
@@ -222,8 +223,9 @@ def test_existing_output_is_kept_without_overwrite(source, tmp_path):
         prepare([other], tmp_path / "out", PrepareOptions())
 
 
-@pytest.mark.parametrize("fail_at", ["out.bin", "out.idx"])
+@pytest.mark.parametrize("fail_at", ["out.bin", "out.idx", "out.places"])
 def test_killed_between_the_renames_leaves_no_mixed_pair(source, tmp_path, monkeypatch, fail_at):
+    index_only = fail_at == "out.places"
     other = write_jsonl(tmp_path / "other.jsonl", ["an older corpus"])
     prepare([other], tmp_path / "out", PrepareOptions())
     real = os.replace
@@ -236,12 +238,12 @@ def test_killed_between_the_renames_leaves_no_mixed_pair(source, tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setattr("os.replace", replace)
         with pytest.raises(Stop):
-            prepare([source], tmp_path / "out", PrepareOptions(overwrite=True))
+            prepare([source], tmp_path / "out", PrepareOptions(overwrite=True, index_only=index_only))
     with pytest.raises(CorpusError, match="is missing"):
         IndexedSource(tmp_path / "out")
     # The .bin that is there is of the interrupted run: no need to allow overwriting again.
-    prepare([source], tmp_path / "out", PrepareOptions())
-    assert len(IndexedSource(tmp_path / "out")) > 400
+    prepare([source], tmp_path / "out", PrepareOptions(index_only=index_only))
+    assert len(open_corpus(tmp_path / "out")) > 400
     assert sorted(p.name for p in tmp_path.glob(".*")) == []
 
 
