@@ -8,6 +8,7 @@
     torchtitan/  torchtitan's Trainer: `megaresume.attach_torchtitan`
     megatron_bridge/ Megatron-Bridge's pretrain and finetune: `megaresume.attach_bridge`
     verl/        VeRL's supervised trainer: `megaresume.attach_verl`
+    instances.py methods hooked on one instance, and settings of theirs that are refused
     hooking/     how hooks come into programs that do not know us
     loaders/     other people's loaders (Energon, torchdata), their states in the checkpoint, for both
 

@@ -232,6 +232,11 @@ class Save:
         return self.pending.step.tag
 
     @property
+    def tag_dir(self) -> Path:
+        """The tag directory."""
+        return self.pending.tag_dir
+
+    @property
     def save_id(self) -> str:
         """Of this save."""
         return self.pending.step.save_id

@@ -103,6 +103,11 @@ class Loader:
     )
 
     @property
+    def of_batches(self) -> dict[str, Any]:
+        """What batches are, as parameters of `StreamDataset`."""
+        return {"fields": self.fields, "attention_mask": self.attention_mask, "pad_id": self.pad_id}
+
+    @property
     def balanced(self) -> Balance | None:
         """How ranks are balanced. Raises UsageError for another objective, or cost."""
         return None if self.balance is None else Balance(objective=self.balance, token_cost=self.balance_token_cost)
@@ -186,10 +191,18 @@ class Checkpoints:
         return Retention(keep_last=self.keep_last, keep_every=self.keep_every)
 
     @property
+    def of_session(self) -> dict[str, Any]:
+        """As parameters of `Session`. Raises UsageError for a number that cannot be."""
+        return {name: getattr(self, name) for name in _OF_SESSION}
+
+    @property
     def retries(self) -> Retries:
         """How often a failed save is tried again. Raises UsageError for a negative number."""
         return Retries(tries=self.save_retries, wait=self.save_retry_wait, on_failure=self.on_save_failure)
 
+
+#: what of `Checkpoints` a `Session` is told.
+_OF_SESSION = ("save_dir", "stage_to", "retention", "max_starts", "checksums", "retries")
 
 #: stream: our samples. guard: Megatron's own datasets, recorded and pinned. off: the hooks do nothing.
 Mode = Literal["stream", "guard", "off"]

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaresume.batches.open import open_stream
+from megaresume.hosts import instances
 from megaresume.hosts.deepspeed import decoupled
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.engine_data import EngineData
@@ -68,92 +69,74 @@ def hook(engine: Any, attached: EngineData) -> None:
     slot = _Slot(attached)
     setattr(engine, _SLOT, slot)
     decoupled.watch(engine)
-    engine.save_checkpoint = _save_hook(engine.save_checkpoint, slot)
-    engine.load_checkpoint = _load_hook(engine.load_checkpoint, slot)
+    hooks: dict[str, Callable[..., Any]] = {"save_checkpoint": _save}
     if facts.is_pipeline(engine):
-        engine.train_batch = _train_batch_hook(engine.train_batch, slot)
+        hooks["train_batch"] = _train_batch
     else:
-        engine.step = _step_hook(engine.step, slot)
-        engine.forward = _forward_hook(engine.forward, slot)
-        engine.backward = _backward_hook(engine.backward, slot)
+        hooks |= {"step": _step, "forward": _forward, "backward": _backward}
+    for name, function in hooks.items():
+        instances.hook(engine, name, functools.partial(function, slot))
+    engine.load_checkpoint = around_load(engine.load_checkpoint, functools.partial(_load, slot))
 
 
-def _save_hook(save: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
-    @functools.wraps(save)
-    def save_checkpoint(
-        save_dir: str,
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-        **more: Any,
-    ) -> Any:
-        if exclude_frozen_parameters:
-            more["exclude_frozen_parameters"] = True
-        write = functools.partial(save, **more)
-        data = slot.data
-        return data.host.save_checkpoint(
-            data.session,
-            functools.partial(write, save_dir),
-            os.fspath(save_dir),
-            tag=tag,
-            client_state=client_state or {},
-            latest=save_latest,
-            is_untouched=data.is_untouched,
-        )
-
-    return save_checkpoint
+def _save(
+    slot: _Slot,
+    save: Callable[..., Any],
+    save_dir: str,
+    tag: str | None = None,
+    client_state: Mapping[str, Any] | None = None,
+    save_latest: bool = True,
+    exclude_frozen_parameters: bool = False,
+    **more: Any,
+) -> Any:
+    if exclude_frozen_parameters:
+        more["exclude_frozen_parameters"] = True
+    data = slot.data
+    return data.host.save_checkpoint(
+        data.session,
+        functools.partial(save, save_dir, **more),
+        os.fspath(save_dir),
+        tag=tag,
+        client_state=client_state or {},
+        latest=save_latest,
+        is_untouched=data.is_untouched,
+    )
 
 
-def _load_hook(load: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
-    def load_ours(read: Callable[..., Any], load_dir: str, tag: str | None, module_only: bool, _optimizer: bool) -> Any:
-        data = slot.data
-        return data.host.load_checkpoint(data.session, read, os.fspath(load_dir), tag, module_only)
-
-    return around_load(load, load_ours)
-
-
-def _train_batch_hook(train: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
-    @functools.wraps(train)
-    def train_batch(data_iter: Iterator[Any] | None = None, *args: Any, **more: Any) -> Any:
-        decoupled.settle(slot.data.engine)  # a pipeline changes its weights without waiting for its writer
-        slot.data.before_train_batch()
-        with slot.data.broken_by_errors_of("engine.train_batch()", weights=True):
-            result = train(slot.data if data_iter is None else data_iter, *args, **more)
-        slot.data.after_train_batch()
-        return result
-
-    return train_batch
+def _load(
+    slot: _Slot, read: Callable[..., Any], load_dir: str, tag: str | None, module_only: bool, _optimizer: bool
+) -> Any:
+    data = slot.data
+    return data.host.load_checkpoint(data.session, read, os.fspath(load_dir), tag, module_only)
 
 
-def _step_hook(step: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
-    @functools.wraps(step)
-    def engine_step(*args: Any, **more: Any) -> Any:
-        slot.data.before_step()
-        with slot.data.broken_by_errors_of("engine.step()", weights=True):
-            result = step(*args, **more)
-        slot.data.after_step()
-        return result
-
-    return engine_step
-
-
-def _forward_hook(forward: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def engine_forward(*inputs: Any, **more: Any) -> Any:
-        slot.data.saw((*inputs, *more.values()))
-        return forward(*inputs, **more)
-
-    return engine_forward
+def _train_batch(
+    slot: _Slot, train: Callable[..., Any], data_iter: Iterator[Any] | None = None, *args: Any, **more: Any
+) -> Any:
+    decoupled.settle(slot.data.engine)  # a pipeline changes its weights without waiting for its writer
+    slot.data.before_train_batch()
+    with slot.data.broken_by_errors_of("engine.train_batch()", weights=True):
+        result = train(slot.data if data_iter is None else data_iter, *args, **more)
+    slot.data.after_train_batch()
+    return result
 
 
-def _backward_hook(backward: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
-    @functools.wraps(backward)
-    def engine_backward(*args: Any, **more: Any) -> Any:
-        with slot.data.broken_by_errors_of("engine.backward()"):
-            return backward(*args, **more)
+def _step(slot: _Slot, step: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    slot.data.before_step()
+    with slot.data.broken_by_errors_of("engine.step()", weights=True):
+        result = step(*args, **more)
+    slot.data.after_step()
+    return result
 
-    return engine_backward
+
+def _forward(slot: _Slot, forward: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
+    slot.data.saw((*inputs, *more.values()))
+    return forward(*inputs, **more)
+
+
+def _backward(slot: _Slot, backward: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    with slot.data.broken_by_errors_of("engine.backward()"):
+        return backward(*args, **more)
 
 
 def session_of(host: EngineHost, checkpoints: Checkpoints, **more: Any) -> Session:
@@ -174,17 +157,7 @@ def session_of(host: EngineHost, checkpoints: Checkpoints, **more: Any) -> Sessi
             expected="the local directory of the checkpoints",
             action="megaresume.attach(engine, data, checkpoints=Checkpoints(save_dir=..., stage_to=...))",
         )
-    return Session(
-        host,
-        save_dir=checkpoints.save_dir,
-        stage_to=checkpoints.stage_to,
-        retention=checkpoints.retention,
-        max_starts=checkpoints.max_starts,
-        checksums=checkpoints.checksums,
-        retries=checkpoints.retries,
-        random=host.random_state(),
-        **more,
-    )
+    return Session(host, **checkpoints.of_session, random=host.random_state(), **more)
 
 
 def attach(
@@ -274,26 +247,8 @@ def attach(
     if is_rank_0():
         for line in same_corpora(stream.fingerprints):
             print(f"megaresume: WARNING: {line}", flush=True)
-    attached = TrainingData(
-        engine,
-        stream,
-        session,
-        schedule=schedule,
-        num_workers=loader.num_workers,
-        prefetch=loader.prefetch,
-        read_ahead=loader.read_ahead,
-        requests=loader.requests,
-        cache_dir=loader.cache_dir,
-        cache_gib=loader.cache_gib,
-        start_method=loader.start_method,
-        pin_memory=engine.device.type == "cuda" if loader.pin_memory is None else loader.pin_memory,
-        fields=loader.fields,
-        attention_mask=loader.attention_mask,
-        pad_id=loader.pad_id,
-        balance=balance,
-        transform=loader.transform,
-        log=None if log_samples is None else _open_log(log_samples),
-    )
+    log = None if log_samples is None else _open_log(log_samples)
+    attached = TrainingData(engine, stream, session, loader, schedule=schedule, log=log)
     if asked:
         on_all_ranks(lambda: stream.skip(asked))
     if session.stopper is not None:

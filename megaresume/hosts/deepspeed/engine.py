@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megaresume.checkpoint.topology import Topology
+from megaresume.hosts.instances import replaced
 from megaresume.stream.errors import UsageError
 
 
@@ -108,15 +109,9 @@ def loads_universal(engine: Any) -> bool:
     return bool(engine.load_universal_checkpoint())
 
 
-@contextlib.contextmanager
-def as_universal(engine: Any) -> Iterator[None]:
+def as_universal(engine: Any) -> contextlib.AbstractContextManager[None]:
     """Within it, ``load_checkpoint`` takes a tag for a universal checkpoint; the config stays as it is."""
-    config = engine._config
-    before, config.load_universal_checkpoint = config.load_universal_checkpoint, True
-    try:
-        yield
-    finally:
-        config.load_universal_checkpoint = before
+    return replaced(engine._config, load_universal_checkpoint=True)
 
 
 def zero_stage(engine: Any) -> int:
@@ -180,7 +175,7 @@ def failing_late(engine: Any) -> Iterator[list[Exception]]:
     )
     with contextlib.ExitStack() as hooks:
         for owner, name in places:
-            hooks.enter_context(_replaced(owner, name, late))
+            hooks.enter_context(replaced(owner, **{name: late(getattr(owner, name))}))
         yield errors
 
 
@@ -206,21 +201,8 @@ def loading(engine: Any, gate: Callable[[], None]) -> Iterator[None]:
     with contextlib.ExitStack() as hooks:
         for owner, name in places:
             if hasattr(owner, name):
-                hooks.enter_context(_replaced(owner, name, after))
+                hooks.enter_context(replaced(owner, **{name: after(getattr(owner, name))}))
         yield
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, instead: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    own = vars(owner).get(name)
-    setattr(owner, name, instead(getattr(owner, name)))
-    try:
-        yield
-    finally:
-        if own is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
 
 
 def topology(engine: Any) -> Topology:

@@ -13,29 +13,26 @@ trained samples are put together at every save, so that the state has all of the
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
-from itertools import chain
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megaresume.batches.assemble import Field
 from megaresume.batches.batch import Batch
 from megaresume.batches.dataset import StreamDataset
-from megaresume.batches.documents import FaultEntry
-from megaresume.batches.loader import StartMethod, StreamLoader
+from megaresume.batches.loader import StreamLoader
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import DataState, stream_of
 from megaresume.checkpoint.manifest import FileEntry
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.engine_data import EngineData
 from megaresume.hosts.deepspeed.micro_batches import MicroBatch, Taken, TrainedStep, fingerprint
+from megaresume.hosts.torch.feeds import RankFaults
 from megaresume.runs.rank_log import RankLog, noted
 from megaresume.session.host import change_lines
-from megaresume.session.ranks import gather, on_all_ranks
+from megaresume.session.ranks import on_all_ranks
 from megaresume.session.session import Session
+from megaresume.session.settings import Loader
 from megaresume.stream.batches import BatchSchedule, check_sizes
-from megaresume.stream.dealing.balance import Balance
 from megaresume.stream.dealing.deal import deal
 from megaresume.stream.errors import MegaresumeError, StateError
 from megaresume.stream.faults import NO_FAULTS, Faults
@@ -59,41 +56,14 @@ class TrainingData(EngineData):
         engine: Any,
         stream: Stream,
         session: Session,
+        loader: Loader,
         *,
         schedule: BatchSchedule | None,
-        num_workers: int,
-        prefetch: int,
-        read_ahead: int,
-        requests: int,
-        cache_dir: str | os.PathLike[str] | None,
-        cache_gib: float,
-        start_method: StartMethod | None,
-        pin_memory: bool,
-        fields: Collection[Field],
-        attention_mask: bool,
-        pad_id: int,
-        balance: Balance | None,
-        transform: Callable[[Batch], Any] | None,
         log: RankLog | None = None,
     ) -> None:
         super().__init__(engine, session)
-        self.stream = stream
-        self.balance, self._planned = balance, schedule
-        self._loading: dict[str, Any] = {
-            "num_workers": num_workers,
-            "prefetch": prefetch,
-            "read_ahead": read_ahead,
-            "requests": requests,
-            "cache_dir": cache_dir,
-            "cache_gib": cache_gib,
-            "start_method": start_method,
-            "pin_memory": pin_memory,
-            "fields": fields,
-            "attention_mask": attention_mask,
-            "pad_id": pad_id,
-            "balance": balance,
-        }
-        self._transform = transform
+        self.stream, self.loader = stream, loader
+        self.balance, self._planned = loader.balanced, schedule
         self._log = log
         self._reader: Iterator[Batch] | None = None
         self._set_base(int(engine.global_steps), None)
@@ -113,9 +83,7 @@ class TrainingData(EngineData):
         self._layout: tuple[int, int] | None = None
         #: whether the log of samples has this beginning.
         self._log_begun = False
-        # Of all ranks up to a sample, and of this rank since then, samples included that are not trained yet.
-        self._known_faults, self._known_to = NO_FAULTS if state is None else state.faults, sample
-        self._new_faults: list[FaultEntry] = []
+        self._faults = RankFaults(NO_FAULTS if state is None else state.faults, sample)
 
     def _check_sizes(self, schedule: BatchSchedule, sample: int) -> None:
         """Sizes that do not divide must fail now, on every rank, not in the middle of the ramp-up."""
@@ -146,12 +114,12 @@ class TrainingData(EngineData):
     @property
     def faults(self) -> Faults:
         """Of trained samples: those of all ranks up to the last save, and those of this rank since then."""
-        return self._known_faults.with_new(self._new_faults, self._known_to, self.samples_trained)
+        return self._faults.up_to(self.samples_trained)
 
     @property
     def num_workers(self) -> int:
         """Worker processes of this rank."""
-        return int(self._loading["num_workers"])
+        return self.loader.num_workers
 
     @property
     def origin(self) -> Mapping[str, Any] | None:
@@ -161,17 +129,12 @@ class TrainingData(EngineData):
     def prepare(self) -> None:
         """See `Data`: the faults of all ranks."""
         on_all_ranks(self.check_save)
-        trained = self.samples_trained
-        # Ranks that read the same samples have the same faults: they count once.
-        everywhere = chain.from_iterable(gather([fault for fault in self._new_faults if fault[0] < trained]))
-        self._known_faults = self._known_faults.with_new(everywhere, self._known_to, trained)
-        self._new_faults = [fault for fault in self._new_faults if fault[0] >= trained]
-        self._known_to = trained
+        self._faults.gather(self.samples_trained)
 
     def snapshot(self, samples: int) -> StreamState:
         """See `Data`."""
         state = self.stream.state_at(samples, batches=self._schedule.until(samples))
-        return state.replace(faults=self._known_faults)
+        return state.replace(faults=self._faults.known)
 
     def write_files(self, save_dir: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
         """See `Data`: a stream's state is all in the checkpoint itself."""
@@ -206,7 +169,7 @@ class TrainingData(EngineData):
         if self._reader is None:
             self._reader = self._read_from(self._sample)
         batch = next(self._reader)
-        self._new_faults += batch.get("faults", ())
+        self._faults.add(batch)
         samples, tokens = batch["samples"], batch["tokens"]
         what = MicroBatch(
             name=f"samples {int(samples.min())} to {int(samples.max())}",
@@ -214,7 +177,7 @@ class TrainingData(EngineData):
             tokens=tokens.numel(),
             noted=None if self._log is None else noted(batch),
         )
-        return batch if self._transform is None else self._transform(batch), what
+        return self._transformed(batch), what
 
     def peek(self) -> Any:
         """The micro-batch that ``next(data)`` gives next, without taking it: for shapes, warm-ups, graph captures.
@@ -242,11 +205,13 @@ class TrainingData(EngineData):
             dp_size=facts.data_size(self.engine),
             balance=self.balance,
         )[index]
-        options = {name: self._loading[name] for name in ("fields", "attention_mask", "pad_id")}
-        batch = StreamDataset(self.stream, **options).__getitems__(numbers)
+        batch = StreamDataset(self.stream, **self.loader.of_batches).__getitems__(numbers)
         if not self._is_pipeline:
             self._taken.looked_at(int(fingerprint(batch["tokens"])))
-        return batch if self._transform is None else self._transform(batch)
+        return self._transformed(batch)
+
+    def _transformed(self, batch: Batch) -> Any:
+        return batch if self.loader.transform is None else self.loader.transform(batch)
 
     def _open_step(self) -> None:
         """Settle the sizes of the next step and make sure that all of its samples exist."""
@@ -302,7 +267,7 @@ class TrainingData(EngineData):
                 dp=facts.data_size(self.engine),
                 micro_batch_size=int(self.engine.train_micro_batch_size_per_gpu()),
                 balance=self.balance,
-                pad_id=int(self._loading["pad_id"]),
+                pad_id=self.loader.pad_id,
                 digest=self.stream.digest_at(self._base_sample),
             )
         for batch in done.batches:
@@ -311,7 +276,7 @@ class TrainingData(EngineData):
         self._log.end_step(done.number, seen=done.seen)
 
     def _read_from(self, sample: int) -> Iterator[Batch]:
-        schedule = self._schedule
+        schedule, loading = self._schedule, self.loader
         later = [segment for segment in schedule.segments if segment[0] > sample]
         loader = StreamLoader(
             self.stream,
@@ -320,7 +285,16 @@ class TrainingData(EngineData):
             dp_rank=facts.data_rank(self.engine),
             dp_size=facts.data_size(self.engine),
             start=sample,
-            **self._loading,
+            balance=self.balance,
+            num_workers=loading.num_workers,
+            prefetch=loading.prefetch,
+            read_ahead=loading.read_ahead,
+            requests=loading.requests,
+            cache_dir=loading.cache_dir,
+            cache_gib=loading.cache_gib,
+            start_method=loading.start_method,
+            pin_memory=self.engine.device.type == "cuda" if loading.pin_memory is None else loading.pin_memory,
+            **loading.of_batches,
         )
         return iter(loader)
 

@@ -1,7 +1,6 @@
 """Hugging Face's Trainer and Accelerate as hosts: `megaresume.attach_trainer`, `megaresume.attach_accelerator`.
 
-    attach.py            the first function
-    checks.py            what of a Trainer would be another order
+    attach.py            the first function, and what of a Trainer would be another order
     families.py          other people's Trainers: LLaMA-Factory's, ms-swift's, Axolotl's
     backends.py          DDP, DeepSpeed and FSDP: what differs in their checkpoints
     collators.py         how its items become a batch

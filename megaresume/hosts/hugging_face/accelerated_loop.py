@@ -18,12 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.data_state import Envelope
 from megaresume.checkpoint.paths import hugging_face_tag, parse_record_name, records_dir
-from megaresume.checkpoint.step_file import StepFile
-from megaresume.hosts.torch.host import StepHost, hook
+from megaresume.hosts.instances import hook, replaced
+from megaresume.hosts.torch.host import StepHost, write_all
 from megaresume.hosts.torch.steps import Steps
-from megaresume.session.file_errors import writing
 from megaresume.session.host import Reading, Resume, Save
 from megaresume.session.ranks import all_come, on_all_ranks, on_rank_0
 from megaresume.session.session import Session
@@ -63,33 +61,17 @@ class AcceleratorHost(StepHost):
 
     def write(self, save: Save, write: Callable[[str], Any]) -> Any:
         """Write a checkpoint by Accelerate's own method ``write(directory)``."""
-        self.record.held = {
-            "data": save.envelope.to_text(),
-            "step": self.steps.step,
-            "samples": self.steps.trained,
-        }
-        directory = save.save_dir / save.tag
-
-        def write_files() -> Any:
-            with writing(directory):
-                return write(str(directory))
-
-        naming = self.accelerator.project_configuration
+        self.record.held = self.held(save)
         # It deletes old checkpoints before the new one is complete, and stumbles over the records beside them.
-        automatic, naming.automatic_checkpoint_naming = naming.automatic_checkpoint_naming, False
-        try:
-            return on_all_ranks(write_files)
-        finally:
-            naming.automatic_checkpoint_naming = automatic
+        with replaced(self.accelerator.project_configuration, automatic_checkpoint_naming=False):
+            return write_all(save, lambda: write(str(save.tag_dir)))
 
     def read(self, choice: Choice, read: Callable[[str], Any]) -> Reading:
         """Read a checkpoint by Accelerate's own method ``read(directory)``."""
         on_all_ranks(lambda: read(str(choice.tag_dir)))
-        held = self.record.held
-        self.steps.go_on(held["step"], held["samples"])
         for optimizer in self.accelerator._optimizers:
             optimizer.optimizer.zero_grad()  # of a step that is given up
-        return Reading(envelope=Envelope.read(held["data"]), iteration=held["step"], samples=held["samples"])
+        return self.go_on(self.record.held)
 
 
 class AcceleratedLoop:
@@ -185,8 +167,7 @@ class AcceleratedLoop:
 
     def _place(self, output_dir: Any) -> Path:
         """The tag directory of a save."""
-        root = self.session.save_dir
-        assert root is not None
+        root = self.host.save_dir
         if output_dir is None or self.host.accelerator.project_configuration.automatic_checkpoint_naming:
             return root / hugging_face_tag(self.step)
         directory = Path(os.path.abspath(os.path.expanduser(output_dir)))
@@ -201,17 +182,8 @@ class AcceleratedLoop:
 
     def _load_state(self, read: Callable[..., Any], input_dir: Any = None, *args: Any, **more: Any) -> Resume | None:
         on_all_ranks(self._check_prepared)
-        root, pick = self.session.save_dir, None
-        if input_dir is not None:
-            directory = Path(os.path.abspath(os.path.expanduser(input_dir)))
-            root, pick = directory.parent, self.session.exactly(directory)
-
-        def read_files(choice: Choice, beside: StepFile | None) -> Reading:
-            return self.host.read(choice, lambda path: read(path, *args, **more))
-
-        assert root is not None
-        with self.steps.loading():
-            self.session.load(root, read_files, pick=pick)
+        asked = None if input_dir is None else Path(os.path.abspath(os.path.expanduser(input_dir)))
+        self.host.load_by(lambda choice: self.host.read(choice, lambda path: read(path, *args, **more)), asked)
         return self.session.resumed
 
     def _check_prepared(self) -> None:
@@ -241,7 +213,7 @@ class AcceleratedLoop:
         return skip(dataloader, *args, **more)
 
     def _check_other(self, objects: Any, function: str) -> None:
-        loader = self.steps.feed.loader  # type: ignore[attr-defined]
+        loader = self.steps.feed.loader
         if any(one is self or one is loader for one in objects):
             raise UsageError(
                 f"{function} is not for this loader",

@@ -22,8 +22,8 @@ from typing import Any
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
 from megaresume.hosts.hugging_face.accelerated_loop import AcceleratedLoop, AcceleratorHost
+from megaresume.hosts.instances import kind_of, refuse
 from megaresume.hosts.torch.feeds import feed_of
-from megaresume.hosts.torch.host import refuse
 from megaresume.hosts.torch.loop import open_session
 from megaresume.hosts.torch.steps import Steps
 from megaresume.session.ranks import on_all_ranks
@@ -79,7 +79,7 @@ def check_accelerator(accelerator: Any, loader: DataLoader | StreamLoader) -> No
     if not hasattr(accelerator, "gradient_state"):
         raise UsageError(
             "this is no Accelerator",
-            found=f"{type(accelerator).__module__}.{type(accelerator).__qualname__}",
+            found=kind_of(accelerator),
             expected="an accelerate.Accelerator",
             action="megaresume.attach_loop for a loop in plain torch",
         )

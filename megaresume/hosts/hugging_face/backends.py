@@ -9,7 +9,8 @@ from typing import Any
 
 from megaresume.checkpoint.topology import Topology
 from megaresume.hosts.deepspeed import engine as facts
-from megaresume.stream.errors import CheckpointError, UsageError
+from megaresume.hosts.instances import refuse, replaced
+from megaresume.stream.errors import CheckpointError
 
 #: what a checkpoint has inside that only this back-end writes, as patterns, and how to train with it again.
 _WRITTEN = {
@@ -56,14 +57,7 @@ def check_backend(trainer: Any) -> None:
                 "leave it out, and start on as many ranks as saved the checkpoint",
             ),
         }
-    for name, (found, action) in refused.items():
-        if found:
-            raise UsageError(
-                f"{name} cannot be used with attach_trainer",
-                found=f"{name}: {found}",
-                expected="not set",
-                action=action,
-            )
+    refuse("attach_trainer", refused, expected="not set")
 
 
 def check_loadable(trainer: Any, tag_dir: Path, before: Topology | None, begin_anew: str) -> None:
@@ -112,7 +106,7 @@ def expected_files(trainer: Any, save_dir: Path, tag: str) -> Sequence[str] | No
 def failing_late(trainer: Any) -> Iterator[list[Exception]]:
     """Within it, a rank that cannot write a file goes on to the collectives in which the others wait for it; what was
     raised is in the list that is given."""
-    own, save = vars(trainer).get("_save"), trainer._save
+    save = trainer._save
     with contextlib.ExitStack() as stack:
         errors: list[Exception] = []
         if trainer.is_deepspeed_enabled:
@@ -124,11 +118,5 @@ def failing_late(trainer: Any) -> Iterator[list[Exception]]:
             except Exception as error:  # noqa: BLE001  raised later, on every rank
                 errors.append(error)
 
-        trainer._save = late
-        try:
-            yield errors
-        finally:
-            if own is None:
-                del trainer._save
-            else:
-                trainer._save = own
+        stack.enter_context(replaced(trainer, _save=late))
+        yield errors

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megaresume.batches.items.packed import flatten
+from megaresume.hosts.instances import kind_of
 from megaresume.stream.errors import UsageError
 
 Collate = Callable[[list[Any]], Any]
@@ -32,7 +33,7 @@ def packing_collator(trainer: Any) -> Collate:
     pads = isinstance(given, theirs.DataCollatorMixin | theirs.DataCollatorForSeq2Seq | theirs.DataCollatorWithPadding)
     if isinstance(given, theirs.DataCollatorWithFlattening) or getattr(given, "padding_free", not pads):
         return OneRow(collator(trainer))
-    raise _pads(f"{type(given).__module__}.{type(given).__qualname__}")
+    raise _pads(kind_of(given))
 
 
 class OneRow:

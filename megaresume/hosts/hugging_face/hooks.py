@@ -20,12 +20,14 @@ from typing import Any
 
 from megaresume.checkpoint.paths import hugging_face_tag
 from megaresume.hosts.hugging_face.host import KEY, TrainerHost
-from megaresume.hosts.torch.host import hook
+from megaresume.hosts.instances import hook, replaced
 from megaresume.session.random_state import kept
 from megaresume.session.ranks import on_all_ranks
 from megaresume.session.session import Session
 from megaresume.stream.errors import UsageError
 
+#: where a Trainer keeps what is attached to it.
+SLOT = "_megaresume"
 #: without ``get_train_dataloader``, which is replaced.
 HOOKED = (
     "train",
@@ -74,13 +76,9 @@ class Hooks:
         self._ran = True
         on_all_ranks(self._check_settings)
         path = self._chosen(resume_from_checkpoint) if resume_from_checkpoint else None
-        arguments = self.trainer.args
         # Retention is the session's: what the Trainer deletes, it deletes before the newer one is complete.
-        limit, arguments.save_total_limit = arguments.save_total_limit, None
-        try:
+        with replaced(self.trainer.args, save_total_limit=None):
             result = train(path, trial, *args, **more)
-        finally:
-            arguments.save_total_limit = limit
         if self.host.step >= self.trainer.state.max_steps:
             self.session.finish()
         self.session.close()

@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,9 @@ from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import Envelope
 from megaresume.checkpoint.topology import Topology
 from megaresume.hosts.hugging_face.backends import check_loadable, expected_files, failing_late, zero_stage
-from megaresume.hosts.torch.feeds import micro_batches, micro_batches_to
-from megaresume.session.file_errors import writing
+from megaresume.hosts.torch.feeds import Items, micro_batches, micro_batches_to
+from megaresume.hosts.torch.host import StepHost, write_all
 from megaresume.session.host import Reading, Save
-from megaresume.session.ranks import on_all_ranks
 from megaresume.stream.errors import StateError, UsageError
 
 #: the key in ``stateful_callbacks`` of trainer_state.json.
@@ -28,7 +28,7 @@ KEY = "megaresume"
 STATE = "trainer_state.json"
 
 
-class TrainerHost:
+class TrainerHost(StepHost):
     """See `megaresume.session.host.Host`.
 
     Args:
@@ -58,30 +58,11 @@ class TrainerHost:
 
     def topology(self) -> Topology:
         """See `Host`."""
-        loader = self.loader
-        return Topology(
-            world_size=loader.dp_size,
-            dp=loader.dp_size,
-            num_workers=loader.num_workers,
-            micro_batch_size=loader.batch_size,
-            global_batch_size=loader.step_samples,
-            zero_stage=zero_stage(self.trainer),
-            balance=loader.balance,
-        )
+        return replace(Items(self.loader).topology(self.trained), zero_stage=zero_stage(self.trainer))
 
     def expected_files(self, save_dir: Path, tag: str) -> Sequence[str] | None:
         """See `Host`."""
         return expected_files(self.trainer, save_dir, tag)
-
-    def settle(self) -> None:
-        """See `Host`: nothing is written in the background."""
-
-    def is_saving(self) -> bool:
-        """See `Host`."""
-        return False
-
-    def committed(self, save_dir: Path) -> None:
-        """See `Host`."""
 
     def stepped(self) -> None:
         """An optimizer step was made, of the batches handed out last. Raises as `check_step`."""
@@ -127,12 +108,12 @@ class TrainerHost:
         self.trainer.state.stateful_callbacks[KEY] = save.envelope.to_dict()
 
         def write_files() -> None:
-            with writing(save.save_dir / save.tag), failing_late(self.trainer) as errors:
+            with failing_late(self.trainer) as errors:
                 write()
                 if errors:
                     raise errors[0]
 
-        on_all_ranks(write_files)
+        write_all(save, write_files)
 
     def read(self, choice: Choice, before: Topology | None) -> Reading:
         """What lies with the weights, which the Trainer reads later. On every rank; raises on its own.

@@ -101,8 +101,7 @@ def _around_train(train: Callable[..., Any]) -> Callable[..., Any]:
     def attached_train(
         trainer: Any, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **more: Any
     ) -> Any:
-        from megaresume.hosts.hugging_face.checks import SLOT  # deferred: torch
-        from megaresume.hosts.hugging_face.hooks import Hooks
+        from megaresume.hosts.hugging_face.hooks import SLOT, Hooks  # deferred: torch
         from megaresume.session.ranks import on_rank_0
 
         hooks: Hooks | None = getattr(trainer, SLOT, None)
@@ -120,7 +119,7 @@ def _around_train(train: Callable[..., Any]) -> Callable[..., Any]:
 
 def _attached(trainer: Any) -> Any:
     from megaresume.hosts.hugging_face.attach import attach_trainer  # deferred: torch
-    from megaresume.hosts.hugging_face.checks import SLOT
+    from megaresume.hosts.hugging_face.hooks import SLOT
 
     said = _said()
     data, stop, launch = (said.get(group, {}) for group in ("data_options", "stop", "launch"))

@@ -2,8 +2,7 @@
 
 attach.py   the function, and what of a Trainer's settings would be other data
 hooks.py    the Trainer's own methods and loops, hooked on the instance
-host.py     `LightningHost`: checkpoints and steps; `Batches`: what the Trainer reads from
-witness.py  `Witness`: whether a micro-batch was trained, whatever Lightning counts
+host.py     `LightningHost`: checkpoints and steps; `Batches`: what the Trainer reads from; `Witness`: what it trained
 
 Importing this package imports neither lightning nor pytorch_lightning.
 """

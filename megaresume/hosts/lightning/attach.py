@@ -15,10 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
+from megaresume.hosts.instances import kind_of, refuse
 from megaresume.hosts.lightning.hooks import Hooks
 from megaresume.hosts.lightning.host import LightningHost
 from megaresume.hosts.torch.feeds import Items
-from megaresume.hosts.torch.host import refuse
 from megaresume.hosts.torch.loop import check_checkpoints, open_session
 from megaresume.hosts.torch.steps import Steps
 from megaresume.session.ranks import on_all_ranks
@@ -79,7 +79,7 @@ def check_trainer(trainer: Any, *, stops: bool) -> str:
     if package is None:
         raise UsageError(
             "this is no Trainer of Lightning's",
-            found=f"{type(trainer).__module__}.{type(trainer).__qualname__}",
+            found=kind_of(trainer),
             expected="a lightning.Trainer, or a pytorch_lightning.Trainer",
             action="megaresume.attach_loop for a loop of your own, or one with Fabric",
         )
@@ -138,7 +138,7 @@ def check_fit(trainer: Any, package: str, loader: Any) -> None:
     if not isinstance(loader, DataLoader):
         raise UsageError(
             "attach_lightning needs a loader of megaresume's",
-            found=f"{type(loader).__module__}.{type(loader).__qualname__}, given to fit or made by train_dataloader",
+            found=f"{kind_of(loader)}, given to fit or made by train_dataloader",
             expected="one megaresume.DataLoader",
             cause="a loader of torch's, several loaders, or a stream",
             action="megaresume.DataLoader(dataset, batch_size) around a map-style dataset, or around several: "

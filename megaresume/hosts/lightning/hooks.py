@@ -24,9 +24,8 @@ from typing import Any
 
 from megaresume.checkpoint.choosing.search import Choice, Theirs
 from megaresume.checkpoint.paths import deepspeed_tag
-from megaresume.hosts.lightning.host import FILE, KEY, Batches, LightningHost
-from megaresume.hosts.lightning.witness import Witness
-from megaresume.hosts.torch.host import hook
+from megaresume.hosts.instances import hook
+from megaresume.hosts.lightning.host import FILE, KEY, Batches, LightningHost, Witness
 from megaresume.session import random_state
 from megaresume.session.file_errors import writing
 from megaresume.session.ranks import is_rank_0, on_all_ranks, on_rank_0
@@ -130,8 +129,7 @@ class Hooks:
         self.host, session = self._open(on_all_ranks(self._request), self.save)
         self.session = session
         self.batches = Batches(self.host.steps, len(self.host.loader))
-        root = session.save_dir
-        assert root is not None
+        root = self.host.save_dir
         if self._asked:
             pick = None if self._asked == "last" else _exactly(session, root, self._asked)
             session.load(
@@ -265,10 +263,10 @@ class Hooks:
     def save(self) -> Path | None:
         """A complete checkpoint of the last step; its file, or None if that failed and the run is to go on."""
         session, self._is_due = self.session, False
-        assert session is not None and session.save_dir is not None
+        assert session is not None
         on_all_ranks(self.host.steps.check_save if not self._is_over else lambda: None)
         tag = deepspeed_tag(self.host.iteration())
-        file: Path | None = session.save(session.save_dir, self.host.write, tag=tag, tracker=False)
+        file: Path | None = session.save(self.host.save_dir, self.host.write, tag=tag, tracker=False)
         return file
 
     def save_if_due(self, *, is_over: bool = False) -> None:
@@ -340,7 +338,7 @@ def _callback(package: str, hooks: Hooks) -> Any:
             hooks.save_if_due(is_over=True)
 
         def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
-            if hooks.session is not None and hooks.host.held is not None:
-                checkpoint[KEY] = hooks.host.held
+            if hooks.session is not None and hooks.host.carried is not None:
+                checkpoint[KEY] = hooks.host.carried
 
     return DataResume()

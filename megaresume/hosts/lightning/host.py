@@ -1,4 +1,5 @@
-"""`LightningHost`: Lightning's Trainer as the host of a `Session`; `Batches`: what it reads from.
+"""`LightningHost`: Lightning's Trainer as the host of a `Session`; `Batches`: what it reads from; `Witness`: whether a
+micro-batch was trained, whatever Lightning counts.
 
 <save_dir>/global_step10/checkpoint.ckpt    what Lightning writes, and within it, under ``megaresume``, the data state
 """
@@ -9,15 +10,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.data_state import Envelope
+from megaresume.hosts.instances import replaced
 from megaresume.hosts.torch.feeds import micro_batches_to
-from megaresume.hosts.torch.host import StepHost
+from megaresume.hosts.torch.host import StepHost, write_all
 from megaresume.hosts.torch.steps import Steps
-from megaresume.session.file_errors import writing
 from megaresume.session.host import Reading, Save
 from megaresume.session.ranks import is_rank_0, on_all_ranks
+from megaresume.stream.errors import StateError
 
 #: in a tag directory, and in what Lightning saves.
 FILE, KEY = "checkpoint.ckpt", "megaresume"
@@ -39,7 +42,7 @@ class LightningHost(StepHost):
     def __init__(self, trainer: Any, loader: DataLoader, steps: Steps, version: str) -> None:
         self.trainer, self.loader, self.steps, self.framework = trainer, loader, steps, version
         #: what the checkpoint that is being made is to hold; None: none is.
-        self.held: dict[str, Any] | None = None
+        self.carried: dict[str, Any] | None = None
 
     def expected_files(self, save_dir: Path, tag: str) -> Sequence[str]:
         """See `Host`."""
@@ -47,28 +50,21 @@ class LightningHost(StepHost):
 
     def write(self, save: Save) -> Path:
         """Write the file that Lightning would write, with the data state in it: for `Session.save`."""
-        self.held = {"data": save.envelope.to_text(), "step": self.steps.step, "samples": self.steps.trained}
-        file, trainer = save.save_dir / save.tag / FILE, self.trainer
+        file, trainer = save.tag_dir / FILE, self.trainer
 
         def write_file() -> None:
             # Not `trainer.save_checkpoint`: where rank 0 cannot write, the others would wait for it at a barrier.
-            with writing(file.parent):
-                trainer.strategy.save_checkpoint(trainer._checkpoint_connector.dump_checkpoint(False), str(file))
+            trainer.strategy.save_checkpoint(trainer._checkpoint_connector.dump_checkpoint(False), str(file))
 
-        try:
-            on_all_ranks(write_file)
-        finally:
-            self.held = None
+        with replaced(self, carried=self.held(save)):
+            write_all(save, write_file)
         return file
 
     def read(self, choice: Choice, read: Callable[[str], Any]) -> Reading:
         """Read a checkpoint by Lightning's own method ``read(file)``, which keeps it until the model is there."""
         on_all_ranks(lambda: read(str(choice.tag_dir / FILE)))
         held = self.trainer._checkpoint_connector._loaded_checkpoint.get(KEY)
-        if held is None:
-            return Reading(envelope=None, iteration=0, samples=0)
-        self.steps.go_on(held["step"], held["samples"])
-        return Reading(envelope=Envelope.read(held["data"]), iteration=held["step"], samples=held["samples"])
+        return Reading(envelope=None, iteration=0, samples=0) if held is None else self.go_on(held)
 
     def batches_of_epoch(self) -> tuple[int, int]:
         """Micro-batches of this epoch: (that are trained, in whole steps of today; that are to come)."""
@@ -110,3 +106,58 @@ class Batches:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing: see `LightningHost.read`."""
+
+
+class Witness:
+    """What was done with the micro-batch that is in training, under automatic optimization.
+
+    A step that a gradient scaler leaves out was made: its items were seen.
+    """
+
+    def __init__(self) -> None:
+        self._has_backward = self._has_step = False
+
+    def watch(self, optimizers: list[Any]) -> None:
+        """Also see steps that `LightningModule.optimizer_step` makes with an optimizer of torch's itself."""
+        for optimizer in optimizers:
+            if isinstance(optimizer, torch.optim.Optimizer):
+                optimizer.register_step_post_hook(lambda *_: self.step_made())
+
+    def backward_made(self) -> None:
+        """A backward pass has ended."""
+        self._has_backward = True
+
+    def step_made(self) -> None:
+        """An optimizer step is made, or left out by a gradient scaler."""
+        self._has_step = True
+
+    def check(self, steps: Steps, *, ends_step: bool) -> None:
+        """Raise a StateError if Lightning counted what was not done. After each micro-batch.
+
+        Args:
+            steps: train nothing any more after that.
+            ends_step: whether Lightning counted an optimizer step.
+        """
+        had_backward, had_step = self._has_backward, self._has_step
+        self._has_backward = self._has_step = False
+        if not had_backward:
+            raise steps.fail(
+                StateError(
+                    "a micro-batch was taken and not trained",
+                    found=f"no backward pass for the last micro-batch of step {steps.step + 1} that was taken",
+                    expected="one for each",
+                    cause="training_step returned None",
+                    action="return the loss times 0 for what is not to be trained, or remove it from the dataset",
+                )
+            )
+        if ends_step and not had_step:
+            raise steps.fail(
+                StateError(
+                    "Lightning counted an optimizer step that was not made",
+                    found=f"no optimizer step after the micro-batches of step {steps.step + 1}",
+                    expected="one after each",
+                    cause="optimizer_step of the model or of the strategy left it out",
+                    action="call optimizer.step(closure=closure) each time; to leave the parameters as they are, "
+                    "optimizer.zero_grad() in on_before_optimizer_step",
+                )
+            )

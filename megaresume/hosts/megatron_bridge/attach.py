@@ -17,12 +17,14 @@ from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
+from megaresume.hosts.instances import kind_of, refuse
 from megaresume.hosts.megatron_bridge.run import RUN, Run
-from megaresume.hosts.torch.host import of_trainer, refuse
+from megaresume.hosts.torch.host import of_trainer
 from megaresume.session.settings import Checkpoints
 from megaresume.stream.errors import UsageError
 
-_MANAGER = "megaresume.hosts.megatron_bridge.manager.Manager"
+#: imports Bridge.
+_MANAGER = "megaresume.hosts.megatron_bridge.manager"
 
 #: given (data-parallel rank, data-parallel ranks): the loader of that rank.
 LoaderOf = Callable[[int, int], DataLoader | StreamLoader]
@@ -65,11 +67,10 @@ def attach_bridge(
         keep_last=("checkpoint.most_recent_k", kept),
     )
     # Retention is the session's: what Bridge deletes, it deletes before the newer one is complete.
-    own.most_recent_k, own.custom_manager_class = -1, _MANAGER
+    own.most_recent_k, own.custom_manager_class = -1, f"{_MANAGER}.Manager"
     run = Run(config, data, validation, checkpoints)
     setattr(own, RUN, run)
-    provider = importlib.import_module("megaresume.hosts.megatron_bridge.provider")
-    config.dataset = provider.Provider.of(run)
+    config.dataset = importlib.import_module(_MANAGER).Provider.of(run)
     allowed = importlib.import_module("megatron.bridge.utils.instantiate_utils")
     if hasattr(allowed, "register_allowed_target_prefix"):
         allowed.register_allowed_target_prefix("megaresume.hosts.megatron_bridge.")
@@ -87,7 +88,7 @@ def _check(config: Any, *, validates: bool) -> None:
     if missing := [name for name, owner in needed.items() if not hasattr(owner, name)]:
         raise UsageError(
             "this is no config of Megatron-Bridge, or of another version",
-            found=f"{type(config).__module__}.{type(config).__qualname__}, without {', '.join(missing)}",
+            found=f"{kind_of(config)}, without {', '.join(missing)}",
             expected="a megatron.bridge ConfigContainer with its checkpoint; 0.6.2 was tried",
         )
     if hasattr(own, RUN):

@@ -15,11 +15,11 @@ from typing import Any
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import Envelope
 from megaresume.checkpoint.topology import Topology
-from megaresume.hosts.torch.host import StepHost
+from megaresume.hosts.instances import replaced
+from megaresume.hosts.torch.host import StepHost, write_all
 from megaresume.hosts.torch.steps import Steps
-from megaresume.session.file_errors import writing
 from megaresume.session.host import Reading, Save
-from megaresume.session.ranks import is_rank_0, on_all_ranks
+from megaresume.session.ranks import is_rank_0
 
 #: ours, in the state of the schedule.
 KEY = "megaresume"
@@ -84,12 +84,7 @@ class BridgeHost(StepHost):
 
     def write(self, save: Save, schedule: Any, write: Callable[[Any], object]) -> None:
         """Write the files of this rank by Bridge's own method, ``write(schedule)``: for `Session.save`."""
-
-        def write_files() -> None:
-            with writing(save.save_dir / save.tag):
-                write(Carrying(schedule, save.envelope.to_text()))
-
-        on_all_ranks(write_files)
+        write_all(save, lambda: write(Carrying(schedule, save.envelope.to_text())))
 
     def read(self, choice: Choice, state: Any, schedule: Any, read: Callable[[Any], Any]) -> Reading:
         """Read the files of this rank by Bridge's own method, ``read(schedule)``: for `Session.load`.
@@ -99,13 +94,9 @@ class BridgeHost(StepHost):
             state: Bridge's ``GlobalState``, whose count of steps and samples is read.
             schedule: of the learning rate.
         """
-        own, carrying = self.config.checkpoint, Carrying(schedule)
-        before = own.load, own.ckpt_step
-        own.load, own.ckpt_step = str(choice.tag_dir), None
-        try:
+        carrying = Carrying(schedule)
+        with replaced(self.config.checkpoint, load=str(choice.tag_dir), ckpt_step=None):
             result = read(carrying)
-        finally:
-            own.load, own.ckpt_step = before
         trained = state.train_state
         self.steps.go_on(trained.step, trained.consumed_train_samples)
         return Reading(

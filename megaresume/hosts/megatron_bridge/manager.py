@@ -5,21 +5,29 @@
     finalize_async_saves  called before every step, and when training has ended
 
 What is neither a run to go on with nor a save of one is left to Bridge's own manager.
+
+`Provider`: what a run iterates over, by Bridge's own contract for custom data.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from megatron.bridge.data.base import DatasetProvider
 from megatron.bridge.training.checkpointing import DefaultCheckpointManager
 from megatron.bridge.training.utils.checkpoint_utils import checkpoint_exists
 from megatron.bridge.training.utils.pg_utils import get_pg_collection
 
+from megaresume.batches.loader import StreamLoader
+from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.paths import is_usual_tag, megatron_tag, tag_iteration
+from megaresume.hosts.instances import replaced
 from megaresume.hosts.megatron_bridge.run import RUN, Run
+from megaresume.session.host import Reading
 
 
 class Manager:
@@ -49,21 +57,22 @@ class Manager:
         if own.finetune or not checkpoint_exists(own.load):
             return tuple(bridge.load(ctx))
         run.open(ctx.pg_collection or get_pg_collection(ctx.model))
-        root, pick = Path(os.path.abspath(own.load)), None
+        root, asked = Path(os.path.abspath(own.load)), None
         if (step := tag_iteration(root.name)) is not None and is_usual_tag(root.name, step):
-            root, pick = root.parent, run.session.exactly(root)
+            asked = root
         elif own.ckpt_step is not None:
-            pick = run.session.exactly(root / megatron_tag(own.ckpt_step))
-        schedule, state = ctx.opt_param_scheduler, ctx.state
-        with run.steps.loading():
-            found = run.session.load(
-                root,
-                lambda choice, _beside: run.host.read(
-                    choice, state, schedule, lambda carrying: bridge.load(replace(ctx, opt_param_scheduler=carrying))
-                ),
-                pick=pick,
+            asked = root / megatron_tag(own.ckpt_step)
+
+        def read(choice: Choice) -> Reading:
+            return run.host.read(
+                choice,
+                ctx.state,
+                ctx.opt_param_scheduler,
+                lambda carrying: bridge.load(replace(ctx, opt_param_scheduler=carrying)),
             )
-        run.step = state.train_state.step
+
+        found = run.host.load_by(read, asked, root=root)
+        run.step = ctx.state.train_state.step
         return self._begin(ctx) if found is None else tuple(found)
 
     def _begin(self, ctx: Any) -> tuple[int, int]:
@@ -71,11 +80,8 @@ class Manager:
         own = self._config
         if own.pretrained_checkpoint is None or ctx.state.cfg.peft is not None:  # which has loaded them already
             return 0, 0
-        own.load, before = None, own.load
-        try:
+        with replaced(own, load=None):
             return tuple(self._bridge.load(ctx))
-        finally:
-            own.load = before
 
     def save(self, ctx: Any, callback_manager: Any = None) -> None:
         """Save and commit the step that was made last.
@@ -114,3 +120,28 @@ class Manager:
             run.close(is_over=is_over)
         elif not blocking:
             run.goes_on(is_over=is_over)
+
+
+@dataclass
+class Provider(DatasetProvider):  # type: ignore[misc]
+    """Made by `attach_bridge`. Its fields are written to ``run_config.yaml``."""
+
+    dataloader_type: Literal["single", "cyclic", "batch", "external"] | None = "external"
+    #: asked by Bridge's forward step: False if the batches have a mask.
+    skip_getting_attention_mask_from_dataset: bool = True
+
+    @classmethod
+    def of(cls, run: Run) -> Provider:
+        """The data of a run."""
+        provider = cls()
+        provider._run = run  # no field: it cannot be written to a file
+        return provider
+
+    def build_datasets(self, context: Any) -> tuple[Iterator[Any], Iterator[Any] | None, None]:
+        """The micro-batches of this rank to train, and to evaluate. Collective."""
+        run: Run = self._run
+        run.open(context.pg_collection)
+        loader = run.steps.feed.loader
+        masks = isinstance(loader, StreamLoader) and loader.dataset.attention_mask
+        self.skip_getting_attention_mask_from_dataset = not masks
+        return run.batches(), run.validation(context.pg_collection), None

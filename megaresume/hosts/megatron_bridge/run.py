@@ -9,6 +9,7 @@ from typing import Any
 from megaresume.batches.data_loader import DataLoader
 from megaresume.hosts.megatron_bridge.host import BridgeHost
 from megaresume.hosts.torch.feeds import Feed, Samples, feed_of
+from megaresume.hosts.torch.host import check_sizes
 from megaresume.hosts.torch.loop import open_session
 from megaresume.hosts.torch.steps import Steps
 from megaresume.session.random_state import kept
@@ -76,9 +77,8 @@ class Run:
     def batches(self) -> Iterator[Any]:
         """The micro-batches of this rank, to the end of the data."""
         of_stream = isinstance(self.steps.feed, Samples)
-        while self.steps.feed.has(self.steps.trained):
-            for batch in self.steps:
-                yield {key: batch[key] for key in _KEYS if key in batch} if of_stream else batch
+        for batch in self.steps.to_the_end():
+            yield {key: batch[key] for key in _KEYS if key in batch} if of_stream else batch
 
     def validation(self, groups: Any) -> Iterator[Any] | None:
         """The micro-batches of this rank for evaluations: each begins at the first one."""
@@ -159,33 +159,24 @@ def _feed(loader: Any, config: Any, rank: int, ranks: int) -> Feed:
     length = getattr(feed.stream.config, "seq_length", None) if isinstance(feed, Samples) else None
     ramps = getattr(train, "rampup_batch_size", None)
     step = train.global_batch_size // (train.micro_batch_size * ranks)
-    found = {
-        "dp_rank": (loader.dp_rank, rank, "dp_rank=dp_rank, which data is given"),
-        "dp_size": (loader.dp_size, ranks, "dp_size=dp_size, which data is given"),
-        "micro-batches": (sizes.micro_batch_size, train.micro_batch_size, "config.train.micro_batch_size"),
-        "samples of a step": (
-            sizes.global_batch_size if not ramps else None,
-            train.global_batch_size if not ramps else None,
-            f"accumulation={step}" if isinstance(loader, DataLoader) else "config.train.global_batch_size",
-        ),
-        "the length of a sequence": (length, config.model.seq_length if length else None, "model.seq_length"),
-    }
-    for name, (one, expected, action) in found.items():
-        if one != expected:
-            raise UsageError(
-                f"the loader and the config have different ideas of {name}",
-                found=f"{one}, of the loader",
-                expected=f"{expected}, of the config, on {ranks} data-parallel ranks",
-                action=f"make the loader with {action}",
-            )
-    ends = any(source.max_epochs is not None for source in feed.stream.config.sources)
-    if ends and not feed.whole_steps:
-        raise UsageError(
-            "the last step of the data may be short, which Megatron-Bridge cannot train",
-            found="a DataLoader with max_epochs",
-            expected="whole steps",
-            action="drop_last=True leaves out what is over; or no max_epochs, and train.train_iters for the length",
-        )
+    check_sizes(
+        feed,
+        "loader",
+        "config",
+        {
+            "dp_rank": (loader.dp_rank, rank, "dp_rank=dp_rank, which data is given"),
+            "dp_size": (loader.dp_size, ranks, "dp_size=dp_size, which data is given"),
+            "micro-batches": (sizes.micro_batch_size, train.micro_batch_size, "config.train.micro_batch_size"),
+            "samples of a step": (
+                sizes.global_batch_size if not ramps else None,
+                train.global_batch_size if not ramps else None,
+                f"accumulation={step}" if isinstance(loader, DataLoader) else "config.train.global_batch_size",
+            ),
+            "the length of a sequence": (length, config.model.seq_length if length else None, "model.seq_length"),
+        },
+        layout=f"{ranks} data-parallel ranks",
+        length="train.train_iters",
+    )
     if not ramps and not feed.has((train.train_iters - 1) * train.global_batch_size):
         raise UsageError(
             "the data ends before the run does",

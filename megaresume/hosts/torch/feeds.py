@@ -19,23 +19,23 @@ from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import DataState, stream_of
 from megaresume.checkpoint.manifest import FileEntry
 from megaresume.checkpoint.topology import Topology
+from megaresume.hosts.instances import kind_of
 from megaresume.session.host import Data, change_lines
 from megaresume.session.ranks import gather, world_size
 from megaresume.stream.errors import StateError, StreamExhausted, UsageError
-from megaresume.stream.faults import NO_FAULTS
+from megaresume.stream.faults import NO_FAULTS, Faults
 from megaresume.stream.stream import Stream
 
 
 class Feed(Data, Protocol):
     """The micro-batches of one rank. All positions are in samples of all ranks together."""
 
-    @property
-    def stream(self) -> Stream:
-        """The order."""
-
-    @property
-    def whole_steps(self) -> bool:
-        """Whether the data ends before a step that would be short."""
+    #: of this rank: a `DataLoader` or a `StreamLoader`.
+    loader: Any
+    #: the order.
+    stream: Stream
+    #: whether the data ends before a step that would be short.
+    whole_steps: bool
 
     @property
     def layout(self) -> str:
@@ -73,17 +73,7 @@ class Items:
     changed = ()
 
     def __init__(self, loader: DataLoader) -> None:
-        self.loader = loader
-
-    @property
-    def stream(self) -> Stream:
-        """See `Feed`."""
-        return self.loader.stream
-
-    @property
-    def whole_steps(self) -> bool:
-        """See `Feed`."""
-        return self.loader.drop_last
+        self.loader, self.stream, self.whole_steps = loader, loader.stream, loader.drop_last
 
     @property
     def layout(self) -> str:
@@ -155,6 +145,38 @@ class Items:
         """See `Feed`."""
 
 
+class RankFaults:
+    """Records that were not as the index announced them, among trained samples.
+
+    Args:
+        known: those of all ranks, up to a sample.
+        to: that sample.
+    """
+
+    def __init__(self, known: Faults, to: int) -> None:
+        self.known, self._to = known, to
+        # Of this rank since then, samples included that are not trained yet.
+        self._new: list[FaultEntry] = []
+
+    def add(self, batch: Mapping[str, Any]) -> None:
+        """Those of a batch that was read."""
+        self._new += batch.get("faults", ())
+
+    def gather(self, trained: int) -> None:
+        """Put together those of all ranks, of the samples before this one. Collective.
+
+        Ranks that read the same samples have the same faults: they count once.
+        """
+        everywhere = chain.from_iterable(gather([fault for fault in self._new if fault[0] < trained]))
+        self.known = self.known.with_new(everywhere, self._to, trained)
+        self._new = [fault for fault in self._new if fault[0] >= trained]
+        self._to = trained
+
+    def up_to(self, trained: int) -> Faults:
+        """Those that are known on this rank, of the samples before this one."""
+        return self.known.with_new(self._new, self._to, trained)
+
+
 class Samples:
     """Those of a `StreamLoader`.
 
@@ -175,9 +197,7 @@ class Samples:
         before = self.stream.base_state
         schedule = self._planned.resumed(() if before is None else before.batches, sample)
         self.loader.schedule = self.stream.schedule = schedule
-        # Of all ranks up to a sample, and of this rank since then, samples included that are not trained yet.
-        self._known_faults, self._known_to = NO_FAULTS if before is None else before.faults, sample
-        self._new_faults: list[FaultEntry] = []
+        self._faults = RankFaults(NO_FAULTS if before is None else before.faults, sample)
         self._trained = sample
         #: (first sample, samples) of the last step of the data, if it was short and is trained.
         self._short: tuple[int, int] | None = None
@@ -198,19 +218,14 @@ class Samples:
 
     def prepare(self) -> None:
         """See `Data`: the faults of all ranks, each of which has read its own samples."""
-        trained = self._trained
-        everywhere = chain.from_iterable(gather([fault for fault in self._new_faults if fault[0] < trained]))
-        self._known_faults = self._known_faults.with_new(everywhere, self._known_to, trained)
-        self._new_faults = [fault for fault in self._new_faults if fault[0] >= trained]
-        self._known_to = trained
+        self._faults.gather(self._trained)
 
     def snapshot(self, samples: int) -> DataState:
         """See `Data`."""
         batches = self.loader.schedule.until(samples)
         if self._short is not None and samples == sum(self._short):
             batches = (*self.loader.schedule.until(self._short[0]), self._short)
-        state = self.stream.state_at(samples, batches=batches)
-        return state.replace(faults=self._known_faults)
+        return self.stream.state_at(samples, batches=batches).replace(faults=self._faults.known)
 
     def write_files(self, save_dir: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
         """See `Data`."""
@@ -241,7 +256,7 @@ class Samples:
 
     def after(self, batch: Any, sample: int) -> int:
         """See `Feed`."""
-        self._new_faults += batch.get("faults", ())
+        self._faults.add(batch)
         return sample + self._there(sample, self.loader.micro_batch_size * self.loader.dp_size)
 
     def _there(self, sample: int, wanted: int) -> int:
@@ -284,7 +299,7 @@ def feed_of(loader: Any, function: str, *, whole_steps: bool = False) -> Feed:
         return Samples(loader, whole_steps=whole_steps)
     raise UsageError(
         f"{function} needs a loader of megaresume's",
-        found=f"{type(loader).__module__}.{type(loader).__qualname__}",
+        found=kind_of(loader),
         expected="a megaresume.DataLoader, or a megaresume.StreamLoader",
         cause="a loader of torch's or torchdata's, a dataset, a stream, or a loader that was prepared or wrapped",
         action="megaresume.DataLoader(dataset, batch_size) around a map-style dataset; "

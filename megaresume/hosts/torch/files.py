@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
+from megaresume.hosts.instances import kind_of
 from megaresume.session.ranks import is_rank_0, on_all_ranks
 from megaresume.stream.errors import StateError, UsageError
 
@@ -44,17 +44,6 @@ KEY = "megaresume"
 SINGLE, METADATA = "checkpoint.pt", ".metadata"
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What a checkpoint holds besides tensors."""
-
-    #: the data state: see `Envelope.to_text`.
-    data: str
-    #: optimizer steps made, and samples that they trained.
-    step: int
-    samples: int
 
 
 class Objects:
@@ -73,7 +62,7 @@ class Objects:
             if name == KEY or not all(callable(getattr(one, m, None)) for m in ("state_dict", "load_state_dict")):
                 raise UsageError(
                     f"'{name}' cannot be saved",
-                    found=f"{type(one).__module__}.{type(one).__qualname__}",
+                    found=kind_of(one),
                     expected="an object with state_dict and load_state_dict"
                     + (f", under another name than {KEY}" if name == KEY else ""),
                     action="attach_loop(loader, {'model': model, 'optimizer': optimizer, ...}): the objects themselves",
@@ -132,10 +121,9 @@ class Objects:
             if full:
                 _forget_unused(optimizer, blank[name]["param_groups"], states[name]["state"])
 
-    def rest(self, held: Held) -> dict[str, Any]:
+    def rest(self, held: Mapping[str, Any]) -> dict[str, Any]:
         """What is no module and no optimizer, and what a checkpoint holds besides."""
-        others = {name: one.state_dict() for name, one in self.others.items()}
-        return {"names": self.names, "others": others, "data": held.data, "step": held.step, "samples": held.samples}
+        return {"names": self.names, "others": {name: one.state_dict() for name, one in self.others.items()}, **held}
 
     def put_rest(self, rest: Mapping[str, Any]) -> None:
         """Set what is no module and no optimizer."""
@@ -154,13 +142,13 @@ class Objects:
             )
 
 
-def write(objects: Objects, directory: Path, held: Held, writer: Writer, group: Any) -> Future[Any] | None:
+def write(objects: Objects, directory: Path, held: Mapping[str, Any], writer: Writer, group: Any) -> Future[Any] | None:
     """Write a checkpoint. On every rank.
 
     Args:
         objects: what is saved.
         directory: the tag directory.
-        held: what else it holds.
+        held: what else it holds: see `StepHost.held`.
         writer: see above.
         group: a process group on the CPU, of the writer alone; None: there is one rank.
 
@@ -193,12 +181,12 @@ def wait(future: Future[Any]) -> None:
         future.result()
 
 
-def read(objects: Objects, directory: Path, group: Any) -> Held:
-    """Read a checkpoint that any of the writers wrote, on any number of ranks. On every rank."""
+def read(objects: Objects, directory: Path, group: Any) -> dict[str, Any]:
+    """Read a checkpoint that any of the writers wrote, on any number of ranks; what else it holds. On every rank."""
     if (directory / SINGLE).exists():
-        held = torch.load(directory / SINGLE, map_location="cpu", mmap=True, weights_only=False)
-        rest = _checked(objects, held.pop(KEY))
-        objects.put(held, full=True)
+        states = torch.load(directory / SINGLE, map_location="cpu", mmap=True, weights_only=False)
+        rest = _checked(objects, states.pop(KEY))
+        objects.put(states, full=True)
     else:
         first: dict[str, Any] = {KEY: b""}
         with dcp_errors():
@@ -211,7 +199,7 @@ def read(objects: Objects, directory: Path, group: Any) -> Held:
             load(states, checkpoint_id=directory, process_group=group)
         objects.put(states)
     on_all_ranks(lambda: objects.put_rest(rest))
-    return Held(data=rest["data"], step=rest["step"], samples=rest["samples"])
+    return rest
 
 
 def _checked(objects: Objects, rest: dict[str, Any]) -> dict[str, Any]:

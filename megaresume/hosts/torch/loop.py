@@ -19,7 +19,6 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, get_args
 
@@ -28,16 +27,13 @@ import torch
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
 from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.data_state import Envelope
 from megaresume.checkpoint.paths import deepspeed_tag
-from megaresume.checkpoint.step_file import StepFile
 from megaresume.hosts.torch import files
 from megaresume.hosts.torch.background import Background
 from megaresume.hosts.torch.feeds import Feed, feed_of
-from megaresume.hosts.torch.host import StepHost
+from megaresume.hosts.torch.host import StepHost, write_all
 from megaresume.hosts.torch.shares import check_averaged, check_shares
 from megaresume.hosts.torch.steps import Steps
-from megaresume.session.file_errors import writing
 from megaresume.session.host import Host, Reading, Resume, Save
 from megaresume.session.random_state import RandomState
 from megaresume.session.ranks import all_come, is_rank_0, on_all_ranks, same_on_all_ranks
@@ -56,6 +52,7 @@ class LoopHost(StepHost):
         writer: how.
     """
 
+    background: Background
     framework = f"torch {torch.__version__}"
     forgotten = "loop.load() was not called"
     load = "loop.load() before the first step"
@@ -71,32 +68,16 @@ class LoopHost(StepHost):
         last = files.SINGLE if self.writer == "torch" else files.METADATA
         return [last] if is_rank_0() else []
 
-    def settle(self) -> None:
-        """See `Host`."""
-        self.background.settle()
-
-    def is_saving(self) -> bool:
-        """See `Host`."""
-        return self.background.is_saving()
-
     def write(self, save: Save) -> None:
         """Write the files of this rank: for `Session.save`."""
-        held = files.Held(data=save.envelope.to_text(), step=self.steps.step, samples=self.steps.trained)
-        directory = save.save_dir / save.tag
-
-        def write_files() -> Future[Any] | None:
-            with writing(directory):
-                return files.write(self.objects, directory, held, self.writer, self._group)
-
-        future = on_all_ranks(write_files)
+        held = self.held(save)
+        future = write_all(save, lambda: files.write(self.objects, save.tag_dir, held, self.writer, self._group))
         if future is not None:
             self.background.begin(future, save)
 
-    def read(self, choice: Choice, beside: StepFile | None) -> Reading:
+    def read(self, choice: Choice) -> Reading:
         """Read the files of this rank: for `Session.load`."""
-        held = files.read(self.objects, choice.tag_dir, self._group)
-        self.steps.go_on(held.step, held.samples)
-        return Reading(envelope=Envelope.read(held.data), iteration=held.step, samples=held.samples)
+        return self.go_on(files.read(self.objects, choice.tag_dir, self._group))
 
 
 class Loop:
@@ -147,8 +128,7 @@ class Loop:
         """
         all_come("loop.save()")
         on_all_ranks(self.steps.check_save)
-        assert self.session.save_dir is not None
-        self.session.save(self.session.save_dir, self.host.write, tag=deepspeed_tag(self.step), tracker=False)
+        self.session.save(self.host.save_dir, self.host.write, tag=deepspeed_tag(self.step), tracker=False)
 
     def load(self, directory: str | os.PathLike[str] | None = None, *, tag: str | None = None) -> Resume | None:
         """Go on from the newest complete checkpoint, with what `attach_loop` was given to save.
@@ -164,10 +144,8 @@ class Loop:
             CheckpointError: what was asked for is not whole, or the ranks see different directories.
             StateError: no data state, or of other data, or of other objects.
         """
-        root = self.session.save_dir if directory is None else Path(os.path.abspath(directory))
-        assert root is not None
-        with self.steps.loading():
-            self.session.load(root, self.host.read, pick=None if tag is None else self.session.exactly(root / tag))
+        root = self.host.save_dir if directory is None else Path(os.path.abspath(directory))
+        self.host.load_by(self.host.read, None if tag is None else root / tag, root=root)
         return self.session.resumed
 
     def finish(self) -> None:
@@ -242,16 +220,11 @@ def open_session(
         StateError: they have other data, or make other steps.
     """
     check_shares(feed)
-    rank = feed.loader.dp_rank  # type: ignore[attr-defined]
+    rank = feed.loader.dp_rank
     session = Session(
         host,
         feed,
-        save_dir=checkpoints.save_dir,
-        stage_to=checkpoints.stage_to,
-        retention=checkpoints.retention,
-        max_starts=checkpoints.max_starts,
-        checksums=checkpoints.checksums,
-        retries=checkpoints.retries,
+        **checkpoints.of_session,
         random=None if device is None else RandomState(host.iteration, device, lambda: f"data-parallel rank {rank}"),
         stop=stop,
         on_stop=on_stop,

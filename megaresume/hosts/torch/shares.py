@@ -31,8 +31,7 @@ def check_shares(feed: Feed) -> None:
         UsageError: they are those of other ranks.
         StateError: they make other steps.
     """
-    loader: Any = feed.loader  # type: ignore[attr-defined]
-    shares = gather((loader.dp_rank, loader.dp_size))
+    shares = gather((feed.loader.dp_rank, feed.loader.dp_size))
     size, times = shares[0][1], Counter(rank for rank, _ in shares)
     if any(other != size for _, other in shares) or times != dict.fromkeys(range(size), len(shares) / size):
         found = [f"process {number}: {rank} of {of}" for number, (rank, of) in enumerate(islice(shares, 8))]

@@ -114,6 +114,11 @@ class Steps:
             if hasattr(batches, "close"):
                 batches.close()  # stop reading ahead
 
+    def to_the_end(self) -> Iterator[Any]:
+        """The micro-batches of this rank, epoch after epoch."""
+        while self.feed.has(self.trained):
+            yield from self
+
     def stepped(self) -> None:
         """An optimizer step was made, of the micro-batches handed out since the one before.
 

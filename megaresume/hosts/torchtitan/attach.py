@@ -14,8 +14,9 @@ import atexit
 from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
+from megaresume.hosts.instances import kind_of, refuse
 from megaresume.hosts.torch.feeds import Feed, feed_of
-from megaresume.hosts.torch.host import of_trainer
+from megaresume.hosts.torch.host import check_sizes, of_trainer
 from megaresume.hosts.torch.loop import open_session
 from megaresume.hosts.torch.steps import Steps
 from megaresume.hosts.torchtitan.hooks import OF_MANAGER, OF_TRAINER, Hooks
@@ -78,31 +79,19 @@ def _feed(trainer: Any) -> Feed:
         batches *= getattr(trainer, name, 1)
     sizes = feed.topology(0)
     expected_size = (sizes.micro_batch_size or 0) * ranks * batches
-    found = {
-        "dp_rank": (loader.dp_rank, rank, "dp_rank=dp_rank, which build_dataloader_fn is given"),
-        "dp_size": (loader.dp_size, ranks, "dp_size=dp_world_size, which build_dataloader_fn is given"),
-        "samples of a step": (
-            sizes.global_batch_size,
-            expected_size,
-            f"accumulation={batches}" if isinstance(loader, DataLoader) else f"BatchSchedule.constant({expected_size})",
-        ),
-    }
-    for name, (one, expected, action) in found.items():
-        if one != expected:
-            raise UsageError(
-                f"the dataloader and the Trainer have different ideas of {name}",
-                found=f"{one}, of the dataloader",
-                expected=f"{expected}: {ranks} data-parallel ranks, {batches} micro-batches a step",
-                action=f"make it with {action}",
-            )
-    ends = any(source.max_epochs is not None for source in feed.stream.config.sources)
-    if ends and isinstance(loader, DataLoader) and not loader.drop_last:
-        raise UsageError(
-            "the last step of the data may be short, which torchtitan cannot train",
-            found="a DataLoader with max_epochs",
-            expected="whole steps",
-            action="drop_last=True leaves out what is over; or no max_epochs, and training.steps for the length",
-        )
+    step = f"accumulation={batches}" if isinstance(loader, DataLoader) else f"BatchSchedule.constant({expected_size})"
+    check_sizes(
+        feed,
+        "dataloader",
+        "Trainer",
+        {
+            "dp_rank": (loader.dp_rank, rank, "dp_rank=dp_rank, which build_dataloader_fn is given"),
+            "dp_size": (loader.dp_size, ranks, "dp_size=dp_world_size, which build_dataloader_fn is given"),
+            "samples of a step": (sizes.global_batch_size, expected_size, step),
+        },
+        layout=f"{ranks} data-parallel ranks, {batches} micro-batches a step",
+        length="training.steps",
+    )
     return feed
 
 
@@ -120,7 +109,7 @@ def _check_trainer(trainer: Any) -> None:
     if missing:
         raise UsageError(
             "this is no Trainer of torchtitan, or of another version",
-            found=f"{type(trainer).__module__}.{type(trainer).__qualname__}, without {', '.join(missing)}",
+            found=f"{kind_of(trainer)}, without {', '.join(missing)}",
             expected="torchtitan's Trainer, made; 0.2.2 was tried, and 0.3.0",
             action="call attach_torchtitan(self) at the end of __init__ of a class made from it",
         )
@@ -128,25 +117,19 @@ def _check_trainer(trainer: Any) -> None:
         raise UsageError("this Trainer has its data already", action="call attach_torchtitan once for each Trainer")
     excluded = {DATALOADER, "train_state"} & set(getattr(manager, "exclude_from_loading", ()))
     elsewhere = getattr(manager, "initial_load_path", None)
-    refused = {
-        "checkpoint.enable": (not manager.enable, "False", "set it: what is not saved cannot be resumed"),
-        "checkpoint.load_only": (getattr(manager, "load_only", False), "True", "leave it out"),
+    refused: dict[str, tuple[Any, str]] = {
+        "checkpoint.enable": (not manager.enable and "False", "set it: what is not saved cannot be resumed"),
+        "checkpoint.load_only": (getattr(manager, "load_only", False), "leave it out"),
         "checkpoint.folder": (
-            "://" in str(getattr(manager, "folder", "")),
-            getattr(manager, "folder", ""),
+            "://" in str(getattr(manager, "folder", "")) and manager.folder,
             "save to a filesystem that all nodes see, and set Checkpoints(stage_to=...) for copies",
         ),
-        "checkpoint.exclude_from_loading": (bool(excluded), ", ".join(sorted(excluded)), "leave these out"),
+        "checkpoint.exclude_from_loading": (", ".join(sorted(excluded)), "leave these out"),
         "checkpoint.initial_load_path": (
-            elsewhere and not manager.initial_load_model_only,
-            f"{elsewhere}, with initial_load_model_only=False",
+            elsewhere and not manager.initial_load_model_only and f"{elsewhere}, with initial_load_model_only=False",
             "copy its folder, with the directory megaresume in it, and set checkpoint.folder to the copy; or load the "
             "model only",
         ),
-        "torchft": (getattr(manager, "ft_manager", None) is not None, "enabled", "train without fault_tolerance"),
+        "torchft": (getattr(manager, "ft_manager", None) is not None and "enabled", "train without fault_tolerance"),
     }
-    for name, (is_refused, found, action) in refused.items():
-        if is_refused:
-            raise UsageError(
-                f"this {name} cannot be used with attach_torchtitan", found=f"{name}: {found}", action=action
-            )
+    refuse("attach_torchtitan", refused)

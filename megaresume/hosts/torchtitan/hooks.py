@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megaresume.checkpoint.paths import records_dir, torchtitan_tag
+from megaresume.hosts.instances import hook, replaced
 from megaresume.hosts.torch.feeds import Samples
-from megaresume.hosts.torch.host import hook
 from megaresume.hosts.torch.steps import Steps
 from megaresume.hosts.torchtitan.host import TitanHost
 from megaresume.session.random_state import kept
@@ -40,8 +40,7 @@ class Batches:
         self.steps, self.convert = steps, convert
 
     def __iter__(self) -> Iterator[Any]:
-        while self.steps.feed.has(self.steps.trained):
-            yield from map(self.convert, self.steps)
+        return map(self.convert, self.steps.to_the_end())
 
     def close(self) -> None:
         """Nothing of it is open."""
@@ -59,7 +58,7 @@ class Hooks:
         self.host, self.session, self.steps = host, session, host.steps
         trainer, manager = host.trainer, host.manager
         # What the manager decides by itself is the session's: when to save, what to keep.
-        self._interval, manager.keep_latest_k = manager.interval, 0
+        manager.keep_latest_k = 0
         #: torchtitan's own ways to save and load.
         self._save, self._load = manager.save, manager.load
         for owner, names in ((trainer, OF_TRAINER), (manager, OF_MANAGER)):
@@ -86,16 +85,12 @@ class Hooks:
         Raises, on every rank:
             CheckpointError, StateError: see `Session.load`.
         """
-        with self.steps.loading():
-            found = self.session.load(
-                self.host.folder,
-                lambda choice, _beside: self.host.read(choice, load),
-                pick=None if step == -1 else self.session.exactly(self.host.folder / torchtitan_tag(step)),
-            )
-        if found:
+        folder = self.host.folder
+        asked = None if step == -1 else folder / torchtitan_tag(step)
+        if self.host.load_by(lambda choice: self.host.read(choice, load), asked, root=folder):
             return True
         # Our records lie in the folder already, and torchtitan takes initial_load_path only if there is none.
-        with self.host.looking_in(records_dir(self.host.folder) / "none"):
+        with replaced(self.host.manager, folder=str(records_dir(folder) / "none")):
             return bool(load(-1))
 
     def save(self, save: Any, curr_step: int, last_step: bool = False) -> bool:
@@ -118,14 +113,11 @@ class Hooks:
 
     def save_now(self, *, last_step: bool = False) -> None:
         """Save and commit the step that was made last."""
-        manager, step = self.host.manager, self.steps.step
+        step = self.steps.step
 
         def write() -> None:
-            manager.interval = 1  # it saves
-            try:
+            with replaced(self.host.manager, interval=1):  # it saves
                 self._save(step, last_step)
-            finally:
-                manager.interval = self._interval
 
         self.session.save(
             self.host.folder, lambda save: self.host.write(save, write), tag=torchtitan_tag(step), tracker=False

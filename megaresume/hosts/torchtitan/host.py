@@ -7,20 +7,19 @@ every rank, so that it loads on any number of ranks.
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import Envelope
+from megaresume.hosts.instances import replaced
 from megaresume.hosts.torch import files
 from megaresume.hosts.torch.background import Background
-from megaresume.hosts.torch.host import StepHost
+from megaresume.hosts.torch.host import StepHost, write_all
 from megaresume.hosts.torch.steps import Steps
-from megaresume.session.file_errors import writing
 from megaresume.session.host import Reading, Save
-from megaresume.session.ranks import is_rank_0, on_all_ranks
+from megaresume.session.ranks import is_rank_0
 
 #: torchtitan's name of what a dataloader puts into a checkpoint; and ours within it.
 DATALOADER, KEY = "dataloader", "megaresume"
@@ -50,6 +49,7 @@ class TitanHost(StepHost):
         steps: what it has trained.
     """
 
+    background: Background
     forgotten = "checkpoint.folder was used before, and trainer.train() did not load from it"
     load = "trainer.train(), which loads the newest complete checkpoint"
     begin_anew = "checkpoint.initial_load_path with its step directory, and another checkpoint.folder"
@@ -69,23 +69,10 @@ class TitanHost(StepHost):
         """See `Host`: what rank 0 writes last, after it has heard of the files of all ranks."""
         return [files.METADATA] if is_rank_0() else []
 
-    def settle(self) -> None:
-        """See `Host`."""
-        self.background.settle()
-
-    def is_saving(self) -> bool:
-        """See `Host`."""
-        return self.background.is_saving()
-
     def write(self, save: Save, write: Callable[[], object]) -> None:
         """Write the files of this rank by torchtitan's own method, ``write()``: for `Session.save`."""
         self._carried.text = save.envelope.to_text()
-
-        def write_files() -> None:
-            with writing(save.save_dir / save.tag), files.dcp_errors():
-                write()
-
-        on_all_ranks(write_files)
+        write_all(save, files.dcp_errors()(write))
         future, self.manager.save_future = self.manager.save_future, None  # `settle` waits for it
         if future is not None:
             self.background.begin(future, save)
@@ -93,17 +80,8 @@ class TitanHost(StepHost):
     def read(self, choice: Choice, read: Callable[[int], object]) -> Reading:
         """Read the files of this rank by torchtitan's own method, ``read(step)``: for `Session.load`."""
         assert choice.iteration is not None
-        with self.looking_in(choice.load_dir), files.dcp_errors():
+        with replaced(self.manager, folder=str(choice.load_dir)), files.dcp_errors():
             read(choice.iteration)
         envelope = Envelope.read(self._carried.text)
         self.steps.go_on(int(self.trainer.step), envelope.samples)
         return Reading(envelope=envelope, iteration=self.steps.step, samples=envelope.samples, result=True)
-
-    @contextmanager
-    def looking_in(self, folder: Path) -> Iterator[None]:
-        """Within it, torchtitan's checkpoints are in this folder."""
-        before, self.manager.folder = self.manager.folder, str(folder)
-        try:
-            yield
-        finally:
-            self.manager.folder = before

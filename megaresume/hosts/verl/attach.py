@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from megaresume.batches.data_loader import DataLoader
+from megaresume.hosts.instances import kind_of, refuse
 from megaresume.hosts.torch.feeds import Items
 from megaresume.hosts.torch.host import of_trainer
 from megaresume.hosts.torch.loop import open_session
 from megaresume.hosts.torch.steps import Steps
-from megaresume.hosts.verl.batches import Batches
 from megaresume.hosts.verl.hooks import Hooks
-from megaresume.hosts.verl.host import VerlHost
+from megaresume.hosts.verl.host import Batches, VerlHost
 from megaresume.session.ranks import on_all_ranks
 from megaresume.session.settings import Checkpoints
 from megaresume.stream.config import Append
@@ -108,14 +108,9 @@ def _check(trainer: Any) -> None:
     if missing := [name for name in needed if not hasattr(trainer, name)]:
         raise UsageError(
             "this is no supervised trainer of VeRL's, or it is not made so far",
-            found=f"{type(trainer).__module__}.{type(trainer).__qualname__}, without {', '.join(missing)}",
+            found=f"{kind_of(trainer)}, without {', '.join(missing)}",
             expected="an SFTTrainer with its ckpt_handler; 0.9.1 was tried",
             action="call attach_verl(self) at the end of _build_ckpt_handler of a class made from it",
         )
-    if getattr(handler, "default_hdfs_dir", None):
-        raise UsageError(
-            "trainer.default_hdfs_dir cannot be used with attach_verl",
-            found=str(handler.default_hdfs_dir),
-            expected="not set",
-            action="attach_verl(self, checkpoints=megaresume.Checkpoints(stage_to=...)) copies checkpoints",
-        )
+    copies = "attach_verl(self, checkpoints=megaresume.Checkpoints(stage_to=...)) copies checkpoints"
+    refuse("attach_verl", {"trainer.default_hdfs_dir": (getattr(handler, "default_hdfs_dir", None), copies)})

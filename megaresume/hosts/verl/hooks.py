@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.paths import verl_tag
-from megaresume.hosts.torch.host import hook
+from megaresume.hosts.instances import hook, replaced
 from megaresume.hosts.verl.host import VerlHost
 from megaresume.session.ranks import on_all_ranks
 from megaresume.session.session import Session
@@ -49,20 +49,12 @@ class Hooks:
         asked = self.trainer.ckpt_handler
         if asked.resume_mode == "disable":
             return load()
-        root, pick = self.session.save_dir, None
-        assert root is not None
-        if asked.resume_from_path is not None:
-            path = Path(os.path.abspath(asked.resume_from_path))
-            root, pick = path.parent, self.session.exactly(path)
-        with self.host.steps.loading():
-            found = self.session.load(root, lambda choice, _beside: self.host.read(choice, load), pick=pick)
+        path = None if asked.resume_from_path is None else Path(os.path.abspath(asked.resume_from_path))
+        found = self.host.load_by(lambda choice: self.host.read(choice, load), path)
         if found is not None:
             return found[0]
-        before, asked.resume_mode = asked.resume_mode, "disable"
-        try:
+        with replaced(asked, resume_mode="disable"):
             return load()
-        finally:
-            asked.resume_mode = before
 
     def fit(self, fit: Any, *args: Any, **more: Any) -> None:
         """Train, and say that the run has come to its end."""
@@ -78,10 +70,8 @@ class Hooks:
 
     def save(self, save: Any, *args: Any, **more: Any) -> None:
         """Save and commit the step that was made last."""
-        root = self.session.save_dir
-        assert root is not None
         self.session.save(
-            root,
+            self.host.save_dir,
             lambda written: self.host.write(written, lambda: save(*args, **more)),
             tag=verl_tag(self.host.steps.step),
         )

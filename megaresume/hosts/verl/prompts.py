@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
-from megaresume.hosts.torch.host import hook
+from megaresume.hosts.instances import hook, kind_of
 from megaresume.stream.config import Append
 from megaresume.stream.errors import StateError, UsageError
 
@@ -108,7 +108,7 @@ def attach_verl_prompts(trainer: Any, *, append: Append | None = None) -> None:
     if missing := [name for name in needed if not hasattr(trainer, name)]:
         raise UsageError(
             "this is no trainer of VeRL's reinforcement learning, or it is not made so far",
-            found=f"{type(trainer).__module__}.{type(trainer).__qualname__}, without {', '.join(missing)}",
+            found=f"{kind_of(trainer)}, without {', '.join(missing)}",
             expected="a PPOTrainer or RayPPOTrainer with its train_dataloader; 0.9.1 was tried",
             action="call attach_verl_prompts(self) at the end of _init_dataloader, or _create_dataloader",
         )

@@ -11,7 +11,7 @@ import torch
 import megaresume
 from megaresume.hosts.torch.feeds import Items
 from megaresume.hosts.torch.steps import Steps
-from megaresume.hosts.verl.batches import Batches
+from megaresume.hosts.verl.host import Batches
 from megaresume.hosts.verl.prompts import Prompts
 from megaresume.stream.errors import StateError, UsageError
 
