@@ -8,19 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint import (
-    Choice,
-    Commit,
-    NewerFormatError,
-    begin_save,
-    choose,
-    commit_save,
-    confirm_choice,
-    record_start,
-)
-from megaresume.checkpoint.files import seal
+from megaresume.checkpoint.choosing.choose import choose, confirm_choice
+from megaresume.checkpoint.choosing.search import Choice
+from megaresume.checkpoint.files import NewerFormatError, seal
 from megaresume.checkpoint.paths import step_path
-from megaresume.checkpoint.start import check_fresh_start
+from megaresume.checkpoint.saving.commit import Commit, begin_save, commit_save
+from megaresume.checkpoint.start import check_fresh_start, record_start
 from megaresume.checkpoint.step_file import write_step_file
 from megaresume.stream.errors import CheckpointError, StateError, UsageError
 from megaresume.stream.state import StreamState

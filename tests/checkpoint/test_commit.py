@@ -11,19 +11,14 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint import (
-    Commit,
-    Topology,
-    begin_save,
-    choose,
-    commit_save,
-    read_ledger,
-    read_manifest,
-    read_step_file,
-    record_start,
-    system,
-)
-from megaresume.checkpoint.start import distrust_tracker
+from megaresume.checkpoint import system
+from megaresume.checkpoint.choosing.choose import choose
+from megaresume.checkpoint.ledger import read_ledger
+from megaresume.checkpoint.manifest import read_manifest
+from megaresume.checkpoint.saving.commit import Commit, begin_save, commit_save
+from megaresume.checkpoint.start import distrust_tracker, record_start
+from megaresume.checkpoint.step_file import read_step_file
+from megaresume.checkpoint.topology import Topology
 from megaresume.stream.errors import CheckpointError, UsageError
 from megaresume.stream.state import StreamState
 

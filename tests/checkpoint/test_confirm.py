@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint import Commit, choose, confirm_choice
+from megaresume.checkpoint.choosing.choose import choose, confirm_choice
+from megaresume.checkpoint.saving.commit import Commit
 from megaresume.stream.errors import CheckpointError
 from megaresume.stream.state import StreamState
 

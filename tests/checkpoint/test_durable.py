@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint import Commit, begin_save, choose, commit_save, read_ledger, system
+from megaresume.checkpoint import system
+from megaresume.checkpoint.choosing.choose import choose
+from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.manifest import Manifest, read_manifest
 from megaresume.checkpoint.saving import copying, durable
+from megaresume.checkpoint.saving.commit import Commit, begin_save, commit_save
 from megaresume.checkpoint.saving.durable import (
     Part,
     finish,

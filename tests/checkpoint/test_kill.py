@@ -11,21 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint import (
-    Choice,
-    Commit,
-    begin_save,
-    choose,
-    commit_save,
-    read_ledger,
-    read_pointers,
-    record_start,
-)
+from megaresume.checkpoint.choosing.choose import choose
+from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.files import unseal
+from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import rank_file
+from megaresume.checkpoint.pointers import read_pointers
 from megaresume.checkpoint.saving import rank_files
+from megaresume.checkpoint.saving.commit import Commit, begin_save, commit_save
 from megaresume.checkpoint.saving.durable import make_durable, not_durable
 from megaresume.checkpoint.saving.older import put_back
+from megaresume.checkpoint.start import record_start
 from megaresume.stream.state import StreamState
 
 pytestmark = pytest.mark.process

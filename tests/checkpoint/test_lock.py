@@ -209,7 +209,7 @@ def test_a_node_that_was_thought_dead_commits_nothing(tmp_path: Path) -> None:
 def test_a_save_that_began_before_the_root_was_lost_is_not_committed(tmp_path: Path) -> None:
     """Neither state nor manifest of it appear, and the next owner's checkpoint of that step stays as it is."""
     commands = (
-        "from megaresume.checkpoint import begin_save, commit_save",
+        "from megaresume.checkpoint.saving.commit import begin_save, commit_save",
         "from tests.checkpoint.conftest import make_state",
         "(root / 'global_step10').mkdir(exist_ok=True)",
         "(root / 'global_step10' / 'model.pt').write_bytes(b'1234')",

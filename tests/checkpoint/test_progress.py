@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint import Commit, check_progress, choose, record_start
-from megaresume.checkpoint.start import NOTHING_TO_TRAIN
+from megaresume.checkpoint.choosing.choose import choose
+from megaresume.checkpoint.saving.commit import Commit
+from megaresume.checkpoint.start import NOTHING_TO_TRAIN, check_progress, record_start
 from megaresume.stream.errors import CheckpointError
 from megaresume.stream.state import StreamState
 

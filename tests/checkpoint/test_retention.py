@@ -10,19 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint import (
-    Commit,
-    Retention,
-    begin_save,
-    choose,
-    commit_save,
-    examine,
-    list_candidates,
-    read_ledger,
-    record_start,
-)
+from megaresume.checkpoint.choosing.candidates import examine, list_candidates
+from megaresume.checkpoint.choosing.choose import choose
+from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.saving import retention as module
+from megaresume.checkpoint.saving.commit import Commit, begin_save, commit_save
 from megaresume.checkpoint.saving.durable import make_durable
+from megaresume.checkpoint.saving.retention import Retention
+from megaresume.checkpoint.start import record_start
 from megaresume.stream.errors import UsageError
 from megaresume.stream.state import StreamState
 

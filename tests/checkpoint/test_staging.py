@@ -14,12 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint import KEEP_ALL, Retention, StepFile, choose, read_ledger, record_start
-from megaresume.checkpoint.choosing.choose import choose_of_two
+from megaresume.checkpoint.choosing.choose import choose, choose_of_two
+from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.saving.copying import adopt, is_copied, stage
 from megaresume.checkpoint.saving.durable import make_durable
-from megaresume.checkpoint.saving.retention import prune
+from megaresume.checkpoint.saving.retention import KEEP_ALL, Retention, prune
 from megaresume.checkpoint.saving.staging import Stager, read_staging
+from megaresume.checkpoint.start import record_start
+from megaresume.checkpoint.step_file import StepFile
 from megaresume.stream.errors import CheckpointError
 from megaresume.stream.state import StreamState
 from tests.checkpoint.conftest import MODEL, save_checkpoint

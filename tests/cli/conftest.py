@@ -13,8 +13,9 @@ import pytest
 import yaml
 
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint import Topology, begin_save, commit_save, record_start
-from megaresume.checkpoint.saving.commit import write_data_config
+from megaresume.checkpoint.saving.commit import begin_save, commit_save, write_data_config
+from megaresume.checkpoint.start import record_start
+from megaresume.checkpoint.topology import Topology
 from megaresume.cli.main import main
 from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
 

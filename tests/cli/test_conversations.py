@@ -14,8 +14,9 @@ from megaresume.batches.assemble import Assembler
 from megaresume.batches.batch import make_batch
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint import Topology, begin_save, commit_save, record_start
-from megaresume.checkpoint.saving.commit import write_data_config
+from megaresume.checkpoint.saving.commit import begin_save, commit_save, write_data_config
+from megaresume.checkpoint.start import record_start
+from megaresume.checkpoint.topology import Topology
 from megaresume.corpora import IndexedSource
 from megaresume.corpora.prepare.chat import ChatOptions
 from megaresume.corpora.prepare.conversations.turns import Selection

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint import Topology, choose, record_start
+from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.files import seal
 from megaresume.checkpoint.ledger import append_lines
+from megaresume.checkpoint.start import record_start
+from megaresume.checkpoint.topology import Topology
 from megaresume.cli.main import main
 from tests.cli.conftest import SavedRun, megaresume, run  # noqa: F401  a fixture
 from tests.cli.test_latest import WRITERS, archive, write_hugging_face, write_megatron, write_verl, write_zero

@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint import Topology, begin_save, choose, record_start
+from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.files import seal
+from megaresume.checkpoint.saving.commit import begin_save
+from megaresume.checkpoint.start import record_start
+from megaresume.checkpoint.topology import Topology
 from megaresume.cli.main import main
 
 

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint import Topology, begin_save, commit_save
+from megaresume.checkpoint.saving.commit import begin_save, commit_save
+from megaresume.checkpoint.topology import Topology
 from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
 from megaresume.dryrun.ending import steps_until
 from megaresume.stream.batches import BatchSchedule

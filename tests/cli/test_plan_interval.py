@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint import LedgerEntry, Topology, append_ledger, read_ledger
+from megaresume.checkpoint.ledger import LedgerEntry, append_ledger, read_ledger
 from megaresume.checkpoint.system import process_age, utc
+from megaresume.checkpoint.topology import Topology
 from megaresume.cli.main import main
 from megaresume.cli.plan_interval import duration, spell
 from megaresume.runs.interval import advise, daly, losses, measure, young

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint import choose
+from megaresume.checkpoint.choosing.choose import choose
 from tests.docs.test_torch_document import run
 
 pytest.importorskip("accelerate")

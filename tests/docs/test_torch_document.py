@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint import choose, read_ledger
+from megaresume.checkpoint.choosing.choose import choose
+from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
 
 pytest.importorskip("torch")

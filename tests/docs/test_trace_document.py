@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint import Topology
+from megaresume.checkpoint.topology import Topology
 from tests.cli import conftest
 from tests.cli.conftest import SavedRun
 from tests.cli.conftest import run as run

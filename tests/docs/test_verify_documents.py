@@ -12,7 +12,7 @@ import pytest
 
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint import Topology
+from megaresume.checkpoint.topology import Topology
 from megaresume.cli.main import main
 from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
 from megaresume.runs.rank_log import RankLog

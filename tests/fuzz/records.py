@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint import LedgerEntry, StepFile, choose, read_ledger, read_manifest, read_pointers
+from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.files import unseal
-from megaresume.checkpoint.ledger import read_run
+from megaresume.checkpoint.ledger import LedgerEntry, read_ledger, read_run
+from megaresume.checkpoint.manifest import read_manifest
+from megaresume.checkpoint.pointers import read_pointers
 from megaresume.checkpoint.saving.staging import read_staging
 from megaresume.checkpoint.start import record_start
-from megaresume.checkpoint.step_file import Marker, read_marker, read_step_file
+from megaresume.checkpoint.step_file import Marker, StepFile, read_marker, read_step_file
 from megaresume.cli.main import main
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError
 from megaresume.stream.state import StreamState, checksum

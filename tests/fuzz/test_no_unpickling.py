@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint import begin_save, commit_save, record_start
-from megaresume.checkpoint.saving.commit import write_data_config
+from megaresume.checkpoint.saving.commit import begin_save, commit_save, write_data_config
 from megaresume.checkpoint.saving.durable import make_durable
+from megaresume.checkpoint.start import record_start
 
 pytestmark = pytest.mark.process
 

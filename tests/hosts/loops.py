@@ -17,7 +17,7 @@ import toy
 from tqdm import tqdm
 
 import megaresume
-from megaresume.checkpoint import begin_save
+from megaresume.checkpoint.saving.commit import begin_save
 from megaresume.hosts.deepspeed.micro_batches import Taken
 
 toy.start()

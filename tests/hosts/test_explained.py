@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint import CheckpointException
 
-from megaresume.checkpoint import Choice, FileEntry, Manifest
+from megaresume.checkpoint.choosing.search import Choice
+from megaresume.checkpoint.manifest import FileEntry, Manifest
 from megaresume.session.file_errors import reading, writing
 from megaresume.stream.errors import CheckpointError, StateError
 

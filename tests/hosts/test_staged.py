@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint import KEEP_ALL, choose, read_ledger
+from megaresume.checkpoint.choosing.choose import choose
+from megaresume.checkpoint.ledger import read_ledger
+from megaresume.checkpoint.saving.retention import KEEP_ALL
 from megaresume.session.directory import Staged
 from megaresume.stream.errors import SetupError, UsageError
 from tests.corpora.conftest import _simple_corpus

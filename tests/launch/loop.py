@@ -23,8 +23,9 @@ import torch.distributed as dist
 
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint import Topology, deepspeed_tag
 from megaresume.checkpoint.data_state import Envelope, stream_of
+from megaresume.checkpoint.paths import deepspeed_tag
+from megaresume.checkpoint.topology import Topology
 from megaresume.session.host import Reading, change_lines
 from megaresume.session.random_state import RandomState
 from megaresume.session.session import Session

@@ -24,7 +24,8 @@ from typing import Final, Literal
 
 import pytest
 
-from megaresume.checkpoint import choose, system
+from megaresume.checkpoint import system
+from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.paths import TRACKER
 from megaresume.checkpoint.pointers import read_pointer

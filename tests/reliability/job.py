@@ -25,7 +25,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import megaresume
-from megaresume.checkpoint import confirm_choice, system
+from megaresume.checkpoint import system
+from megaresume.checkpoint.choosing.choose import confirm_choice
 from megaresume.session import directory as shared_directory
 from megaresume.session import session
 from megaresume.stream.errors import MegaresumeError

@@ -32,9 +32,10 @@ KILLED_AT: Final = (5, 20, 26, 34, 47)
 
 
 def _save(root: Path, iteration: int, rng: random.Random, keep: int | None) -> None:
-    from megaresume.checkpoint import Retention, begin_save, commit_save
+    from megaresume.checkpoint.saving.commit import begin_save, commit_save
     from megaresume.checkpoint.saving.durable import make_durable
     from megaresume.checkpoint.saving.older import make_room
+    from megaresume.checkpoint.saving.retention import Retention
     from tests.checkpoint.conftest import make_state
 
     state = make_state(iteration * 8, salt=rng.randrange(1000))
@@ -57,10 +58,11 @@ def _end_threads() -> None:
 
 
 def _start(root: Path) -> None:
-    from megaresume.checkpoint import choose, record_start
+    from megaresume.checkpoint.choosing.choose import choose
     from megaresume.checkpoint.lock import take
     from megaresume.checkpoint.saving.durable import make_durable, not_durable
     from megaresume.checkpoint.saving.older import put_back
+    from megaresume.checkpoint.start import record_start
     from tests.checkpoint.conftest import make_state
 
     take(root)
@@ -94,8 +96,8 @@ def same_step_again(root: Path, rng: random.Random) -> None:
 
 def copies(root: Path, rng: random.Random) -> None:
     """Local checkpoints are copied to `ROOT`; what becomes of the local ones is of no account."""
-    from megaresume.checkpoint import Retention
     from megaresume.checkpoint.lock import release, take
+    from megaresume.checkpoint.saving.retention import Retention
     from megaresume.checkpoint.saving.staging import Stager
 
     local = root.parent / "local"

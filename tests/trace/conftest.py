@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megaresume.checkpoint import Topology, begin_save, commit_save, record_start
 from megaresume.checkpoint.paths import deepspeed_tag
+from megaresume.checkpoint.saving.commit import begin_save, commit_save
+from megaresume.checkpoint.start import record_start
+from megaresume.checkpoint.topology import Topology
 from megaresume.stream.batches import BatchSchedule, micro_batches
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.state import StreamState

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from megaresume.checkpoint import Topology, begin_save, commit_save
+from megaresume.checkpoint.saving.commit import begin_save, commit_save
+from megaresume.checkpoint.topology import Topology
 from megaresume.runs.run import Run
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.documents.pieces import LongDocuments

@@ -12,8 +12,9 @@ import yaml
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
 from megaresume.batches.validation import open_validation
-from megaresume.checkpoint import Topology, begin_save, commit_save, record_start
-from megaresume.checkpoint.saving.commit import write_data_config
+from megaresume.checkpoint.saving.commit import begin_save, commit_save, write_data_config
+from megaresume.checkpoint.start import record_start
+from megaresume.checkpoint.topology import Topology
 from megaresume.cli.main import main
 from megaresume.runs.rank_log import RankLog
 from megaresume.shards.prepare import prepare_shards

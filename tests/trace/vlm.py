@@ -9,8 +9,9 @@ from typing import Any
 import yaml
 
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint import Topology, begin_save, commit_save, record_start
-from megaresume.checkpoint.saving.commit import write_data_config
+from megaresume.checkpoint.saving.commit import begin_save, commit_save, write_data_config
+from megaresume.checkpoint.start import record_start
+from megaresume.checkpoint.topology import Topology
 from megaresume.corpora.image_text import Record
 from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
 from megaresume.images.encoder import ImageTextEncoder

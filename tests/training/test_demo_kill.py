@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megaresume.checkpoint import Topology, begin_save
+from megaresume.checkpoint.saving.commit import begin_save
+from megaresume.checkpoint.topology import Topology
 from megaresume.training.demo.run import committed_since
 from tests.checkpoint.conftest import make_state, save_checkpoint
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from megaresume.batches.open import open_stream
-from megaresume.checkpoint import begin_save, record_start
+from megaresume.checkpoint.saving.commit import begin_save
+from megaresume.checkpoint.start import record_start
 from megaresume.stream.errors import UsageError
 from megaresume.training.arguments import check_layout, parse_arguments
 

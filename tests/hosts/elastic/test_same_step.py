@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint import choose
+from megaresume.checkpoint.choosing.choose import choose
 from megaresume.cli.main import main
 
 pytestmark = pytest.mark.process

@@ -19,7 +19,8 @@ from accelerate.utils import DataLoaderConfiguration, DistributedType, GradientA
 
 import megaresume
 from megaresume import Checkpoints
-from megaresume.checkpoint import choose, read_ledger
+from megaresume.checkpoint.choosing.choose import choose
+from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
 from megaresume.cli.main import main
 from megaresume.stream.errors import StateError, UsageError

@@ -15,7 +15,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import megaresume
-from megaresume.checkpoint import choose, read_ledger
+from megaresume.checkpoint.choosing.choose import choose
+from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
 from megaresume.cli.main import main
 from megaresume.stream.errors import CheckpointError

@@ -17,7 +17,7 @@ pytest.importorskip("accelerate")
 
 import megaresume
 from megaresume import run
-from megaresume.checkpoint import choose
+from megaresume.checkpoint.choosing.choose import choose
 from megaresume.hosts.hugging_face.launch import SETTINGS_VARIABLE, take_flags
 from megaresume.stream.errors import UsageError
 from tests.hosts.hugging_face.program import ITEMS, make

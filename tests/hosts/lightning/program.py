@@ -22,7 +22,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import megaresume
-from megaresume.checkpoint import choose
+from megaresume.checkpoint.choosing.choose import choose
 from tests.hosts.torch.program import BASE, Model, Numbers, write_down
 
 warnings.filterwarnings("ignore", module="lightning")

@@ -29,7 +29,7 @@ from lightning.pytorch.utilities import CombinedLoader
 
 import megaresume
 from megaresume import Checkpoints
-from megaresume.checkpoint import read_ledger
+from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
 from megaresume.stream.errors import StateError, UsageError
 from tests.hosts.lightning.program import Module, attached, loader, newest, run, trainer_of

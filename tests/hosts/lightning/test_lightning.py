@@ -19,7 +19,8 @@ pytest.importorskip("lightning")
 import torch
 
 import megaresume
-from megaresume.checkpoint import choose, read_ledger
+from megaresume.checkpoint.choosing.choose import choose
+from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
 from megaresume.cli.main import main
 from megaresume.stream.errors import StateError, UsageError

@@ -12,7 +12,7 @@ import torch
 
 import megaresume
 from megaresume import Checkpoints
-from megaresume.checkpoint import choose
+from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.paths import deepspeed_tag
 from megaresume.hosts.torch.loop import Loop
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, UsageError

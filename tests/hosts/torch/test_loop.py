@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import megaresume
-from megaresume.checkpoint import choose, read_ledger
+from megaresume.checkpoint.choosing.choose import choose
+from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
 from megaresume.cli.main import main
 from megaresume.stream.errors import StateError

@@ -15,7 +15,7 @@ import torch
 
 import megaresume
 from megaresume import BatchSchedule, Checkpoints
-from megaresume.checkpoint import read_ledger
+from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
 from megaresume.cli.main import main
 from megaresume.hosts.torch.feeds import Feed, Items, Samples

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint import choose, read_ledger
+from megaresume.checkpoint.choosing.choose import choose
+from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
 from megaresume.cli.main import main
 from tests.hosts.torch.record import copied, ended, items, launch, lines, losses, nearly_three_epochs, refused, trained
