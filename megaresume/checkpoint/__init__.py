@@ -4,7 +4,7 @@
     ----                                                     ----
     rank 0  make_room         a save of this step goes aside rank 0  put_back        what it has left of that
             begin_save        -> marker                              choose          -> Choice
-    all     model files                                      rank 0  broadcasts Choice.to_broadcast()
+    all     model files                                      rank 0  tells the others its Choice
     all     barrier                                          others  confirm_choice  -> the same state, or an error
     rank 0  commit_save                                      rank 0  record_start    -> ledger line
               every expected file there, none empty?
@@ -36,7 +36,7 @@ A save, and the next start::
     commit_save(pending, expected_files=["mp_rank_00_model_states.pt", ...])
 
     choice = choose(load)                                                      # rank 0
-    step = confirm_choice(load, broadcast)                                     # the others
+    step = confirm_choice(load, choice)                                        # the others
     record_start(save, iteration=choice.iteration, state=choice.state, choice=choice)
 
 Files:
@@ -45,7 +45,8 @@ Files:
     choosing/       what a run goes on from
     start.py        the beginning and the end of a run
     step_file.py    state and marker of a step           paths.py        names and paths
-    data_state.py   the state of the data, its envelope  files.py        opening, replacing, sealed JSON
+    data_state.py   the state of the data, its envelope  files.py        opening, replacing, deleting
+    formats.py      sealed JSON, the format of records
     manifest.py     every file, its size and checksum    system.py       time, process, mounts
     pointers.py     ``latest`` and the tracker           topology.py     how a run is laid out
     ledger.py       one line for every checkpoint, start and end

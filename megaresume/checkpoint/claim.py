@@ -29,13 +29,13 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from megaresume.checkpoint.files import leftover_name, read_file, read_sealed, seal, write_atomic, write_error
+from megaresume.checkpoint.files import leftover_name, read_file, write_atomic, write_error
+from megaresume.checkpoint.formats import flat, read_record, seal
 from megaresume.checkpoint.paths import records_dir
-from megaresume.checkpoint.system import stat_fields, utc
+from megaresume.checkpoint.system import boot_id, stat_fields, utc
 from megaresume.stream.errors import CheckpointError
 
 FORMAT, VERSION = "megaresume.owner", 1
@@ -113,7 +113,7 @@ def this_process(*, token: str, run: str | None = None) -> Owner:
         user=_user(),
         uid=os.getuid(),
         host=os.uname().nodename,
-        boot=_text("/proc/sys/kernel/random/boot_id"),
+        boot=boot_id() or None,
         namespace=_namespace(),
         pid=os.getpid(),
         started=_began(os.getpid()),
@@ -139,13 +139,6 @@ def _user() -> str:
 def _number(variable: str) -> int:
     text = os.environ.get(variable, "")
     return int(text) if text.isascii() and text.isdigit() else 0
-
-
-def _text(path: str) -> str | None:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return None
 
 
 def _namespace() -> str | None:
@@ -174,25 +167,14 @@ def read_owner(path: Path) -> Owner:
         CheckpointError: there is none, or it is damaged.
         NewerFormatError: of a newer version.
     """
-    content = read_sealed(
-        path, what="the name of the owner", format_name=FORMAT, version=VERSION, error=CheckpointError
+    return read_record(
+        path,
+        lambda fields: flat(Owner, fields),
+        what="the name of the owner",
+        format_name=FORMAT,
+        version=VERSION,
+        error=CheckpointError,
     )
-    values: dict[str, Any] = {field.name: content.get(field.name) for field in fields(Owner)}
-    needed = ("token", "user", "uid", "host", "pid", "restarts", "relaunches", "program", "since")
-    wrong = [f"{name} {values[name]!r}" for name in values if not _is_field(values[name], name, needed=name in needed)]
-    if wrong:
-        raise CheckpointError(
-            "the name of the owner lacks a field or has one of the wrong kind",
-            found=f"{path}: {', '.join(wrong)}",
-            cause="it was written by a faulty program: its checksum is right",
-        )
-    return Owner(**values)
-
-
-def _is_field(value: object, name: str, *, needed: bool) -> bool:
-    if value is None:
-        return not needed
-    return type(value) is (int if name in ("uid", "pid", "started", "restarts", "relaunches") else str)
 
 
 def gone(owner: Owner, me: Owner, *, ask_slurm: bool = True) -> str | None:

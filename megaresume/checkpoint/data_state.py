@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
-from megaresume.checkpoint.files import NewerFormatError, count, text
+from megaresume.checkpoint.formats import NewerFormatError, count, text
 from megaresume.stream.errors import StateError
 from megaresume.stream.state import VERSION as STREAM_VERSION
 from megaresume.stream.state import StreamState, checksum

@@ -20,21 +20,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megaresume.checkpoint.files import (
-    NewerFormatError,
-    SealError,
     check_regular,
-    count,
     fsync_dir,
     fsync_file,
     make_dir,
     open_file,
     read_file,
-    seal,
-    text,
-    unseal,
     write_all,
     write_error,
 )
+from megaresume.checkpoint.formats import NewerFormatError, SealError, count, seal, text, unseal
 from megaresume.checkpoint.paths import recorded_tag
 from megaresume.checkpoint.topology import Topology
 from megaresume.stream.errors import StateError
@@ -138,11 +133,15 @@ def read_ledger(path: Path) -> LedgerReading:
     except FileNotFoundError:
         return LedgerReading()
     except OSError as error:
-        raise StateError(
-            "the ledger cannot be read", found=f"{path}: {error.strerror or error}", expected="a readable file"
-        ) from error
+        raise _unreadable(path, error) from error
     with _without_gc():
         return _read(path, data.split(b"\n"))
+
+
+def _unreadable(path: Path, error: OSError) -> StateError:
+    return StateError(
+        "the ledger cannot be read", found=f"{path}: {error.strerror or error}", expected="a readable file"
+    )
 
 
 @contextlib.contextmanager
@@ -166,18 +165,14 @@ def _read(path: Path, lines: list[bytes]) -> LedgerReading:
         try:
             entries.append(_entry(path, unseal(line)))
         except SealError as error:
-            problems.append(_problem(number, line, error, last=number == len(lines)))
+            if number == len(lines):  # what follows the last newline
+                reason = f"is torn after {len(line)} bytes (a writer was killed while appending)"
+                problems.append(LedgerProblem(line=number, reason=reason, kind="torn"))
+            else:
+                problems.append(LedgerProblem(line=number, reason=str(error), kind="cut" if error.cut else "damaged"))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             problems.append(LedgerProblem(line=number, reason=f"lacks a field or has a wrong one: {error}"))
     return LedgerReading(entries=tuple(entries), problems=tuple(problems))
-
-
-def _problem(number: int, line: bytes, error: SealError, *, last: bool) -> LedgerProblem:
-    """Args: last: whether this is what follows the last newline."""
-    if last:
-        reason = f"is torn after {len(line)} bytes (a writer was killed while appending)"
-        return LedgerProblem(line=number, reason=reason, kind="torn")
-    return LedgerProblem(line=number, reason=str(error), kind="cut" if error.cut else "damaged")
 
 
 def read_run(path: Path) -> str | None:
@@ -192,9 +187,7 @@ def read_run(path: Path) -> str | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise StateError(
-            "the ledger cannot be read", found=f"{path}: {error.strerror or error}", expected="a readable file"
-        ) from error
+        raise _unreadable(path, error) from error
     return None
 
 

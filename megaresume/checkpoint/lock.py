@@ -45,7 +45,8 @@ from megaresume.checkpoint.claim import (
     this_process,
     write_alive,
 )
-from megaresume.checkpoint.files import NewerFormatError, make_dir, write_atomic
+from megaresume.checkpoint.files import make_dir, write_atomic
+from megaresume.checkpoint.formats import NewerFormatError
 from megaresume.checkpoint.ledger import read_run
 from megaresume.checkpoint.paths import ledger_path, records_dir
 from megaresume.stream.errors import CheckpointError

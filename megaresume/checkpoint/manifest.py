@@ -7,6 +7,7 @@ written once more, with checksums, when every file is on the disk: the checkpoin
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +17,8 @@ from typing import Any, Literal
 
 import xxhash
 
-from megaresume.checkpoint.files import count, flag, open_file, read_sealed, rows, seal, text
+from megaresume.checkpoint.files import open_file
+from megaresume.checkpoint.formats import count, flag, read_record, rows, seal, text
 from megaresume.checkpoint.paths import rank_file_words, recorded_tag, records_dir
 from megaresume.checkpoint.system import boots_up
 from megaresume.stream.errors import CheckpointError
@@ -100,11 +102,17 @@ def directories_of_models(root: Path) -> list[str]:
     ]
 
 
-def checksum_file(path: str | os.PathLike[str], progress: Progress | None = None) -> str:
-    """xxh3_128 of a file, 32 hex digits; hashing and reading release the interpreter lock. Raises OSError."""
+def checksum_file(path: str | os.PathLike[str], progress: Progress | None = None, *, stored: bool = False) -> str:
+    """xxh3_128 of a file, 32 hex digits; hashing and reading release the interpreter lock. Raises OSError.
+
+    ``stored``: of what the storage holds, not of what this machine remembers having written, if the system can tell.
+    """
     digest = xxhash.xxh3_128()
     buffer = memoryview(bytearray(_CHUNK))
     with open_file(path) as file:
+        if stored:
+            with contextlib.suppress(OSError, AttributeError):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while size := file.readinto(buffer):
             digest.update(buffer[:size])
             if progress is not None:
@@ -305,32 +313,8 @@ def read_manifest(path: Path, *, iteration: int | None = None, tag: str | None =
         NewerFormatError: of a newer version.
     """
     what = "the manifest"
-    fields = read_sealed(path, what=what, format_name=FORMAT, version=VERSION, error=CheckpointError)
-    try:
-        if fields["algorithm"] != ALGORITHM:
-            raise ValueError(f"checksums by {fields['algorithm']!r}, not {ALGORITHM}")
-        manifest = Manifest(
-            iteration=count(fields["iteration"]),
-            tag=recorded_tag(fields["tag"]),
-            save_id=text(fields["save_id"]),
-            digest=text(fields["digest"]),
-            files=tuple(file_entry(row) for row in rows(fields["files"])),
-            beside=tuple(file_entry(row) for row in rows(fields["beside"])),
-            durable=flag(fields["durable"]),
-            boots=tuple(text(boot) for boot in rows(fields["boots"])),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{what} lacks a field or has one of the wrong kind",
-            found=f"{path}: {type(error).__name__}: {error}",
-            expected=f"the fields of version {VERSION}",
-            cause="it was written by a faulty program: its checksum is right",
-        ) from error
-    wrong: Mapping[str, tuple[object, object]] = {
-        "iteration": (manifest.iteration, iteration),
-        "tag": (manifest.tag, tag),
-    }
-    for name, (found, expected) in wrong.items():
+    manifest = read_record(path, _manifest, what=what, format_name=FORMAT, version=VERSION, error=CheckpointError)
+    for name, found, expected in (("iteration", manifest.iteration, iteration), ("tag", manifest.tag, tag)):
         if expected is not None and found != expected:
             raise CheckpointError(
                 f"{what} belongs to another checkpoint",
@@ -339,6 +323,21 @@ def read_manifest(path: Path, *, iteration: int | None = None, tag: str | None =
                 cause="the file was renamed or copied over another one",
             )
     return manifest
+
+
+def _manifest(fields: Mapping[str, Any]) -> Manifest:
+    if fields["algorithm"] != ALGORITHM:
+        raise ValueError(f"checksums by {fields['algorithm']!r}, not {ALGORITHM}")
+    return Manifest(
+        iteration=count(fields["iteration"]),
+        tag=recorded_tag(fields["tag"]),
+        save_id=text(fields["save_id"]),
+        digest=text(fields["digest"]),
+        files=tuple(file_entry(row) for row in rows(fields["files"])),
+        beside=tuple(file_entry(row) for row in rows(fields["beside"])),
+        durable=flag(fields["durable"]),
+        boots=tuple(text(boot) for boot in rows(fields["boots"])),
+    )
 
 
 def file_entry(row: Any) -> FileEntry:

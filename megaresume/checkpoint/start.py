@@ -23,7 +23,7 @@ from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import DataState
 from megaresume.checkpoint.files import make_dir, remove_leftovers
-from megaresume.checkpoint.ledger import LedgerEntry, append_ledger, read_ledger, with_attempt
+from megaresume.checkpoint.ledger import EntryKind, LedgerEntry, append_ledger, read_ledger, with_attempt
 from megaresume.checkpoint.paths import TRACKER, ledger_path, marker_path, megatron_tag, records_dir, same_place
 from megaresume.checkpoint.pointers import read_pointer, write_tracker
 from megaresume.checkpoint.saving.commit import publish
@@ -73,19 +73,7 @@ def record_start(
         kept["startup_seconds"] = round(seconds, 1)
     if choice is not None and not same_place(choice.load_dir, root):
         kept["loaded_from"] = {"digest": choice.digest, "run": None if choice.step is None else choice.step.run}
-    entry = LedgerEntry(
-        kind="start",
-        iteration=iteration,
-        tag=None if choice is None else choice.tag,
-        samples=state.samples,
-        digest=state.digest,
-        run=run_of(root) or new_id(),
-        time=utc(time.time()),
-        topology=topology or Topology(),
-        details=with_attempt(kept),
-    )
-    append_ledger(ledger_path(root), entry)
-    return entry
+    return _append(root, "start", iteration, None if choice is None else choice.tag, state, topology, kept)
 
 
 def record_end(
@@ -106,17 +94,28 @@ def record_end(
         CheckpointError: the directory cannot be written.
         StateError: its ledger cannot be read.
     """
-    root = Path(os.path.abspath(save_dir))
+    return _append(Path(os.path.abspath(save_dir)), "finished", iteration, None, state, topology, {})
+
+
+def _append(
+    root: Path,
+    kind: EntryKind,
+    iteration: int,
+    tag: str | None,
+    state: DataState,
+    topology: Topology | None,
+    details: Mapping[str, Any],
+) -> LedgerEntry:
     entry = LedgerEntry(
-        kind="finished",
+        kind=kind,
         iteration=iteration,
-        tag=None,
+        tag=tag,
         samples=state.samples,
         digest=state.digest,
         run=run_of(root) or new_id(),
         time=utc(time.time()),
         topology=topology or Topology(),
-        details=with_attempt({}),
+        details=with_attempt(details),
     )
     append_ledger(ledger_path(root), entry)
     return entry

@@ -14,23 +14,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.data_state import DataState, Envelope, stream_of
-from megaresume.checkpoint.files import (
-    NewerFormatError,
-    count,
-    flag,
-    make_dir,
-    read_sealed,
-    rows,
-    seal,
-    text,
-    write_atomic,
-    write_error,
-)
+from megaresume.checkpoint.files import make_dir, write_atomic, write_error
+from megaresume.checkpoint.formats import NewerFormatError, count, flat, read_record, seal, text
 from megaresume.checkpoint.ledger import EntryKind, LedgerEntry, read_run
 from megaresume.checkpoint.lock import write_fenced
 from megaresume.checkpoint.paths import (
@@ -139,55 +129,39 @@ def read_step_file(
         NewerFormatError: of a newer version (a StateError as well).
     """
     what = "the data state"
-    fields = read_sealed(path, what=what, format_name=FORMAT, version=VERSION, error=StateError)
-    envelope = Envelope.read(fields.get("state"))
-    try:
-        step = StepFile(
-            iteration=count(fields["iteration"]),
-            tag=recorded_tag(fields["tag"]),
-            run=text(fields["run"]),
-            save_id=text(fields["save_id"]),
-            saved_at=text(fields["saved_at"]),
-            topology=Topology.from_dict(fields["topology"]),
-            state=envelope.state,
-            framework=envelope.framework,
-        )
-        if envelope.iteration != step.iteration:
-            raise ValueError(f"a state of iteration {envelope.iteration} in a file of iteration {step.iteration}")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise StateError(
-            f"{what} lacks a field or has one of the wrong kind",
-            found=f"{path}: {type(error).__name__}: {error}",
-            expected=f"the fields of version {VERSION}",
-            cause="it was written by a faulty program: its checksum is right",
-        ) from error
-    _check_owner(path, step, iteration=iteration, tag=tag, run=run)
+    step = read_record(path, _step, what=what, format_name=FORMAT, version=VERSION, error=StateError)
+    copied = "the file was renamed or copied over another one"
+    mixed = "files of two runs were copied into one directory: load it from the directory of the run that wrote it"
+    renamed = "a tag directory was renamed, or two programs save the same step into one root"
+    for name, of, found, expected, cause in (
+        ("iteration", "step", step.iteration, iteration, copied),
+        ("run", "run", step.run, run, mixed),
+        ("tag", "tag directory", step.tag, tag, renamed),
+    ):
+        if expected is not None and found != expected:
+            raise StateError(
+                f"{what} belongs to another {of}",
+                found=f"{path}: {name} {found}, saved {step.saved_at}",
+                expected=f"{name} {expected}",
+                cause=cause,
+            )
     return step
 
 
-def _check_owner(path: Path, step: StepFile, *, iteration: int | None, tag: str | None, run: str | None) -> None:
-    if iteration is not None and step.iteration != iteration:
-        raise StateError(
-            "the data state belongs to another step",
-            found=f"{path}: iteration {step.iteration}",
-            expected=f"iteration {iteration}",
-            cause="the file was renamed or copied over another one",
-        )
-    if run is not None and step.run != run:
-        raise StateError(
-            "the data state belongs to another run",
-            found=f"{path}: run {step.run}, saved {step.saved_at}",
-            expected=f"run {run}, as in the ledger of this directory",
-            cause="files of two runs were copied into one directory",
-            action="load the checkpoint from the directory of the run that wrote it",
-        )
-    if tag is not None and step.tag != tag:
-        raise StateError(
-            "the data state belongs to another tag directory",
-            found=f"{path}: tag {step.tag}",
-            expected=f"tag {tag}",
-            cause="a tag directory was renamed, or two programs save the same step into one root",
-        )
+def _step(fields: Mapping[str, Any]) -> StepFile:
+    envelope = Envelope.read(fields.get("state"))
+    if envelope.iteration != fields["iteration"]:
+        raise ValueError(f"a state of iteration {envelope.iteration} in a file of iteration {fields['iteration']}")
+    return StepFile(
+        iteration=count(fields["iteration"]),
+        tag=recorded_tag(fields["tag"]),
+        run=text(fields["run"]),
+        save_id=text(fields["save_id"]),
+        saved_at=text(fields["saved_at"]),
+        topology=Topology.from_dict(fields["topology"]),
+        state=envelope.state,
+        framework=envelope.framework,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,19 +203,7 @@ class Marker:
 
     def to_bytes(self) -> bytes:
         """The content of the file."""
-        fields: Mapping[str, Any] = {
-            "format": MARKER_FORMAT,
-            "version": MARKER_VERSION,
-            "iteration": self.iteration,
-            "tag": self.tag,
-            "save_id": self.save_id,
-            "run": self.run,
-            "began_at": self.began_at,
-            "latest": self.latest,
-            "tracker": self.tracker,
-            "boots": list(self.boots),
-        }
-        return seal(fields, depth=1)
+        return seal({"format": MARKER_FORMAT, "version": MARKER_VERSION, **asdict(self)}, depth=1)
 
 
 def write_marker(path: Path, marker: Marker) -> None:
@@ -258,24 +220,19 @@ def read_marker(path: Path) -> Marker | None:
     """
     if not path.exists():
         return None
-    fields = read_sealed(
-        path, what="the save marker", format_name=MARKER_FORMAT, version=MARKER_VERSION, error=CheckpointError
+
+    def make(fields: Mapping[str, Any]) -> Marker:
+        recorded_tag(fields["tag"])
+        return flat(Marker, fields)
+
+    return read_record(
+        path,
+        make,
+        what="the save marker",
+        format_name=MARKER_FORMAT,
+        version=MARKER_VERSION,
+        error=CheckpointError,
     )
-    try:
-        return Marker(
-            iteration=count(fields["iteration"]),
-            tag=recorded_tag(fields["tag"]),
-            save_id=text(fields["save_id"]),
-            run=text(fields["run"]),
-            began_at=text(fields["began_at"]),
-            latest=flag(fields["latest"]),
-            tracker=flag(fields["tracker"]),
-            boots=tuple(text(boot) for boot in rows(fields.get("boots", []))),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            "the save marker lacks a field or has one of the wrong kind", found=f"{path}: {error}"
-        ) from error
 
 
 def remove_marker(path: Path) -> None:

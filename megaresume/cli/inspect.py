@@ -122,7 +122,7 @@ def _report(found: _Inspection, last: int) -> dict[str, Any]:
         "resumable": found.resumable,
         "choice": None
         if choice is None
-        else choice.to_broadcast() | {"rejected": [asdict(rejected) for rejected in choice.rejected]},
+        else choice.to_dict() | {"rejected": [asdict(rejected) for rejected in choice.rejected]},
         "error": None if run.error is None else str(run.error),
         "notes": [*found.choice_notes, *found.notes],
         "state": None if step is None else step.to_fields(),

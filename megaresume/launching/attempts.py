@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.files import make_dir, read_sealed, seal, write_atomic
+from megaresume.checkpoint.files import make_dir, write_atomic
+from megaresume.checkpoint.formats import read_sealed, seal
 from megaresume.stream.errors import CheckpointError, SetupError, StateError
 
 FORMAT, VERSION = "megaresume.attempts", 1

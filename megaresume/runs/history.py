@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaresume.checkpoint.files import NewerFormatError
+from megaresume.checkpoint.formats import NewerFormatError
 from megaresume.checkpoint.ledger import LedgerEntry, LedgerReading, abandoned_checkpoints
 from megaresume.checkpoint.paths import records_dir, step_path
 from megaresume.checkpoint.step_file import StepFile

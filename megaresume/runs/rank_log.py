@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megaresume.checkpoint.files import seal
+from megaresume.checkpoint.formats import seal
 from megaresume.checkpoint.system import utc
 from megaresume.stream.dealing.balance import Balance
 from megaresume.stream.errors import SetupError

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.checkpoint.files import NewerFormatError, SealError, read_file, unseal
+from megaresume.checkpoint.files import read_file
+from megaresume.checkpoint.formats import NewerFormatError, SealError, unseal
 from megaresume.runs.rank_log import VERSION, ranges_of
 from megaresume.stream.batches import micro_batches
 from megaresume.stream.dealing.balance import Balance

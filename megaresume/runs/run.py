@@ -18,7 +18,8 @@ from pathlib import Path
 
 from megaresume.checkpoint.choosing.candidates import Candidate, Examined, resolve_pointer
 from megaresume.checkpoint.choosing.search import Choice, Search
-from megaresume.checkpoint.files import NewerFormatError, is_leftover
+from megaresume.checkpoint.files import is_leftover
+from megaresume.checkpoint.formats import NewerFormatError
 from megaresume.checkpoint.ledger import LedgerReading, read_ledger
 from megaresume.checkpoint.lock import Holder, holder_of
 from megaresume.checkpoint.manifest import Progress

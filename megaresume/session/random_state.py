@@ -39,7 +39,7 @@ import torch
 import xxhash
 
 from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.files import SealError, seal, text, unseal
+from megaresume.checkpoint.formats import SealError, seal, text, unseal
 from megaresume.checkpoint.manifest import FileEntry
 from megaresume.checkpoint.paths import rank_file
 from megaresume.checkpoint.saving import rank_files

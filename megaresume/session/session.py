@@ -266,8 +266,7 @@ class Session:
                 return None, None
             # Each rank looks where it would read itself: its path may be another mount, or show what rank 0's does not.
             choice = None if found is None else replace(found, load_dir=roots[number])
-            broadcast = None if choice is None else choice.to_broadcast()
-            beside = on_all_ranks(lambda: confirm_choice(roots[number], broadcast))  # noqa: B023  runs here
+            beside = on_all_ranks(lambda: confirm_choice(roots[number], choice))  # noqa: B023  runs here
             words = None if choice is None or not self.checksums else find_damage(choice)
             if choice is None or words is None:
                 break

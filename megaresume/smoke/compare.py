@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.files import SealError, unseal
+from megaresume.checkpoint.formats import SealError, unseal
 from megaresume.runs.losses import read_losses
 from megaresume.stream.errors import UsageError
 from megaresume.training.records import Comparison, RunRecords, assemble, compare_all, read_records

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from megaresume.checkpoint.saving.commit import Commit, begin_save, commit_save
-from megaresume.checkpoint.saving.durable import make_durable
 from megaresume.checkpoint.saving.older import make_room
 from megaresume.checkpoint.saving.retention import KEEP_ALL, Retention
 from megaresume.checkpoint.topology import Topology
 from megaresume.stream.eras import Era
 from megaresume.stream.state import Bin, Fingerprint, Segment, SourceCursor, StageRecord, StreamState
+from tests.checkpoint.durability import make_durable
 
 MODEL = "mp_rank_00_model_states.pt"
 OPTIM = "zero_pp_rank_0_mp_rank_00_optim_states.pt"

@@ -23,9 +23,10 @@ from conftest import MODEL, OPTIM, make_state
 
 from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.saving.commit import begin_save, commit_save
-from megaresume.checkpoint.saving.durable import make_durable, not_durable
+from megaresume.checkpoint.saving.durable import not_durable
 from megaresume.checkpoint.saving.older import make_room, put_back
 from megaresume.checkpoint.start import record_start
+from tests.checkpoint.durability import make_durable
 
 #: what the code under test, and the model files below, do to the disk.
 OPERATIONS = ("open", "write", "fsync", "close", "replace", "rename", "unlink", "mkdir")

@@ -10,7 +10,7 @@ import pytest
 
 from megaresume.checkpoint.choosing.choose import choose, confirm_choice
 from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.files import NewerFormatError, seal
+from megaresume.checkpoint.formats import NewerFormatError, seal
 from megaresume.checkpoint.paths import step_path
 from megaresume.checkpoint.saving.commit import Commit, begin_save, commit_save
 from megaresume.checkpoint.start import check_fresh_start, record_start

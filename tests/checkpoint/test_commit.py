@@ -76,12 +76,12 @@ def test_all_checkpoints_of_a_root_are_of_one_run(root: Path, save: Save) -> Non
 def test_an_incomplete_checkpoint_is_refused_and_the_pointers_stay(
     root: Path, state: MakeState, model: Model, damage: Callable[[Path], None], words: str
 ) -> None:
-    pending = begin_save(root, tag="global_step40", iteration=40, state=state(320), expected_files=FILES)
+    pending = begin_save(root, tag="global_step40", iteration=40, state=state(320))
     model(pending.tag_dir, state(320))
     damage(pending.tag_dir)
     before = snapshot(root)
     with pytest.raises(CheckpointError, match="is incomplete and was not committed") as caught:
-        commit_save(pending)
+        commit_save(pending, expected_files=FILES)
     assert words in str(caught.value.found)
     assert snapshot(root) == before
     choice = choose(root)
@@ -113,10 +113,10 @@ def test_without_expectations_something_must_be_there(tmp_path: Path, state: Mak
 def test_values_are_those_of_the_beginning(tmp_path: Path, state: MakeState, model: Model) -> None:
     """An asynchronous save: training goes on, the finalizer commits later, perhaps in another process."""
     trained = state(80)
-    pending = begin_save(tmp_path, tag="iter_0000010", iteration=10, state=trained, expected_files=FILES)
+    pending = begin_save(tmp_path, tag="iter_0000010", iteration=10, state=trained)
     model(pending.tag_dir, trained)
     trained = trained.replace(samples=96, digest="f" * 16)
-    commit_save(pickle.loads(pickle.dumps(pending)))
+    commit_save(pickle.loads(pickle.dumps(pending)), expected_files=FILES)
     choice = choose(tmp_path)
     assert choice is not None
     assert (choice.iteration, choice.state) == (10, state(80))

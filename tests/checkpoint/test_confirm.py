@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import json
+import pickle
 import shutil
 import threading
 from collections.abc import Callable
@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 
 from megaresume.checkpoint.choosing.choose import choose, confirm_choice
+from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.saving.commit import Commit
 from megaresume.stream.errors import CheckpointError
 from megaresume.stream.state import StreamState
 
 
-def broadcast(root: Path, **kwargs: Any) -> dict[str, Any]:
+def broadcast(root: Path, **kwargs: Any) -> Choice:
     choice = choose(root, **kwargs)
     assert choice is not None
-    message = json.dumps(choice.to_broadcast())
-    assert len(message) < 300
-    return json.loads(message)
+    return pickle.loads(pickle.dumps(choice))
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from megaresume.checkpoint.saving.durable import (
     Part,
     finish,
     force,
-    make_durable,
     not_durable,
     note_checksums,
     read_part,
@@ -30,6 +29,7 @@ from megaresume.session import durability
 from megaresume.session.durability import Durability
 from megaresume.stream.errors import CheckpointError
 from megaresume.stream.state import StreamState
+from tests.checkpoint.durability import make_durable
 
 Save = Callable[..., Commit]
 MakeState = Callable[..., StreamState]

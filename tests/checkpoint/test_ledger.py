@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megaresume.checkpoint import ledger
-from megaresume.checkpoint.files import NewerFormatError, seal, unseal
+from megaresume.checkpoint.formats import NewerFormatError, seal, unseal
 from megaresume.checkpoint.ledger import (
     LedgerEntry,
     abandoned_checkpoints,

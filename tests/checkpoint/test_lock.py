@@ -16,7 +16,7 @@ import pytest
 
 from megaresume.checkpoint import lock
 from megaresume.checkpoint.claim import claim, gone, newest, place, read_alive, read_owner, this_process
-from megaresume.checkpoint.files import seal
+from megaresume.checkpoint.formats import seal
 from megaresume.checkpoint.lock import holder_of, release, take
 from megaresume.checkpoint.pointers import read_pointers, write_latest
 from megaresume.stream.errors import CheckpointError

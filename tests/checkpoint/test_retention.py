@@ -10,16 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from megaresume.checkpoint import files
 from megaresume.checkpoint.choosing.candidates import examine, list_candidates
 from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.saving import retention as module
 from megaresume.checkpoint.saving.commit import Commit, begin_save, commit_save
-from megaresume.checkpoint.saving.durable import make_durable
 from megaresume.checkpoint.saving.retention import Retention
 from megaresume.checkpoint.start import record_start
 from megaresume.stream.errors import UsageError
 from megaresume.stream.state import StreamState
+from tests.checkpoint.durability import make_durable
 
 Save = Callable[..., Commit]
 MakeState = Callable[..., StreamState]
@@ -28,7 +29,7 @@ MakeState = Callable[..., StreamState]
 def weights(root: Path) -> list[str]:
     """Tag directories by iteration, when the deleting threads are done."""
     for thread in threading.enumerate():
-        if thread.name == "megaresume-prune":
+        if thread.name == "megaresume-delete":
             thread.join()
     return [c.tag for c in reversed(list_candidates(root)) if c.has_dir]
 
@@ -141,15 +142,15 @@ def test_a_program_waits_at_its_end_for_what_is_being_deleted(
     tmp_path: Path, save: Save, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a rule a daemon makes checkpoints durable, and whatever it starts is one."""
-    is_over, delete = threading.Event(), module._delete
-    monkeypatch.setattr(module, "_delete", lambda places: is_over.wait() and delete(places))
+    is_over, delete = threading.Event(), files._delete
+    monkeypatch.setattr(files, "_delete", lambda places: is_over.wait() and delete(places))
     save(tmp_path, 10)
     saver = threading.Thread(
         target=save, args=(tmp_path, 20), kwargs={"retention": Retention(keep_last=1)}, daemon=True
     )
     saver.start()
     saver.join()
-    assert [thread.daemon for thread in threading.enumerate() if thread.name == "megaresume-prune"] == [False]
+    assert [thread.daemon for thread in threading.enumerate() if thread.name == "megaresume-delete"] == [False]
     is_over.set()
     assert weights(tmp_path) == tags(20)
 
@@ -160,7 +161,7 @@ def test_a_kill_in_the_middle_of_deleting(tmp_path: Path, save: Save, monkeypatc
     save(tmp_path, 20)
     child = os.fork()
     if child == 0:
-        monkeypatch.setattr(module, "_delete", lambda _directories: os.kill(os.getpid(), signal.SIGKILL))
+        monkeypatch.setattr(files, "_delete", lambda _directories: os.kill(os.getpid(), signal.SIGKILL))
         save(tmp_path, 30, retention=Retention(keep_last=1))
         os._exit(0)
     _, status = os.waitpid(child, 0)

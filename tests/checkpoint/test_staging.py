@@ -17,7 +17,6 @@ import pytest
 from megaresume.checkpoint.choosing.choose import choose, choose_of_two
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.saving.copying import adopt, is_copied, stage
-from megaresume.checkpoint.saving.durable import make_durable
 from megaresume.checkpoint.saving.retention import KEEP_ALL, Retention, prune
 from megaresume.checkpoint.saving.staging import Stager, read_staging
 from megaresume.checkpoint.start import record_start
@@ -25,6 +24,7 @@ from megaresume.checkpoint.step_file import StepFile
 from megaresume.stream.errors import CheckpointError
 from megaresume.stream.state import StreamState
 from tests.checkpoint.conftest import MODEL, save_checkpoint
+from tests.checkpoint.durability import make_durable
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -261,7 +261,7 @@ def counted(function):
         return function(*args, **kwargs)
     return call
 
-from megaresume.checkpoint.saving.durable import make_durable
+from tests.checkpoint.durability import make_durable
 from megaresume.checkpoint.saving.retention import prune
 from megaresume.checkpoint.saving.copying import stage
 for name in names:

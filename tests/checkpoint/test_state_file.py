@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.files import NewerFormatError, seal
+from megaresume.checkpoint.formats import NewerFormatError, seal
 from megaresume.checkpoint.step_file import (
     Marker,
     StepFile,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megaresume.checkpoint.choosing.choose import choose
-from megaresume.checkpoint.files import seal
+from megaresume.checkpoint.formats import seal
 from megaresume.checkpoint.ledger import append_lines
 from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.topology import Topology

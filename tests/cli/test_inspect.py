@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megaresume.checkpoint.choosing.choose import choose
-from megaresume.checkpoint.files import seal
+from megaresume.checkpoint.formats import seal
 from megaresume.checkpoint.saving.commit import begin_save
 from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.topology import Topology
@@ -85,7 +85,7 @@ def test_json(root: Path, report: Report) -> None:
     assert data["resumable"] is True
     choice = choose(root)
     assert choice is not None
-    assert data["choice"] == choice.to_broadcast() | {"rejected": []}
+    assert data["choice"] == choice.to_dict() | {"rejected": []}
     assert data["state"]["state"]["content"] == helpers.make_state(240).to_dict()
     assert [c["status"] for c in data["checkpoints"]] == ["complete"] * 3
     assert [c["bytes"] for c in data["checkpoints"]] == [2048] * 3

@@ -71,7 +71,7 @@ def test_the_commands(
         return
     # What it shows of a difference.
     path = tmp_path / "samples" / "rank_00001.jsonl"
-    from megaresume.checkpoint.files import seal, unseal
+    from megaresume.checkpoint.formats import seal, unseal
 
     lines = [unseal(line) for line in path.read_bytes().splitlines()]
     changed = [line | ({"order": "0" * 16} if line["step"] == 7 else {}) for line in lines]

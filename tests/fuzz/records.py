@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.choosing.choose import choose
-from megaresume.checkpoint.files import unseal
+from megaresume.checkpoint.formats import unseal
 from megaresume.checkpoint.ledger import LedgerEntry, read_ledger, read_run
 from megaresume.checkpoint.manifest import read_manifest
 from megaresume.checkpoint.pointers import read_pointers

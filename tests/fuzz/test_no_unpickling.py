@@ -13,8 +13,8 @@ import pytest
 
 from megaresume.batches.open import open_stream
 from megaresume.checkpoint.saving.commit import begin_save, commit_save, write_data_config
-from megaresume.checkpoint.saving.durable import make_durable
 from megaresume.checkpoint.start import record_start
+from tests.checkpoint.durability import make_durable
 
 pytestmark = pytest.mark.process
 

@@ -33,20 +33,20 @@ KILLED_AT: Final = (5, 20, 26, 34, 47)
 
 def _save(root: Path, iteration: int, rng: random.Random, keep: int | None) -> None:
     from megaresume.checkpoint.saving.commit import begin_save, commit_save
-    from megaresume.checkpoint.saving.durable import make_durable
     from megaresume.checkpoint.saving.older import make_room
     from megaresume.checkpoint.saving.retention import Retention
     from tests.checkpoint.conftest import make_state
+    from tests.checkpoint.durability import make_durable
 
     state = make_state(iteration * 8, salt=rng.randrange(1000))
     make_room(root, iteration, f"global_step{iteration}")
-    pending = begin_save(root, tag=f"global_step{iteration}", iteration=iteration, state=state, expected_files=SIZES)
+    pending = begin_save(root, tag=f"global_step{iteration}", iteration=iteration, state=state)
     pending.tag_dir.mkdir(exist_ok=True)
     for name, size in SIZES.items():
         with open(pending.tag_dir / name, "wb", buffering=4096) as file:
             for _ in range(3):
                 file.write(rng.randbytes(size // 3))
-    make_durable(root, commit_save(pending).manifest, retention=Retention(keep_last=keep))
+    make_durable(root, commit_save(pending, expected_files=SIZES).manifest, retention=Retention(keep_last=keep))
     _end_threads()
 
 
@@ -60,10 +60,11 @@ def _end_threads() -> None:
 def _start(root: Path) -> None:
     from megaresume.checkpoint.choosing.choose import choose
     from megaresume.checkpoint.lock import take
-    from megaresume.checkpoint.saving.durable import make_durable, not_durable
+    from megaresume.checkpoint.saving.durable import not_durable
     from megaresume.checkpoint.saving.older import put_back
     from megaresume.checkpoint.start import record_start
     from tests.checkpoint.conftest import make_state
+    from tests.checkpoint.durability import make_durable
 
     take(root)
     put_back(root)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megaresume.checkpoint.files import seal, unseal
+from megaresume.checkpoint.formats import seal, unseal
 from megaresume.cli.main import main
 from tests.hosts.conftest import HERE
 from tests.hosts.conftest import data_yaml as data_yaml

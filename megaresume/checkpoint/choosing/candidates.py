@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megaresume.checkpoint.files import NewerFormatError, SealError, read_file, unseal
+from megaresume.checkpoint.files import read_file
+from megaresume.checkpoint.formats import NewerFormatError, SealError, unseal
 from megaresume.checkpoint.manifest import Manifest, Progress, list_files, read_manifest
 from megaresume.checkpoint.paths import (
     RECORDS_DIR,
@@ -64,7 +65,12 @@ class Candidate:
     @property
     def unfinished(self) -> bool:
         """A save of it has begun and was never committed; it may have got as far as its data state."""
-        return "saving" in self.records and "manifest" not in self.records
+        return "saving" in self.records and not self.is_committed
+
+    @property
+    def is_committed(self) -> bool:
+        """A save of it was committed."""
+        return "manifest" in self.records
 
     @property
     def order(self) -> int:
@@ -116,6 +122,11 @@ def list_candidates(root: Path, *, tags: tuple[str, ...] = ()) -> tuple[Candidat
     ]
     # Usual names before the user's own at the same iteration, and always the same order.
     return tuple(sorted(candidates, key=lambda c: (-c.order, tag_iteration(c.tag) is None, c.tag)))
+
+
+def find(root: Path, iteration: int, tag: str) -> Candidate | None:
+    """One of `list_candidates`; None: nothing is there of this checkpoint."""
+    return next((c for c in list_candidates(root, tags=(tag,)) if (c.iteration, c.tag) == (iteration, tag)), None)
 
 
 def _names(directory: Path) -> list[str]:
@@ -196,7 +207,7 @@ def examine(
     def verdict(status: Status, *reasons: str) -> Examined:
         return Examined(candidate=candidate, status=status, reasons=reasons, step=step, manifest=manifest)
 
-    if not candidate.has_dir and "manifest" in candidate.records:
+    if not candidate.has_dir and candidate.is_committed:
         return verdict("pruned", "the tag directory is not there (only its records are)")
     try:
         marker = read_marker(marker_path(root, iteration, tag))
@@ -204,7 +215,7 @@ def examine(
         raise
     except MegaresumeError as error:
         return verdict("damaged", f"{_sentence(error)}; it may be half overwritten")
-    if "manifest" not in candidate.records:
+    if not candidate.is_committed:
         aside = older_dir(root, iteration, tag).is_dir()
         return verdict("incomplete", _no_manifest(marker) + ("; " + OLDER if aside else ""))
     if manifest is None:

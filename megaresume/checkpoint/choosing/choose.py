@@ -14,11 +14,10 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from megaresume.checkpoint.choosing.candidates import list_candidates
 from megaresume.checkpoint.choosing.search import Choice, Rejected, Search
-from megaresume.checkpoint.files import NewerFormatError
+from megaresume.checkpoint.formats import NewerFormatError
 from megaresume.checkpoint.ledger import abandoned_checkpoints, read_ledger
 from megaresume.checkpoint.manifest import Progress
 from megaresume.checkpoint.paths import check_tag, ledger_path, split_root, step_path
@@ -36,7 +35,7 @@ def choose(
     progress: Progress | None = None,
     damaged: Mapping[Path, str] | None = None,
 ) -> Choice | None:
-    """Decide what to load. Reads only; on rank 0, which then broadcasts `Choice.to_broadcast`.
+    """Decide what to load. Reads only; on rank 0, which then tells the others.
 
     Args:
         load_dir: the checkpoint root.
@@ -167,7 +166,7 @@ def _check_nothing_lost(local: Path, shared: Path) -> None:
     step 0 would throw the run away in silence.
     """
     candidates = list_candidates(shared)
-    if any("manifest" in candidate.records for candidate in candidates):
+    if any(candidate.is_committed for candidate in candidates):
         return  # copies that were whole and no longer are: `choose` names them
     ledger = read_ledger(ledger_path(shared))
     said = [f"{entry.tag}, saved {entry.time}" for entry in ledger.entries if entry.kind == "checkpoint"]
@@ -187,7 +186,7 @@ def _check_nothing_lost(local: Path, shared: Path) -> None:
 
 def confirm_choice(
     load_dir: str | os.PathLike[str],
-    broadcast: Mapping[str, Any] | None,
+    choice: Choice | None,
     *,
     timeout_seconds: float = 30.0,
     poll_seconds: float = 0.5,
@@ -196,7 +195,7 @@ def confirm_choice(
 
     Args:
         load_dir: the checkpoint root, as this rank sees it.
-        broadcast: `Choice.to_broadcast` of rank 0, or None where it found nothing.
+        choice: of rank 0; None: it found nothing.
         timeout_seconds: how long to wait for a filesystem whose cache lags behind.
         poll_seconds: how often to look meanwhile.
 
@@ -210,45 +209,37 @@ def confirm_choice(
     root = Path(os.path.abspath(load_dir))
     deadline = time.monotonic() + timeout_seconds
     while True:
-        seen, step = _look(root, broadcast)
+        seen, step = _look(root, choice)
         if seen is None:
             return step
         if time.monotonic() >= deadline:
-            chosen = "no checkpoint" if broadcast is None else _words(broadcast)
             raise CheckpointError(
                 f"this rank sees {seen}",
                 found=f"on {os.uname().nodename}, in {root}",
-                expected=f"what rank 0 chose: {chosen}",
+                expected=f"what rank 0 chose: {choice or 'no checkpoint'}",
                 cause="the directory is not on a filesystem that all nodes share, or a cache lags behind",
                 action="mount the same directory on every node; then start again",
             )
         time.sleep(poll_seconds)
 
 
-def _words(broadcast: Mapping[str, Any]) -> str:
-    if broadcast["digest"] is None:
-        return f"{broadcast['tag']}, without a data state"
-    return f"{broadcast['tag']}, {broadcast['samples']} samples, digest {broadcast['digest']}"
-
-
-def _look(root: Path, broadcast: Mapping[str, Any] | None) -> tuple[str | None, StepFile | None]:
+def _look(root: Path, choice: Choice | None) -> tuple[str | None, StepFile | None]:
     """What this rank sees that differs, or None; and the state."""
-    if broadcast is None:
+    if choice is None:
         there = [c.tag for c in list_candidates(root) if c.has_dir and not c.unfinished]
         return (f"{there[0]}, where rank 0 sees no checkpoint" if there else None), None
-    tag = str(broadcast["tag"])
+    tag, chosen = choice.tag, choice.step
     if not (root / tag).is_dir():
         return f"no directory {tag}", None
-    if broadcast["digest"] is None:
+    if chosen is None:
         return None, None
-    iteration = int(broadcast["iteration"])
-    own_tag = tag.removesuffix("_universal") if not step_path(root, iteration, tag).exists() else tag
+    own_tag = tag.removesuffix("_universal") if not step_path(root, chosen.iteration, tag).exists() else tag
     try:
-        step = read_step_file(step_path(root, iteration, own_tag), iteration=iteration, tag=own_tag)
+        step = read_step_file(step_path(root, chosen.iteration, own_tag), iteration=chosen.iteration, tag=own_tag)
     except NewerFormatError:
         raise
     except StateError as error:
         return f"no usable data state of {tag}: {error.headline}", None
-    if (step.state.digest, step.save_id) != (broadcast["digest"], broadcast["save_id"]):
+    if (step.state.digest, step.save_id) != (chosen.state.digest, chosen.save_id):
         return f"digest {step.state.digest} at {step.state.samples} samples (save {step.save_id})", None
     return None, step

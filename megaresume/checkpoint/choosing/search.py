@@ -84,8 +84,12 @@ class Choice:
         """Digest of the data state, 16 hex digits."""
         return None if self.step is None else self.step.state.digest
 
-    def to_broadcast(self) -> dict[str, Any]:
-        """What rank 0 tells the others: plain JSON, a few hundred bytes. See `confirm_choice`."""
+    def __str__(self) -> str:
+        state = "without a data state" if self.state is None else f"{self.state.samples} samples, digest {self.digest}"
+        return f"{self.tag}, {state}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON, for people and their scripts."""
         return {
             "tag": self.tag,
             "iteration": self.iteration,
@@ -282,7 +286,7 @@ class Search:
                     cause="the checkpoints were deleted or moved, or lie on a filesystem that is not mounted here",
                     action="restore the tag directories; to begin anew, save into an empty directory",
                 )
-        recorded = [c.tag for c in self.candidates if "manifest" in c.records]
+        recorded = [c.tag for c in self.candidates if c.is_committed]
         recorded += [str(entry.tag) for entry in reversed(self.ledger.entries) if entry.kind == "checkpoint"]
         if recorded:
             raise CheckpointError(
@@ -323,7 +327,7 @@ class Search:
         named: list[tuple[Pointer, Candidate]] = []
         for pointer in self.pointers:
             candidate = resolve_pointer(pointer, self.candidates)
-            if candidate is not None and "saving" in candidate.records and "manifest" not in candidate.records:
+            if candidate is not None and candidate.unfinished:
                 # DeepSpeed moves its own before the save is done: that says nothing about what was meant.
                 self.notes.append(f"{pointer.name} names {candidate.tag}, whose save did not end")
             elif candidate is not None:
@@ -349,7 +353,7 @@ class Search:
         return None
 
     def _note_newer(self, named: Candidate, newer: list[Candidate]) -> None:
-        beyond = [c.tag for c in newer if c.has_dir and "manifest" in c.records and "saving" not in c.records]
+        beyond = [c.tag for c in newer if c.has_dir and c.is_committed and "saving" not in c.records]
         if beyond:
             self.notes.append(
                 f"the pointers name {named.tag}, although {', '.join(beyond[:5])} "

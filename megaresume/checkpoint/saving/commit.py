@@ -79,8 +79,6 @@ class PendingCheckpoint:
     #: which pointers the commit moves.
     latest: bool
     tracker: bool
-    #: files that must be there, relative to the tag directory; None: at least one file that is not empty.
-    expected_files: tuple[str, ...] | None
     #: seconds since 1970, when the save began.
     began: float
 
@@ -110,7 +108,6 @@ def begin_save(
     state: DataState,
     framework: str = "unknown",
     topology: Topology | None = None,
-    expected_files: Iterable[str] | None = None,
     latest: bool = True,
     tracker: bool = True,
     boots: Iterable[str] | None = None,
@@ -128,7 +125,6 @@ def begin_save(
         state: of the data as trained up to here.
         framework: what trains, and its version.
         topology: how the run is laid out.
-        expected_files: what the tag directory must hold in the end; may also be given to `commit_save`.
         latest: whether the commit moves DeepSpeed's ``latest``.
         tracker: whether it moves Megatron's tracker. False where Megatron moves it itself.
         boots: of the machines that will write it (`system.boot_id`); None: of this one alone.
@@ -163,7 +159,6 @@ def begin_save(
         step=step,
         latest=latest,
         tracker=tracker,
-        expected_files=None if expected_files is None else tuple(expected_files),
         began=began,
     )
 
@@ -182,7 +177,7 @@ def commit_save(
 
     Args:
         pending: what `begin_save` gave.
-        expected_files: files that must be there, relative to the tag directory; in place of those in ``pending``.
+        expected_files: files that must be there, relative to the tag directory; None: at least one that is not empty.
         beside: files of this save in ``<save>/megaresume``, with checksums; they are part of the checkpoint.
         origin: a data config that opens the same corpora again, for ``<save>/megaresume/data.yaml``.
         boots: of the machines that wrote it (`system.boot_id`); None: of this one alone.
@@ -194,8 +189,7 @@ def commit_save(
     root, step = pending.save_dir, pending.step
     check_owned(root)
     _check_not_overtaken(pending)
-    expected = pending.expected_files if expected_files is None else tuple(expected_files)
-    files = _collect(pending.tag_dir, expected)
+    files = _collect(pending.tag_dir, expected_files)
     others = tuple(beside)
     _check_beside(root, others)
     notes = keep_superseded(root, step)
@@ -295,7 +289,7 @@ def _check_not_overtaken(pending: PendingCheckpoint) -> None:
         )
 
 
-def _collect(tag_dir: Path, expected: tuple[str, ...] | None) -> tuple[FileEntry, ...]:
+def _collect(tag_dir: Path, expected: Iterable[str] | None) -> tuple[FileEntry, ...]:
     """The files of the tag directory, or CheckpointError if one that is expected is missing or empty."""
     try:
         files = list_files(tag_dir)

@@ -9,7 +9,6 @@ checkpoint was committed.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
@@ -18,11 +17,11 @@ from pathlib import Path
 
 import xxhash
 
-from megaresume.checkpoint.choosing.candidates import examine, list_candidates
+from megaresume.checkpoint.choosing.candidates import examine, find
 from megaresume.checkpoint.files import fsync_dir, fsync_file, make_dir, open_file, write_all, write_atomic, write_error
 from megaresume.checkpoint.ledger import append_lines, read_ledger
 from megaresume.checkpoint.lock import check_owned, write_fenced
-from megaresume.checkpoint.manifest import FileEntry, Manifest, list_files, read_manifest
+from megaresume.checkpoint.manifest import FileEntry, Manifest, checksum_file, list_files, read_manifest
 from megaresume.checkpoint.paths import data_path, ledger_path, manifest_path, marker_path, records_dir, step_path
 from megaresume.checkpoint.pointers import read_pointers, write_latest, write_tracker
 from megaresume.checkpoint.step_file import (
@@ -111,22 +110,16 @@ def write_copy(source: Path, target: Path) -> str:
 
 
 def _checksum(path: Path) -> str:
-    """Of what the storage holds, not of what this machine remembers having written, where the system can tell."""
-    hasher = xxhash.xxh3_128()
-    buffer = memoryview(bytearray(_CHUNK))
     try:
-        with open_file(path) as file:
-            with contextlib.suppress(OSError, AttributeError):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            while size := file.readinto(buffer):
-                hasher.update(buffer[:size])
+        return checksum_file(path, stored=True)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read back", found=error.strerror or str(error)) from error
-    return hasher.hexdigest()
 
 
-def is_copied(local: Path, shared: Path, iteration: int, tag: str) -> bool:
+def is_copied(local: Path, shared: Path, iteration: int | None, tag: str) -> bool:
     """Whether the copy of a checkpoint was completed: the same save, with a manifest, every file with its size."""
+    if iteration is None:
+        return False
     try:
         ours = read_manifest(manifest_path(local, iteration, tag), iteration=iteration, tag=tag)
         copied = read_manifest(manifest_path(shared, iteration, tag), iteration=iteration, tag=tag)
@@ -145,7 +138,7 @@ def stage(local: Path, shared: Path, iteration: int, tag: str) -> StepFile | Non
     Raises:
         CheckpointError: a disk refuses, or gives back other bytes than were written.
     """
-    candidate = next((c for c in list_candidates(local, tags=(tag,)) if (c.iteration, c.tag) == (iteration, tag)), None)
+    candidate = find(local, iteration, tag)
     found = None if candidate is None else examine(local, candidate)
     if found is None or found.step is None or found.manifest is None or found.status != "complete":
         log.warning("megaresume: %s is not copied: %s", tag, "it is gone" if found is None else found.reason)

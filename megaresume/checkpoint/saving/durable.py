@@ -29,17 +29,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megaresume.checkpoint.choosing.candidates import examine, list_candidates
-from megaresume.checkpoint.files import (
-    flag,
-    fsync_file,
-    leftover_name,
-    make_dir,
-    read_sealed,
-    seal,
-    text,
-    write_atomic,
-    write_error,
-)
+from megaresume.checkpoint.files import fsync_file, leftover_name, make_dir, write_atomic, write_error
+from megaresume.checkpoint.formats import flag, read_sealed, seal, text
 from megaresume.checkpoint.ledger import append_ledger
 from megaresume.checkpoint.lock import check_owned, write_fenced
 from megaresume.checkpoint.manifest import FileEntry, Manifest, checksum_file, read_manifest
@@ -260,38 +251,12 @@ def _replace(root: Path, manifest: Manifest) -> StepFile | None:
     return read_step_file(step_path(root, iteration, tag), iteration=iteration, tag=tag)
 
 
-def make_durable(
-    root: str | os.PathLike[str],
-    manifest: Manifest,
-    *,
-    checksums: bool = True,
-    retention: Retention = KEEP_ALL,
-) -> tuple[str, ...]:
-    """All of it at once, for a checkpoint that this machine wrote. Arguments, result and errors as of `finish`."""
-    place, paths = Path(os.path.abspath(root)), [entry.path for entry in manifest.files]
-    sums = take_checksums(place, manifest, paths, read=checksums)
-    if checksums:
-        note_checksums(place, manifest, sums)
-    try:
-        force(place, manifest, paths, again=None if manifest.boots else sums)
-    except (NotForcedError, GoneError) as error:
-        distrust(place, manifest, sums)
-        raise CheckpointError(
-            f"{manifest.tag} could not be forced to the disk",
-            found=str(error),
-            cause="the disk is full or fails, or the quota is used up",
-        ) from error
-    return finish(place, manifest, sums, retention=retention)
-
-
 def not_durable(root: Path) -> tuple[Manifest, ...]:
     """What earlier processes have left complete and not durable, and can still be made so; the oldest first."""
     found: list[Manifest] = []
     for candidate in list_candidates(root):
-        if not candidate.has_dir or "manifest" not in candidate.records:
-            continue
-        examined = examine(root, candidate)
-        if examined.status != "complete" or examined.manifest is None:
+        examined = examine(root, candidate) if candidate.has_dir and candidate.is_committed else None
+        if examined is None or examined.status != "complete" or examined.manifest is None:
             continue
         if examined.manifest.durable:
             break

@@ -17,13 +17,12 @@ newer one is. What a save has left that did not end is no older save: it is dele
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-from megaresume.checkpoint.choosing.candidates import Candidate, examine, list_candidates
-from megaresume.checkpoint.files import fsync_dir, leftover_name, make_dir, write_atomic, write_error
+from megaresume.checkpoint.choosing.candidates import examine, find
+from megaresume.checkpoint.files import delete_soon, fsync_dir, leftover_name, make_dir, write_atomic, write_error
 from megaresume.checkpoint.lock import check_owned
 from megaresume.checkpoint.paths import (
     manifest_path,
@@ -73,14 +72,10 @@ def _make_room(root: Path, iteration: int, tag: str) -> None:
 
 def _did_not_end(root: Path, iteration: int, tag: str) -> bool:
     """Whether what is in place was left by a save that did not end."""
-    candidate = _candidate(root, iteration, tag)
+    candidate = find(root, iteration, tag)
     if candidate is None or "saving" not in candidate.records:
         return False
-    return "manifest" not in candidate.records or examine(root, candidate).status == "incomplete"
-
-
-def _candidate(root: Path, iteration: int, tag: str) -> Candidate | None:
-    return next((c for c in list_candidates(root, tags=(tag,)) if (c.iteration, c.tag) == (iteration, tag)), None)
+    return not candidate.is_committed or examine(root, candidate).status == "incomplete"
 
 
 def remove_older(root: Path, iteration: int, tag: str) -> None:
@@ -116,7 +111,7 @@ def put_back(root: Path) -> tuple[str, ...]:
             continue
         iteration, tag = parsed
         aside = root / name
-        candidate = _candidate(root, iteration, tag)
+        candidate = find(root, iteration, tag)
         found = None if candidate is None else examine(root, candidate)
         if not any(files for _, _, files in os.walk(aside)):
             _discard([aside])
@@ -182,15 +177,4 @@ def _discard(places: Iterable[Path]) -> None:
             except OSError as error:
                 raise write_error(place, error) from error
             gone.append(away)
-    if gone:
-        # Not a daemon, as the thread may be that calls this: the program waits for it at its end.
-        threading.Thread(target=_delete, args=(gone,), name="megaresume-delete", daemon=False).start()
-
-
-def _delete(places: list[Path]) -> None:
-    """What cannot be deleted has the name of a temporary file: the next start tries again."""
-    for place in places:
-        if place.is_dir() and not place.is_symlink():
-            shutil.rmtree(place, ignore_errors=True)
-        else:
-            place.unlink(missing_ok=True)
+    delete_soon(gone)

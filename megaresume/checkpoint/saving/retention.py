@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from megaresume.checkpoint.choosing.candidates import Candidate, examine, list_candidates, resolve_pointer
-from megaresume.checkpoint.files import leftover_name
+from megaresume.checkpoint.files import delete_soon, leftover_name
 from megaresume.checkpoint.ledger import abandoned_checkpoints, read_ledger
 from megaresume.checkpoint.lock import check_owned
 from megaresume.checkpoint.paths import is_usual_tag, ledger_path
@@ -98,7 +96,7 @@ def prune(
     try:
         check_owned(root)
         for candidate in _superfluous(root, retention, committed):
-            if copied_to is not None and not _has_copy(root, copied_to, candidate):
+            if copied_to is not None and not is_copied(root, copied_to, candidate.iteration, candidate.tag):
                 continue
             if copies_of is not None and (copies_of / candidate.tag).is_dir():
                 continue
@@ -113,8 +111,7 @@ def prune(
             doomed.append(away)
     except (MegaresumeError, OSError) as error:
         log.warning("megaresume: old checkpoints are kept: %s", error)
-    if doomed:
-        threading.Thread(target=_delete, args=(doomed,), name="megaresume-prune", daemon=False).start()
+    delete_soon(doomed)
     return tuple(gone)
 
 
@@ -130,7 +127,7 @@ def _superfluous(root: Path, retention: Retention, committed: StepFile) -> Itera
         if not candidate.has_dir or iteration is None or iteration > committed.iteration:
             continue
         # In flight (another save's finalizer), of the user's own making, or never committed.
-        if "saving" in candidate.records or "manifest" not in candidate.records or not is_usual_tag(tag, iteration):
+        if "saving" in candidate.records or not candidate.is_committed or not is_usual_tag(tag, iteration):
             continue
         every = retention.keep_every is not None and iteration % retention.keep_every == 0
         is_enough = durable >= (retention.keep_last or 1)
@@ -142,14 +139,3 @@ def _superfluous(root: Path, retention: Retention, committed: StepFile) -> Itera
         durable += examined.manifest.durable and (iteration, tag) not in given_up
         if is_enough and not every and candidate not in named:
             yield candidate
-
-
-def _has_copy(root: Path, shared: Path, candidate: Candidate) -> bool:
-    return candidate.iteration is not None and is_copied(root, shared, candidate.iteration, candidate.tag)
-
-
-def _delete(directories: list[Path]) -> None:
-    for directory in directories:
-        shutil.rmtree(directory, ignore_errors=True)
-        if directory.exists():
-            log.warning("megaresume: %s, an old checkpoint, could not be deleted completely", directory)

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaresume.checkpoint.choosing.candidates import Candidate, list_candidates
-from megaresume.checkpoint.files import count, make_dir, read_sealed, remove_leftovers, seal, text, write_atomic
+from megaresume.checkpoint.files import make_dir, remove_leftovers, write_atomic
+from megaresume.checkpoint.formats import count, read_sealed, seal, text
 from megaresume.checkpoint.paths import check_tag, records_dir
 from megaresume.checkpoint.saving.copying import is_copied, share_ledger, stage
 from megaresume.checkpoint.saving.rank_files import remove_orphans
@@ -65,7 +66,7 @@ def read_staging(root: Path) -> Staging | None:
         )
         count(fields["version"])
         shared = Path(text(fields["to"]))
-        done = {c.tag: _is_copied(root, shared, c) for c in list_candidates(root) if c.has_dir and _committed(c)}
+        done = {c.tag: is_copied(root, shared, iteration, c.tag) for iteration, c in reversed(_committed(root))}
     except (MegaresumeError, KeyError, ValueError):
         return None
     return Staging(
@@ -75,12 +76,10 @@ def read_staging(root: Path) -> Staging | None:
     )
 
 
-def _committed(candidate: Candidate) -> bool:
-    return candidate.iteration is not None and {"manifest", "state"} <= candidate.records
-
-
-def _is_copied(local: Path, shared: Path, candidate: Candidate) -> bool:
-    return candidate.iteration is not None and is_copied(local, shared, candidate.iteration, candidate.tag)
+def _committed(root: Path) -> list[tuple[int, Candidate]]:
+    """Checkpoints that are there, with their iterations, the oldest first."""
+    found = [c for c in reversed(list_candidates(root)) if c.has_dir and {"manifest", "state"} <= c.records]
+    return [(c.iteration, c) for c in found if c.iteration is not None]
 
 
 class Stager:
@@ -111,9 +110,7 @@ class Stager:
         make_dir(records_dir(self.local))
         note = {"format": FORMAT, "version": VERSION, "to": str(self.shared)}
         write_atomic(staging_path(self.local), seal(note, depth=1))
-        for candidate in reversed(list_candidates(self.local)):
-            if candidate.has_dir and candidate.iteration is not None and _committed(candidate):
-                self._queue.append((candidate.iteration, candidate.tag))
+        self._queue.extend((iteration, candidate.tag) for iteration, candidate in _committed(self.local))
         self._thread = threading.Thread(target=self._run, name="megaresume-staging", daemon=True)
         self._thread.start()
 

@@ -159,4 +159,4 @@ def test_the_program_of_the_document(python: str, tmp_path: Path) -> None:
     assert "resumed at sample 64" in done.stdout
     choice = choose(tmp_path / "outputs" / "checkpoint")
     assert choice is not None and choice.tag == "step-6"
-    assert json.loads(json.dumps(choice.to_broadcast()))["samples"] == 96
+    assert json.loads(json.dumps(choice.to_dict()))["samples"] == 96

@@ -23,16 +23,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 from typing import Any, Literal
 
-from megaresume.checkpoint.files import fsync_dir, make_dir, read_sealed, rows, seal, text, write_error
-from megaresume.checkpoint.manifest import checksum_files, file_entry, list_files, verify_files
+from megaresume.checkpoint.files import delete_soon, fsync_dir, leftover_name, make_dir, write_error
+from megaresume.checkpoint.formats import read_record, rows, seal, text
+from megaresume.checkpoint.manifest import FileEntry, checksum_files, file_entry, list_files, verify_files
 from megaresume.checkpoint.paths import records_dir
 from megaresume.stream.errors import CheckpointError
 
@@ -44,7 +44,8 @@ VERSION = 1
 #: job: converted while a run was loading; command: by `megaresume convert`.
 Maker = Literal["job", "command"]
 
-_LEFTOVER = re.compile(r"\..+_universal\.(converting|removing)-[0-9a-f]{8}")
+#: a conversion that is going on, or was killed; not a leftover of ours, which any start clears away.
+_CONVERTING = re.compile(r"\..+_universal\.converting-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,11 +63,6 @@ class Universal:
 def universal_dir(tag_dir: Path) -> Path:
     """Where the universal form of a checkpoint lies: ``global_step4_universal`` beside ``global_step4``."""
     return tag_dir.with_name(tag_dir.name + SUFFIX)
-
-
-def temporary_dir(tag_dir: Path, what: Literal["converting", "removing"] = "converting") -> Path:
-    """A new name beside it that nobody reads."""
-    return tag_dir.with_name(f".{tag_dir.name}{SUFFIX}.{what}-{os.urandom(4).hex()}")
 
 
 def write_seal(directory: Path, *, save_id: str, made_by: Maker) -> Universal:
@@ -113,18 +109,7 @@ def read_universal(tag_dir: Path, save_id: str, *, checksums: bool = False) -> U
         return None
     if not (directory / SEAL).exists():
         raise _refused(directory, f"a directory without {SEAL}", "it was converted by hand, perhaps not to its end")
-    fields = read_sealed(
-        directory / SEAL,
-        what="the seal of the universal checkpoint",
-        format_name=FORMAT,
-        version=VERSION,
-        error=CheckpointError,
-    )
-    try:
-        files, made_of = tuple(file_entry(row) for row in rows(fields["files"])), text(fields["save_id"])
-        made_by: Maker = "job" if text(fields["made_by"]) == "job" else "command"
-    except (KeyError, TypeError, ValueError) as error:
-        raise _refused(directory, f"{SEAL}: {type(error).__name__}: {error}", "it was changed by hand") from error
+    made_of, made_by, files = _read_seal(directory)
     if made_of != save_id:
         raise _refused(directory, f"made of save {made_of}", "that step was saved again since")
     wrong = verify_files(directory, files, mode="checksums" if checksums else "sizes")
@@ -152,35 +137,30 @@ def remove_converted(root: Path) -> None:
     """
     gone: list[Path] = []
     for path in _listed(root):
-        if _LEFTOVER.fullmatch(path.name) and ".removing-" in path.name:
-            gone.append(path)
-        elif path.name.endswith(SUFFIX) and _made_by_job(path):
-            to = temporary_dir(path.with_name(path.name.removesuffix(SUFFIX)), "removing")
+        if path.name.endswith(SUFFIX) and _made_by_job(path):
+            away = path.with_name(leftover_name(path.name))
             with contextlib.suppress(OSError):  # what cannot be removed is in nobody's way
-                path.rename(to)
-                gone.append(to)
-    if gone:
-        threading.Thread(target=_remove, args=(gone,), name="megaresume-remove", daemon=True).start()
-
-
-def remove_leftovers(root: Path) -> None:
-    """Remove what killed conversions left. Only while the lock is held."""
-    _remove([path for path in _listed(root) if _LEFTOVER.fullmatch(path.name)])
-
-
-def _remove(paths: list[Path]) -> None:
-    for path in paths:
-        shutil.rmtree(path, ignore_errors=True)
+                path.rename(away)
+                gone.append(away)
+    delete_soon(gone)
 
 
 def _made_by_job(directory: Path) -> bool:
     try:
-        fields = read_sealed(
-            directory / SEAL, what="the seal", format_name=FORMAT, version=VERSION, error=CheckpointError
-        )
+        return _read_seal(directory)[1] == "job"
     except Exception:  # noqa: BLE001  whatever it is, it is not known to be ours, and stays
         return False
-    return fields.get("made_by") == "job"
+
+
+def _read_seal(directory: Path) -> tuple[str, Maker, tuple[FileEntry, ...]]:
+    """(the save that it was made of, who asked for it, its files). Raises CheckpointError."""
+
+    def make(fields: Mapping[str, Any]) -> tuple[str, Maker, tuple[FileEntry, ...]]:
+        made_by: Maker = "job" if text(fields["made_by"]) == "job" else "command"
+        return text(fields["save_id"]), made_by, tuple(file_entry(row) for row in rows(fields["files"]))
+
+    what = "the seal of the universal checkpoint"
+    return read_record(directory / SEAL, make, what=what, format_name=FORMAT, version=VERSION, error=CheckpointError)
 
 
 def _listed(root: Path) -> list[Path]:
@@ -246,8 +226,9 @@ def convert(tag_dir: Path, *, save_id: str, made_by: Maker, report: Reporter, wo
         there = read_universal(tag_dir, save_id, checksums=True)
         if there is not None:
             return there
-        if alone:
-            remove_leftovers(tag_dir.parent)
+        for path in _listed(tag_dir.parent) if alone else ():
+            if _CONVERTING.fullmatch(path.name):  # what a killed conversion left
+                shutil.rmtree(path, ignore_errors=True)
         _check_room(tag_dir)
         return _convert(tag_dir, save_id, made_by, report, workers)
 
@@ -300,7 +281,8 @@ def _check_room(tag_dir: Path) -> None:
 
 def _convert(tag_dir: Path, save_id: str, made_by: Maker, report: Reporter, workers: int | None) -> Universal:
     began, needed = time.monotonic(), room_needed(tag_dir)
-    temporary, target = temporary_dir(tag_dir), universal_dir(tag_dir)
+    target = universal_dir(tag_dir)
+    temporary = target.with_name(f".{target.name}.converting-{os.urandom(4).hex()}")
     # DeepSpeed writes a pointer beside its output: so the output lies one level deeper.
     output = temporary / target.name
     report.say(f"converting {tag_dir.name} into {target.name}; needs {_gb(needed)} of disk while it works")

@@ -1,0 +1,244 @@
+"""Records: sealed JSON, objects whose last member is the checksum of every byte before it.
+
+    {"format": "megaresume.step", "version": 1, ..., "checksum": "<xxh3_128 of all before this member, 32 hex>"}
+
+The seal is over bytes, not over parsed values: no flipped bit passes, and checking ten thousand ledger lines needs no
+second serialisation. **The seal itself is the same in every format version**, so that a damaged file is never
+mistaken for one of a newer version: a newer version stops a resume, damage walks back to an older checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import xxhash
+
+from megaresume.checkpoint.files import read_file
+from megaresume.stream.errors import MegaresumeError, StateError
+from megaresume.stream.text import parse_json, visible
+
+T = TypeVar("T")
+
+#: The tail is matched from its start, so that the search is linear whatever the file holds.
+_SEAL = re.compile(rb',\s*"checksum":\s*"([0-9a-f]{32})"\s*\}\s*')
+#: How a sealed object ends, whatever became of its checksum.
+_END = re.compile(rb'"\s*\}\s*\Z')
+_SEAL_START = b'"checksum"'
+
+
+class NewerFormatError(StateError):
+    """An intact file of a later format version: refused, and no reason to walk back to an older checkpoint."""
+
+
+class SealError(ValueError):
+    """Bytes that are not an intact sealed object; the message is the rest of a sentence about the file."""
+
+    def __init__(self, message: str, *, cut: bool = False) -> None:
+        super().__init__(message)
+        #: the end is missing, as a killed writer leaves it.
+        self.cut = cut
+
+
+def _dumps(value: object) -> str:
+    return json.dumps(value, allow_nan=False, separators=(", ", ": "))
+
+
+def _spread(value: object, depth: int, indent: str = "") -> str:
+    """JSON with one member per line down to ``depth``, compact below: readable, yet not a line per integer."""
+    if depth == 0 or not isinstance(value, (dict, list)) or not value:
+        return _dumps(value)
+    inner = indent + "  "
+    if isinstance(value, dict):
+        parts = [f"{_dumps(str(key))}: {_spread(item, depth - 1, inner)}" for key, item in value.items()]
+        opening, closing = "{", "}"
+    else:
+        parts = [_spread(item, depth - 1, inner) for item in value]
+        opening, closing = "[", "]"
+    return f"{opening}\n{inner}" + f",\n{inner}".join(parts) + f"\n{indent}{closing}"
+
+
+def seal(fields: Mapping[str, Any], *, depth: int = 0) -> bytes:
+    """Serialise an object and append its checksum.
+
+    Args:
+        fields: plain JSON values, not empty, without a member ``checksum``.
+        depth: levels that are written one member a line; 0 gives a single line. Ends with a newline.
+    """
+    if not fields or "checksum" in fields:
+        raise ValueError("sealed fields must not be empty nor hold a member named checksum")
+    text = _spread(dict(fields), depth)
+    body = text[: -(2 if depth else 1)].encode("ascii")
+    opening, closing = (b",\n  ", b"\n}\n") if depth else (b", ", b"}\n")
+    return body + opening + f'"checksum": "{xxhash.xxh3_128_hexdigest(body)}"'.encode("ascii") + closing
+
+
+def unseal(data: bytes) -> dict[str, Any]:
+    """Check and parse a sealed object.
+
+    Returns:
+        its members, ``checksum`` included.
+
+    Raises:
+        SealError: empty, cut short, or damaged.
+    """
+    if not data.strip():
+        raise SealError("is empty" if not data else "holds nothing but white space")
+    start = data.rfind(_SEAL_START)
+    comma = data.rfind(b",", 0, start) if start >= 0 else -1
+    match = _SEAL.fullmatch(data, comma) if comma >= 0 else None
+    if match is None:
+        if _END.search(data[-16:]):
+            raise SealError("has no checksum at its end")
+        raise SealError(f"is cut short after {len(data)} bytes", cut=True)
+    actual = xxhash.xxh3_128_hexdigest(data[:comma])
+    recorded = match[1].decode("ascii")
+    if actual != recorded:
+        raise SealError(f"is damaged: its content has checksum {actual}, recorded was {recorded}")
+    try:
+        fields = parse_json(data.decode("ascii"))
+    except ValueError as error:
+        raise SealError(f"is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise SealError("is not a JSON object")
+    return fields
+
+
+def read_sealed(
+    path: Path, *, what: str, format_name: str, version: int, error: type[MegaresumeError]
+) -> dict[str, Any]:
+    """Read a sealed file of one of our formats.
+
+    Args:
+        path: the file.
+        what: the words for it in errors: "the data state", "the manifest".
+        format_name: the ``format`` member that it must have.
+        version: the newest version that this code reads.
+        error: the class to raise.
+
+    Raises:
+        error: missing, unreadable, empty, cut short, damaged, or another kind of file; each says so.
+        NewerFormatError: intact, and of a later version.
+    """
+    try:
+        data = read_file(path)
+    except FileNotFoundError as problem:
+        raise error(f"{what} is missing", found="no such file", expected=str(path)) from problem
+    except OSError as problem:
+        raise error(
+            f"{what} cannot be read", found=f"{path}: {problem.strerror or problem}", expected="a readable file"
+        ) from problem
+    try:
+        fields = unseal(data)
+    except SealError as problem:
+        raise error(
+            f"{what} {problem}",
+            found=f"{path}, {len(data)} bytes",
+            expected="the bytes that were written, which end with their checksum",
+            cause="the disk was full, the file was copied in part or edited, or the storage is failing",
+        ) from problem
+    if fields.get("format") != format_name:
+        raise error(
+            f"{what} is another kind of file",
+            found=f"{path}: format {fields.get('format')!r}",
+            expected=f"format {format_name!r}",
+            cause="a file was renamed or copied over another one",
+        )
+    found_version = fields.get("version")
+    if type(found_version) is not int or found_version < 1:
+        raise error(f"{what} has no version", found=f"{path}: version {found_version!r}", expected="an integer")
+    if found_version > version:
+        raise NewerFormatError(
+            f"{what} was written by a newer megaresume",
+            found=f"{path}: version {found_version}",
+            expected=f"version {version} or older",
+            action="upgrade megaresume on this machine to the version that wrote it",
+        )
+    return fields
+
+
+def read_record(
+    path: Path,
+    make: Callable[[dict[str, Any]], T],
+    *,
+    what: str,
+    format_name: str,
+    version: int,
+    error: type[MegaresumeError],
+) -> T:
+    """What ``make`` builds of the members of a sealed file: see `read_sealed`.
+
+    Raises:
+        error: also if a member is missing or of the wrong kind, for which ``make`` raises KeyError, TypeError,
+            ValueError or AttributeError.
+    """
+    fields = read_sealed(path, what=what, format_name=format_name, version=version, error=error)
+    try:
+        return make(fields)
+    except (KeyError, TypeError, ValueError, AttributeError) as problem:
+        raise error(
+            f"{what} lacks a field or has one of the wrong kind",
+            found=f"{path}: {type(problem).__name__}: {problem}",
+            expected=f"the fields of version {version}",
+            cause="it was written by a faulty program: its checksum is right",
+        ) from problem
+
+
+# Members are of the kind that was written, or the file was not written by us: nothing is converted.
+
+
+def count(value: object) -> int:
+    """The value, if it is an integer from 0 on, of 64 bits at most; else ValueError."""
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r:.80} is not a count")
+    return value
+
+
+def text(value: object) -> str:
+    """The value, if it is text without control characters; else ValueError."""
+    if not isinstance(value, str) or not (value.isprintable() or visible(value) == value):
+        raise ValueError(f"{value!r:.80} is not text")
+    return value
+
+
+def rows(value: object) -> list[Any]:
+    """The value, if it is a list; else ValueError."""
+    if not isinstance(value, list):
+        raise ValueError(f"{value!r:.80} is not a list")
+    return value
+
+
+def flat(cls: type[T], fields: Mapping[str, Any]) -> T:
+    """A dataclass of integers, texts, flags and tuples of texts, each member of the kind that the class says.
+
+    Raises:
+        KeyError, ValueError: one is missing that may not be None, or of another kind.
+    """
+    kinds: dict[str, Callable[[object], Any]] = {
+        "int": count,
+        "str": text,
+        "bool": flag,
+        "tuple[str, ...]": lambda value: tuple(map(text, rows(value))),
+    }
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        kind, _, optional = str(field.type).partition(" | ")
+        if optional and fields.get(field.name) is None:
+            found[field.name] = None
+            continue
+        try:
+            found[field.name] = kinds[kind](fields[field.name])
+        except ValueError as error:
+            raise ValueError(f"{field.name}: {error}") from error
+    return cls(**found)
+
+
+def flag(value: object) -> bool:
+    """The value, if it is true or false; else ValueError."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{value!r} is neither true nor false")
+    return value
