@@ -26,7 +26,7 @@ from megaresume.checkpoint.paths import records_dir
 from megaresume.checkpoint.start import starts_from
 from megaresume.checkpoint.topology import Topology
 from megaresume.doctor.check import Check, Status
-from megaresume.hosts.deepspeed.elastic.load_rules import other_partitions
+from megaresume.hosts.deepspeed.elastic.load_rules import Partitions
 from megaresume.runs.newest import Newest, find_newest, look_at, named_by, recognise
 from megaresume.runs.run import Run
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, UsageError
@@ -243,7 +243,7 @@ def _ranks(
             return
         before = Topology(dp=saved_dp, zero_stage=stage)
     stage = before.zero_stage if zero_stage is None else zero_stage
-    if other_partitions(before, partitions=dp, zero_stage=stage or 0):
+    if Partitions(ranks=dp, zero_stage=stage or 0).differ_from(before):
         into = (
             f"megaresume convert {quote(str(path.parent))} --tag {path.name}"
             if managed

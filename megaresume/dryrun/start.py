@@ -15,7 +15,7 @@ from megaresume.checkpoint.data_state import stream_of
 from megaresume.checkpoint.paths import TRACKER, deepspeed_tag, megatron_tag
 from megaresume.checkpoint.topology import Topology
 from megaresume.dryrun.findings import Findings, Flags
-from megaresume.hosts.deepspeed.elastic.load_rules import BEGIN_ANEW, check_zero, choose_to_load
+from megaresume.hosts.deepspeed.elastic.load_rules import BEGIN_ANEW, Partitions, check_zero, choose_to_load
 from megaresume.hosts.megatron import load_rules
 from megaresume.hosts.megatron.guard.record import OrderRecord
 from megaresume.hosts.megatron.schedule import schedule_from_args
@@ -195,14 +195,6 @@ def check_layout(
     if schedule is not None and micro is not None:
         sizes = schedule
         findings.attempt(lambda: check_sizes(sizes, sample, micro_batch_size=micro, dp_size=now.dp))
-    before = None if choice.step is None else choice.step.topology
-    findings.attempt(
-        lambda: check_zero(
-            choice,
-            before,
-            partitions=now.dp * now.cp,
-            zero_stage=now.zero_stage or 0,
-            universal=flags.universal_checkpoint,
-            elastic=flags.elastic,
-        )
-    )
+    partitions = Partitions(ranks=now.dp * now.cp, zero_stage=now.zero_stage or 0)
+    if not flags.universal_checkpoint:
+        findings.attempt(lambda: check_zero(choice, partitions, elastic=flags.elastic))

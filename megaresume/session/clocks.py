@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
 
 from megaresume.session.ranks import gather, is_rank_0, known_to_all, world_size
 from megaresume.stream.errors import SetupError
@@ -20,27 +19,6 @@ from megaresume.stream.errors import SetupError
 MOST_SECONDS_APART = 5.0
 #: how often a difference is measured before it is believed.
 _TIMES = 3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Reading:
-    host: str
-    #: seconds since 1970.
-    now: float
-    #: what the gather before this one took.
-    took: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Apart:
-    """How far the clock of a host is from that of rank 0: seconds; ahead of it where positive."""
-
-    host: str
-    seconds: float
-    error: float
-
-    def __str__(self) -> str:
-        return f"{self.host} is {abs(self.seconds):.1f} s {'ahead' if self.seconds > 0 else 'behind'}"
 
 
 def check_clocks(*, needed: bool) -> None:
@@ -54,19 +32,24 @@ def check_clocks(*, needed: bool) -> None:
     """
     if world_size() == 1:
         return
-    took = _meet()
-    found: dict[int, _Apart] = {}
+    began = time.monotonic()
+    gather(None)
+    took = time.monotonic() - began
+    # Of every rank: how far its clock is from rank 0's, ahead of it if positive, and its host; the nearest measured.
+    nearest: dict[int, tuple[float, str]] = {}
     for _ in range(_TIMES):
-        apart, took = _measure(took)
-        for rank, one in apart.items():
-            found[rank] = min(found.get(rank, one), one, key=lambda measured: abs(measured.seconds))
+        began = time.monotonic()
+        hosts, times, all_took = zip(*gather((os.uname().nodename, time.time(), took)), strict=True)
+        took = time.monotonic() - began
+        for rank, found in enumerate(zip((now - times[0] for now in times), hosts, strict=True)):
+            nearest[rank] = min(nearest.get(rank, found), found, key=lambda one: abs(one[0]))
         # All ranks hold the same readings, and come to the same decision.
-        if all(abs(one.seconds) <= MOST_SECONDS_APART for one in found.values()):
+        apart = {host: seconds for seconds, host in nearest.values() if abs(seconds) > MOST_SECONDS_APART}
+        if not apart:
             return
-    wrong = [one for one in found.values() if abs(one.seconds) > MOST_SECONDS_APART]
-    hosts = list({one.host: str(one) for one in wrong}.values())
-    shown = ", ".join(hosts[:10]) + (f", and {len(hosts) - 10} more" if len(hosts) > 10 else "")
-    error = max(one.error for one in wrong)
+    words = [f"{host} is {abs(s):.1f} s {'ahead' if s > 0 else 'behind'}" for host, s in apart.items()]
+    shown = ", ".join(words[:10]) + (f", and {len(words) - 10} more" if len(words) > 10 else "")
+    error = min(all_took)
     if needed:
         raise known_to_all(_refusal(shown, error))
     if is_rank_0():
@@ -86,22 +69,3 @@ def _refusal(shown: str, error: float) -> SetupError:
         action="chronyc tracking on these nodes; until then --exit-duration-in-mins MINUTES (after_minutes=), which "
         "needs no clock, in place of --megaresume-stop-before-end (before_end=)",
     )
-
-
-def _meet() -> float:
-    """All ranks are here after it; seconds that it took."""
-    began = time.monotonic()
-    gather(None)
-    return time.monotonic() - began
-
-
-def _measure(took: float) -> tuple[dict[int, _Apart], float]:
-    """Every rank's distance from rank 0, the same on every rank; and what the gather took."""
-    began = time.monotonic()
-    readings: list[_Reading] = gather(_Reading(host=os.uname().nodename, now=time.time(), took=took))
-    first, error = readings[0].now, min(reading.took for reading in readings)
-    apart = {
-        rank: _Apart(host=reading.host, seconds=reading.now - first, error=error)
-        for rank, reading in enumerate(readings)
-    }
-    return apart, time.monotonic() - began

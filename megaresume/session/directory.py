@@ -22,7 +22,6 @@ import atexit
 import os
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from megaresume.checkpoint.choosing.choose import choose_of_two
@@ -33,7 +32,7 @@ from megaresume.checkpoint.saving.copying import adopt
 from megaresume.checkpoint.saving.retention import Retention
 from megaresume.checkpoint.saving.staging import PATIENCE, Stager
 from megaresume.checkpoint.system import mount_of
-from megaresume.session.ranks import gather, is_rank_0, known_to_all, on_all_ranks, on_rank_0, world_size
+from megaresume.session.ranks import gather, is_rank_0, known_to_all, on_all_ranks, on_rank_0, pauses, world_size
 from megaresume.stream.errors import MegaresumeError, SetupError, UsageError
 
 #: how long a rank looks for the file of rank 0. NFS remembers for 30 s at most that a name was not there.
@@ -41,16 +40,8 @@ PATIENCE_SECONDS = 30.0
 _POLL_SECONDS = 0.2
 _MOST_HOSTS = 20
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Seen:
-    """What one rank found."""
-
-    host: str
-    path: str
-    sees: bool
-    #: what is mounted there.
-    mount: str
+#: what one rank found: its host, the path, and, if it does not see the file, what is mounted there.
+_Seen = tuple[str, str, str | None]
 
 
 def check_shared(directory: str | os.PathLike[str], *, action: str | None = None) -> None:
@@ -80,24 +71,23 @@ def check_shared(directory: str | os.PathLike[str], *, action: str | None = None
     name = on_rank_0(make)
     try:
         sees = _look(records_dir(root), name)
-        mount = "" if sees else _mount(root)
-        seen: list[_Seen] = gather(_Seen(host=os.uname().nodename, path=str(root), sees=sees, mount=mount))
+        seen: list[_Seen] = gather((os.uname().nodename, str(root), None if sees else _mount(root)))
     finally:
         if is_rank_0():
             (records_dir(root) / name).unlink(missing_ok=True)
-    if not all(rank.sees for rank in seen):
+    if any(mount is not None for *_, mount in seen):
         raise known_to_all(_refusal(seen, action))
 
 
 def _look(directory: Path, name: str) -> bool:
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while True:
+    for _ in pauses(_POLL_SECONDS, _POLL_SECONDS):
         # Listing a directory makes an NFS client ask its server anew; asking for a name may be answered from memory.
         if (directory / name).exists() or name in _names(directory):
             return True
         if time.monotonic() >= deadline:
-            return False
-        time.sleep(_POLL_SECONDS)
+            break
+    return False
 
 
 def _names(directory: Path) -> list[str]:
@@ -108,27 +98,27 @@ def _names(directory: Path) -> list[str]:
 
 
 def _refusal(seen: list[_Seen], action: str | None) -> SetupError:
-    first = seen[0]
+    first, path, _ = seen[0]
     blind: dict[str, list[int]] = {}
-    for rank, other in enumerate(seen):
-        if not other.sees:
-            blind.setdefault(other.host, []).append(rank)
+    for rank, (host, _, mount) in enumerate(seen):
+        if mount is not None:
+            blind.setdefault(host, []).append(rank)
     lines = []
     for host, ranks in list(blind.items())[:_MOST_HOSTS]:
-        one = seen[ranks[0]]
+        _, place, mount = seen[ranks[0]]
         which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-        lines.append(f"{host} ({which}; {one.path} is on {one.mount})")
+        lines.append(f"{host} ({which}; {place} is on {mount})")
     if len(blind) > _MOST_HOSTS:
         lines.append(f"and {len(blind) - _MOST_HOSTS} more")
     hosts = ", ".join(list(blind)[:_MOST_HOSTS])
     return SetupError(
         "the directory to save to is not one and the same on every node",
-        found=f"what rank 0 wrote into {first.path} on {first.host} is not seen after {PATIENCE_SECONDS:g} s by "
+        found=f"what rank 0 wrote into {path} on {first} is not seen after {PATIENCE_SECONDS:g} s by "
         + ", ".join(lines),
         expected="one directory that every rank sees",
         cause="the filesystem is not mounted on these nodes, the path is on a disk of each node, or ranks were given "
         "different paths",
-        action=action or f"mount on {hosts} what findmnt -T {first.path} shows on {first.host}; or another --save",
+        action=action or f"mount on {hosts} what findmnt -T {path} shows on {first}; or another --save",
     )
 
 

@@ -47,6 +47,7 @@ class Host(Protocol):
 
     def expected_files(self, save_dir: Path, tag: str) -> Sequence[str] | None:
         """What this rank writes into a tag directory, relative to it; None: not known beforehand."""
+        return None
 
     def settle(self) -> None:
         """Wait until a save that is written in the background is committed. Collective; raises on every rank."""
@@ -56,18 +57,24 @@ class Host(Protocol):
 
     def committed(self, save_dir: Path) -> None:
         """A checkpoint was committed, and the pointers name it. On rank 0."""
+        return
 
 
 class Data(Protocol):
-    """What is trained, as the thing whose state a checkpoint carries: a stream, a recorded order, a loader."""
+    """What is trained, as the thing whose state a checkpoint carries: a stream, a recorded order, a loader.
+
+    A class made from this one has what most have: nothing to prepare, to write or to describe.
+    """
 
     @property
     def origin(self) -> Mapping[str, Any] | None:
         """A data config that opens the same corpora again; None: nothing of megaresume's opens them."""
+        return None
 
     @property
     def changed(self) -> tuple[str, ...]:
         """Why another order begins at this start, as it was accepted: NAME@SAMPLES."""
+        return ()
 
     def prepare(self) -> None:
         """Before a snapshot of what is trained now: what the ranks have to tell each other. Collective.
@@ -75,6 +82,7 @@ class Data(Protocol):
         Raises, on every rank:
             StateError: what was handed out and what was trained do not fit, or a step is not over.
         """
+        return
 
     def snapshot(self, samples: int) -> DataState:
         """The state after so many samples, the same on every rank: those trained at the last `prepare`, or those at
@@ -82,6 +90,7 @@ class Data(Protocol):
 
     def write_files(self, save_dir: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
         """Write what this rank adds to the checkpoint of that snapshot. On every rank; raises on its own."""
+        return ()
 
     def restore(self, state: DataState, choice: Choice) -> None:
         """Go on from a state. On every rank; raises on its own.
@@ -92,6 +101,7 @@ class Data(Protocol):
 
     def describe(self) -> list[str]:
         """What was changed and accepted at the resume, in lines for people."""
+        return []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

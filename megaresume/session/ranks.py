@@ -14,7 +14,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,11 +36,7 @@ def world_size() -> int:
 
 def rank() -> int:
     """This process among all."""
-    if world_size() == 1:
-        return 0
-    import torch.distributed as dist
-
-    return dist.get_rank()
+    return 0 if world_size() == 1 else int(_dist().get_rank())
 
 
 def is_rank_0() -> bool:
@@ -52,23 +48,24 @@ def gather(value: Any) -> list[Any]:
     """The value of every rank, on every rank. Also a barrier."""
     if world_size() == 1:
         return [value]
-    import torch.distributed as dist
-
     _end_after_gloo()
     values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
+    _dist().all_gather_object(values, value)
     return values
 
 
 def _broadcast(value: Any) -> Any:
     if world_size() == 1:
         return value
-    import torch.distributed as dist
-
     _end_after_gloo()
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    _dist().broadcast_object_list(box, src=0)
     return box[0]
+
+
+def _dist() -> Any:
+    """torch.distributed, of more ranks than one: it is imported."""
+    return sys.modules["torch.distributed"]
 
 
 @functools.cache
@@ -103,6 +100,13 @@ def _attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return function(), None
     except Exception as error:  # noqa: BLE001  whatever it is, the other ranks must hear of it; it is raised again
         return None, error
+
+
+def _outcome(value: T | None, error: Exception | None) -> T:
+    """What `_attempt` gave, as if it were done now."""
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]
 
 
 def _portable(error: Exception) -> MegaresumeError:
@@ -197,17 +201,16 @@ class Meeting:
         """Whether all ranks came to this place; False: enough have failed, or nothing was heard for too long."""
         if world_size() == 1:
             return True
-        store, since, pause = _store(), time.monotonic(), 0.005
-        arrived = store.add(f"{self._key}/{place}", 1)
-        while True:
+        store, since = _store(), time.monotonic()
+        store.add(f"{self._key}/{place}", 1)
+        for _ in pauses(0.5):
+            arrived = store.add(f"{self._key}/{place}", 0)
             if store.add(f"{self._key}/failures", 0) > len(self._failures):
                 self._failures, since = self._read_failures(), time.monotonic()
             waited = time.monotonic() - since
             if arrived == world_size() or until(self._failures) or waited > self._patience[bool(self._failures)]:
-                return bool(arrived == world_size())
-            time.sleep(pause)
-            pause = min(1.5 * pause, 0.5)
-            arrived = store.add(f"{self._key}/{place}", 0)
+                break
+        return bool(arrived == world_size())
 
     def _read_failures(self) -> list[Failure]:
         keys = [(number, f"{self._key}/failed/{number}") for number in range(world_size())]
@@ -216,9 +219,15 @@ class Meeting:
 
 
 def _store() -> Any:
-    import torch.distributed as dist
+    return _dist().distributed_c10d._get_default_store()
 
-    return dist.distributed_c10d._get_default_store()
+
+def pauses(longest: float, first: float = 0.005) -> Iterator[None]:
+    """Around looks at what others do: pauses between them, of so many seconds, longer and longer."""
+    while True:
+        yield
+        time.sleep(first)
+        first = min(1.5 * first, longest)
 
 
 #: seconds that the other ranks are waited for: less than collectives wait.
@@ -236,13 +245,13 @@ def all_come(doing: str, *, poll_seconds: float = 0.1) -> None:
     """
     if world_size() == 1:
         return
-    import torch.distributed as dist
-
-    store, key = dist.distributed_c10d._get_default_store(), f"megaresume/come/{next(_meetings)}"
+    store, key = _store(), f"megaresume/come/{next(_meetings)}"
     ranks = range(world_size())
     store.set(f"{key}/{rank()}", "")
-    deadline, pause = time.monotonic() + PATIENCE, 0.001
-    while not store.check([f"{key}/{number}" for number in ranks]):
+    deadline = time.monotonic() + PATIENCE
+    for _ in pauses(poll_seconds, 0.001):
+        if store.check([f"{key}/{number}" for number in ranks]):
+            return
         if time.monotonic() > deadline:
             there = [number for number in ranks if store.check([f"{key}/{number}"])]
             raise UsageError(
@@ -252,8 +261,6 @@ def all_come(doing: str, *, poll_seconds: float = 0.1) -> None:
                 cause=f"`if rank == 0:` before {doing}",
                 action=f"call {doing} on every rank",
             )
-        time.sleep(pause)
-        pause = min(1.5 * pause, poll_seconds)
 
 
 #: calls so far: every rank counts the same ones.
@@ -292,9 +299,11 @@ def on_all_ranks_for_long(
             store.add(f"{key}/beats", 1)
 
     value, error = _attempt(lambda: function(beat))
-    done = store.add(f"{key}/done", 1)
-    seen, since, pause = (-1, -1), time.monotonic(), 0.005
-    while done < world_size():
+    store.add(f"{key}/done", 1)
+    seen, since = (-1, -1), time.monotonic()
+    for _ in pauses(poll_seconds):
+        if (done := store.add(f"{key}/done", 0)) == world_size():
+            break
         now = done, store.add(f"{key}/beats", 0)
         if now != seen:
             seen, since = now, time.monotonic()
@@ -306,31 +315,16 @@ def on_all_ranks_for_long(
                 cause="its process was killed, or its filesystem hangs",
                 action="look at the logs of the other ranks; start again: nothing is lost",
             )
-        time.sleep(pause)
-        pause = min(1.5 * pause, poll_seconds)
-        done = store.add(f"{key}/done", 0)
-
-    def outcome() -> T:
-        if error is not None:
-            raise error
-        return value  # type: ignore[return-value,unused-ignore]
-
-    return on_all_ranks(outcome)
+    return on_all_ranks(lambda: _outcome(value, error))
 
 
 def on_rank_0_for_long(function: Callable[[Callable[[], None]], T], doing: str, **waiting: float) -> T:
     """As `on_rank_0`, however long it takes: see `on_all_ranks_for_long`."""
-    nothing: tuple[Any, Exception | None] = None, None
+    nothing: tuple[T | None, Exception | None] = None, None
     value, error = on_all_ranks_for_long(
         lambda beat: _attempt(lambda: function(beat)) if is_rank_0() else nothing, doing, **waiting
     )
-
-    def outcome() -> T:
-        if error is not None:
-            raise error
-        return value  # type: ignore[return-value,unused-ignore]
-
-    return on_rank_0(outcome)
+    return on_rank_0(lambda: _outcome(value, error))
 
 
 def on_all_ranks(function: Callable[[], T]) -> T:

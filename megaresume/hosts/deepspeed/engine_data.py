@@ -5,38 +5,35 @@ They hand out the micro-batches of an engine, and each of its steps trains exact
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from megaresume.hosts.deepspeed import engine as facts
-from megaresume.hosts.deepspeed.host import EngineHost
+from megaresume.hosts.deepspeed.host import Batches, EngineHost
 from megaresume.hosts.deepspeed.micro_batches import MicroBatch, Taken, TrainedStep
 from megaresume.session.host import Resume
 from megaresume.session.random_state import RandomState
 from megaresume.session.session import Session
 from megaresume.session.stopping import Stopped
-from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.dealing.balance import Balance
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 
 
-class EngineData(ABC):
+class EngineData(Batches):
     """The micro-batches of one rank, clocked by the engine's optimizer steps."""
 
-    changed: tuple[str, ...] = ()
     #: what is handed out and not trained.
     _taken: Taken
 
-    #: how the samples of a step are dealt to the ranks; None: as they come.
     balance: Balance | None = None
 
     def __init__(self, engine: Any, session: Session) -> None:
         self.engine, self.session = engine, session
         assert isinstance(session.host, EngineHost)
         self.host = session.host
-        self.host.batches = session.data = self  # type: ignore[assignment]
+        self.host.batches = session.data = self
         self._is_pipeline = facts.is_pipeline(engine)
         #: why nothing is handed out any more.
         self._failure: MegaresumeError | None = None
@@ -56,23 +53,8 @@ class EngineData(ABC):
     def _not_restored(self) -> StateError:
         """The engine is at a step of which the data knows nothing."""
 
-    def _note_step(self, done: TrainedStep) -> None:  # noqa: B027  most have nothing to do
+    def _note_step(self, done: TrainedStep) -> None:
         """A step was made."""
-
-    @property
-    @abstractmethod
-    def num_workers(self) -> int:
-        """Worker processes of this rank."""
-
-    @property
-    @abstractmethod
-    def schedule(self) -> BatchSchedule:
-        """Global batch sizes of the whole run: those that were, those that are planned."""
-
-    @property
-    @abstractmethod
-    def samples_trained(self) -> int:
-        """Samples that optimizer steps have trained on, since the start of the run, all ranks together."""
 
     @property
     def resume(self) -> Resume | None:

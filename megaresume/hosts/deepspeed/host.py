@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import os
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,9 +24,9 @@ from megaresume.hosts.deepspeed import decoupled
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.elastic.conversion import remove_converted
 from megaresume.hosts.deepspeed.elastic.load import check_restorable, conversion, restore_rest
-from megaresume.hosts.deepspeed.elastic.load_rules import BEGIN_ANEW, choose_to_load
+from megaresume.hosts.deepspeed.elastic.load_rules import BEGIN_ANEW, Partitions, choose_to_load
 from megaresume.session.file_errors import read_on_all_ranks, writing
-from megaresume.session.host import Reading, Save
+from megaresume.session.host import Data, Reading, Save
 from megaresume.session.random_state import RandomState
 from megaresume.session.ranks import Meeting, is_rank_0, on_all_ranks
 from megaresume.session.session import Pick, Session
@@ -38,25 +39,28 @@ from megaresume.stream.state import StreamState
 KEY = "megaresume"
 
 
-class Batches(Protocol):
-    """What the data knows of the run, and the engine does not."""
+class Batches(Data, Protocol):
+    """The data of an engine, and what it knows of the run that the engine does not."""
+
+    #: how the samples of a step are dealt to the ranks; None: as they come.
+    balance: Balance | None
 
     @property
+    @abstractmethod
     def num_workers(self) -> int:
         """Worker processes of each rank."""
 
     @property
+    @abstractmethod
     def schedule(self) -> BatchSchedule:
         """Global batch sizes of the whole run: those that were, those that are planned."""
 
     @property
-    def balance(self) -> Balance | None:
-        """How the samples of a step are dealt to the ranks; None: as they come."""
-
-    @property
+    @abstractmethod
     def samples_trained(self) -> int:
         """Samples that optimizer steps have trained on, since the start of the run, all ranks together."""
 
+    @abstractmethod
     def not_restored(self, error: MegaresumeError) -> None:
         """The weights of a checkpoint are loaded, and its data is not: train nothing before another load."""
 
@@ -249,8 +253,8 @@ class EngineHost:
                 return read(choice.load_dir, tag=tag)
 
         if optimizer and not facts.loads_universal(engine):
-            sizes = {"partitions": facts.partitions(engine), "zero_stage": facts.zero_stage(engine)}
-            tag = conversion(choice, beside, **sizes, elastic=self.elastic)
+            now = Partitions(ranks=facts.partitions(engine), zero_stage=facts.zero_stage(engine))
+            tag = conversion(choice, beside, now, elastic=self.elastic)
         if tag is None:
             path, client_state = read_on_all_ranks(lambda: read_tag(choice.tag), choice, meeting)
             on_all_ranks(lambda: _check_loaded(path, choice))

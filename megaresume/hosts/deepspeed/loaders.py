@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +95,6 @@ class AttachedLoader(EngineData):
     As in `TrainingData`, ``engine.global_steps`` is the only clock: what was handed out and not yet stepped on does not
     count, and is handed out again after a resume.
     """
-
-    origin: Mapping[str, Any] | None = None
 
     def __init__(self, engine: Any, loader: Any, session: Session) -> None:
         super().__init__(engine, session)
@@ -255,7 +252,3 @@ class AttachedLoader(EngineData):
             dp=facts.data_size(self.engine),
         )
         self._ready, self._closed, self._failure = True, False, None
-
-    def describe(self) -> list[str]:
-        """See `Data`."""
-        return []

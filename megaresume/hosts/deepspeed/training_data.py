@@ -14,7 +14,6 @@ trained samples are put together at every save, so that the state has all of the
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from megaresume.batches.batch import Batch
@@ -22,7 +21,6 @@ from megaresume.batches.dataset import StreamDataset
 from megaresume.batches.loader import StreamLoader
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import DataState, stream_of
-from megaresume.checkpoint.manifest import FileEntry
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.engine_data import EngineData
 from megaresume.hosts.deepspeed.micro_batches import MicroBatch, Taken, TrainedStep, fingerprint
@@ -135,10 +133,6 @@ class TrainingData(EngineData):
         """See `Data`."""
         state = self.stream.state_at(samples, batches=self._schedule.until(samples))
         return state.replace(faults=self._faults.known)
-
-    def write_files(self, save_dir: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
-        """See `Data`: a stream's state is all in the checkpoint itself."""
-        return ()
 
     def restore(self, state: DataState, choice: Choice | None = None) -> None:
         """Go on from a state, at the step that the engine counts. ``engine.load_checkpoint`` does it by itself.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from pathlib import Path
 from typing import Any, Protocol
 
 from megaresume.batches.data_loader import DataLoader
@@ -17,7 +16,6 @@ from megaresume.batches.items.epochs import available
 from megaresume.batches.loader import StreamLoader
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import DataState, stream_of
-from megaresume.checkpoint.manifest import FileEntry
 from megaresume.checkpoint.topology import Topology
 from megaresume.hosts.instances import kind_of
 from megaresume.session.host import Data, change_lines
@@ -61,16 +59,15 @@ class Feed(Data, Protocol):
 
     def trained(self, sample: int) -> None:
         """A step has trained the samples before this one."""
+        return
 
 
-class Items:
+class Items(Feed):
     """Those of a `DataLoader`.
 
     Args:
         loader: of this rank.
     """
-
-    changed = ()
 
     def __init__(self, loader: DataLoader) -> None:
         self.loader, self.stream, self.whole_steps = loader, loader.stream, loader.drop_last
@@ -89,16 +86,9 @@ class Items:
         """See `Data`: the items by their numbers."""
         return self.loader.origin
 
-    def prepare(self) -> None:
-        """See `Data`: every rank plans for all of them."""
-
     def snapshot(self, samples: int) -> DataState:
         """See `Data`."""
         return self.loader.state_at(samples)
-
-    def write_files(self, save_dir: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
-        """See `Data`."""
-        return ()
 
     def restore(self, state: DataState, choice: Choice) -> None:
         """See `Data`."""
@@ -141,9 +131,6 @@ class Items:
         """See `Feed`."""
         return _topology(self.loader, self.loader.batch_size, self.loader.step_samples)
 
-    def trained(self, sample: int) -> None:
-        """See `Feed`."""
-
 
 class RankFaults:
     """Records that were not as the index announced them, among trained samples.
@@ -177,15 +164,13 @@ class RankFaults:
         return self.known.with_new(self._new, self._to, trained)
 
 
-class Samples:
+class Samples(Feed):
     """Those of a `StreamLoader`.
 
     Args:
         loader: of this rank.
         whole_steps: the data ends before a step that would be short.
     """
-
-    changed = ()
 
     def __init__(self, loader: StreamLoader, *, whole_steps: bool = False) -> None:
         self.loader, self.whole_steps, self._planned = loader, whole_steps, loader.schedule
@@ -226,10 +211,6 @@ class Samples:
         if self._short is not None and samples == sum(self._short):
             batches = (*self.loader.schedule.until(self._short[0]), self._short)
         return self.stream.state_at(samples, batches=batches).replace(faults=self._faults.known)
-
-    def write_files(self, save_dir: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
-        """See `Data`."""
-        return ()
 
     def restore(self, state: DataState, choice: Choice) -> None:
         """See `Data`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from megaresume.hosts.torch.background import Background
 from megaresume.hosts.torch.feeds import Feed
 from megaresume.hosts.torch.steps import Steps
 from megaresume.session.file_errors import writing
-from megaresume.session.host import Reading, Save
+from megaresume.session.host import Host, Reading, Save
 from megaresume.session.ranks import on_all_ranks
 from megaresume.session.settings import Checkpoints
 from megaresume.stream.errors import UsageError
@@ -23,7 +23,7 @@ from megaresume.stream.errors import UsageError
 T = TypeVar("T")
 
 
-class StepHost:
+class StepHost(Host):
     """What a host answers that trains by `Steps`: see `megaresume.session.host.Host`; and what it does at a save and at
     a load."""
 
@@ -44,10 +44,6 @@ class StepHost:
         """See `Host`."""
         return self.steps.feed.topology(self.samples())
 
-    def expected_files(self, save_dir: Path, tag: str) -> Sequence[str] | None:
-        """See `Host`: what is written depends on the model and the settings."""
-        return None
-
     def settle(self) -> None:
         """See `Host`."""
         if self.background is not None:
@@ -56,9 +52,6 @@ class StepHost:
     def is_saving(self) -> bool:
         """See `Host`."""
         return self.background is not None and self.background.is_saving()
-
-    def committed(self, save_dir: Path) -> None:
-        """See `Host`."""
 
     @property
     def save_dir(self) -> Path:

@@ -26,19 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.step_file import StepFile
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.deepspeed.elastic.conversion import Reporter, convert, read_universal
-from megaresume.hosts.deepspeed.elastic.load_rules import (
-    check_convertible,
-    choose_to_load,
-    other_partitions,
-    refuse_partitions,
-)
-from megaresume.session.ranks import on_all_ranks, on_rank_0_for_long
+from megaresume.hosts.deepspeed.elastic.load_rules import Partitions, check_zero, choose_to_load
+from megaresume.session.ranks import on_all_ranks, on_rank_0_for_long, pauses, world_size
 from megaresume.stream.errors import CheckpointError
 
 _DOING = "converted a checkpoint"
@@ -120,50 +114,42 @@ def prepare_load(
         CheckpointError: nothing whole is there, or another number of ranks saved it and ``elastic`` is not set, with
             the command to run; or the conversion fails.
     """
-    count = partitions or (dist.get_world_size() if dist.is_initialized() else 1)
+    now = Partitions(ranks=partitions or world_size(), zero_stage=zero_stage)
 
     def look(beat: Callable[[], None]) -> None:
         choice = choose_to_load(os.fspath(load_dir), tag, False, checksums=True, progress=lambda _size: beat())
-        if choice is not None and choice.step is not None:
-            _settle(choice, choice.step, count, zero_stage, elastic, beat)
+        if choice is not None:
+            _settle(choice, now, elastic, beat)
 
     on_rank_0_for_long(look, _DOING)
 
 
-def conversion(
-    choice: Choice, step_file: StepFile | None, *, partitions: int, zero_stage: int, elastic: bool
-) -> str | None:
+def conversion(choice: Choice, step: StepFile | None, now: Partitions, *, elastic: bool) -> str | None:
     """The tag of the universal checkpoint to load in the place of the chosen one; None: that one loads as it is.
 
     Args:
         choice: what is to be loaded, the same on every rank.
-        step_file: its record, as this rank read it.
-        partitions: ranks over which the engine divides the optimizer state.
-        zero_stage: the engine's.
+        step: its record, as this rank read it.
+        now: how the engine divides the optimizer state.
         elastic: convert by itself where that is needed.
 
     Raises, on every rank: as `prepare_load`; or a rank does not see the conversion.
     """
-    if step_file is None or not other_partitions(step_file.topology, partitions=partitions, zero_stage=zero_stage):
+    if step is None or not now.differ_from(step.topology):
         return None
-    tag = on_rank_0_for_long(lambda beat: _settle(choice, step_file, partitions, zero_stage, elastic, beat), _DOING)
-    on_all_ranks(lambda: _wait_for(choice.tag_dir, step_file.save_id))
+    tag = on_rank_0_for_long(lambda beat: _settle(choice, now, elastic, beat), _DOING)
+    on_all_ranks(lambda: _wait_for(choice.tag_dir, step.save_id))
     return tag
 
 
-def _settle(
-    choice: Choice, step: StepFile, partitions: int, zero_stage: int, elastic: bool, beat: Callable[[], None]
-) -> str | None:
+def _settle(choice: Choice, now: Partitions, elastic: bool, beat: Callable[[], None]) -> str | None:
     """On rank 0."""
-    before = step.topology
-    if not other_partitions(before, partitions=partitions, zero_stage=zero_stage):
+    step = choice.step
+    if step is None or not now.differ_from(step.topology):
         return None
-    there = read_universal(choice.tag_dir, step.save_id, checksums=True)
-    if there is None:
-        check_convertible(choice.tag_dir, before, partitions=partitions, zero_stage=zero_stage)
-        if not elastic:
-            raise refuse_partitions(choice.tag_dir, before, partitions=partitions, zero_stage=zero_stage)
-        there = convert(choice.tag_dir, save_id=step.save_id, made_by="job", report=Reporter(say=_say, beat=beat))
+    there = check_zero(choice, now, elastic=elastic, checksums=True) or convert(
+        choice.tag_dir, save_id=step.save_id, made_by="job", report=Reporter(say=_say, beat=beat)
+    )
     return there.path.name
 
 
@@ -175,7 +161,7 @@ def _say(words: str) -> None:
 def _wait_for(tag_dir: Path, save_id: str, timeout_seconds: float = 30.0) -> None:
     """Caches of shared filesystems lag behind."""
     deadline = time.monotonic() + timeout_seconds
-    while True:
+    for _ in pauses(0.5):
         try:
             if read_universal(tag_dir, save_id) is not None:
                 return
@@ -190,4 +176,3 @@ def _wait_for(tag_dir: Path, save_id: str, timeout_seconds: float = 30.0) -> Non
                 cause="the directory is not on a filesystem that all nodes share, or a cache lags behind",
                 action="mount the same directory on every node; then start again",
             )
-        time.sleep(0.5)

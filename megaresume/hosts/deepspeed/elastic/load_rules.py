@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from megaresume.checkpoint.choosing.choose import choose, choose_of_two
@@ -14,7 +15,7 @@ from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.files import read_file
 from megaresume.checkpoint.manifest import Manifest, Progress
 from megaresume.checkpoint.topology import Topology
-from megaresume.hosts.deepspeed.elastic.conversion import read_universal
+from megaresume.hosts.deepspeed.elastic.conversion import Universal, read_universal
 from megaresume.stream.errors import CheckpointError
 
 _ZERO_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_states\.pt")
@@ -103,70 +104,59 @@ def check_partitions(tag_dir: Path, manifest: Manifest, topology: Topology) -> N
             )
 
 
-def other_partitions(before: Topology | None, *, partitions: int, zero_stage: int) -> bool:
-    """Whether ZeRO's optimizer state was divided over another number of ranks: DeepSpeed would fail on it obscurely,
-    or not notice at all.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Partitions:
+    """How an engine divides the optimizer state."""
 
-    Args:
-        before: how the run was laid out when it saved; None: not known.
-        partitions: ranks over which ZeRO divides the optimizer state now: data-parallel times context-parallel.
-        zero_stage: now.
-    """
-    if before is None or before.zero_stage is None:
-        return False
-    return before.dp * before.cp != partitions and max(before.zero_stage, zero_stage) > 0
+    #: that it is divided over: data-parallel times context-parallel.
+    ranks: int
+    zero_stage: int
+
+    def differ_from(self, before: Topology | None) -> bool:
+        """Whether it was divided over another number of ranks: DeepSpeed would fail on it obscurely, or not notice at
+        all. ``before``: how the run was laid out when it saved; None: not known."""
+        if before is None or before.zero_stage is None:
+            return False
+        return before.dp * before.cp != self.ranks and max(before.zero_stage, self.zero_stage) > 0
 
 
-def check_zero(
-    choice: Choice, before: Topology | None, *, partitions: int, zero_stage: int, universal: bool, elastic: bool = False
-) -> None:
+def check_zero(choice: Choice, now: Partitions, *, elastic: bool, checksums: bool = False) -> Universal | None:
     """Raise a CheckpointError where an engine could not load the optimizer state: it was divided over another number
     of ranks, there is no conversion beside it, and none will be made.
 
     Args:
         choice: what is to be loaded.
-        before, partitions, zero_stage: see `other_partitions`.
-        universal: load_universal is set.
+        now: the engine's.
         elastic: the job will convert it.
+        checksums: of a conversion, read every file.
+
+    Returns:
+        the conversion that is there; None: it is not needed, or is to be made.
     """
-    if universal or not other_partitions(before, partitions=partitions, zero_stage=zero_stage):
-        return
-    assert before is not None
-    if choice.step is not None and read_universal(choice.tag_dir, choice.step.save_id) is not None:
-        return
-    check_convertible(choice.tag_dir, before, partitions=partitions, zero_stage=zero_stage)
-    if not elastic:
-        raise refuse_partitions(choice.tag_dir, before, partitions=partitions, zero_stage=zero_stage)
-
-
-def check_convertible(source: Path, before: Topology, *, partitions: int, zero_stage: int) -> None:
-    """Raise a CheckpointError where a universal checkpoint would not help either.
-
-    Args:
-        source: the tag directory.
-        before, partitions, zero_stage: see `other_partitions`.
-    """
-    stage = before.zero_stage or 0
-    if stage and zero_stage and (stage == 3) == (zero_stage == 3):
-        return
-    error = refuse_partitions(source, before, partitions=partitions, zero_stage=zero_stage)
-    error.expected = f"{before.dp * before.cp} data-parallel ranks, or ZeRO " + (
-        "3" if stage == 3 else "1 or 2" if stage else "0"
-    )
-    error.cause = "both the number of ranks and the kind of ZeRO changed; DeepSpeed can convert for only one of them"
-    error.action = f"start with ZeRO {stage} on any number of ranks, or on {before.dp * before.cp} data-parallel ranks"
-    raise error
-
-
-def refuse_partitions(source: Path, before: Topology, *, partitions: int, zero_stage: int) -> CheckpointError:
-    """The error for a checkpoint that needs a conversion, with the command. Arguments as of `check_convertible`."""
-    saved = before.dp * before.cp
-    return CheckpointError(
-        "DeepSpeed cannot load ZeRO optimizer state on another number of data-parallel ranks",
-        found=f"{source.name}, saved with ZeRO {before.zero_stage} on {saved} data-parallel ranks; "
-        f"{partitions} now, with ZeRO {zero_stage}",
-        expected=f"{saved} data-parallel ranks, or a universal checkpoint",
-        cause="the job was started on another number of nodes or GPUs",
-        action=f"megaresume convert {source.parent} --tag {source.name}, and start again as you did; or let the job "
-        "do it: attach(..., checkpoints=Checkpoints(elastic=True)), --megaresume-elastic. The data needs no conversion",
-    )
+    if choice.step is None or not now.differ_from(choice.step.topology):
+        return None
+    there = read_universal(choice.tag_dir, choice.step.save_id, checksums=checksums)
+    if there is None:
+        before, source = choice.step.topology, choice.tag_dir
+        stage, saved = before.zero_stage or 0, before.dp * before.cp
+        error = CheckpointError(
+            "DeepSpeed cannot load ZeRO optimizer state on another number of data-parallel ranks",
+            found=f"{source.name}, saved with ZeRO {before.zero_stage} on {saved} data-parallel ranks; "
+            f"{now.ranks} now, with ZeRO {now.zero_stage}",
+            expected=f"{saved} data-parallel ranks, or a universal checkpoint",
+            cause="the job was started on another number of nodes or GPUs",
+            action=f"megaresume convert {source.parent} --tag {source.name}, and start again as you did; or let the "
+            "job do it: attach(..., checkpoints=Checkpoints(elastic=True)), --megaresume-elastic. The data needs no "
+            "conversion",
+        )
+        if not (stage and now.zero_stage and (stage == 3) == (now.zero_stage == 3)):
+            kind = "3" if stage == 3 else "1 or 2" if stage else "0"
+            error.expected = f"{saved} data-parallel ranks, or ZeRO {kind}"
+            error.cause = (
+                "both the number of ranks and the kind of ZeRO changed; DeepSpeed can convert for only one of them"
+            )
+            error.action = f"start with ZeRO {stage} on any number of ranks, or on {saved} data-parallel ranks"
+            raise error
+        if not elastic:
+            raise error
+    return there
