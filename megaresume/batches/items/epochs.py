@@ -40,13 +40,10 @@ class Epochs:
 
     def of(self, sample: int) -> int:
         """The epoch of a sample, from 0."""
-        return self._of(self.stream, sample)
-
-    def _of(self, stream: Stream, sample: int) -> int:
-        fields = stream.fields_at(sample)
+        fields = self.stream.fields_at(sample)
         if len(fields["sources"]) > 1:
             return sample // self.size
-        (cursor,), (source,) = fields["sources"].values(), stream.config.sources
+        (cursor,), (source,) = fields["sources"].values(), self.stream.config.sources
         if source.max_epochs is None or source.on_exhausted == "repeat":
             return int(cursor.epoch)
         waits = fields["bins"] or fields["pending"] or fields["tails"]
@@ -61,16 +58,13 @@ class Epochs:
 
     def end(self, first: int, stop: int) -> int | None:
         """The same, if it is not after ``stop``; else None."""
-        return self._end(self.stream, first, stop)
-
-    def _end(self, stream: Stream, first: int, stop: int) -> int | None:
-        epoch = self._of(stream, first)
-        if self._of(stream, stop) == epoch:
+        epoch = self.of(first)
+        if self.of(stop) == epoch:
             return None
         low, high = first, stop  # low is of the epoch, high is of a later one
         while high - low > 1:
             middle = (low + high) // 2
-            if self._of(stream, middle) == epoch:
+            if self.of(middle) == epoch:
                 low = middle
             else:
                 high = middle
@@ -97,10 +91,10 @@ class Epochs:
     def _plan_ends(self, first: int) -> Iterator[int]:
         stream = copy.copy(self.stream)  # which a loop that reads from it does not notice
         stream.restore(self.stream.state_at(first))
-        begin = first
+        ahead, begin = Epochs(stream, self.size, item_by_item=self._item_by_item), first
         while True:
             there = available(stream, first, STRIDE)
-            end = self._end(stream, first, first + there)
+            end = ahead.end(first, first + there)
             if end is not None:
                 yield end
                 begin = first = end

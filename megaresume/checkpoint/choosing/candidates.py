@@ -7,9 +7,10 @@ with a thousand checkpoints costs one examination when the newest is whole.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from megaresume.checkpoint.files import read_file
 from megaresume.checkpoint.formats import NewerFormatError, SealError, unseal
@@ -27,8 +28,10 @@ from megaresume.checkpoint.paths import (
     usual_tags,
 )
 from megaresume.checkpoint.pointers import Pointer
-from megaresume.checkpoint.step_file import Marker, StepFile, read_marker, read_step_file
-from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError
+from megaresume.checkpoint.step_file import StepFile, read_marker, read_step_file
+from megaresume.stream.errors import CheckpointError, MegaresumeError
+
+T = TypeVar("T")
 
 #: complete: manifest and state fit, every file is there with its size.
 #: unmanaged: a tag directory of which megaresume knows nothing: written before it was adopted, or without it.
@@ -201,23 +204,27 @@ def examine(
             return Examined(candidate=candidate, status="incomplete", reasons=(f"it is being saved again; {OLDER}",))
         return _examine_unmanaged(root, candidate)
 
-    step, step_error = _read_step(root, iteration, tag, run)
-    manifest, manifest_error = _read_manifest(root, iteration, tag)
+    step, step_error = _tried(
+        lambda: read_step_file(step_path(root, iteration, tag), iteration=iteration, tag=tag, run=run)
+    )
+    manifest, manifest_error = _tried(
+        lambda: read_manifest(manifest_path(root, iteration, tag), iteration=iteration, tag=tag)
+    )
 
     def verdict(status: Status, *reasons: str) -> Examined:
         return Examined(candidate=candidate, status=status, reasons=reasons, step=step, manifest=manifest)
 
     if not candidate.has_dir and candidate.is_committed:
         return verdict("pruned", "the tag directory is not there (only its records are)")
-    try:
-        marker = read_marker(marker_path(root, iteration, tag))
-    except NewerFormatError:
-        raise
-    except MegaresumeError as error:
-        return verdict("damaged", f"{_sentence(error)}; it may be half overwritten")
+    marker, marker_error = _tried(lambda: read_marker(marker_path(root, iteration, tag)))
+    if marker_error:
+        return verdict("damaged", f"{marker_error}; it may be half overwritten")
     if not candidate.is_committed:
         aside = older_dir(root, iteration, tag).is_dir()
-        return verdict("incomplete", _no_manifest(marker) + ("; " + OLDER if aside else ""))
+        why = "it has records but no manifest: the manifest was deleted, or the files were copied in part"
+        if marker is not None:
+            why = f"its save began {marker.began_at} and did not end"
+        return verdict("incomplete", why + ("; " + OLDER if aside else ""))
     if manifest is None:
         return verdict("damaged", manifest_error)
     if step is None:
@@ -242,19 +249,13 @@ def examine(
     return verdict("complete")
 
 
-def _read_step(root: Path, iteration: int, tag: str, run: str | None) -> tuple[StepFile | None, str]:
+def _tried(read: Callable[[], T]) -> tuple[T | None, str]:
+    """What is read, or what is wrong with it; a newer format is an error."""
     try:
-        return read_step_file(step_path(root, iteration, tag), iteration=iteration, tag=tag, run=run), ""
+        return read(), ""
     except NewerFormatError:
         raise
-    except StateError as error:
-        return None, _sentence(error)
-
-
-def _read_manifest(root: Path, iteration: int, tag: str) -> tuple[Manifest | None, str]:
-    try:
-        return read_manifest(manifest_path(root, iteration, tag), iteration=iteration, tag=tag), ""
-    except CheckpointError as error:
+    except MegaresumeError as error:
         return None, _sentence(error)
 
 
@@ -262,26 +263,23 @@ def _sentence(error: MegaresumeError) -> str:
     return error.headline if error.found is None else f"{error.headline} ({error.found})"
 
 
-def _no_manifest(marker: Marker | None) -> str:
-    if marker is not None:
-        return f"its save began {marker.began_at} and did not end"
-    return "it has records but no manifest: the manifest was deleted, or the files were copied in part"
-
-
 def _examine_unmanaged(root: Path, candidate: Candidate) -> Examined:
     """Without records only the obvious can be seen: an empty directory, or weights of 0 bytes."""
+
+    def verdict(status: Status, *reasons: str) -> Examined:
+        return Examined(candidate=candidate, status=status, reasons=reasons)
+
     try:
         files = list_files(root / candidate.tag)
     except OSError as error:
-        reason = f"the tag directory cannot be read: {error.strerror or error}"
-        return Examined(candidate=candidate, status="damaged", reasons=(reason,))
+        return verdict("damaged", f"the tag directory cannot be read: {error.strerror or error}")
     if not files:
-        return Examined(candidate=candidate, status="incomplete", reasons=("the tag directory is empty",))
+        return verdict("incomplete", "the tag directory is empty")
     # A .distcp of 0 bytes is that of a rank that had nothing to save; not all of them are.
     weights = [e for e in files if e.path.endswith(".pt")]
     shards = [e for e in files if e.path.endswith(".distcp")]
     weights += [] if any(e.size for e in shards) else shards
     empty = [f"{e.path} has 0 bytes" for e in weights if e.size == 0]
     if empty:
-        return Examined(candidate=candidate, status="incomplete", reasons=tuple(empty))
-    return Examined(candidate=candidate, status="unmanaged", reasons=(UNMANAGED,))
+        return verdict("incomplete", *empty)
+    return verdict("unmanaged", UNMANAGED)

@@ -36,14 +36,14 @@ _EXPERT_OPTIMIZER = re.compile(r"expp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_state
 
 def look(directory: Path, _: int | None = None) -> Look:
     """Look at one tag directory. Raises OSError."""
-    names = sorted(entry.name for entry in directory.iterdir())
+    names = _names(directory)
     found = file_problems(directory)
     models = [match for name in names if (match := _MODEL.fullmatch(name))]
     models_3 = [match for name in names if (match := _MODEL_3.fullmatch(name))]
     optimizers = [match for name in names if (match := _OPTIMIZER.fullmatch(name))]
     if not models and not models_3:
         return Look(problems=(*found, "there is no *_model_states.pt in it"))
-    facts = _facts(directory, [match[0] for match in models + models_3])
+    facts = _facts(directory, names)
     dp, mp = _count(value_after(facts, "dp_world_size")), _count(value_after(facts, "mp_world_size"))
     mp = mp or 1 + max(int(match[match.re.groups]) for match in models + models_3)
     if models:
@@ -65,32 +65,32 @@ def look(directory: Path, _: int | None = None) -> Look:
 
 def ranks_of(directory: Path) -> tuple[int | None, int | None]:
     """How a tag directory was saved: (data-parallel ranks, ZeRO stage); None: not said. Raises OSError."""
-    names = sorted(entry.name for entry in directory.iterdir())
-    models = [name for name in names if _MODEL.fullmatch(name) or _MODEL_3.fullmatch(name)]
-    facts = _facts(directory, models)
+    names = _names(directory)
+    facts = _facts(directory, names)
     stage: int | None = None
     if facts is not None and "zero_optimization" in facts:
         after = facts[facts.index("zero_optimization") :]
-        stage = _stage(value_after(after, "stage"))
+        stage = _count(value_after(after, "stage"), at_least=0)
     if stage is None and any(_MODEL_3.fullmatch(name) for name in names):
         stage = 3
     return _count(value_after(facts, "dp_world_size")), stage
 
 
-def _facts(directory: Path, models: list[str]) -> list[Word] | None:
-    for name in models:
-        facts = archive_words(directory / name)
-        if facts is not None:
-            return facts
-    return None
+def _names(directory: Path) -> list[str]:
+    return sorted(entry.name for entry in directory.iterdir())
 
 
-def _count(word: Word) -> int | None:
-    return word if isinstance(word, int) and not isinstance(word, bool) and word > 0 else None
+def _is_model(name: str) -> bool:
+    return bool(_MODEL.fullmatch(name) or _MODEL_3.fullmatch(name))
 
 
-def _stage(word: Word) -> int | None:
-    return word if isinstance(word, int) and not isinstance(word, bool) and 0 <= word <= 3 else None
+def _facts(directory: Path, names: list[str]) -> list[Word] | None:
+    """The words of the first model states that can be read."""
+    return next((facts for n in names if _is_model(n) and (facts := archive_words(directory / n)) is not None), None)
+
+
+def _count(word: Word, at_least: int = 1) -> int | None:
+    return word if type(word) is int and word >= at_least else None
 
 
 def _missing(files: list[re.Match[str]], shards: int | None, mp: int, pattern: str) -> list[str]:
@@ -115,7 +115,7 @@ def _experts(names: list[str]) -> list[str]:
 
 def is_tag_directory(directory: Path) -> bool:
     """Whether its files are those of a tag directory, whatever its name. Raises OSError."""
-    return any(_MODEL.fullmatch(name.name) or _MODEL_3.fullmatch(name.name) for name in directory.iterdir())
+    return any(map(_is_model, _names(directory)))
 
 
 def _others(root: Path) -> list[str]:
@@ -127,10 +127,7 @@ def _others(root: Path) -> list[str]:
 
 def global_steps(directory: Path) -> int | None:
     """The iteration that the model states tell: for tags whose name does not. Raises OSError."""
-    names = sorted(entry.name for entry in directory.iterdir())
-    facts = _facts(directory, [name for name in names if _MODEL.fullmatch(name) or _MODEL_3.fullmatch(name)])
-    word = value_after(facts, "global_steps")
-    return word if isinstance(word, int) else None
+    return _count(value_after(_facts(directory, _names(directory)), "global_steps"), at_least=0)
 
 
 DEEPSPEED = Layout(

@@ -14,18 +14,18 @@ batches by another) or have one that it never asks (a pipeline stage in the midd
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
 from megaresume.checkpoint.data_state import DataState, OpaqueState
+from megaresume.checkpoint.formats import count, flat, text
 from megaresume.checkpoint.manifest import FileEntry
 from megaresume.checkpoint.paths import rank_file
 from megaresume.checkpoint.saving import rank_files
 from megaresume.hosts.loaders.adapters import Facts, LoaderReader
-from megaresume.session.ranks import gather, on_all_ranks
+from megaresume.session.ranks import gather, on_all_ranks, rank
 from megaresume.stream.errors import StateError, UsageError
 
 
@@ -67,13 +67,9 @@ class LoaderRecord:
 
     def to_state(self, samples: int) -> OpaqueState:
         """The state of the data, after so many trained samples of all ranks together."""
-        facts = self.facts
-        content: dict[str, Any] = {
-            "kind": facts.kind,
-            "library": facts.library,
+        content = {
+            **asdict(self.facts),
             "dp": self.dp,
-            "workers": facts.workers,
-            "batch_size": facts.batch_size,
             "batches": self.batches,
             "sizes": [list(size) for size in self.sizes],
             "ranks": [[rank.size, rank.checksum, rank.skip] for rank in self.ranks],
@@ -100,20 +96,12 @@ class LoaderRecord:
             )
         fields = state.content
         try:
-            size = fields["batch_size"]
+            ranks = [(count(size), text(checksum), count(skip)) for size, checksum, skip in fields["ranks"]]
             return cls(
-                facts=Facts(
-                    kind=str(fields["kind"]),
-                    library=str(fields["library"]),
-                    workers=int(fields["workers"]),
-                    batch_size=None if size is None else int(size),
-                ),
-                batches=int(fields["batches"]),
-                ranks=tuple(
-                    RankState(size=int(size), checksum=str(checksum_), skip=int(skip))
-                    for size, checksum_, skip in fields["ranks"]
-                ),
-                sizes=tuple((int(first), int(size)) for first, size in fields["sizes"]),
+                facts=flat(Facts, fields),
+                batches=count(fields["batches"]),
+                ranks=tuple(RankState(size=size, checksum=checksum, skip=skip) for size, checksum, skip in ranks),
+                sizes=tuple((count(first), count(size)) for first, size in fields["sizes"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(
@@ -198,9 +186,8 @@ class _Offer:
 
     dp_rank: int
     facts: Facts | None
-    #: batches handed out; trained.
+    #: batches handed out.
     handed: int
-    trained: int
     rank: RankState | None
 
 
@@ -222,34 +209,26 @@ def capture(
     """
 
     def take() -> tuple[_Offer, bytes]:
+        facts = None if reader is None else reader.adapter.facts()
         # A replica that was never asked says so; its state is that of the start.
         if reader is None or reader.is_idle:
-            facts = None if reader is None else reader.adapter.facts()
-            return _Offer(dp_rank=dp_rank, facts=facts, handed=0, trained=trained, rank=None), b""
+            return _Offer(dp_rank=dp_rank, facts=facts, handed=0, rank=None), b""
         state, skip = reader.state()
-        rank = RankState(size=len(state), checksum=xxhash.xxh3_128_hexdigest(state), skip=skip)
-        facts = reader.adapter.facts()
-        return _Offer(dp_rank=dp_rank, facts=facts, handed=reader.handed, trained=trained, rank=rank), state
+        own = RankState(size=len(state), checksum=xxhash.xxh3_128_hexdigest(state), skip=skip)
+        return _Offer(dp_rank=dp_rank, facts=facts, handed=reader.handed, rank=own), state
 
     offer, state = on_all_ranks(take)
     offers: list[_Offer] = gather(offer)
-    writers = on_all_ranks(lambda: _writers(offers, dp_size))
+    writers = on_all_ranks(lambda: _writers(offers, dp_size, trained))
     first = offers[writers[0]]
     assert first.facts is not None
-    ranks = tuple(rank for writer in writers if (rank := offers[writer].rank) is not None)
+    ranks = tuple(one for writer in writers if (one := offers[writer].rank) is not None)
     record = LoaderRecord(facts=first.facts, batches=trained, ranks=ranks, sizes=sizes)
-    here = _position(offers, offer)
-    mine = (dp_rank, state) if here in writers and offer.rank is not None else None
+    mine = (dp_rank, state) if rank() in writers and offer.rank is not None else None
     return Captured(record=record, mine=mine)
 
 
-def _position(offers: list[_Offer], mine: _Offer) -> int:
-    import torch.distributed as dist
-
-    return dist.get_rank() if len(offers) > 1 else 0
-
-
-def _writers(offers: list[_Offer], dp_size: int) -> list[int]:
+def _writers(offers: list[_Offer], dp_size: int, trained: int) -> list[int]:
     """The process that writes for each data-parallel rank."""
     found: list[int] = []
     for dp_rank in range(dp_size):
@@ -257,7 +236,7 @@ def _writers(offers: list[_Offer], dp_size: int) -> list[int]:
         if not there:
             raise UsageError(
                 f"data-parallel rank {dp_rank} has no loader, or one that was never asked for a batch",
-                found=f"none of its processes hands out batches, after {offers[0].trained} batches were trained",
+                found=f"none of its processes hands out batches, after {trained} batches were trained",
                 expected="a loader on at least one process of every data-parallel rank",
                 cause="the model was fed from somewhere else",
                 action="iterate over what megaresume returned; nothing else may feed the model",
