@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
-from megaresume.checkpoint.formats import NewerFormatError, count, text
+from megaresume.checkpoint.formats import count, is_version, text
 from megaresume.stream.errors import StateError
 from megaresume.stream.state import VERSION as STREAM_VERSION
 from megaresume.stream.state import StreamState, checksum
@@ -189,14 +189,7 @@ def _parse(data: object) -> Mapping[str, Any]:
 
 
 def _check_version(what: str, version: object, newest: int) -> None:
-    if type(version) is int and version > newest:
-        raise NewerFormatError(
-            f"{what} was written by a newer megaresume",
-            found=f"version {version}",
-            expected=f"version {newest} or older",
-            action="upgrade megaresume on this machine to the version that wrote it: pip install --upgrade megaresume",
-        )
-    if type(version) is not int or version < 1:
+    if not is_version(version, newest, what):
         raise StateError(
             f"{what} has a version that this release cannot read",
             found=f"version {version!r}",

@@ -57,6 +57,14 @@ def read_file(path: str | os.PathLike[str]) -> bytes:
         return file.read()
 
 
+def size_of(path: Path) -> int | None:
+    """Bytes of a file; None: it is not there, or cannot be looked at."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
 def check_regular(descriptor: int, path: str | os.PathLike[str]) -> None:
     """Raise an OSError if an open file is no regular one."""
     _check(os.fstat(descriptor).st_mode, path)

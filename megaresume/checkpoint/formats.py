@@ -108,6 +108,27 @@ def unseal(data: bytes) -> dict[str, Any]:
     return fields
 
 
+def is_version(found: object, newest: int, what: str, path: Path | None = None) -> bool:
+    """Whether this is a version that is known here.
+
+    Args:
+        found: the member ``version`` of something intact.
+        newest: that is known.
+        what, path: for the error.
+
+    Raises:
+        NewerFormatError: it is a later one.
+    """
+    if type(found) is int and found > newest:
+        raise NewerFormatError(
+            f"{what} was written by a newer megaresume",
+            found=f"version {found}" if path is None else f"{path}: version {found}",
+            expected=f"version {newest} or older",
+            action="upgrade megaresume on this machine to the version that wrote it: pip install --upgrade megaresume",
+        )
+    return type(found) is int and found >= 1
+
+
 def read_sealed(
     path: Path, *, what: str, format_name: str, version: int, error: type[MegaresumeError]
 ) -> dict[str, Any]:
@@ -149,15 +170,8 @@ def read_sealed(
             cause="a file was renamed or copied over another one",
         )
     found_version = fields.get("version")
-    if type(found_version) is not int or found_version < 1:
+    if not is_version(found_version, version, what, path):
         raise error(f"{what} has no version", found=f"{path}: version {found_version!r}", expected="an integer")
-    if found_version > version:
-        raise NewerFormatError(
-            f"{what} was written by a newer megaresume",
-            found=f"{path}: version {found_version}",
-            expected=f"version {version} or older",
-            action="upgrade megaresume on this machine to the version that wrote it",
-        )
     return fields
 
 

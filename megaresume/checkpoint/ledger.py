@@ -10,6 +10,7 @@ reported, not used, and closed off by the next append. Damaged lines elsewhere a
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import heapq
 import os
@@ -29,7 +30,7 @@ from megaresume.checkpoint.files import (
     write_all,
     write_error,
 )
-from megaresume.checkpoint.formats import NewerFormatError, SealError, count, seal, text, unseal
+from megaresume.checkpoint.formats import SealError, count, is_version, seal, text, unseal
 from megaresume.checkpoint.paths import recorded_tag
 from megaresume.checkpoint.topology import Topology
 from megaresume.stream.errors import StateError
@@ -69,21 +70,11 @@ class LedgerEntry:
 
     def to_bytes(self) -> bytes:
         """The line, with its newline."""
-        fields: dict[str, Any] = {
-            "format": FORMAT,
-            "version": VERSION,
-            "kind": self.kind,
-            "iteration": self.iteration,
-            "tag": self.tag,
-            "samples": self.samples,
-            "digest": self.digest,
-            "run": self.run,
-            "time": self.time,
-            "topology": self.topology.to_dict(),
-        }
-        if self.details:
-            fields["details"] = dict(self.details)
-        return seal(fields)
+        members = {name: getattr(self, name) for name in _MEMBERS if name != "details" or self.details}
+        return seal({"format": FORMAT, "version": VERSION, **members, "topology": self.topology.to_dict()})
+
+
+_MEMBERS = tuple(field.name for field in dataclasses.fields(LedgerEntry))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,15 +184,8 @@ def read_run(path: Path) -> str | None:
 
 def _entry(path: Path, fields: Mapping[str, Any]) -> LedgerEntry:
     version = fields["version"]
-    if fields["format"] != FORMAT or type(version) is not int or version < 1:
+    if fields["format"] != FORMAT or not is_version(version, VERSION, "the ledger", path):
         raise ValueError(f"it is a {fields['format']!r}, version {version!r}")
-    if version > VERSION:
-        raise NewerFormatError(
-            "the ledger was written by a newer megaresume",
-            found=f"{path}: version {version}",
-            expected=f"version {VERSION} or older",
-            action="upgrade megaresume on this machine to the version that wrote it",
-        )
     kind = fields["kind"]
     if kind not in ("checkpoint", "durable", "start", "finished"):
         raise ValueError(f"unknown kind {kind!r}")

@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -30,6 +30,9 @@ ALGORITHM = "xxh3_128"
 
 #: bytes read at once; large enough that hashing, not the calls, is what costs.
 _CHUNK = 4 << 20
+
+#: files that are read at the same time, on a machine with as many cores.
+MOST_THREADS = 16
 
 _NUMBER = re.compile(r"[0-9]+")
 #: what frameworks look for by these names, of whatever rank.
@@ -121,14 +124,13 @@ def checksum_file(path: str | os.PathLike[str], progress: Progress | None = None
 
 
 def checksum_files(
-    tag_dir: Path, paths: Iterable[str], *, threads: int | None = None, progress: Progress | None = None
+    tag_dir: Path, paths: Iterable[str], *, progress: Progress | None = None
 ) -> dict[str, str | OSError]:
     """Checksum files in parallel; hashing and reading release the interpreter lock.
 
     Args:
         tag_dir: what the paths are relative to.
         paths: the files.
-        threads: at the same time; None: one a core, at most 16.
         progress: called with the bytes just read, from several threads.
 
     Returns:
@@ -143,7 +145,7 @@ def checksum_files(
             return error
 
     names = list(paths)
-    with ThreadPoolExecutor(threads or min(16, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
         try:
             found = pool.map(one, names)
         except RuntimeError:  # no new threads as Python ends, which waits until the last checkpoint is durable
@@ -208,7 +210,6 @@ class Manifest:
         tag_dir: Path,
         *,
         mode: Literal["sizes", "checksums"] = "sizes",
-        threads: int | None = None,
         progress: Progress | None = None,
     ) -> list[Problem]:
         """Hold the files on disk against the manifest.
@@ -220,26 +221,21 @@ class Manifest:
             tag_dir: the tag directory.
             mode: ``checksums`` reads every file that has one; ``sizes`` costs one look-up a file. Files in ``beside``
                 are small, and are always read.
-            threads: see `checksum_files`.
             progress: see `checksum_files`.
 
         Returns:
             what is wrong, in the order of the manifest; empty: nothing.
         """
-        found = verify_files(tag_dir, self.files, mode=mode, threads=threads, progress=progress)
-        return found + _unlisted_problems(tag_dir, self.files) + self.verify_beside(tag_dir.parent, threads=threads)
+        found = verify_files(tag_dir, self.files, mode=mode, progress=progress)
+        return found + _unlisted_problems(tag_dir, self.files) + self.verify_beside(tag_dir.parent)
 
-    def verify_beside(self, root: Path, *, threads: int | None = None) -> list[Problem]:
+    def verify_beside(self, root: Path) -> list[Problem]:
         """Hold the files in ``<root>/megaresume`` against the manifest, with their checksums: as `verify`."""
         if not self.beside:
             return []
-        found = verify_files(records_dir(root), self.beside, mode="checksums", threads=threads)
-        return [
-            Problem(
-                path=f"{records_dir(root).name}/{p.path}", kind=p.kind, detail=f"{rank_file_words(p.path)} {p.detail}"
-            )
-            for p in found
-        ]
+        found = verify_files(records_dir(root), self.beside, mode="checksums")
+        place = records_dir(root).name
+        return [replace(p, path=f"{place}/{p.path}", detail=f"{rank_file_words(p.path)} {p.detail}") for p in found]
 
 
 def verify_files(
@@ -247,7 +243,6 @@ def verify_files(
     files: tuple[FileEntry, ...],
     *,
     mode: Literal["sizes", "checksums"],
-    threads: int | None = None,
     progress: Progress | None = None,
 ) -> list[Problem]:
     """What is wrong with these files of a directory, and with no others; arguments as of `Manifest.verify`."""
@@ -258,7 +253,7 @@ def verify_files(
             problems[entry.path] = problem
     if mode == "checksums":
         checked = {e.path: e for e in files if e.checksum is not None and e.path not in problems}
-        actual = checksum_files(directory, checked, threads=threads, progress=progress)
+        actual = checksum_files(directory, checked, progress=progress)
         for path, checksum in actual.items():
             if isinstance(checksum, OSError):
                 detail = f"cannot be read: {checksum.strerror or checksum}"

@@ -136,7 +136,7 @@ def _settle(root: Path, choice: Choice | None) -> None:
         chosen = own is not None and (own.tag, own.iteration) == (candidate.tag, candidate.iteration)
         known = {entry.details.get("save_id") for entry in read_ledger(ledger_path(root)).entries}
         if chosen and found.step.save_id not in known:
-            publish(root, found.step, found.manifest, latest=marker.latest, tracker=marker.tracker, seconds=None)
+            publish(root, found.step, found.manifest, marker, seconds=None)
         else:
             remove_marker(path)
 

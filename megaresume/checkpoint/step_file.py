@@ -108,9 +108,10 @@ class StepFile:
         return seal(self.to_fields(), depth=3)
 
 
-def write_step_file(path: Path, step: StepFile, *, sync_dir: bool = True) -> None:
-    """Write atomically, as the owner of the root (see `write_fenced`). Raises CheckpointError."""
-    write_fenced(path.parent.parent, path, step.to_bytes(), sync_dir=sync_dir)
+def write_step_file(path: Path, step: StepFile) -> None:
+    """Write atomically, as the owner of the root (see `write_fenced`); durable with the manifest, which is written next
+    into the same directory. Raises CheckpointError."""
+    write_fenced(path.parent.parent, path, step.to_bytes(), sync_dir=False)
 
 
 def read_step_file(

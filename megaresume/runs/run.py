@@ -75,7 +75,7 @@ class Run:
             name = run_of(self.root)
         except StateError as error:
             self._nameless = error
-        search = Search(self.root, name, self.tag, self.checksums, None, self._progress)
+        search = Search(self.root, name, self.tag, checksums=self.checksums, progress=self._progress)
         search.pointers = self.pointers
         with contextlib.suppress(StateError):
             search.ledger = self.ledger

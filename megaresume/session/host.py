@@ -268,11 +268,10 @@ class Save:
             expected_files=self.expected,
             beside=self.rank_files,
             origin=origin,
-            boots=session.durability.machines.boots,
         )
         step = self.pending.step
         session.committed = step.iteration, step.state, step.topology
-        if self.pending.latest:
+        if self.pending.marker.latest:
             session.host.committed(self.save_dir)
         if (copies := session.copies_of(self.save_dir)) is not None:
             copies.submit(self.envelope.iteration, self.tag)

@@ -74,7 +74,7 @@ def test_after_a_restart_of_the_machine_only_durable_ones_count(
     assert choice is not None and choice.iteration == 30
     assert "went down" in choice.rejected[0].reason
     assert not_durable(root) == ()
-    asked = choose(root, iteration=40)  # on purpose: with a note
+    asked = choose(root, tag="global_step40")  # on purpose: with a note
     assert asked is not None and asked.state is not None and "may hold anything" in asked.notes[0]
     monkeypatch.undo()
     make_durable(root, complete)
@@ -85,9 +85,10 @@ def test_after_a_restart_of_the_machine_only_durable_ones_count(
 def test_every_machine_that_wrote_it_must_be_up(
     root: Path, state: MakeState, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pending = begin_save(root, tag="global_step40", iteration=40, state=state(320))
+    boots = [system.boot_id(), "of another node"]
+    pending = begin_save(root, tag="global_step40", iteration=40, state=state(320), boots=boots)
     model(pending.tag_dir, state(320))
-    commit_save(pending, boots=[system.boot_id(), "of another node"])
+    commit_save(pending)
     assert taken(root) == 30
     monkeypatch.setattr(system, "_up", {"of another node"})
     assert taken(root) == 40

@@ -329,7 +329,7 @@ def _killed(command: list[str]) -> int:
 
 
 def _step_of(root: Path, iteration: int) -> StepFile:
-    choice = choose(root, iteration=iteration)
+    choice = choose(root, tag=f"global_step{iteration}")
     assert choice is not None and choice.step is not None
     return choice.step
 

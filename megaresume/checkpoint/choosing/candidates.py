@@ -182,7 +182,6 @@ def examine(
     *,
     run: str | None = None,
     checksums: bool = False,
-    threads: int | None = None,
     progress: Progress | None = None,
 ) -> Examined:
     """Look closely at one checkpoint.
@@ -192,7 +191,6 @@ def examine(
         candidate: one of `list_candidates`.
         run: the run that the root belongs to; None: any.
         checksums: read every file that has a checksum in the manifest.
-        threads: for checksums.
         progress: for checksums: called with the bytes just read, from several threads.
 
     Raises:
@@ -241,7 +239,7 @@ def examine(
     # Of what may not have reached the disk checksums tell.
     in_doubt = not manifest.is_safe
     mode: Literal["sizes", "checksums"] = "checksums" if checksums or in_doubt else "sizes"
-    problems = manifest.verify(root / tag, mode=mode, threads=threads, progress=progress)
+    problems = manifest.verify(root / tag, mode=mode, progress=progress)
     if problems:
         return verdict("damaged", *map(str, problems))
     if in_doubt and not manifest.has_checksums:

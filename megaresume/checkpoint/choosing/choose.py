@@ -29,9 +29,7 @@ def choose(
     load_dir: str | os.PathLike[str],
     *,
     tag: str | None = None,
-    iteration: int | None = None,
     checksums: bool = False,
-    threads: int | None = None,
     progress: Progress | None = None,
     damaged: Mapping[Path, str] | None = None,
 ) -> Choice | None:
@@ -41,9 +39,7 @@ def choose(
         load_dir: the checkpoint root.
         tag: exactly this tag directory, or an error. ``global_step10_universal`` takes the data state of
             ``global_step10``, from which it was converted.
-        iteration: exactly this iteration (Megatron's ``--ckpt-step``), or an error.
         checksums: read every file that has a checksum in its manifest.
-        threads: for checksums, at the same time; None: one a core.
         progress: for checksums: called with the bytes just read, from several threads.
         damaged: tag directories that could not be read, with the reason; they are passed over.
 
@@ -59,12 +55,8 @@ def choose(
     _check_root(root)
     if tag is not None:
         check_tag(tag)
-    search = Search(root, run_of(root), tag, checksums, threads, progress, damaged)
-    if tag is not None:
-        return search.exactly_tag(tag, iteration)
-    if iteration is not None:
-        return search.exactly_iteration(iteration)
-    return search.newest()
+    search = Search(root, run_of(root), tag, checksums=checksums, progress=progress, damaged=damaged)
+    return search.newest() if tag is None else search.exactly_tag(tag)
 
 
 def _check_root(root: Path) -> None:
@@ -85,8 +77,6 @@ def choose_of_two(
     shared: str | os.PathLike[str],
     *,
     tag: str | None = None,
-    iteration: int | None = None,
-    checksums: bool = False,
     damaged: Mapping[Path, str] | None = None,
 ) -> Choice | None:
     """What to load: each root is asked as `choose` does, then the newer choice is taken; the local one where both are
@@ -106,7 +96,7 @@ def choose_of_two(
     failed: list[tuple[Path, CheckpointError]] = []
     for root in roots:
         try:
-            choice = choose(root, tag=tag, iteration=iteration, checksums=checksums, damaged=damaged)
+            choice = choose(root, tag=tag, damaged=damaged)
         except CheckpointError as error:
             failed.append((root, error))
             continue

@@ -113,14 +113,14 @@ class Search:
         root: Path,
         run: str | None,
         tag: str | None,
+        *,
         checksums: bool,
-        threads: int | None,
         progress: Progress | None,
         damaged: Mapping[Path, str] | None = None,
     ) -> None:
         self.root = root
         self.damaged = damaged or {}
-        self.checksums, self.threads, self.progress = checksums, threads, progress
+        self.checksums, self.progress = checksums, progress
         self.pointers = read_pointers(root)
         named = tuple(name for name in (tag, *(p.tag for p in self.pointers)) if name)
         self.candidates = list_candidates(root, tags=named)
@@ -137,12 +137,7 @@ class Search:
             self.examined[candidate] = Examined(candidate=candidate, status="damaged", reasons=(reason,))
         if candidate not in self.examined:
             self.examined[candidate] = examine(
-                self.root,
-                candidate,
-                run=self.run,
-                checksums=self.checksums,
-                threads=self.threads,
-                progress=self.progress,
+                self.root, candidate, run=self.run, checksums=self.checksums, progress=self.progress
             )
         return self.examined[candidate]
 
@@ -166,7 +161,7 @@ class Search:
             notes=tuple(self.notes),
         )
 
-    def exactly_tag(self, tag: str, iteration: int | None) -> Choice:
+    def exactly_tag(self, tag: str, iteration: int | None = None) -> Choice:
         matching = [c for c in self.candidates if c.tag == tag and iteration in (None, c.iteration)]
         if tag.endswith(_UNIVERSAL) and matching and not matching[0].records:
             return self._universal(tag)

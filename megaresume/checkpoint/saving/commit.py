@@ -33,7 +33,7 @@ from typing import Any
 
 from megaresume.checkpoint import system
 from megaresume.checkpoint.data_state import DataState
-from megaresume.checkpoint.files import make_dir, write_atomic, write_error
+from megaresume.checkpoint.files import make_dir, size_of, write_atomic, write_error
 from megaresume.checkpoint.ledger import append_ledger, with_attempt
 from megaresume.checkpoint.lock import check_owned, write_fenced
 from megaresume.checkpoint.manifest import FileEntry, Manifest, list_files, unlisted
@@ -76,9 +76,8 @@ class PendingCheckpoint:
     #: the checkpoint root.
     save_dir: Path
     step: StepFile
-    #: which pointers the commit moves.
-    latest: bool
-    tracker: bool
+    #: which pointers the commit moves, and which machines write.
+    marker: Marker
     #: seconds since 1970, when the save began.
     began: float
 
@@ -94,8 +93,6 @@ class Commit:
 
     step: StepFile
     manifest: Manifest
-    #: from `begin_save` to the end of the commit.
-    seconds: float
     #: what somebody should know: sentences.
     notes: tuple[str, ...]
 
@@ -151,16 +148,10 @@ def begin_save(
         state=state,
         framework=framework,
     )
-    write_marker(
-        marker_path(root, iteration, tag), Marker.of(step, latest=latest, tracker=tracker, boots=_boots(boots))
-    )
-    return PendingCheckpoint(
-        save_dir=root,
-        step=step,
-        latest=latest,
-        tracker=tracker,
-        began=began,
-    )
+    boots = [system.boot_id()] if boots is None else boots
+    marker = Marker.of(step, latest=latest, tracker=tracker, boots=boots)
+    write_marker(marker_path(root, iteration, tag), marker)
+    return PendingCheckpoint(save_dir=root, step=step, marker=marker, began=began)
 
 
 def commit_save(
@@ -169,7 +160,6 @@ def commit_save(
     expected_files: Iterable[str] | None = None,
     beside: Iterable[FileEntry] = (),
     origin: Mapping[str, Any] | None = None,
-    boots: Iterable[str] | None = None,
 ) -> Commit:
     """Make a save count. On rank 0, after the barrier that follows the last model file (or in the finalizer).
 
@@ -180,7 +170,6 @@ def commit_save(
         expected_files: files that must be there, relative to the tag directory; None: at least one that is not empty.
         beside: files of this save in ``<save>/megaresume``, with checksums; they are part of the checkpoint.
         origin: a data config that opens the same corpora again, for ``<save>/megaresume/data.yaml``.
-        boots: of the machines that wrote it (`system.boot_id`); None: of this one alone.
 
     Raises:
         CheckpointError: expected files are missing or empty (named; the pointers stay as they are), another save of
@@ -201,20 +190,16 @@ def commit_save(
         files=files,
         beside=others,
         durable=False,
-        boots=_boots(boots),
+        boots=pending.marker.boots,
     )
     # One fsync of the directory for both: should a power cut lose only the state, the manifest tells.
-    write_step_file(step_path(root, step.iteration, step.tag), step, sync_dir=False)
+    write_step_file(step_path(root, step.iteration, step.tag), step)
     write_fenced(root, manifest_path(root, step.iteration, step.tag), manifest.to_bytes())
     seconds = time.time() - pending.began
     if origin is not None:
         write_data_config(root, origin)
-    publish(root, step, manifest, latest=pending.latest, tracker=pending.tracker, seconds=seconds, notes=notes)
-    return Commit(step=step, manifest=manifest, seconds=time.time() - pending.began, notes=notes)
-
-
-def _boots(boots: Iterable[str] | None) -> tuple[str, ...]:
-    return tuple(sorted({system.boot_id()} if boots is None else set(boots)))
+    publish(root, step, manifest, pending.marker, seconds=seconds, notes=notes)
+    return Commit(step=step, manifest=manifest, notes=notes)
 
 
 def abandon_save(root: Path, *, iteration: int, tag: str) -> None:
@@ -241,9 +226,8 @@ def publish(
     root: Path,
     step: StepFile,
     manifest: Manifest,
+    marker: Marker,
     *,
-    latest: bool,
-    tracker: bool,
     seconds: float | None,
     notes: tuple[str, ...] = (),
 ) -> None:
@@ -253,14 +237,13 @@ def publish(
         root: the checkpoint root.
         step: the state that was committed.
         manifest: its manifest.
-        latest: whether to move DeepSpeed's pointer.
-        tracker: whether to move Megatron's.
+        marker: of the save: which pointers to move.
         seconds: that the save took; None: not known.
         notes: to be kept in the ledger.
     """
-    if latest:
+    if marker.latest:
         write_latest(root, step.tag)
-    if tracker:
+    if marker.tracker:
         write_tracker(root, step.iteration)
     details: dict[str, object] = {
         "save_id": step.save_id,
@@ -312,7 +295,7 @@ def _collect(tag_dir: Path, expected: Iterable[str] | None) -> tuple[FileEntry, 
 
 
 def _check_beside(root: Path, entries: tuple[FileEntry, ...]) -> None:
-    sizes = [(entry, _size_of(records_dir(root) / entry.path)) for entry in entries]
+    sizes = [(entry, size_of(records_dir(root) / entry.path)) for entry in entries]
     wrong = [
         f"{entry.path} is missing" if size is None else f"{entry.path} has {size} of {entry.size} bytes"
         for entry, size in sizes
@@ -320,13 +303,6 @@ def _check_beside(root: Path, entries: tuple[FileEntry, ...]) -> None:
     ]
     if wrong:
         _refuse(records_dir(root), wrong, f"{len(entries)} files as they were written")
-
-
-def _size_of(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None
 
 
 def _refuse(tag_dir: Path, wrong: list[str], expected: str) -> None:

@@ -18,7 +18,16 @@ from pathlib import Path
 import xxhash
 
 from megaresume.checkpoint.choosing.candidates import examine, find
-from megaresume.checkpoint.files import fsync_dir, fsync_file, make_dir, open_file, write_all, write_atomic, write_error
+from megaresume.checkpoint.files import (
+    fsync_dir,
+    fsync_file,
+    make_dir,
+    open_file,
+    size_of,
+    write_all,
+    write_atomic,
+    write_error,
+)
 from megaresume.checkpoint.ledger import append_lines, read_ledger
 from megaresume.checkpoint.lock import check_owned, write_fenced
 from megaresume.checkpoint.manifest import FileEntry, Manifest, checksum_file, list_files, read_manifest
@@ -57,7 +66,7 @@ def copy_checked(source: Path, target: Path, entry: FileEntry) -> str:
     Raises:
         CheckpointError: a disk refuses; the source is not what was saved; or the target reads back other bytes.
     """
-    if _is_there(target, entry.size):  # of a copy that was cut off
+    if size_of(target) == entry.size:  # of a copy that was cut off
         expected = entry.checksum or _checksum(source)
         if _checksum(target) == expected:
             return expected
@@ -80,13 +89,6 @@ def copy_checked(source: Path, target: Path, entry: FileEntry) -> str:
             action="it is copied again; look at the storage",
         )
     return written
-
-
-def _is_there(path: Path, size: int) -> bool:
-    try:
-        return path.stat().st_size == size
-    except OSError:
-        return False
 
 
 def write_copy(source: Path, target: Path) -> str:
@@ -165,7 +167,7 @@ def stage(local: Path, shared: Path, iteration: int, tag: str) -> StepFile | Non
     copy = Manifest(
         iteration=iteration, tag=tag, save_id=step.save_id, digest=manifest.digest, files=files, beside=beside
     )
-    write_step_file(step_path(shared, iteration, tag), step, sync_dir=False)
+    write_step_file(step_path(shared, iteration, tag), step)
     write_fenced(shared, manifest_path(shared, iteration, tag), copy.to_bytes())
     if latest:
         write_latest(shared, tag)
