@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from megaresume.checkpoint import system
@@ -77,17 +78,14 @@ class _Work:
     #: files by the machine that writes them; others may be anybody's.
     owners: Mapping[str, int]
     retention: Retention = KEEP_ALL
-    checksums: dict[str, str | None] | None = None
+    #: what this machine has done; None: nothing.
+    part: Part | None = None
     #: since when nobody expects a manifest any more: a later save is committed, or the run ends; None: it may come.
     passed: float | None = None
     #: whether the last try failed.
     failed: bool = False
-    #: files that could not be forced to the disk; why; whether all of them are there now.
+    #: files that could not be forced to the disk.
     lost: set[str] = field(default_factory=set)
-    error: str = ""
-    is_forced: bool = False
-    #: whether what was saved is nowhere any more.
-    is_gone: bool = False
 
     def paths(self, manifest: Manifest) -> Iterable[str]:
         """What this machine has to do: its own files, and of those that are nobody's all of them, to be safe."""
@@ -95,10 +93,8 @@ class _Work:
 
     def all_checksums(self, parts: Iterable[Part | None]) -> dict[str, str | None]:
         """Those of this machine, and of the parts of others."""
-        found = dict(self.checksums or {})
-        for part in parts:
-            found.update(part.checksums if part is not None else {})
-        return found
+        known = [part.checksums for part in (self.part, *parts) if part is not None]
+        return dict(chain.from_iterable(checksums.items() for checksums in known))
 
 
 class Durability:
@@ -268,8 +264,9 @@ class Durability:
             if not missing:
                 raise  # of the records: there again at the next try
             words = f"somebody deleted {', '.join(missing)}"
-        work.is_gone, work.error, work.checksums = True, words, work.checksums or {}
-        self._exchange(work, manifest)
+        work.part = work.part or Part(checksums={})
+        work.part.is_gone, work.part.error = True, words
+        self._exchange(work, work.part, manifest)
         log.error("megaresume: %s is damaged, and no start takes it: %s", work.tag, words)
         return True
 
@@ -281,41 +278,40 @@ class Durability:
 
     def _make_durable(self, work: _Work, manifest: Manifest) -> bool:
         mine = list(work.paths(manifest))
-        if work.checksums is None:
-            work.checksums = take_checksums(work.root, manifest, mine, read=self._checksums)
+        if work.part is None:
+            work.part = Part(checksums=take_checksums(work.root, manifest, mine, read=self._checksums))
             # Nobody knows any more which of them could not be forced.
             work.lost |= {path for path in mine if work.machine == 0 and not manifest.boots}
-        parts = self._exchange(work, manifest)
-        if not work.is_forced:
+        part = work.part
+        parts = self._exchange(work, part, manifest)
+        if not part.is_forced:
             try:
-                force(work.root, manifest, mine, again={path: work.checksums[path] for path in work.lost})
+                force(work.root, manifest, mine, again={path: part.checksums[path] for path in work.lost})
             except NotForcedError as error:
                 work.lost |= error.paths
-                work.error = str(error)
-                self._exchange(work, manifest)
+                part.error = str(error)
+                self._exchange(work, part, manifest)
                 raise
-            work.is_forced, work.error = True, ""
+            part.is_forced, part.error = True, ""
         if work.machine != 0:
-            self._exchange(work, manifest)
+            self._exchange(work, part, manifest)
             return True
-        if gone := [part.error for part in parts if part is not None and part.is_gone]:
+        if gone := [other.error for other in parts if other is not None and other.is_gone]:
             raise GoneError("; ".join(gone))
-        if not all(part is not None and part.is_forced for part in parts):
+        if not all(other is not None and other.is_forced for other in parts):
             return False
         finish(work.root, manifest, work.all_checksums(parts), retention=work.retention)
         return True
 
-    def _exchange(self, work: _Work, manifest: Manifest) -> list[Part | None]:
+    def _exchange(self, work: _Work, mine: Part, manifest: Manifest) -> list[Part | None]:
         """Tell rank 0 what this machine has done; on rank 0: put into the manifest what all of them have, and return
         the parts of the others."""
-        assert work.checksums is not None
         if work.machine != 0:
-            part = Part(checksums=work.checksums, is_forced=work.is_forced, error=work.error, is_gone=work.is_gone)
-            write_part(work.root, manifest, work.machine, part)
+            write_part(work.root, manifest, work.machine, mine)
             return []
         parts = [read_part(work.root, manifest, machine) for machine in range(1, work.machines)]
         checksums = work.all_checksums(parts)
-        if manifest.boots and (work.error or any(part is not None and part.error for part in parts)):
+        if manifest.boots and any(part is not None and part.error for part in (mine, *parts)):
             distrust(work.root, manifest, checksums)
         elif not manifest.has_checksums and all(checksums.get(entry.path) for entry in manifest.files):
             note_checksums(work.root, manifest, checksums)

@@ -381,16 +381,7 @@ class Session:
             step = read_step_file(path, iteration=envelope.iteration, tag=tag)
             if step.state == envelope.state or not replaces:
                 return
-        pending = begin_save(
-            root,
-            tag=tag,
-            iteration=envelope.iteration,
-            state=envelope.state,
-            framework=envelope.framework,
-            topology=loaded.topology,
-            latest=False,
-            tracker=False,
-        )
+        pending = _begin_save(root, envelope, tag, loaded.topology, latest=False, tracker=False)
         commit_save(pending, beside=beside)
 
     # Steps
@@ -539,7 +530,7 @@ class Session:
         state = envelope or self.snapshot()
         self.host.settle()
         written = self._with_retries(
-            lambda: self._write(root, write, tag, state, random, latest=latest, tracker=tracker),
+            lambda: self._write(root, write, tag, state, random, {"latest": latest, "tracker": tracker}),
             root,
             state.iteration,
             tag,
@@ -592,9 +583,7 @@ class Session:
         tag: str,
         state: Envelope,
         random: Snapshot | None,
-        *,
-        latest: bool,
-        tracker: bool,
+        pointers: Mapping[str, bool],
     ) -> tuple[Save, list[Sequence[str] | None], Any]:
         """All files of a save, once; the save, the files that each rank was to write, and what ``write`` did."""
         began, data = time.monotonic(), self.data
@@ -606,17 +595,7 @@ class Session:
             take(root)  # held since the start, unless the session was closed meanwhile
             self.durability.wait_for(root, tag)
             make_room(root, state.iteration, tag)
-            return begin_save(
-                root,
-                tag=tag,
-                iteration=state.iteration,
-                state=state.state,
-                framework=state.framework,
-                topology=topology,
-                latest=latest,
-                tracker=tracker,
-                boots=self.durability.machines.boots,
-            )
+            return _begin_save(root, state, tag, topology, boots=self.durability.machines.boots, **pointers)
 
         def write_rank_files() -> tuple[FileEntry, ...]:
             files = data.write_files(root, state.iteration, tag)
@@ -694,6 +673,18 @@ class Session:
         if not is_saving:
             for directory in self._claimed:
                 release(directory)
+
+
+def _begin_save(root: Path, envelope: Envelope, tag: str, topology: Topology | None, **more: Any) -> PendingCheckpoint:
+    return begin_save(
+        root,
+        tag=tag,
+        iteration=envelope.iteration,
+        state=envelope.state,
+        framework=envelope.framework,
+        topology=topology,
+        **more,
+    )
 
 
 def _record_end(root: Path, iteration: int, state: DataState, topology: Topology) -> None:

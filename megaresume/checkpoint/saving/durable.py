@@ -156,12 +156,12 @@ def _write_again(root: Path, path: Path, checksum: str | None) -> None:
         draft.unlink(missing_ok=True)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Part:
     """What one node has done."""
 
     checksums: Mapping[str, str | None]
-    is_forced: bool
+    is_forced: bool = False
     #: why it could not be, at the last try.
     error: str = ""
     #: whether what was saved is nowhere any more: there will be no other try.

@@ -225,14 +225,12 @@ def attach(
     session.start()  # before anything that takes long
 
     balance = on_all_ranks(lambda: loader.balanced)
-    opened: list[Stream] = []
 
+    @functools.cache
     def open_data() -> Stream:
-        if not opened:
-            stream = data if isinstance(data, Stream) else _open(data, data_options)
-            stream.fingerprints  # noqa: B018  computed here, where an error reaches every rank
-            opened.append(stream)
-        return opened[0]
+        stream = data if isinstance(data, Stream) else _open(data, data_options)
+        stream.fingerprints  # noqa: B018  computed here, where an error reaches every rank
+        return stream
 
     # Rank 0 first: it leaves the fingerprints beside the corpora, and the other ranks need not compute them again.
     on_rank_0(lambda: bool(open_data()))

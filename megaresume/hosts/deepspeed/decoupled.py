@@ -33,6 +33,7 @@ from megaresume.checkpoint.files import write_error
 from megaresume.checkpoint.paths import records_dir
 from megaresume.checkpoint.saving.commit import PendingCheckpoint
 from megaresume.hosts.deepspeed import engine as facts
+from megaresume.hosts.instances import hook
 from megaresume.session.ranks import on_all_ranks, on_rank_0, rank, world_size
 from megaresume.stream.errors import CheckpointError, MegaresumeError
 
@@ -84,8 +85,8 @@ def watch(engine: Any) -> None:
     if not facts.is_decoupled(engine):
         return
     engine._commit_decoupled_checkpoint = functools.partial(_settle_weakly, weakref.ref(engine))
-    engine.destroy = _destroy_hook(engine.destroy, weakref.ref(engine))
-    writer.save = _portable(writer.save, weakref.ref(engine))
+    hook(engine, "destroy", functools.partial(_destroy, weakref.ref(engine)))
+    hook(writer, "save", functools.partial(_save_copy, weakref.ref(engine)))
     # DeepSpeed measures its first checkpoint with collectives between the ranks' waiting: one that fails alone would
     # leave the others there.
     writer.checkpoint_size._gigabytes = math.nan
@@ -164,31 +165,22 @@ def _settle_weakly(reference: weakref.ref[Any]) -> None:
         settle(engine)
 
 
-def _destroy_hook(destroy: Callable[..., Any], reference: weakref.ref[Any]) -> Callable[..., Any]:
-    @functools.wraps(destroy)
-    def destroy_engine(*args: Any, **kwargs: Any) -> Any:
-        _settle_weakly(reference)
-        return destroy(*args, **kwargs)
-
-    return destroy_engine
+def _destroy(reference: weakref.ref[Any], destroy: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    _settle_weakly(reference)
+    return destroy(*args, **kwargs)
 
 
-def _portable(save: Callable[..., Any], reference: weakref.ref[Any]) -> Callable[..., Any]:
+def _save_copy(reference: weakref.ref[Any], save: Callable[..., Any], state_dict: Any, path: str) -> Any:
     """The writer's ``save``, of a state that can go to another process, and that training does not change there."""
-
-    @functools.wraps(save)
-    def save_copy(state_dict: Any, path: str) -> Any:
-        engine = reference()
-        # ZeRO 1 keeps its weights as slices that require gradients: torch refuses to hand those over.
-        state_dict = _pytree.tree_map(lambda x: x.detach() if getattr(x, "requires_grad", False) else x, state_dict)
-        module = state_dict.get("module")
-        if engine is not None and isinstance(module, dict):
-            # Weights change in the step, after the wait; buffers already in the forward pass, while they are written.
-            names = [name for name, _ in engine.module.named_buffers() if name in module]
-            state_dict = {**state_dict, "module": {**module, **{name: module[name].clone() for name in names}}}
-        return save(state_dict, path)
-
-    return save_copy
+    engine = reference()
+    # ZeRO 1 keeps its weights as slices that require gradients: torch refuses to hand those over.
+    state_dict = _pytree.tree_map(lambda x: x.detach() if getattr(x, "requires_grad", False) else x, state_dict)
+    module = state_dict.get("module")
+    if engine is not None and isinstance(module, dict):
+        # Weights change in the step, after the wait; buffers already in the forward pass, while they are written.
+        names = [name for name, _ in engine.module.named_buffers() if name in module]
+        state_dict = {**state_dict, "module": {**module, **{name: module[name].clone() for name in names}}}
+    return save(state_dict, path)
 
 
 # The end of the program

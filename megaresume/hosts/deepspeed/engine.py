@@ -156,17 +156,13 @@ def failing_late(engine: Any) -> Iterator[list[Exception]]:
     the collectives that follow. It writes nothing more, and what was raised is in the list that is given."""
     errors: list[Exception] = []
 
-    def late(write: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(write)
-        def instead(*args: Any, **kwargs: Any) -> Any:
-            if not errors:
-                try:
-                    return write(*args, **kwargs)
-                except Exception as error:  # noqa: BLE001  raised later, on every rank
-                    errors.append(error)
-            return None
-
-        return instead
+    def late(write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not errors:
+            try:
+                return write(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001  raised later, on every rank
+                errors.append(error)
+        return None
 
     places = (
         (engine.checkpoint_engine, "save"),
@@ -175,7 +171,7 @@ def failing_late(engine: Any) -> Iterator[list[Exception]]:
     )
     with contextlib.ExitStack() as hooks:
         for owner, name in places:
-            hooks.enter_context(replaced(owner, **{name: late(getattr(owner, name))}))
+            hooks.enter_context(replaced(owner, **{name: functools.partial(late, getattr(owner, name))}))
         yield errors
 
 
@@ -184,13 +180,9 @@ def loading(engine: Any, gate: Callable[[], None]) -> Iterator[None]:
     """Within it, ``load_checkpoint`` calls ``gate`` after a rank has read files of its own and before a collective: a
     rank that cannot read a file does not come there."""
 
-    def after(collective: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(collective)
-        def instead(*args: Any, **kwargs: Any) -> Any:
-            gate()
-            return collective(*args, **kwargs)
-
-        return instead
+    def after(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        gate()
+        return collective(*args, **kwargs)
 
     places = (
         (engine, "load_module_state_dict"),  # ZeRO 3: gathers parameters if weights alone are loaded
@@ -201,7 +193,7 @@ def loading(engine: Any, gate: Callable[[], None]) -> Iterator[None]:
     with contextlib.ExitStack() as hooks:
         for owner, name in places:
             if hasattr(owner, name):
-                hooks.enter_context(replaced(owner, **{name: after(getattr(owner, name))}))
+                hooks.enter_context(replaced(owner, **{name: functools.partial(after, getattr(owner, name))}))
         yield
 
 
