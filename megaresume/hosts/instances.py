@@ -6,11 +6,14 @@ All of it on one instance; classes and modules stay as they are.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from megaresume.stream.errors import UsageError
+
+#: where an object keeps what is attached to it.
+SLOT = "_megaresume"
 
 _MISSING: Any = object()
 
@@ -40,6 +43,35 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 def kind_of(one: Any) -> str:
     """The class of an object, with its module: for errors."""
     return f"{type(one).__module__}.{type(one).__qualname__}"
+
+
+def check_new(
+    owner: Any,
+    what: str,
+    function: str,
+    *,
+    missing: Sequence[str] = (),
+    headline: str = "",
+    expected: str = "",
+    action: str | None = None,
+) -> None:
+    """Refuse an object of another kind, and one that has its data already.
+
+    Args:
+        owner: the object.
+        what, function: what it is called, and what attaches to it.
+        missing: what it lacks, and objects of its kind have.
+        headline, expected, action: of the error, if it lacks anything.
+
+    Raises:
+        UsageError: then.
+    """
+    if missing:
+        raise UsageError(
+            headline, found=f"{kind_of(owner)}, without {', '.join(missing)}", expected=expected, action=action
+        )
+    if getattr(owner, SLOT, None) is not None:
+        raise UsageError(f"this {what} has its data already", action=f"call {function} once for each {what}")
 
 
 def refuse(function: str, refused: Mapping[str, tuple[Any, str]], *, expected: str | None = None) -> None:

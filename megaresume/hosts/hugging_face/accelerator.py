@@ -22,17 +22,14 @@ from typing import Any
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
 from megaresume.hosts.hugging_face.accelerated_loop import AcceleratedLoop, AcceleratorHost
-from megaresume.hosts.instances import kind_of, refuse
+from megaresume.hosts.instances import SLOT, check_new, kind_of, refuse
 from megaresume.hosts.torch.feeds import feed_of
-from megaresume.hosts.torch.loop import open_session
+from megaresume.hosts.torch.loop import check_checkpoints, open_session
 from megaresume.hosts.torch.steps import Steps
 from megaresume.session.ranks import on_all_ranks
 from megaresume.session.settings import Checkpoints
 from megaresume.session.stopping import StopConditions
 from megaresume.stream.errors import UsageError
-
-#: where an accelerator keeps what is attached to it.
-_SLOT = "_megaresume"
 
 
 def attach_accelerator(
@@ -66,7 +63,7 @@ def attach_accelerator(
     host = AcceleratorHost(accelerator, steps)
     session = steps.session = open_session(host, feed, checkpoints, accelerator.device, stop, lambda: loop.save())
     loop = AcceleratedLoop(host, session)
-    setattr(accelerator, _SLOT, loop)
+    setattr(accelerator, SLOT, loop)
     return loop
 
 
@@ -83,8 +80,7 @@ def check_accelerator(accelerator: Any, loader: DataLoader | StreamLoader) -> No
             expected="an accelerate.Accelerator",
             action="megaresume.attach_loop for a loop in plain torch",
         )
-    if getattr(accelerator, _SLOT, None) is not None:
-        raise UsageError("this Accelerator has its data already", action="call attach_accelerator once")
+    check_new(accelerator, "Accelerator", "attach_accelerator")
     if not accelerator._optimizers:
         raise UsageError(
             "nothing is prepared yet",
@@ -128,11 +124,6 @@ def _with_naming(checkpoints: Checkpoints, naming: Any) -> Checkpoints:
             checkpoints = replace(checkpoints, save_dir=Path(naming.project_dir) / "checkpoints")
         if checkpoints.keep_last is None and naming.total_limit is not None:
             checkpoints = replace(checkpoints, keep_last=naming.total_limit)
-    if checkpoints.save_dir is None or checkpoints.elastic or checkpoints.adopt:
-        raise UsageError(
-            "these checkpoints are none of Accelerate's",
-            found=f"save_dir={checkpoints.save_dir}, elastic={checkpoints.elastic}, adopt={checkpoints.adopt}",
-            expected="a directory, and neither elastic nor adopt",
-            action="ProjectConfiguration(project_dir, automatic_checkpoint_naming=True), or Checkpoints(save_dir=...)",
-        )
+    action = "ProjectConfiguration(project_dir, automatic_checkpoint_naming=True), or Checkpoints(save_dir=...)"
+    check_checkpoints(checkpoints, "Accelerate's", action)
     return checkpoints

@@ -21,9 +21,9 @@ from megaresume.checkpoint.paths import records_dir
 from megaresume.hosts.hugging_face.backends import check_backend
 from megaresume.hosts.hugging_face.collators import collator, packing_collator
 from megaresume.hosts.hugging_face.families import check_methods, let_epochs_end
-from megaresume.hosts.hugging_face.hooks import HOOKED, SLOT, Hooks
+from megaresume.hosts.hugging_face.hooks import HOOKED, Hooks
 from megaresume.hosts.hugging_face.host import TrainerHost
-from megaresume.hosts.instances import kind_of, refuse
+from megaresume.hosts.instances import SLOT, check_new, kind_of, refuse
 from megaresume.hosts.torch.feeds import Items
 from megaresume.hosts.torch.host import of_trainer
 from megaresume.hosts.torch.loop import open_session
@@ -115,8 +115,7 @@ def _check_trainer(trainer: Any) -> None:
             expected="transformers 5.6 or later",
             action="pip install --upgrade 'megaresume[hugging-face]'",
         )
-    if getattr(trainer, SLOT, None) is not None:
-        raise UsageError("this Trainer has its data already", action="call attach_trainer once for each Trainer")
+    check_new(trainer, "Trainer", "attach_trainer")
     args: Any = trainer.args
     accelerator = args.accelerator_config
     leave = "leave it out"

@@ -26,8 +26,6 @@ from megaresume.session.ranks import on_all_ranks
 from megaresume.session.session import Session
 from megaresume.stream.errors import UsageError
 
-#: where a Trainer keeps what is attached to it.
-SLOT = "_megaresume"
 #: without ``get_train_dataloader``, which is replaced.
 HOOKED = (
     "train",

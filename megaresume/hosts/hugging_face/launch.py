@@ -25,6 +25,7 @@ from typing import Any
 
 from megaresume.hosts.hooking import children
 from megaresume.hosts.hooking.importing import when_imported, wrap
+from megaresume.hosts.instances import SLOT
 from megaresume.session.flags import PREFIX, take_settings
 from megaresume.session.refusals import show_refusals
 from megaresume.session.settings import GROUPS, Checkpoints
@@ -101,7 +102,7 @@ def _around_train(train: Callable[..., Any]) -> Callable[..., Any]:
     def attached_train(
         trainer: Any, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **more: Any
     ) -> Any:
-        from megaresume.hosts.hugging_face.hooks import SLOT, Hooks  # deferred: torch
+        from megaresume.hosts.hugging_face.hooks import Hooks  # deferred: torch
         from megaresume.session.ranks import on_rank_0
 
         hooks: Hooks | None = getattr(trainer, SLOT, None)
@@ -119,7 +120,6 @@ def _around_train(train: Callable[..., Any]) -> Callable[..., Any]:
 
 def _attached(trainer: Any) -> Any:
     from megaresume.hosts.hugging_face.attach import attach_trainer  # deferred: torch
-    from megaresume.hosts.hugging_face.hooks import SLOT
 
     said = _said()
     data, stop, launch = (said.get(group, {}) for group in ("data_options", "stop", "launch"))

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
-from megaresume.hosts.instances import kind_of, refuse
+from megaresume.hosts.instances import SLOT, check_new, kind_of, refuse
 from megaresume.hosts.lightning.hooks import Hooks
 from megaresume.hosts.lightning.host import LightningHost
 from megaresume.hosts.torch.feeds import Items
@@ -27,8 +27,6 @@ from megaresume.session.settings import Checkpoints
 from megaresume.session.stopping import StopConditions
 from megaresume.stream.errors import UsageError
 
-#: where a Trainer keeps what is attached to it.
-_SLOT = "_megaresume"
 #: of which a Trainer may be: one library under two names.
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -62,7 +60,7 @@ def attach_lightning(trainer: Any, checkpoints: Checkpoints, *, stop: StopCondit
         steps.session = session
         return host, session
 
-    setattr(trainer, _SLOT, Hooks(trainer, package, open_run, listens=stop is not None))
+    setattr(trainer, SLOT, Hooks(trainer, package, open_run, listens=stop is not None))
 
 
 def check_trainer(trainer: Any, *, stops: bool) -> str:
@@ -91,8 +89,7 @@ def check_trainer(trainer: Any, *, stops: bool) -> str:
             expected="lightning 2.6 or later; 2.6.6 was tried",
             action="pip install --upgrade 'megaresume[lightning]'",
         )
-    if getattr(trainer, _SLOT, None) is not None:
-        raise UsageError("this Trainer has its data already", action="call attach_lightning once for each Trainer")
+    check_new(trainer, "Trainer", "attach_lightning")
     strategies = importlib.import_module(f"{package}.strategies")
     strategy, io = trainer.strategy, trainer.strategy.checkpoint_io
     environment = trainer._accelerator_connector.cluster_environment

@@ -17,11 +17,10 @@ from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
-from megaresume.hosts.instances import kind_of, refuse
-from megaresume.hosts.megatron_bridge.run import RUN, Run
+from megaresume.hosts.instances import SLOT, check_new, refuse
+from megaresume.hosts.megatron_bridge.run import Run
 from megaresume.hosts.torch.host import of_trainer
 from megaresume.session.settings import Checkpoints
-from megaresume.stream.errors import UsageError
 
 #: imports Bridge.
 _MANAGER = "megaresume.hosts.megatron_bridge.manager"
@@ -69,7 +68,7 @@ def attach_bridge(
     # Retention is the session's: what Bridge deletes, it deletes before the newer one is complete.
     own.most_recent_k, own.custom_manager_class = -1, f"{_MANAGER}.Manager"
     run = Run(config, data, validation, checkpoints)
-    setattr(own, RUN, run)
+    setattr(own, SLOT, run)
     config.dataset = importlib.import_module(_MANAGER).Provider.of(run)
     allowed = importlib.import_module("megatron.bridge.utils.instantiate_utils")
     if hasattr(allowed, "register_allowed_target_prefix"):
@@ -85,14 +84,15 @@ def _check(config: Any, *, validates: bool) -> None:
     own: Any = getattr(config, "checkpoint", None)
     needed = dict.fromkeys(("train", "model", "dataset", "validation"), config)
     needed |= dict.fromkeys(("save", "load", "most_recent_k", "custom_manager_class"), own)
-    if missing := [name for name, owner in needed.items() if not hasattr(owner, name)]:
-        raise UsageError(
-            "this is no config of Megatron-Bridge, or of another version",
-            found=f"{kind_of(config)}, without {', '.join(missing)}",
-            expected="a megatron.bridge ConfigContainer with its checkpoint; 0.6.2 was tried",
-        )
-    if hasattr(own, RUN):
-        raise UsageError("this config has its data already", action="call attach_bridge once for each config")
+    check_new(
+        config,
+        "config",
+        "attach_bridge",
+        missing=[name for name, owner in needed.items() if not hasattr(owner, name)],
+        headline="this is no config of Megatron-Bridge, or of another version",
+        expected="a megatron.bridge ConfigContainer with its checkpoint; 0.6.2 was tried",
+    )
+    check_new(own, "config", "attach_bridge")
     restart, model = getattr(config, "inprocess_restart", None), config.model
     leave = "leave it out"
     refused: dict[str, tuple[Any, str]] = {

@@ -25,8 +25,8 @@ from megatron.bridge.training.utils.pg_utils import get_pg_collection
 from megaresume.batches.loader import StreamLoader
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.paths import is_usual_tag, megatron_tag, tag_iteration
-from megaresume.hosts.instances import replaced
-from megaresume.hosts.megatron_bridge.run import RUN, Run
+from megaresume.hosts.instances import SLOT, replaced
+from megaresume.hosts.megatron_bridge.run import Run
 from megaresume.session.host import Reading
 
 
@@ -39,7 +39,7 @@ class Manager:
 
     def __init__(self, checkpoint_config: Any) -> None:
         self._config, self._bridge = checkpoint_config, DefaultCheckpointManager(checkpoint_config)
-        self._run: Run = getattr(checkpoint_config, RUN)
+        self._run: Run = getattr(checkpoint_config, SLOT)
 
     @property
     def checkpointing_context(self) -> dict[str, Any]:

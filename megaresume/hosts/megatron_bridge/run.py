@@ -18,8 +18,6 @@ from megaresume.session.session import Session
 from megaresume.session.settings import Checkpoints
 from megaresume.stream.errors import StateError, UsageError
 
-#: the attribute of Bridge's ``CheckpointConfig`` that holds it.
-RUN = "_megaresume"
 #: what of a stream's batch Bridge takes.
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 

@@ -243,15 +243,18 @@ def open_session(
     return session
 
 
-def check_checkpoints(checkpoints: Checkpoints) -> None:
-    """Raise a UsageError unless a loop can save by these settings."""
+_ACTION = "Checkpoints(save_dir='checkpoints'); a checkpoint of any writer loads on any number of ranks"
+
+
+def check_checkpoints(checkpoints: Checkpoints, whose: str = "a loop's", action: str = _ACTION) -> None:
+    """Raise a UsageError unless a loop can save by these settings. ``whose, action``: for the error."""
     found = {"save_dir": checkpoints.save_dir, "elastic": checkpoints.elastic, "adopt": checkpoints.adopt}
     if found["save_dir"] is None or found["elastic"] or found["adopt"]:
         raise UsageError(
-            "these checkpoints are none of a loop's",
+            f"these checkpoints are none of {whose}",
             found=", ".join(f"{name}={value}" for name, value in found.items()),
             expected="save_dir, and neither elastic nor adopt, which are DeepSpeed's",
-            action="Checkpoints(save_dir='checkpoints'); a checkpoint of any writer loads on any number of ranks",
+            action=action,
         )
 
 

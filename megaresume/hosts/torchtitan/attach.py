@@ -14,7 +14,7 @@ import atexit
 from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
-from megaresume.hosts.instances import kind_of, refuse
+from megaresume.hosts.instances import SLOT, check_new, refuse
 from megaresume.hosts.torch.feeds import Feed, feed_of
 from megaresume.hosts.torch.host import check_sizes, of_trainer
 from megaresume.hosts.torch.loop import open_session
@@ -24,10 +24,7 @@ from megaresume.hosts.torchtitan.host import DATALOADER, TitanHost
 from megaresume.session.ranks import on_all_ranks
 from megaresume.session.settings import Checkpoints
 from megaresume.session.stopping import StopConditions
-from megaresume.stream.errors import UsageError
 
-#: where a Trainer keeps what is attached to it.
-_SLOT = "_megaresume"
 #: what is read or called of a CheckpointManager, besides what is hooked.
 _OF_MANAGER = ("_should_save", "dcp_save", "folder", "interval", "keep_latest_k", "states", "save_future")
 
@@ -60,7 +57,7 @@ def attach_torchtitan(
     host = TitanHost(trainer, steps)
     steps.session = open_session(host, feed, checkpoints, trainer.device, stop, lambda: hooks.save_now())
     hooks = Hooks(host, steps.session)
-    setattr(trainer, _SLOT, hooks)
+    setattr(trainer, SLOT, hooks)
     atexit.register(host.background.look_at_exit)
 
 
@@ -106,15 +103,15 @@ def _check_trainer(trainer: Any) -> None:
     if getattr(manager, "enable", True):
         names = (*OF_MANAGER, *_OF_MANAGER)
         missing += [f"CheckpointManager.{name}" for name in names if not hasattr(manager, name)]
-    if missing:
-        raise UsageError(
-            "this is no Trainer of torchtitan, or of another version",
-            found=f"{kind_of(trainer)}, without {', '.join(missing)}",
-            expected="torchtitan's Trainer, made; 0.2.2 was tried, and 0.3.0",
-            action="call attach_torchtitan(self) at the end of __init__ of a class made from it",
-        )
-    if getattr(trainer, _SLOT, None) is not None:
-        raise UsageError("this Trainer has its data already", action="call attach_torchtitan once for each Trainer")
+    check_new(
+        trainer,
+        "Trainer",
+        "attach_torchtitan",
+        missing=missing,
+        headline="this is no Trainer of torchtitan, or of another version",
+        expected="torchtitan's Trainer, made; 0.2.2 was tried, and 0.3.0",
+        action="call attach_torchtitan(self) at the end of __init__ of a class made from it",
+    )
     excluded = {DATALOADER, "train_state"} & set(getattr(manager, "exclude_from_loading", ()))
     elsewhere = getattr(manager, "initial_load_path", None)
     refused: dict[str, tuple[Any, str]] = {

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megaresume.batches.data_loader import DataLoader
-from megaresume.hosts.instances import kind_of, refuse
+from megaresume.hosts.instances import SLOT, check_new, refuse
 from megaresume.hosts.torch.feeds import Items
 from megaresume.hosts.torch.host import of_trainer
 from megaresume.hosts.torch.loop import open_session
@@ -26,9 +26,6 @@ from megaresume.session.ranks import on_all_ranks
 from megaresume.session.settings import Checkpoints
 from megaresume.stream.config import Append
 from megaresume.stream.errors import UsageError
-
-#: where a trainer keeps what is attached to it.
-_SLOT = "_megaresume"
 
 
 def attach_verl(trainer: Any, *, append: Append | None = None, checkpoints: Checkpoints = Checkpoints()) -> None:
@@ -57,7 +54,7 @@ def attach_verl(trainer: Any, *, append: Append | None = None, checkpoints: Chec
     device = torch.device(trainer.config.trainer.device if torch.cuda.is_available() else "cpu")
     steps.session = open_session(host, feed, checkpoints, device, None, lambda: None)
     trainer.train_dataloader = trainer.ckpt_handler.train_dataloader = batches
-    setattr(trainer, _SLOT, Hooks(host, steps.session))
+    setattr(trainer, SLOT, Hooks(host, steps.session))
 
 
 def _loader(trainer: Any, append: Append | None) -> DataLoader:
@@ -101,16 +98,16 @@ def _check(trainer: Any) -> None:
     Raises:
         UsageError: naming it, and the way out.
     """
-    if getattr(trainer, _SLOT, None) is not None:
-        raise UsageError("this trainer has its data already", action="call attach_verl once for each trainer")
-    handler: Any = getattr(trainer, "ckpt_handler", None)
     needed = ("ckpt_handler", "training_client", "train_dataset", "fit")
-    if missing := [name for name in needed if not hasattr(trainer, name)]:
-        raise UsageError(
-            "this is no supervised trainer of VeRL's, or it is not made so far",
-            found=f"{kind_of(trainer)}, without {', '.join(missing)}",
-            expected="an SFTTrainer with its ckpt_handler; 0.9.1 was tried",
-            action="call attach_verl(self) at the end of _build_ckpt_handler of a class made from it",
-        )
-    copies = "attach_verl(self, checkpoints=megaresume.Checkpoints(stage_to=...)) copies checkpoints"
-    refuse("attach_verl", {"trainer.default_hdfs_dir": (getattr(handler, "default_hdfs_dir", None), copies)})
+    check_new(
+        trainer,
+        "trainer",
+        "attach_verl",
+        missing=[name for name in needed if not hasattr(trainer, name)],
+        headline="this is no supervised trainer of VeRL's, or it is not made so far",
+        expected="an SFTTrainer with its ckpt_handler; 0.9.1 was tried",
+        action="call attach_verl(self) at the end of _build_ckpt_handler of a class made from it",
+    )
+    hdfs, copies = getattr(trainer.ckpt_handler, "default_hdfs_dir", None), "megaresume.Checkpoints(stage_to=...)"
+    action = f"attach_verl(self, checkpoints={copies}) copies checkpoints"
+    refuse("attach_verl", {"trainer.default_hdfs_dir": (hdfs, action)})

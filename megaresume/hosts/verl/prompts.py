@@ -20,12 +20,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
-from megaresume.hosts.instances import hook, kind_of
+from megaresume.hosts.instances import SLOT, check_new, hook
 from megaresume.stream.config import Append
 from megaresume.stream.errors import StateError, UsageError
 
-#: where a trainer keeps what is attached to it; the key of ours in ``data.pt``.
-_SLOT, _KEY = "_megaresume", "megaresume"
+#: of ours in ``data.pt``.
+_KEY = "megaresume"
 
 
 class Prompts:
@@ -100,18 +100,16 @@ def attach_verl_prompts(trainer: Any, *, append: Append | None = None) -> None:
     Raises:
         UsageError: something else, or prompts that change while it trains; or attached already.
     """
-    if getattr(trainer, _SLOT, None) is not None:
-        raise UsageError(
-            "this trainer has its prompts already", action="call attach_verl_prompts once for each trainer"
-        )
     needed = ("train_dataloader", "train_dataset", "_load_checkpoint", "_save_checkpoint", "config")
-    if missing := [name for name in needed if not hasattr(trainer, name)]:
-        raise UsageError(
-            "this is no trainer of VeRL's reinforcement learning, or it is not made so far",
-            found=f"{kind_of(trainer)}, without {', '.join(missing)}",
-            expected="a PPOTrainer or RayPPOTrainer with its train_dataloader; 0.9.1 was tried",
-            action="call attach_verl_prompts(self) at the end of _init_dataloader, or _create_dataloader",
-        )
+    check_new(
+        trainer,
+        "trainer",
+        "attach_verl_prompts",
+        missing=[name for name in needed if not hasattr(trainer, name)],
+        headline="this is no trainer of VeRL's reinforcement learning, or it is not made so far",
+        expected="a PPOTrainer or RayPPOTrainer with its train_dataloader; 0.9.1 was tried",
+        action="call attach_verl_prompts(self) at the end of _init_dataloader, or _create_dataloader",
+    )
     if hasattr(trainer.train_dataset, "on_batch_end"):
         raise UsageError(
             "prompts that change while it trains cannot be used with attach_verl_prompts",
@@ -132,7 +130,7 @@ def attach_verl_prompts(trainer: Any, *, append: Append | None = None) -> None:
         dp_size=1,
     )
     trainer.train_dataloader = prompts = Prompts(trainer, loader)
-    setattr(trainer, _SLOT, prompts)
+    setattr(trainer, SLOT, prompts)
     _set_length(trainer, prompts)
     hook(trainer, "_load_checkpoint", lambda load: _load(trainer, prompts, load))
 

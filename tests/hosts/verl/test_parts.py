@@ -147,7 +147,7 @@ def test_prompts_that_are_refused() -> None:
     with pytest.raises(StateError, match="seed"):
         other.hand_out()
     assert isinstance(other.train_dataloader, Prompts)
-    with pytest.raises(UsageError, match="has its prompts already"):
+    with pytest.raises(UsageError, match="has its data already"):
         megaresume.attach_verl_prompts(other)
     with pytest.raises(UsageError, match="no trainer of VeRL's reinforcement learning"):
         megaresume.attach_verl_prompts(SimpleNamespace())
