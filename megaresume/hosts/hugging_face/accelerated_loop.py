@@ -21,6 +21,7 @@ from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.paths import hugging_face_tag, parse_record_name, records_dir
 from megaresume.hosts.instances import hook, replaced
 from megaresume.hosts.torch.host import StepHost, write_all
+from megaresume.hosts.torch.loop import StepLoop
 from megaresume.hosts.torch.steps import Steps
 from megaresume.session.host import Reading, Resume, Save
 from megaresume.session.ranks import all_come, on_all_ranks, on_rank_0
@@ -74,7 +75,7 @@ class AcceleratorHost(StepHost):
         return self.go_on(self.record.held)
 
 
-class AcceleratedLoop:
+class AcceleratedLoop(StepLoop):
     """The micro-batches of a training loop, on the device of the accelerator; made by `attach_accelerator`.
 
     Iterate over it: to the end of an epoch of a `DataLoader`, or of the data of a `StreamLoader`.
@@ -84,7 +85,8 @@ class AcceleratedLoop:
     remainder = -1
 
     def __init__(self, host: AcceleratorHost, session: Session) -> None:
-        self.host, self.session, self.steps = host, session, host.steps
+        super().__init__(host, session)
+        self.host = host
         accelerator = host.accelerator
         self._optimizers = list(accelerator._optimizers)
         #: those that have made the last step.
@@ -96,16 +98,6 @@ class AcceleratedLoop:
         hook(accelerator, "load_state", self._load_state)
         hook(accelerator, "prepare", self._prepare)
         hook(accelerator, "skip_first_batches", self._skip)
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps made, since the start of the run."""
-        return self.steps.step
-
-    @property
-    def samples(self) -> int:
-        """Samples that they trained, all ranks together."""
-        return self.steps.trained
 
     @property
     def end_of_dataloader(self) -> bool:
@@ -123,15 +115,6 @@ class AcceleratedLoop:
                 yield send_to_device(batch, accelerator.device) if accelerator.device_placement else batch
         finally:
             accelerator.gradient_state._remove_dataloader(self)
-
-    def finish(self) -> None:
-        """Nothing is left to train: say so in the ledger, by which launch scripts know it, and `close`."""
-        self.session.finish()
-        self.close()
-
-    def close(self) -> None:
-        """Wait until all saves are on the disk, and let other jobs save there."""
-        self.session.close()
 
     # The hooks
 

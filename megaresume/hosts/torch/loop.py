@@ -80,14 +80,11 @@ class LoopHost(StepHost):
         return self.go_on(files.read(self.objects, choice.tag_dir, self._group))
 
 
-class Loop:
-    """A training loop and its checkpoints; made by `attach_loop`. Every method is called on every rank.
+class StepLoop:
+    """A training loop over `Steps`, and its checkpoints. Every method is called on every rank."""
 
-    Iterate over it for batches: to the end of an epoch of a `DataLoader`, or of the data of a `StreamLoader`.
-    """
-
-    def __init__(self, steps: Steps, host: LoopHost, session: Session) -> None:
-        self.steps, self.host, self.session = steps, host, session
+    def __init__(self, host: StepHost, session: Session) -> None:
+        self.steps, self.session = host.steps, session
 
     @property
     def step(self) -> int:
@@ -99,14 +96,35 @@ class Loop:
         """Samples that they trained, all ranks together."""
         return self.steps.trained
 
+    def __iter__(self) -> Iterator[Any]:
+        """The micro-batches of this rank: see `Steps`."""
+        return iter(self.steps)
+
+    def finish(self) -> None:
+        """Nothing is left to train: say so in the ledger, by which launch scripts know it, and `close`."""
+        self.session.finish()
+        self.close()
+
+    def close(self) -> None:
+        """Wait until all saves are complete and on the disk, and let other jobs save there."""
+        self.session.host.settle()
+        self.session.close()
+
+
+class Loop(StepLoop):
+    """A training loop and its checkpoints; made by `attach_loop`. Every method is called on every rank.
+
+    Iterate over it for batches: to the end of an epoch of a `DataLoader`, or of the data of a `StreamLoader`.
+    """
+
+    def __init__(self, host: LoopHost, session: Session) -> None:
+        super().__init__(host, session)
+        self.host = host
+
     @property
     def ends_step(self) -> bool:
         """Whether the micro-batch handed out last is the last one of its step."""
         return self.steps.is_whole
-
-    def __iter__(self) -> Iterator[Any]:
-        """The micro-batches of this rank: see `Steps`."""
-        return iter(self.steps)
 
     def stepped(self) -> None:
         """Say that an optimizer step was made, of all micro-batches since the one before; also one that a GradScaler
@@ -148,16 +166,6 @@ class Loop:
         self.host.load_by(self.host.read, None if tag is None else root / tag, root=root)
         return self.session.resumed
 
-    def finish(self) -> None:
-        """Nothing is left to train: say so in the ledger, by which launch scripts know it, and `close`."""
-        self.session.finish()
-        self.close()
-
-    def close(self) -> None:
-        """Wait until all saves are complete and on the disk, and let other jobs save there."""
-        self.host.settle()
-        self.session.close()
-
 
 def attach_loop(
     loader: DataLoader | StreamLoader,
@@ -193,7 +201,7 @@ def attach_loop(
     steps = Steps(feed)
     host = LoopHost(steps, saved, writer)
     session = steps.session = open_session(host, feed, checkpoints, host.objects.device, stop, lambda: loop.save())
-    loop = Loop(steps, host, session)
+    loop = Loop(host, session)
     atexit.register(host.background.look_at_exit)
     return loop
 
