@@ -230,7 +230,7 @@ def flat(cls: type[T], fields: Mapping[str, Any]) -> T:
     """A dataclass of integers, texts, flags and tuples of texts, each member of the kind that the class says.
 
     Raises:
-        KeyError, ValueError: one is missing that may not be None, or of another kind.
+        KeyError, ValueError: one is missing that has no default and may not be None, or of another kind.
     """
     kinds: dict[str, Callable[[object], Any]] = {
         "int": count,
@@ -241,13 +241,15 @@ def flat(cls: type[T], fields: Mapping[str, Any]) -> T:
     found: dict[str, Any] = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         kind, _, optional = str(field.type).partition(" | ")
+        if field.name not in fields and field.default is not dataclasses.MISSING:
+            continue
         if optional and fields.get(field.name) is None:
             found[field.name] = None
             continue
         try:
             found[field.name] = kinds[kind](fields[field.name])
         except ValueError as error:
-            raise ValueError(f"{field.name}: {error}") from error
+            raise ValueError(f"{field.name} {error}") from error
     return cls(**found)
 
 

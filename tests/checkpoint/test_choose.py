@@ -15,6 +15,7 @@ from megaresume.checkpoint.paths import step_path
 from megaresume.checkpoint.saving.commit import Commit, begin_save, commit_save
 from megaresume.checkpoint.start import check_fresh_start, record_start
 from megaresume.checkpoint.step_file import write_step_file
+from megaresume.runs.run import Run
 from megaresume.stream.errors import CheckpointError, StateError, UsageError
 from megaresume.stream.state import StreamState
 
@@ -358,8 +359,12 @@ def test_a_given_up_branch_is_no_place_to_fall_back_to(root: Path, save: Save, s
 
 def test_exactly_this_one(root: Path) -> None:
     assert chosen(root, tag="global_step10").iteration == 10
-    assert chosen(root, iteration=20).tag == "global_step20"
-    assert chosen(root, tag="global_step10", iteration=10).iteration == 10
+    found = Run(root).choose(20)
+    assert found is not None and found.tag == "global_step20"
+    with pytest.raises(CheckpointError, match="there is no checkpoint of iteration 99"):
+        Run(root).choose(99)
+    with pytest.raises(CheckpointError, match="there is no checkpoint global_step10 of 20"):
+        Run(root, "global_step10").choose(20)
     with pytest.raises(CheckpointError, match="there is no checkpoint global_step99") as caught:
         choose(root, tag="global_step99")
     assert "global_step30, global_step20, global_step10" in str(caught.value)
@@ -373,7 +378,8 @@ def test_tags_of_the_users_own(tmp_path: Path, save: Save, state: MakeState) -> 
     choice = chosen(tmp_path)
     assert (choice.tag, choice.iteration, choice.state) == ("before.the@spike", 20, state(160))
     assert (choice.notes, choice.rejected) == ((), ())
-    assert chosen(tmp_path, iteration=20).tag == "before.the@spike"
+    found = Run(tmp_path).choose(20)
+    assert found is not None and found.tag == "before.the@spike"
     save(tmp_path, 20)
     assert chosen(tmp_path).tag == "global_step20"
     assert chosen(tmp_path, tag="before.the@spike").iteration == 20
@@ -407,7 +413,7 @@ def test_before_adoption(tmp_path: Path) -> None:
     choice = chosen(tmp_path)
     assert (choice.tag, choice.iteration, choice.state, choice.manifest) == ("global_step200", 200, None, None)
     assert "written without megaresume" in choice.notes[0]
-    assert chosen(tmp_path, iteration=100).state is None
+    assert chosen(tmp_path, tag="global_step100").state is None
 
 
 def test_adoption(tmp_path: Path, save: Save, state: MakeState) -> None:
@@ -496,7 +502,7 @@ def test_a_newer_version_stops_instead_of_walking_back(root: Path, name: str) ->
     with pytest.raises(NewerFormatError, match="written by a newer megaresume"):
         choose(root)
     assert issubclass(NewerFormatError, StateError)
-    assert chosen(root, iteration=20).iteration == 20
+    assert chosen(root, tag="global_step20").iteration == 20
 
 
 def test_choosing_writes_nothing(root: Path) -> None:
