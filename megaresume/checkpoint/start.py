@@ -233,9 +233,10 @@ def check_progress(
     failed = starts[:-1]  # the last one is this start
     if len(failed) < max_starts:
         return
-    next_save = "the next save" if save_interval is None else f"the save at iteration {_next(iteration, save_interval)}"
-    lived = _lived(starts)
-    number = "the steps between saves" if save_interval is None else f"--save-interval (now {save_interval})"
+    lived, next_save, number = _lived(starts), "the next save", "the steps between saves"
+    if save_interval is not None:
+        next_save = f"the save at iteration {(iteration // save_interval + 1) * save_interval}"
+        number = f"--save-interval (now {save_interval})"
     raise CheckpointError(
         f"this run makes no progress: {len(failed)} starts from iteration {iteration}, and none of them saved anything",
         found=f"the first began {failed[0].time}, the last {failed[-1].time}"
@@ -262,10 +263,6 @@ def starts_from(events: Sequence[LedgerEntry], iteration: int) -> list[LedgerEnt
         if not entry.details.get(NOTHING_TO_TRAIN):
             starts.append(entry)
     return starts[::-1]
-
-
-def _next(iteration: int, interval: int) -> int:
-    return (iteration // interval + 1) * interval
 
 
 def _lived(starts: list[LedgerEntry]) -> str | None:

@@ -254,11 +254,7 @@ def _tried(read: Callable[[], T]) -> tuple[T | None, str]:
     except NewerFormatError:
         raise
     except MegaresumeError as error:
-        return None, _sentence(error)
-
-
-def _sentence(error: MegaresumeError) -> str:
-    return error.headline if error.found is None else f"{error.headline} ({error.found})"
+        return None, error.headline if error.found is None else f"{error.headline} ({error.found})"
 
 
 def _examine_unmanaged(root: Path, candidate: Candidate) -> Examined:

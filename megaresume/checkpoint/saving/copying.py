@@ -210,14 +210,13 @@ def _moves(local: Path, shared: Path, step: StepFile) -> tuple[bool, bool]:
     """Which pointers a copy moves: to what the local ones name, or closer to it; never back."""
     latest, tracker = (
         wanted.tag == step.tag
-        or (wanted.iteration is not None and wanted.iteration >= step.iteration > _order(now.iteration))
+        or (
+            wanted.iteration is not None
+            and wanted.iteration >= step.iteration > (-1 if now.iteration is None else now.iteration)
+        )
         for wanted, now in zip(read_pointers(local), read_pointers(shared), strict=True)
     )
     return latest, tracker
-
-
-def _order(iteration: int | None) -> int:
-    return -1 if iteration is None else iteration
 
 
 def _is_still(local: Path, step: StepFile) -> bool:

@@ -118,10 +118,8 @@ class EngineHost:
 
     def random_state(self) -> RandomState:
         """The generators of this rank. Tensor-parallel ranks are replicas of each other."""
-        return RandomState(self.iteration, self.engine.device, self._replica)
-
-    def _replica(self) -> str:
-        return f"data-parallel rank {facts.data_rank(self.engine)}, stage {int(getattr(self.engine, 'stage_id', 0))}"
+        replica = f"data-parallel rank {facts.data_rank(self.engine)}, stage {int(getattr(self.engine, 'stage_id', 0))}"
+        return RandomState(self.iteration, self.engine.device, lambda: replica)
 
     def expected_files(self, save_dir: Path, tag: str) -> list[str]:
         """See `Host`."""

@@ -71,7 +71,9 @@ class TrainingData(EngineData):
         planned = self._planned or BatchSchedule.constant(int(self.engine.train_batch_size()))
         sample = 0 if state is None else state.samples
         schedule = planned.resumed(() if state is None else state.batches, sample)
-        self._check_sizes(schedule, sample)
+        # Sizes that do not divide must fail now, on every rank, not in the middle of the ramp-up.
+        micro = int(self.engine.train_micro_batch_size_per_gpu())
+        check_sizes(schedule, sample, micro_batch_size=micro, dp_size=facts.data_size(self.engine))
         self._close()
         self._schedule = self.stream.schedule = schedule
         self._base_step, self._base_sample = step, sample
@@ -83,15 +85,10 @@ class TrainingData(EngineData):
         self._log_begun = False
         self._faults = RankFaults(NO_FAULTS if state is None else state.faults, sample)
 
-    def _check_sizes(self, schedule: BatchSchedule, sample: int) -> None:
-        """Sizes that do not divide must fail now, on every rank, not in the middle of the ramp-up."""
-        micro = int(self.engine.train_micro_batch_size_per_gpu())
-        check_sizes(schedule, sample, micro_batch_size=micro, dp_size=facts.data_size(self.engine))
-
     @property
     def samples_trained(self) -> int:
         """Samples that optimizer steps have trained on, since the start of the run."""
-        return self._schedule.after(self._base_sample, self._steps_trained())
+        return self._schedule.after(self._base_sample, int(self.engine.global_steps) - self._base_step)
 
     @property
     def schedule(self) -> BatchSchedule:
@@ -235,9 +232,6 @@ class TrainingData(EngineData):
             facts.set_batch_size(engine, size)
             engine_size = size
         return engine_size
-
-    def _steps_trained(self) -> int:
-        return int(self.engine.global_steps) - self._base_step
 
     def _not_restored(self) -> StateError:
         return StateError(
