@@ -33,7 +33,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megaresume.checkpoint.files import leftover_name, read_file, write_atomic, write_error
-from megaresume.checkpoint.formats import flat, read_record, seal
+from megaresume.checkpoint.formats import from_members, read_record, seal
 from megaresume.checkpoint.paths import records_dir
 from megaresume.checkpoint.system import boot_id, stat_fields, utc
 from megaresume.stream.errors import CheckpointError
@@ -169,7 +169,7 @@ def read_owner(path: Path) -> Owner:
     """
     return read_record(
         path,
-        lambda fields: flat(Owner, fields),
+        lambda fields: from_members(Owner, fields),
         what="the name of the owner",
         format_name=FORMAT,
         version=VERSION,

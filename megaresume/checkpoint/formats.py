@@ -226,7 +226,7 @@ def rows(value: object) -> list[Any]:
     return value
 
 
-def flat(cls: type[T], fields: Mapping[str, Any]) -> T:
+def from_members(cls: type[T], fields: Mapping[str, Any]) -> T:
     """A dataclass of integers, texts, flags and tuples of texts, each member of the kind that the class says.
 
     Raises:

@@ -20,7 +20,7 @@ from typing import Any
 
 from megaresume.checkpoint.data_state import DataState, Envelope, stream_of
 from megaresume.checkpoint.files import make_dir, write_atomic, write_error
-from megaresume.checkpoint.formats import NewerFormatError, count, flat, read_record, seal, text
+from megaresume.checkpoint.formats import NewerFormatError, count, from_members, read_record, seal, text
 from megaresume.checkpoint.ledger import EntryKind, LedgerEntry, read_run
 from megaresume.checkpoint.lock import write_fenced
 from megaresume.checkpoint.paths import (
@@ -224,7 +224,7 @@ def read_marker(path: Path) -> Marker | None:
 
     def make(fields: Mapping[str, Any]) -> Marker:
         recorded_tag(fields["tag"])
-        return flat(Marker, fields)
+        return from_members(Marker, fields)
 
     return read_record(
         path,

@@ -27,13 +27,14 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megaresume.checkpoint.choosing.candidates import examine, list_candidates
 from megaresume.checkpoint.files import fsync_file, leftover_name, make_dir, write_atomic, write_error
 from megaresume.checkpoint.formats import flag, read_sealed, seal, text
 from megaresume.checkpoint.ledger import append_ledger
 from megaresume.checkpoint.lock import check_owned, write_fenced
-from megaresume.checkpoint.manifest import FileEntry, Manifest, checksum_file, read_manifest
+from megaresume.checkpoint.manifest import Manifest, checksum_file, read_manifest
 from megaresume.checkpoint.paths import TRACKER, ledger_path, manifest_path, part_path, records_dir, step_path
 from megaresume.checkpoint.saving.copying import write_copy
 from megaresume.checkpoint.saving.older import changing, remove_older
@@ -94,11 +95,7 @@ def take_checksums(root: Path, manifest: Manifest, paths: Iterable[str], *, read
 
 def note_checksums(root: Path, manifest: Manifest, checksums: Mapping[str, str | None]) -> None:
     """Put the checksums of all files into the manifest. On rank 0. Raises CheckpointError."""
-    _replace(root, replace(manifest, files=_with(manifest, checksums)))
-
-
-def _with(manifest: Manifest, checksums: Mapping[str, str | None]) -> tuple[FileEntry, ...]:
-    return tuple(replace(entry, checksum=checksums.get(entry.path) or entry.checksum) for entry in manifest.files)
+    _replace(root, manifest, checksums)
 
 
 def force(
@@ -222,7 +219,7 @@ def finish(
     # Megatron writes its own in place, and forces nothing.
     if (root / TRACKER).exists() and (words := _force(root / TRACKER, os.O_RDONLY)):
         raise NotForcedError(words)
-    step = _replace(root, replace(manifest, files=_with(manifest, checksums), durable=True, boots=()))
+    step = _replace(root, manifest, checksums, durable=True, boots=())
     if step is None:
         return ()
     append_ledger(ledger_path(root), step.ledger_entry("durable", {"save_id": step.save_id}))
@@ -236,12 +233,14 @@ def finish(
 def distrust(root: Path, manifest: Manifest, checksums: Mapping[str, str | None]) -> None:
     """A machine could not force its files: from now on this checkpoint counts only by its checksums, if all its files
     have one. On rank 0. Raises CheckpointError."""
-    _replace(root, replace(manifest, files=_with(manifest, checksums), boots=()))
+    _replace(root, manifest, checksums, boots=())
 
 
-def _replace(root: Path, manifest: Manifest) -> StepFile | None:
-    """Write a manifest in the place of the one of the same save; None: there is none any more."""
+def _replace(root: Path, manifest: Manifest, checksums: Mapping[str, str | None], **changes: Any) -> StepFile | None:
+    """Write a manifest with these checksums, and changes, in its place; None: there is none of that save any more."""
     check_owned(root)
+    files = tuple(replace(entry, checksum=checksums.get(entry.path) or entry.checksum) for entry in manifest.files)
+    manifest = replace(manifest, files=files, **changes)
     iteration, tag = manifest.iteration, manifest.tag
     with changing:
         there = committed(root, iteration, tag, manifest.save_id)

@@ -20,7 +20,7 @@ from pathlib import Path
 import xxhash
 
 from megaresume.checkpoint.data_state import DataState, OpaqueState
-from megaresume.checkpoint.formats import count, flat, text
+from megaresume.checkpoint.formats import count, from_members, text
 from megaresume.checkpoint.manifest import FileEntry
 from megaresume.checkpoint.paths import rank_file
 from megaresume.checkpoint.saving import rank_files
@@ -98,7 +98,7 @@ class LoaderRecord:
         try:
             ranks = [(count(size), text(checksum), count(skip)) for size, checksum, skip in fields["ranks"]]
             return cls(
-                facts=flat(Facts, fields),
+                facts=from_members(Facts, fields),
                 batches=count(fields["batches"]),
                 ranks=tuple(RankState(size=size, checksum=checksum, skip=skip) for size, checksum, skip in ranks),
                 sizes=tuple((count(first), count(size)) for first, size in fields["sizes"]),
