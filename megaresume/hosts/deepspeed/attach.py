@@ -82,6 +82,7 @@ def hook(engine: Any, attached: EngineData) -> None:
 def _save(
     slot: _Slot,
     save: Callable[..., Any],
+    /,
     save_dir: str,
     tag: str | None = None,
     client_state: Mapping[str, Any] | None = None,
@@ -111,7 +112,7 @@ def _load(
 
 
 def _train_batch(
-    slot: _Slot, train: Callable[..., Any], data_iter: Iterator[Any] | None = None, *args: Any, **more: Any
+    slot: _Slot, train: Callable[..., Any], /, data_iter: Iterator[Any] | None = None, *args: Any, **more: Any
 ) -> Any:
     decoupled.settle(slot.data.engine)  # a pipeline changes its weights without waiting for its writer
     slot.data.before_train_batch()
@@ -121,7 +122,7 @@ def _train_batch(
     return result
 
 
-def _step(slot: _Slot, step: Callable[..., Any], *args: Any, **more: Any) -> Any:
+def _step(slot: _Slot, step: Callable[..., Any], /, *args: Any, **more: Any) -> Any:
     slot.data.before_step()
     with slot.data.broken_by_errors_of("engine.step()", weights=True):
         result = step(*args, **more)
@@ -129,12 +130,12 @@ def _step(slot: _Slot, step: Callable[..., Any], *args: Any, **more: Any) -> Any
     return result
 
 
-def _forward(slot: _Slot, forward: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
+def _forward(slot: _Slot, forward: Callable[..., Any], /, *inputs: Any, **more: Any) -> Any:
     slot.data.saw((*inputs, *more.values()))
     return forward(*inputs, **more)
 
 
-def _backward(slot: _Slot, backward: Callable[..., Any], *args: Any, **more: Any) -> Any:
+def _backward(slot: _Slot, backward: Callable[..., Any], /, *args: Any, **more: Any) -> Any:
     with slot.data.broken_by_errors_of("engine.backward()"):
         return backward(*args, **more)
 

@@ -165,7 +165,7 @@ def _settle_weakly(reference: weakref.ref[Any]) -> None:
         settle(engine)
 
 
-def _destroy(reference: weakref.ref[Any], destroy: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _destroy(reference: weakref.ref[Any], destroy: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     _settle_weakly(reference)
     return destroy(*args, **kwargs)
 

@@ -156,7 +156,7 @@ def failing_late(engine: Any) -> Iterator[list[Exception]]:
     the collectives that follow. It writes nothing more, and what was raised is in the list that is given."""
     errors: list[Exception] = []
 
-    def late(write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def late(write: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not errors:
             try:
                 return write(*args, **kwargs)
@@ -180,7 +180,7 @@ def loading(engine: Any, gate: Callable[[], None]) -> Iterator[None]:
     """Within it, ``load_checkpoint`` calls ``gate`` after a rank has read files of its own and before a collective: a
     rank that cannot read a file does not come there."""
 
-    def after(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def after(collective: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         gate()
         return collective(*args, **kwargs)
 
