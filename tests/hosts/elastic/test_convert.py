@@ -76,7 +76,7 @@ def test_a_kill_leaves_nothing_that_counts_and_the_next_one_converts(root: Path)
     # Two at once, one of which finds it done.
     both = [start(root), start(root)]
     outputs = [finished(process) for process in both]
-    assert sum("converting" in text for text in outputs) == 1
+    assert sum(f"converting {TAG} into" in text for text in outputs) == 1
     assert is_whole(root) and hidden(root) == []
     assert all("start the run as usual" in text for text in outputs)
 
