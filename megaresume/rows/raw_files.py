@@ -45,6 +45,7 @@ class RawFiles:
         self.files = ShardFiles()
         #: where compressed files were unpacked, and their size then.
         self._plain: dict[int, tuple[str, int]] = {}
+        #: what `_table` opened, and the row groups and record batches read last.
         self._tables: OrderedDict[int, Any] = OrderedDict()
         self._chunks: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._lock = RLock()
@@ -144,13 +145,8 @@ class RawFiles:
         return self._plain[file]
 
     def _row(self, place: DocumentPlace, decode: Callable[[int, int], Any]) -> bytes:
-        damaged: tuple[type[Exception], ...] = (
-            *parquet_errors(),
-            EOFError,
-            LookupError,
-            OverflowError,
-            UnicodeDecodeError,
-        )
+        others = (EOFError, LookupError, OverflowError, UnicodeDecodeError)
+        damaged: tuple[type[Exception], ...] = (*parquet_errors(), *others)
         with self._lock:
             key = (place.file, place.at)
             chunk = self._chunks.pop(key, None)
@@ -180,26 +176,28 @@ class RawFiles:
     def _record_batch(self, file: int, at: int) -> Any:
         from pyarrow import ipc
 
-        opened = load_pyarrow().PythonFile(self._opened(file), mode="r")
-        schema = read_schema(opened)
+        schema, opened = self._table(file), self._opened(file)
         opened.seek(at)
         batch = ipc.read_record_batch(ipc.read_message(opened), schema)
         batch.validate(full=True)
         return batch.select([self._column] if self._column is not None else columns_of(schema))
 
     def _table(self, file: int) -> Any:
+        """A Parquet file; or the schema of an Arrow file."""
         from pyarrow.parquet import ParquetFile
 
         with self._lock:
             table = self._tables.pop(file, None)
             if table is None:
-                source = load_pyarrow().PythonFile(self._opened(file), mode="r")
-                table = ParquetFile(source, page_checksum_verification=True)
+                is_parquet = self.path(file).endswith(".parquet")
+                opened = self._opened(file)
+                table = ParquetFile(opened, page_checksum_verification=True) if is_parquet else read_schema(opened)
             self._tables[file] = table
             if len(self._tables) > OPEN:
                 self._tables.popitem(last=False)
             return table
 
-    def _opened(self, file: int) -> BlockFile:
+    def _opened(self, file: int) -> Any:
         fetch = functools.partial(self.files.read, self.path(file))
-        return BlockFile(fetch, int(self._places.inputs[file]["size"]), BLOCK)
+        source = BlockFile(fetch, int(self._places.inputs[file]["size"]), BLOCK)
+        return load_pyarrow().PythonFile(source, mode="r")
