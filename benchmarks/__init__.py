@@ -5,6 +5,8 @@
     corpora.py    synthetic corpora in Megatron's format
     lengths.py    a billion document lengths on disk, as a source
     gpt.py        the baseline: Megatron's GPTDataset, blended and wrapped as Megatron does
+    line.py       a server as from far away
+    store.py      records on S3 beside other packages (a part of far)
     timing.py     interleaved repetitions, medians, ratios
     table.py      rows and how they are printed
 

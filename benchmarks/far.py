@@ -1,6 +1,7 @@
 """Shards that are 30 ms away: our loader at its default shuffle beside a sequential read of the same shards.
 
 Both decode and encode every record with the same encoder, on one core; the server is another process. Elapsed time.
+On S3, not decoded, and beside others: `benchmarks.store`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import fsspec
 
+from benchmarks import store
 from benchmarks.pairs import SEQ_LENGTH, Shards
 from benchmarks.setup import Setup
 from benchmarks.table import Row
@@ -41,7 +43,7 @@ def rows(setup: Setup) -> Iterator[Row]:
     shards = Shards(setup.directory / "far", records=records)
     index = setup.directory / "far0"
     tars = sorted(shards.directory.glob("*.tar"))
-    prepare_shards(tars, index, shards.encoder)
+    prepare_shards(tars, index, shards.encoders["pillow"])
     with _server(shards.directory, setup.cores) as url:
         urls = [f"{url}/{path.name}" for path in tars]
         read = {
@@ -66,6 +68,7 @@ def rows(setup: Setup) -> Iterator[Row]:
             must=">= 0.8 x" if name == "ahead" else "",
             holds=faster >= 0.8 if name == "ahead" else None,
         )
+    yield from store.rows(setup)
 
 
 def _ours(index: Path, urls: list[str], options: dict[str, Any]) -> Iterator[None]:

@@ -41,21 +41,22 @@ BACKENDS: tuple[Backend, ...] = ("pillow", "torchvision")
 
 
 class Shards:
-    """Two shards as a data set of Energon, with an index of ours beside it.
+    """Shards as a data set of Energon, with an index of ours beside it.
 
     Args:
         directory: is made.
-        records: in both.
+        records: in all of them.
+        shards: how many.
     """
 
-    def __init__(self, directory: Path, *, records: int) -> None:
+    def __init__(self, directory: Path, *, records: int, shards: int = 2) -> None:
         self.directory, self.records = directory, records
         self.encoders = {b: ImageTextEncoder.from_options({"processor": {**_QWEN, "backend": b}}) for b in BACKENDS}
         directory.mkdir(parents=True)
         rng = np.random.default_rng(7)
-        for shard in range(2):
+        for shard in range(shards):
             with tarfile.open(directory / f"s{shard}.tar", "w") as tar:
-                for record in range(shard * records // 2, (shard + 1) * records // 2):
+                for record in range(shard * records // shards, (shard + 1) * records // shards):
                     _add(tar, record, rng)
         _prepare(directory)
         for backend in BACKENDS:

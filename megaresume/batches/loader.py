@@ -148,7 +148,7 @@ class StreamLoader:
         pad_id: int = 0,
         balance: Balance | None = None,
         read_ahead: int = 64,
-        requests: int = 10,
+        requests: int = 32,
         cache_dir: str | os.PathLike[str] | None = None,
         cache_gib: float = 100.0,
     ) -> None:

@@ -64,7 +64,7 @@ class Loader:
         metavar="MIB",
     )
     requests: int = setting(
-        10, "requests to an object store at a time, of each process that reads", hosts="training", metavar="N"
+        32, "requests to an object store at a time, of each process that reads", hosts="training", metavar="N"
     )
     cache_dir: str | os.PathLike[str] | None = setting(
         None,
