@@ -3,6 +3,7 @@
     findings.py what the new launch says; what it does not say is as it was
       |
     start.py    which checkpoint is loaded, on which ranks       Run.choose, hosts.deepspeed.elastic.load_rules
+      |         -> `Launch`, which all others ask
     data.py     what of the data config changed                  stream.changes
     ending.py   last step, epochs left, the end of the stream    training.arguments, stream.outlook
     balance.py  what balanced ranks gain                         stream.dealing

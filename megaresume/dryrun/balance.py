@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megaresume.checkpoint.topology import Topology
 from megaresume.dryrun.data import Data
-from megaresume.dryrun.findings import Findings, Flags
+from megaresume.dryrun.start import Launch
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.dealing.balance import Balance, Objective
 from megaresume.stream.errors import StreamExhausted
-from megaresume.stream.state import StreamState
 
 if TYPE_CHECKING:
     from megaresume.stream.stream import Stream
@@ -40,30 +38,20 @@ class Gain:
         )
 
 
-def gain(
-    data: Data,
-    state: StreamState,
-    schedule: BatchSchedule | None,
-    now: Topology,
-    flags: Flags,
-    findings: Findings,
-) -> Gain | None:
+def gain(launch: Launch, data: Data) -> Gain | None:
     """Plan the next steps, and deal them both ways. None: something for it is not known, as a note tells."""
-    balance = findings.attempt(lambda: flags.balanced)
+    now, balance = launch.now, launch.findings.attempt(lambda: launch.flags.balanced)
     if balance is None:
         return None
-    if now.micro_batch_size is None or schedule is None or not data.sources or data.config is None:
-        findings.note(
+    stream = None if launch.schedule is None else data.stream(launch)
+    if now.micro_batch_size is None or launch.schedule is None or stream is None:
+        launch.findings.note(
             "what balanced ranks gain is not known: the corpora were not opened, or the batches are not recorded",
             action="--data DATA.yaml --micro-batch-size M --global-batch-size B",
         )
         return None
-    from megaresume.stream.stream import Stream  # deferred: the compiled planner takes a second to import
-
-    stream = Stream(data.config, list(data.sources.values()), state=state, on_change=flags.on_change)
-    stream.schedule = schedule
-    stream.skip(flags.skip)
-    return _expected(stream, schedule, balance, sample=state.samples, micro=now.micro_batch_size, dp=now.dp)
+    first, micro = launch.state.samples, now.micro_batch_size
+    return _expected(stream, launch.schedule, balance, sample=first, micro=micro, dp=now.dp)
 
 
 def _expected(

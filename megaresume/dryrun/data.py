@@ -6,16 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megaresume.checkpoint.paths import data_path
 from megaresume.corpora.base import Source
-from megaresume.dryrun.findings import Findings, Flags
+from megaresume.dryrun.start import Launch
 from megaresume.hosts.megatron.load_rules import check_stages
 from megaresume.sources import open_sources
 from megaresume.sources.data_config import DataConfig
 from megaresume.stream.aliases import resolved
-from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.changes import Reconciled, changes_since, reconcile
 from megaresume.stream.config import OnChange, StreamConfig
 from megaresume.stream.errors import ConfigError, CorpusError, MegaresumeError, SetupError, StateError, UsageError
@@ -24,7 +23,10 @@ from megaresume.stream.planning.remaining import check_remaining
 from megaresume.stream.planning.stages import Stage
 from megaresume.stream.ranges import Range
 from megaresume.stream.skips import check_documents, no_schedule
-from megaresume.stream.state import Fingerprint, StreamState
+from megaresume.stream.state import Fingerprint
+
+if TYPE_CHECKING:
+    from megaresume.stream.stream import Stream
 
 #: nothing: the order goes on. new stage: from the resume point on. refused: the launch stops.
 Outcome = Literal["nothing", "new stage", "refused"]
@@ -53,51 +55,52 @@ class Data:
     in_force: StreamConfig | None = None
     to_come: tuple[Stage, ...] = ()
 
+    def stream(self, launch: Launch) -> Stream | None:
+        """What the launch would train on; None: the corpora were not opened."""
+        if not self.sources or self.config is None:
+            return None
+        from megaresume.stream.stream import Stream  # deferred: the compiled planner takes a second to import
 
-def read_data(
-    root: Path,
-    state: StreamState,
-    flags: Flags,
-    findings: Findings,
-    *,
-    is_megatron: bool,
-    schedule: BatchSchedule | None,
-    end: int | None,
-) -> Data:
+        flags = launch.flags
+        stream = Stream(self.config, list(self.sources.values()), state=launch.state, on_change=flags.on_change)
+        if launch.schedule is not None:
+            stream.schedule = launch.schedule
+        stream.skip(flags.skip)
+        return stream
+
+
+def read_data(launch: Launch, *, end: int | None) -> Data:
     """Open the data as the launch would, and reconcile it with the state.
 
     Args:
-        schedule: global batch sizes of the whole run; None: not known, so that no step can be skipped.
+        launch: without a schedule no step can be skipped.
         end: samples trained at the end of the run; None: not known, so that anything can be skipped.
     """
     data = Data()
     try:
-        _open(data, root, state, flags, is_megatron)
+        _open(data, launch)
     except (ConfigError, CorpusError, SetupError, StateError, UsageError) as error:
-        if flags.data is not None:
-            findings.refuse(error)
+        if launch.flags.data is not None:
+            launch.findings.refuse(error)
             data.outcome = "refused"
             return data
         # Nobody has said where the corpora are now: the launch has a data config of its own.
-        findings.refuse(error, "note")
-        _from_state(data, state, flags)
-    assert data.config is not None
-    _reconcile(data, state, flags, findings, schedule, end)
+        launch.findings.refuse(error, "note")
+        _from_state(data, launch)
+    _reconcile(data, launch, end)
     return data
 
 
-def _open(data: Data, root: Path, state: StreamState, flags: Flags, is_megatron: bool) -> None:
-    recorded = data_path(root)
+def _open(data: Data, launch: Launch) -> None:
+    state, flags, recorded = launch.state, launch.flags, data_path(launch.root)
     path = flags.data or (recorded if recorded.is_file() else None)
     if path is None:
-        _from_state(data, state, flags)
+        _from_state(data, launch)
         return
     data.path = path
     named = DataConfig.of(path)
     if flags.data is None:  # the file says what it was
-        given = {"seq_length": flags.seq_length, "seed": flags.seed}
-        given = {name: value for name, value in given.items() if value is not None}
-        named = replace(named, mapping={**named.mapping, **given})
+        named = replace(named, mapping={**named.mapping, **flags.config})
     length = flags.seq_length
     if length is None and named.mapping.get("seq_length") is None:
         length = int(state.config["seq_length"])
@@ -105,7 +108,7 @@ def _open(data: Data, root: Path, state: StreamState, flags: Flags, is_megatron:
     data.config = resolved(config, state.config["sources"])
     specs = {source.name: source.options for source in data.config.sources}
     data.sources = open_sources(specs, base_dir=named.directory, split=flags.split or _recorded_split(recorded))
-    if is_megatron:
+    if launch.is_megatron:
         check_stages(data.config, data.config.seq_length)
     data.fingerprints = {name: fingerprint_of(source, name) for name, source in data.sources.items()}
 
@@ -119,35 +122,26 @@ def _recorded_split(recorded: Path) -> str | None:
     return splits.pop() if len(splits) == 1 else None
 
 
-def _from_state(data: Data, state: StreamState, flags: Flags) -> None:
-    mapping: dict[str, Any] = dict(state.config)
-    if flags.seq_length is not None:
-        mapping["seq_length"] = flags.seq_length
-    if flags.seed is not None:
-        mapping["seed"] = flags.seed
+def _from_state(data: Data, launch: Launch) -> None:
+    state = launch.state
     data.path, data.sources = None, {}
-    data.config, data.fingerprints = StreamConfig.from_dict(mapping), state.fingerprints
+    data.config = StreamConfig.from_dict({**state.config, **launch.flags.config})
+    data.fingerprints = state.fingerprints
 
 
-def _reconcile(
-    data: Data,
-    state: StreamState,
-    flags: Flags,
-    findings: Findings,
-    schedule: BatchSchedule | None,
-    end: int | None,
-) -> None:
+def _reconcile(data: Data, launch: Launch, end: int | None) -> None:
     assert data.config is not None
+    state, findings = launch.state, launch.findings
     data.changes = changes_since(data.config, state)
     try:
-        going_on = _go_on(data, state, flags, flags.on_change, schedule, end)
+        going_on = _go_on(data, launch, launch.flags.on_change, end)
     except MegaresumeError as error:
         data.outcome = "refused"
         findings.refuse(error)
-        if flags.on_change == "refuse":
+        if launch.flags.on_change == "refuse":
             # Whether the flag alone would do: found out now, and not at the next start.
             try:
-                data.with_stage = _go_on(data, state, flags, "stage", schedule, end).accepted
+                data.with_stage = _go_on(data, launch, "stage", end).accepted
             except MegaresumeError as other:
                 if other.headline != error.headline:
                     findings.refuse(other)
@@ -174,32 +168,25 @@ def _reconcile(
     data.in_force, data.to_come = stages[current - 1].config, stages[current:]
 
 
-def _go_on(
-    data: Data,
-    state: StreamState,
-    flags: Flags,
-    on_change: OnChange,
-    schedule: BatchSchedule | None,
-    end: int | None,
-) -> Reconciled:
+def _go_on(data: Data, launch: Launch, on_change: OnChange, end: int | None) -> Reconciled:
     """What the stream of the launch would make of the state, or refuse."""
 
     def samples_of(steps: Range) -> Range:
-        if schedule is None:
+        if launch.schedule is None:
             raise no_schedule(steps)
-        return schedule.after(0, steps[0] - 1), schedule.after(0, steps[1])
+        return launch.schedule.after(0, steps[0] - 1), launch.schedule.after(0, steps[1])
 
     assert data.config is not None
     going_on = reconcile(
         data.config,
         data.fingerprints,
-        state,
+        launch.state,
         on_change,
-        skip=(flags.skip,),
+        skip=(launch.flags.skip,),
         steps_to_samples=samples_of,
         end=end,
         first_of=lambda name, documents: first_documents(data.sources[name], name, documents),
     )
     check_documents(going_on.course.skips, {name: f.documents for name, f in data.fingerprints.items()})
-    check_remaining(going_on.course, data.sources, state)
+    check_remaining(going_on.course, data.sources, launch.state)
     return going_on

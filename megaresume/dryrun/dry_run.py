@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megaresume.checkpoint.paths import split_root
 from megaresume.checkpoint.topology import Topology
 from megaresume.dryrun.balance import Gain, gain
 from megaresume.dryrun.data import Data, read_data
-from megaresume.dryrun.ending import (
-    Ahead,
-    Ending,
-    end_of_stream,
-    ending,
-    guarded_ending,
-    sources_ahead,
-    steps_until,
-)
+from megaresume.dryrun.ending import Ahead, Ending, end_of_stream, ending, guarded_ending, sources_ahead
 from megaresume.dryrun.findings import Findings, Flags
 from megaresume.dryrun.guard import Guarded, compare_with_record
-from megaresume.dryrun.start import StartingPoint, check_layout, find_start, planned_sizes, topology
+from megaresume.dryrun.start import (
+    Launch,
+    StartingPoint,
+    check_layout,
+    find_start,
+    planned_sizes,
+    steps_until,
+    topology,
+)
 from megaresume.runs.run import Run
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import UsageError
@@ -116,48 +116,40 @@ def _check(directory: Path, flags: Flags) -> Run:
 
 
 def _stream(result: DryRun, before: Topology, state: StreamState) -> None:
-    flags, findings, found, step = result.flags, result.findings, result.found, result.found.iteration
-    choice = found.choice
+    flags, findings, found, choice = result.flags, result.findings, result.found, result.found.choice
     assert choice is not None
-    now = topology(before, flags)
-    result.before, result.now = before, now
-    planned = findings.attempt(lambda: planned_sizes(now, flags, is_megatron=found.is_megatron))
+    result.before, result.now = before, topology(before, flags)
+    launch = Launch(
+        root=result.root.absolute(),
+        flags=flags,
+        findings=findings,
+        choice=choice,
+        state=state,
+        is_megatron=found.is_megatron,
+        step=found.iteration,
+        now=result.now,
+    )
+    planned = findings.attempt(lambda: planned_sizes(launch.now, flags, is_megatron=launch.is_megatron))
     if planned is not None:
-        ahead = planned_sizes(now, flags, is_megatron=found.is_megatron, start=state.samples)
+        ahead = planned_sizes(launch.now, flags, is_megatron=launch.is_megatron, start=state.samples)
         result.schedule = None if ahead is None else ahead.resumed(state.batches, state.samples)
+        launch = replace(launch, schedule=result.schedule)
         is_said = flags.rampup_batch_size is not None or flags.global_batch_size is not None
         if len({size for _, size in state.batches}) > 1 and not is_said:
             findings.note(
-                f"the batch size changed in this run; {now.global_batch_size} samples a step are taken from here on",
+                f"the batch size changed in this run; {launch.now.global_batch_size} samples a step are taken from "
+                "here on",
                 action="--rampup-batch-size START INCREMENT SAMPLES, if the launch has it",
             )
-    check_layout(choice, now, result.schedule, state.samples, flags, findings)
-    if planned is not None and result.schedule is not None:
-        result.ending = ending(
-            planned,
-            result.schedule,
-            state.batches,
-            step,
-            state.samples,
-            flags,
-            findings,
-            is_megatron=found.is_megatron,
-        )
+    check_layout(launch)
+    if planned is not None:
+        result.ending = ending(launch, planned)
     end = result.ending
-    result.data = data = read_data(
-        result.root.absolute(),
-        state,
-        flags,
-        findings,
-        is_megatron=found.is_megatron,
-        schedule=result.schedule,
-        end=None if end is None else end.sample,
-    )
+    result.data = data = read_data(launch, end=None if end is None else end.sample)
     if data.in_force is None:
         return
-    fingerprints = data.fingerprints
-    result.sources = sources_ahead(state, fingerprints, data.in_force, result.schedule, step, end)
+    result.sources = sources_ahead(launch, data, end)
     if end is None or not end.finished:
-        result.stream_ends = end_of_stream(data, state, result.schedule, step, end, flags, findings)
+        result.stream_ends = end_of_stream(launch, data, end)
     if flags.balance is not None:
-        result.gain = gain(data, state, result.schedule, now, flags, findings)
+        result.gain = gain(launch, data)

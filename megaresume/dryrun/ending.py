@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megaresume.checkpoint.topology import Topology
 from megaresume.dryrun.data import Data
 from megaresume.dryrun.findings import Findings, Flags
-from megaresume.dryrun.start import planned_sizes
+from megaresume.dryrun.start import Launch, planned_sizes
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.changes import SourceOutlook, outlook
 from megaresume.stream.config import SourceConfig, StreamConfig
 from megaresume.stream.errors import StreamExhausted
-from megaresume.stream.state import Fingerprint, StreamState
 from megaresume.training.arguments import end_of_run, is_over
 
 #: samples planned between two looks at the clock, and seconds after which the search for the end is given up.
@@ -33,52 +31,40 @@ class Ending:
     before: tuple[int, int] | None
 
 
-def ending(
-    planned: BatchSchedule,
-    schedule: BatchSchedule,
-    history: tuple[tuple[int, int], ...],
-    step: int,
-    sample: int,
-    flags: Flags,
-    findings: Findings,
-    *,
-    is_megatron: bool,
-) -> Ending | None:
+def ending(launch: Launch, planned: BatchSchedule) -> Ending | None:
     """The end of the run; None: neither steps nor samples are given.
 
     Args:
+        launch: under Megatron it ends as Megatron's training loop does, otherwise as `megaresume.training`.
         planned: global batch sizes that the flags mean, from sample 0.
-        schedule: those of the whole run, the past included.
-        history: those of the run so far.
-        step, sample: where it goes on.
-        is_megatron: ends as Megatron's training loop does, otherwise as `megaresume.training`.
     """
-    if flags.train_iters is None and flags.train_samples is None:
+    flags, step, sample = launch.flags, launch.step, launch.state.samples
+    if launch.schedule is None or (flags.train_iters is None and flags.train_samples is None):
         return None
-    before = BatchSchedule(history) if history else schedule
-    rule = _megatron if is_megatron else _ours
-    end, old = (rule(*sizes, step, sample, flags) for sizes in ((planned, schedule), (before, before)))
+    before = BatchSchedule(launch.state.batches) if launch.state.batches else launch.schedule
+    rule = _megatron if launch.is_megatron else _ours
+    end, old = (rule(launch, *sizes) for sizes in ((planned, launch.schedule), (before, before)))
     finished = end[0] <= step
     if finished:
         name, given, done = "iters", flags.train_iters, step
         if flags.train_samples is not None:
             name, given, done = "samples", flags.train_samples, sample
         found = f"{step} steps over {sample} samples are trained; --train-{name} {given}"
-        _warn_finished(findings, found, f"--train-{name} above {done}")
-    elif is_megatron:
-        _check_megatron_steps(planned, end, step, sample, flags, findings)
+        _warn_finished(launch.findings, found, f"--train-{name} above {done}")
+    elif launch.is_megatron:
+        _check_megatron_steps(launch, planned, end)
     return Ending(step=end[0], sample=end[1], finished=finished, before=None if old == end else old)
 
 
-def _ours(planned: BatchSchedule, schedule: BatchSchedule, step: int, sample: int, flags: Flags) -> tuple[int, int]:
-    if is_over(step, sample, train_iters=flags.train_iters, train_samples=flags.train_samples):
-        return step, sample
-    return end_of_run(schedule, step, sample, train_iters=flags.train_iters, train_samples=flags.train_samples)
+def _ours(launch: Launch, planned: BatchSchedule, schedule: BatchSchedule) -> tuple[int, int]:
+    step, sample = launch.step, launch.state.samples
+    length = {"train_iters": launch.flags.train_iters, "train_samples": launch.flags.train_samples}
+    return (step, sample) if is_over(step, sample, **length) else end_of_run(schedule, step, sample, **length)
 
 
-def _megatron(planned: BatchSchedule, schedule: BatchSchedule, step: int, sample: int, flags: Flags) -> tuple[int, int]:
-    last = max(_megatron_iterations(planned, flags), step)
-    return last, schedule.after(sample, last - step)
+def _megatron(launch: Launch, planned: BatchSchedule, schedule: BatchSchedule) -> tuple[int, int]:
+    last = max(_megatron_iterations(planned, launch.flags), launch.step)
+    return last, schedule.after(launch.state.samples, last - launch.step)
 
 
 def _megatron_iterations(planned: BatchSchedule, flags: Flags) -> int:
@@ -116,33 +102,19 @@ def _warn_finished(findings: Findings, found: str, action: str) -> None:
     findings.warn(headline, found=found, expected="a longer run, or none", action=action)
 
 
-def _check_megatron_steps(
-    planned: BatchSchedule, end: tuple[int, int], step: int, sample: int, flags: Flags, findings: Findings
-) -> None:
+def _check_megatron_steps(launch: Launch, planned: BatchSchedule, end: tuple[int, int]) -> None:
     """What Megatron's arithmetic makes of a batch size that changed in the middle of a run."""
-    final = planned.segments[-1][1]
-    if flags.train_samples is not None and flags.train_samples - end[1] >= final:
-        needed = step + (flags.train_samples - sample) // final
-        findings.warn(
+    final, samples = planned.segments[-1][1], launch.flags.train_samples
+    if samples is not None and samples - end[1] >= final:
+        needed = launch.step + (samples - launch.state.samples) // final
+        launch.findings.warn(
             "Megatron would end before all samples are trained",
-            found=f"step {end[0]}, sample {end[1]} of --train-samples {flags.train_samples}",
+            found=f"step {end[0]}, sample {end[1]} of --train-samples {samples}",
             expected=f"step {needed}",
             cause="Megatron takes the number of steps from --train-samples and the batch size of today, as if it "
             "had been that from the start",
             action=f"--train-iters {needed} in place of --train-samples",
         )
-
-
-def steps_until(schedule: BatchSchedule, sample: int, target: int) -> int:
-    """Whole steps from ``sample`` on that end at or before ``target``."""
-    high = 1
-    while schedule.after(sample, high) <= target:
-        high *= 2
-    low = 0
-    while low < high - 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if schedule.after(sample, middle) <= target else (low, middle)
-    return low
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,28 +134,16 @@ class Ahead:
     epochs_at_end: float | None
 
 
-def sources_ahead(
-    state: StreamState,
-    fingerprints: Mapping[str, Fingerprint],
-    config: StreamConfig,
-    schedule: BatchSchedule | None,
-    step: int,
-    end: Ending | None,
-) -> list[Ahead]:
+def sources_ahead(launch: Launch, data: Data, end: Ending | None) -> list[Ahead]:
     """Every source under the config that holds from the resume point on."""
-    known = state.replace(fingerprints={**fingerprints, **state.fingerprints})
-    rows = outlook(known, config)
-    return [_ahead(row, source, known, schedule, step, end) for row, source in zip(rows, config.sources, strict=True)]
+    assert data.in_force is not None
+    known = launch.state.replace(fingerprints={**data.fingerprints, **launch.state.fingerprints})
+    rows = outlook(known, data.in_force)
+    return [_ahead(launch, row, source, end) for row, source in zip(rows, data.in_force.sources, strict=True)]
 
 
-def _ahead(
-    row: SourceOutlook,
-    source: SourceConfig,
-    state: StreamState,
-    schedule: BatchSchedule | None,
-    step: int,
-    end: Ending | None,
-) -> Ahead:
+def _ahead(launch: Launch, row: SourceOutlook, source: SourceConfig, end: Ending | None) -> Ahead:
+    state = launch.state
     cursor = state.sources.get(row.name)
     left = None
     if source.max_epochs is not None and source.on_exhausted != "repeat":
@@ -193,8 +153,7 @@ def _ahead(
         if samples is None:
             return None, None
         sample = state.samples + round(samples)
-        steps = None if schedule is None else step + steps_until(schedule, state.samples, sample)
-        return sample, steps
+        return sample, launch.steps_until(sample)
 
     # Samples that one piece of the source takes, as `outlook` reckons.
     rate = None if row.samples_left is None or not row.remaining else row.samples_left / row.remaining
@@ -217,15 +176,7 @@ def _ahead(
     )
 
 
-def end_of_stream(
-    data: Data,
-    state: StreamState,
-    schedule: BatchSchedule | None,
-    step: int,
-    end: Ending | None,
-    flags: Flags,
-    findings: Findings,
-) -> int | None:
+def end_of_stream(launch: Launch, data: Data, end: Ending | None) -> int | None:
     """Samples that the stream holds, where that is fewer than the run is to train; None: enough.
 
     Planned, not estimated. Only a stream whose sources have an end is looked at.
@@ -233,27 +184,21 @@ def end_of_stream(
     configs = [data.in_force, *(stage.config for stage in data.to_come)]
     if not any(config is not None and _may_end(config) for config in configs):
         return None
-    if not data.sources or data.config is None:
-        findings.note(
+    stream = data.stream(launch)
+    if stream is None or data.config is None:
+        launch.findings.note(
             "whether the stream ends before the run does is not known: its corpora were not opened",
             action="--data DATA.yaml",
         )
         return None
-    from megaresume.stream.stream import Stream  # deferred: the compiled planner takes a second to import
-
-    stream = Stream(data.config, list(data.sources.values()), state=state, on_change=flags.on_change)
-    if schedule is not None:
-        stream.schedule = schedule
-    stream.skip(flags.skip)
-    goal = None if end is None or end.sample <= state.samples else end.sample
-    held = _search(stream.plan, state.samples, goal, findings)
+    first = launch.state.samples
+    held = _search(stream.plan, first, None if end is None or end.sample <= first else end.sample, launch.findings)
     if held is None:
         return None
-    last = None if schedule is None else step + steps_until(schedule, state.samples, held)
+    last = launch.steps_until(held)
     names = [s.name for s in data.config.sources if s.max_epochs is not None and s.on_exhausted != "repeat"]
-    is_early = end is None or held < end.sample
-    if is_early:
-        findings.warn(
+    if end is None or held < end.sample:
+        launch.findings.warn(
             "the stream ends before the run does",
             found=f"{held} samples" + ("" if last is None else f", enough for {last} steps"),
             expected="no end" if end is None else f"{end.sample} samples, for step {end.step}",

@@ -47,6 +47,12 @@ class Flags:
     train_samples: int | None = None
 
     @property
+    def config(self) -> dict[str, int]:
+        """What they say of the data config."""
+        given = {"seq_length": self.seq_length, "seed": self.seed}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
     def balanced(self) -> Balance | None:
         """How ranks are to be balanced. Raises UsageError for a bad cost of a token."""
         return None if self.balance is None else Balance(objective=self.balance, token_cost=self.balance_token_cost)
@@ -56,6 +62,8 @@ T = TypeVar("T")
 
 #: refused: the launch would stop with this. warning: it would run, and probably not as it is meant. note: just so.
 Kind = Literal["refused", "warning", "note"]
+#: fields of an error, and of a finding, besides its headline.
+_WORDS = ("found", "expected", "cause", "action")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,9 +80,8 @@ class Finding:
 
     def lines(self) -> list[str]:
         """For people."""
-        parts = [("found", self.found), ("expected", self.expected), ("likely cause", self.cause)]
-        parts.append(("next action", self.action))
-        return [self.headline, *(f"  {name + ':':<14}{value}" for name, value in parts if value is not None)]
+        words = {name: getattr(self, name) for name in _WORDS}
+        return str(MegaresumeError(self.headline, **words)).splitlines()
 
 
 class Findings(list[Finding]):
@@ -90,10 +97,7 @@ class Findings(list[Finding]):
 
     def refuse(self, error: MegaresumeError, kind: Kind = "refused") -> None:
         """What an error says."""
-        words: dict[str, Any] = {
-            name: None if (value := getattr(error, name)) is None else str(value)
-            for name in ("found", "expected", "cause", "action")
-        }
+        words: dict[str, Any] = {name: None if (v := getattr(error, name)) is None else str(v) for name in _WORDS}
         self.append(Finding(kind=kind, headline=error.headline, **words))
 
     def attempt(self, rule: Callable[[], T]) -> T | None:

@@ -7,6 +7,7 @@ beforehand that this is whole (`integrations.megatron.tracker`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
@@ -23,6 +24,7 @@ from megaresume.runs.run import Run
 from megaresume.session.host import without_state
 from megaresume.stream.batches import BatchSchedule, check_sizes
 from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
+from megaresume.stream.state import StreamState
 
 #: stream: our samples. guard: Megatron's own datasets, with their order recorded. adopt: the same, not recorded yet.
 #: inside: the state is in the checkpoint alone. fresh: nothing to load. None: refused.
@@ -41,6 +43,40 @@ class StartingPoint:
     record: OrderRecord | None
     #: optimizer steps done.
     iteration: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """A launch that goes on from a state of a stream: what every question about it needs."""
+
+    root: Path
+    flags: Flags
+    findings: Findings
+    choice: Choice
+    state: StreamState
+    is_megatron: bool
+    #: optimizer steps done.
+    step: int
+    #: how it is laid out.
+    now: Topology
+    #: planned global batch sizes of the whole run, the past included; None: not known.
+    schedule: BatchSchedule | None = None
+
+    def steps_until(self, target: int) -> int | None:
+        """The last step that ends at or before a sample; None: not known."""
+        return None if self.schedule is None else self.step + steps_until(self.schedule, self.state.samples, target)
+
+
+def steps_until(schedule: BatchSchedule, sample: int, target: int) -> int:
+    """Whole steps from ``sample`` on that end at or before ``target``."""
+    high = 1
+    while schedule.after(sample, high) <= target:
+        high *= 2
+    low = 0
+    while low < high - 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if schedule.after(sample, middle) <= target else (low, middle)
+    return low
 
 
 def find_start(run: Run, flags: Flags, findings: Findings) -> StartingPoint:
@@ -187,14 +223,13 @@ def planned_sizes(now: Topology, flags: Flags, *, is_megatron: bool, start: int 
     return BatchSchedule.ramp_up(*flags.rampup_batch_size, now.global_batch_size)
 
 
-def check_layout(
-    choice: Choice, now: Topology, schedule: BatchSchedule | None, sample: int, flags: Flags, findings: Findings
-) -> None:
+def check_layout(launch: Launch) -> None:
     """Batches over ranks, and ZeRO's partitions."""
+    now, schedule = launch.now, launch.schedule
     micro = now.micro_batch_size
     if schedule is not None and micro is not None:
-        sizes = schedule
-        findings.attempt(lambda: check_sizes(sizes, sample, micro_batch_size=micro, dp_size=now.dp))
+        sizes, first = schedule, launch.state.samples
+        launch.findings.attempt(lambda: check_sizes(sizes, first, micro_batch_size=micro, dp_size=now.dp))
     partitions = Partitions(ranks=now.dp * now.cp, zero_stage=now.zero_stage or 0)
-    if not flags.universal_checkpoint:
-        findings.attempt(lambda: check_zero(choice, partitions, elastic=flags.elastic))
+    if not launch.flags.universal_checkpoint:
+        launch.findings.attempt(lambda: check_zero(launch.choice, partitions, elastic=launch.flags.elastic))
