@@ -184,15 +184,20 @@ def _point(path: Path, step: StepFile) -> Point:
     return Point(iteration=step.iteration, samples=step.state.samples, digest=step.state.digest, path=path)
 
 
+def _usable(path: Path, read_step: ReadStep, notes: list[str]) -> StepFile | None:
+    """A state; None, and a note, if it cannot be read."""
+    try:
+        return read_step(path)
+    except NewerFormatError:
+        raise
+    except StateError as error:
+        notes.append(f"not used: {path.name}: {error.headline}: {error.found}")
+        return None
+
+
 def _readable(states: Sequence[Path], read_step: ReadStep, notes: list[str]) -> list[Point]:
-    points = []
-    for path in states:
-        try:
-            points.append(_point(path, read_step(path)))
-        except NewerFormatError:
-            raise
-        except StateError as error:
-            notes.append(f"not used: {path.name}: {error.headline}: {error.found}")
+    steps = [(path, _usable(path, read_step, notes)) for path in states]
+    points = [_point(path, step) for path, step in steps if step is not None]
     return sorted(points, key=lambda p: (p.samples, p.iteration))
 
 
@@ -213,24 +218,14 @@ def _newest(
     spoken_of = {step_path(root, e.iteration, e.tag) for e in entries if e.kind == "checkpoint" and e.tag}
     for path in states if entries else ():
         if path not in spoken_of:
-            try:
-                step = read_step(path)
-            except NewerFormatError:
-                raise
-            except StateError as error:
-                notes.append(f"not used: {path.name}: {error.headline}: {error.found}")
-                continue
-            if step.saved_at > last_time and step.run == ledger.run:
+            step = _usable(path, read_step, notes)
+            if step is not None and step.saved_at > last_time and step.run == ledger.run:
                 candidates.append((step.state.samples, path))
-    problems = []
+    problems: list[str] = []
     for _, path in sorted(candidates, reverse=True):
         point = known.get(path)
-        try:
-            step = read_step(path)
-        except NewerFormatError:
-            raise
-        except StateError as error:
-            problems.append(f"not used: {path.name}: {error.headline}: {error.found}")
+        step = _usable(path, read_step, problems)
+        if step is None:
             continue
         found = _point(path, step)
         if point is not None and found != point and step.saved_at <= last_time:

@@ -179,25 +179,15 @@ def _printed(text: str) -> Loss:
 def compare_losses(first: LossLog, second: LossLog) -> LossComparison:
     """Compare two runs step by step. Where one log is printed, the other is rounded as it prints."""
     both = sorted(first.steps.keys() & second.steps.keys())
-    equal = 0
-    earliest: LossDifference | None = None
-    largest: LossDifference | None = None
-    for step in both:
-        one, other = _comparable(first.steps[step], second.steps[step])
-        if one == other or (math.isnan(one) and math.isnan(other)):
-            equal += 1
-            continue
-        difference = LossDifference(step, one, other)
-        earliest = earliest or difference
-        # NaN against a number is the largest of differences, and stays it.
-        if largest is None or not (math.isnan(largest.size) or difference.size <= largest.size):
-            largest = difference
+    pairs = [(step, *_comparable(first.steps[step], second.steps[step])) for step in both]
+    found = [LossDifference(*p) for p in pairs if p[1] != p[2] and not (math.isnan(p[1]) and math.isnan(p[2]))]
     return LossComparison(
         steps=len(both),
-        equal=equal,
+        equal=len(both) - len(found),
         exact=first.exact and second.exact,
-        first_difference=earliest,
-        largest_difference=largest,
+        first_difference=found[0] if found else None,
+        # NaN against a number is the largest of differences.
+        largest_difference=max(found, key=lambda d: (math.isnan(d.size), d.size), default=None),
         only_first=len(first.steps.keys() - second.steps.keys()),
         only_second=len(second.steps.keys() - first.steps.keys()),
     )

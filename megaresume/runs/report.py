@@ -7,13 +7,13 @@ Nothing is planned again: points are states that were saved, some hundred of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from megaresume.checkpoint.ledger import LedgerEntry
 from megaresume.runs.history import History
-from megaresume.runs.losses import LossLog
+from megaresume.runs.losses import Loss, LossLog
 from megaresume.runs.run import Run
 from megaresume.stream.changes import outlook
 from megaresume.stream.config import StreamConfig
@@ -55,10 +55,10 @@ def collect(run: Run, log: LossLog | None = None) -> dict[str, Any]:
         "starts": _starts(ledger.entries, log),
         "checkpoints": sum(entry.kind == "checkpoint" for entry in ledger.entries),
         "left_out": _left_out(state),
-        "faults": _faults(state),
+        "faults": state.faults.to_plain(),
         "overrides": list(state.overrides),
-        "losses": None if log is None else _losses(log),
-        "validations": {} if log is None else _validations(log),
+        "losses": None if log is None else _thinned(log.steps),
+        "validations": {} if log is None else {name: _thinned(by) for name, by in log.validations.items()},
         "notes": [*history.notes, *(str(p) for p in ledger.problems if p.kind == "damaged")],
     }
 
@@ -178,15 +178,8 @@ def _left_out(state: StreamState) -> dict[str, Any]:
     }
 
 
-def _faults(state: StreamState) -> dict[str, Any]:
-    return state.faults.to_plain()
-
-
-def _losses(log: LossLog) -> list[list[float]]:
-    steps = sorted(log.steps)
+def _thinned(losses: Mapping[int, Loss]) -> list[list[float]]:
+    """(step, loss), ascending."""
+    steps = sorted(losses)
     stride = -(-len(steps) // MOST_LOSSES)
-    return [[step, log.steps[step].value] for step in steps[::stride]]
-
-
-def _validations(log: LossLog) -> dict[str, list[list[float]]]:
-    return {name: [[step, loss.value] for step, loss in sorted(by.items())] for name, by in log.validations.items()}
+    return [[step, losses[step].value] for step in steps[::stride]]
