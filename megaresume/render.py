@@ -65,6 +65,16 @@ class Visible:
         return getattr(self._out, name)
 
 
+def write_bytes(data: bytes | memoryview) -> None:
+    """Bytes to standard output as they are, after what was printed there; as text if it takes nothing else."""
+    sys.stdout.flush()
+    if hasattr(sys.stdout, "buffer"):
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+    else:
+        sys.stdout.write(str(data, "utf-8", "surrogateescape"))
+
+
 @contextmanager
 def byte_bar(what: str, total: int | None = None, *, show: bool = True) -> Iterator[Callable[[int], object] | None]:
     """A bar of bytes read, on a terminal alone; gives what is called with the bytes read since the last call."""

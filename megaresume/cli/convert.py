@@ -5,28 +5,24 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megaresume.cli.flags import at_least
+from megaresume.hosts.deepspeed.elastic.conversion import Reporter, convert, read_universal
+from megaresume.hosts.deepspeed.elastic.load_rules import choose_to_load
 from megaresume.stream.errors import CheckpointError, UsageError
-
-HELP = "make a ZeRO checkpoint loadable by a different number of ranks (DeepSpeed's universal checkpoint)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
     parser.description = (
-        f"{HELP}. It unpickles the checkpoint's files, as DeepSpeed does: convert only checkpoints that you trust"
+        f"{parser.description}. It unpickles the checkpoint's files, as DeepSpeed does: convert only what you trust"
     )
     parser.add_argument("dir", metavar="DIR", type=Path, help="the run's --save directory")
     parser.add_argument("--tag", help="the checkpoint, such as global_step100 (default: what a start would take)")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: by size and cores)")
+    parser.add_argument("--workers", type=at_least(1), metavar="N", help="processes (default: by size and cores)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Convert, or find it converted."""
-    from megaresume.hosts.deepspeed.elastic.conversion import Reporter, convert, read_universal
-    from megaresume.hosts.deepspeed.elastic.load_rules import choose_to_load
-
-    if args.workers is not None and args.workers < 1:
-        raise UsageError("--workers must be at least 1", found=args.workers)
     if not args.dir.is_dir():
         raise UsageError("no such directory", found=str(args.dir), expected="the --save directory of a run")
     choice = choose_to_load(args.dir, args.tag, False, checksums=True)

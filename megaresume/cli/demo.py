@@ -6,10 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
-from megaresume.cli.packages import need_packages
+from megaresume.cli.flags import need_packages
 from megaresume.stream.errors import UsageError
-
-HELP = "train a small GPT, kill -9, resume with other processes, and prove that nothing was repeated or skipped"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

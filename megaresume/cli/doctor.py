@@ -9,16 +9,17 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from megaresume.checkpoint.foreign import LAYOUTS
+from megaresume.cli.flags import at_least
 from megaresume.cli.latest import LAYOUT_NAMES
+from megaresume.doctor import Check
+from megaresume.doctor.directory import directory_checks
+from megaresume.doctor.log import first_failure, log_checks
+from megaresume.doctor.machine import environment_checks, filesystem_checks
 from megaresume.render import byte_bar
+from megaresume.runs.run import Run
 from megaresume.stream.errors import UsageError
-
-if TYPE_CHECKING:
-    from megaresume.doctor import Check
-
-HELP = "find what is wrong with this machine, a checkpoint directory, or the log of a failed launch, and what to do"
 
 _WORDS = {"problem": "PROBLEM", "warning": "warning", "note": "note", "ok": "ok"}
 
@@ -30,10 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--log", metavar="FILE", type=Path, action="append", default=[], help="log of a launch; repeatable"
     )
     parser.add_argument("--layout", choices=LAYOUT_NAMES, help="whose checkpoints (default: recognised)")
-    parser.add_argument("--dp", type=int, metavar="N", help="data-parallel size of the next launch: can it load DIR?")
+    parser.add_argument(
+        "--dp", type=at_least(1), metavar="N", help="data-parallel size of the next launch: can it load DIR?"
+    )
     parser.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), metavar="Z", help="its ZeRO stage")
     parser.add_argument(
-        "--last", type=int, default=5, metavar="N", help="checkpoints to check, newest first (default: 5)"
+        "--last", type=at_least(0), default=5, metavar="N", help="checkpoints to check, newest first (default: 5)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -50,27 +53,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checks(args: argparse.Namespace) -> list[Check]:
-    from megaresume.doctor.machine import environment_checks
-
     if args.dir is None and (args.dp is not None or args.zero_stage is not None):
         raise UsageError("--dp and --zero-stage ask about a checkpoint", expected="DIR", action="megaresume doctor DIR")
-    if args.dp is not None and args.dp < 1:
-        raise UsageError("--dp must be at least 1", found=args.dp)
-    if args.last < 0:
-        raise UsageError("--last must be at least 0", found=args.last)
     checks = environment_checks()
     if args.dir is not None:
-        from megaresume.checkpoint.foreign import LAYOUTS
-        from megaresume.doctor.directory import directory_checks
-        from megaresume.doctor.machine import filesystem_checks
-        from megaresume.runs.run import Run
-
         layout = LAYOUTS[args.layout] if args.layout else None
         found = directory_checks(Run(args.dir), layout, dp=args.dp, zero_stage=args.zero_stage, last=args.last)
         checks += filesystem_checks(args.dir, found.size, found.num_files) + found.checks
     if args.log:
-        from megaresume.doctor.log import first_failure, log_checks
-
         for path in args.log:
             with byte_bar(path.name, path.stat().st_size if path.is_file() else None) as progress:
                 checks += log_checks(path, progress)

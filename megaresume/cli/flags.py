@@ -1,10 +1,12 @@
-"""What several commands read alike: flags with dashes and with underscores are the same flag; ranges of numbers."""
+"""What several commands read alike: flags with dashes or underscores, numbers, ranges; and the packages they need."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import importlib.util
+from collections.abc import Callable, Iterable, Sequence
 
-from megaresume.stream.errors import UsageError
+from megaresume.stream.errors import SetupError, UsageError
 
 #: flags whose value is flags of another program: as it is, and also where it begins with dashes.
 _OF_OTHERS = frozenset({"--sbatch-options"})
@@ -27,6 +29,33 @@ def normalise(argv: Sequence[str]) -> list[str]:
             continue
         result.append(word)
     return result
+
+
+def at_least(lowest: int) -> Callable[[str], int]:
+    """For argparse: a whole number, this or more."""
+
+    def number(text: str) -> int:
+        if int(text) < lowest:
+            raise argparse.ArgumentTypeError(f"must be at least {lowest}, not {text}")
+        return int(text)
+
+    return number
+
+
+def names_of(group: argparse._ArgumentGroup) -> list[str]:
+    """The flags of a group, by their names in the namespace."""
+    return [action.dest for action in group._group_actions]
+
+
+def given_of(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
+    """Flags, with their dashes, that were given another value than their default.
+
+    Args:
+        args: with the ``parser`` of the command.
+        names: in the namespace.
+    """
+    changed = [name for name in names if getattr(args, name) != args.parser.get_default(name)]
+    return [f"--{name.replace('_', '-')}" for name in changed]
 
 
 def number_range(flag: str, text: str, lowest: int) -> tuple[int, int]:
@@ -53,3 +82,23 @@ def number_range(flag: str, text: str, lowest: int) -> tuple[int, int]:
             action=f"for example {flag} {lowest}:{lowest + 8}",
         )
     return numbers
+
+
+def need_packages(what: str, names: Iterable[str], *, extra: str) -> None:
+    """Refuse unless these packages are installed.
+
+    Args:
+        what: the command, in words.
+        names: of modules.
+        extra: what brings them all.
+
+    Raises:
+        SetupError: with those that are missing, and the extra.
+    """
+    missing = [name for name in names if importlib.util.find_spec(name.partition(".")[0]) is None]
+    if missing:
+        raise SetupError(
+            f"{what} needs packages that are not installed",
+            found=f"no {', '.join(missing)}",
+            action=f"pip install 'megaresume[{extra}]', or make demo in a clone",
+        )

@@ -5,12 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from megaresume.hosts.loaders.energon_import import Imported
-
-HELP = "move a run from Energon's loader to a stream, at its exact position if possible"
+from megaresume.hosts.loaders.energon_import import Imported, factory_of, import_energon, read_states
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,8 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Import; 1 if the stream does not go on exactly where Energon stood."""
-    from megaresume.hosts.loaders.energon_import import factory_of, import_energon, read_states
-
     states = read_states(args.states)
     factory = factory_of(args.loader)
     found = import_energon(states, factory, data=args.data, source=args.source, output=args.output)

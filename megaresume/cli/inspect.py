@@ -10,21 +10,21 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megaresume.checkpoint.choosing.candidates import Examined
 from megaresume.checkpoint.data_state import OpaqueState
+from megaresume.checkpoint.ledger import LedgerReading
+from megaresume.checkpoint.manifest import Manifest
+from megaresume.checkpoint.paths import megatron_tag, split_root
+from megaresume.checkpoint.saving.rank_files import random_digest
+from megaresume.checkpoint.saving.staging import read_staging
+from megaresume.checkpoint.step_file import StepFile
+from megaresume.cli.flags import at_least
 from megaresume.render import byte_bar, spell_bytes, text_table
-from megaresume.stream.errors import StateError, UsageError
-
-if TYPE_CHECKING:
-    from megaresume.checkpoint.choosing.candidates import Examined
-    from megaresume.checkpoint.ledger import LedgerReading
-    from megaresume.checkpoint.manifest import Manifest
-    from megaresume.checkpoint.step_file import StepFile
-    from megaresume.runs.run import Run
-    from megaresume.stream.state import StreamState
-
-HELP = "show a checkpoint's data state, pointers and completeness"
+from megaresume.runs.run import Run
+from megaresume.stream.errors import StateError
+from megaresume.stream.state import StreamState
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,17 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--checksums", action="store_true", help="read every file and compare its checksum, not only its size"
     )
     parser.add_argument(
-        "--last", type=int, default=10, metavar="N", help="checkpoints and ledger lines to show (default: 10)"
+        "--last", type=at_least(1), default=10, metavar="N", help="checkpoints and ledger lines to show (default: 10)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Inspect a directory; 1 if a resume from it would not find weights and their data state."""
-    from megaresume.checkpoint.paths import split_root
-    from megaresume.runs.run import Run
-
-    if args.last < 1:
-        raise UsageError("--last must be at least 1", found=args.last)
     root, tag = split_root(args.dir)
     with byte_bar(f"reading {root}", show=args.checksums) as progress:
         found = _look(Run(root, tag, checksums=args.checksums, progress=progress), args.last)
@@ -69,8 +64,6 @@ class _Inspection:
     @property
     def unrecorded(self) -> str | None:
         """A checkpoint of Megatron's whose save was over when a kill came, but not our commit of it."""
-        from megaresume.checkpoint.paths import megatron_tag
-
         tracked = self.named[1]
         if tracked is None or tracked.status != "incomplete" or tracked.candidate.iteration is None:
             return None
@@ -96,8 +89,6 @@ class _Inspection:
 
 
 def _look(run: Run, last: int) -> _Inspection:
-    from megaresume.checkpoint.ledger import LedgerReading
-
     notes: list[str] = []
     try:
         ledger = run.ledger
@@ -162,8 +153,6 @@ def _checkpoint(found: _Inspection, examined: Examined) -> dict[str, Any]:
 
 def _random(manifest: Manifest | None) -> dict[str, Any] | None:
     """Of how many ranks there is a random state, and the digest of all."""
-    from megaresume.checkpoint.saving.rank_files import random_digest
-
     found = None if manifest is None else random_digest(manifest)
     return None if found is None else {"ranks": found[0], "digest": found[1]}
 
@@ -197,8 +186,6 @@ def _held(run: Run) -> str:
 
 def _copy_block(found: _Inspection) -> str:
     """Where the checkpoints are copied to, and which are there."""
-    from megaresume.checkpoint.saving.staging import read_staging
-
     staging = read_staging(found.run.root)
     if staging is None:
         return ""
@@ -348,23 +335,15 @@ def _checkpoint_block(found: _Inspection) -> str:
     for examined in found.checkpoints:
         step, manifest = examined.step, examined.manifest
         chosen = found.run.choice is not None and found.run.choice.tag == examined.candidate.tag
-        if examined.status != "complete":
+        status, files, state = examined.status, ["-"] * 2, ["-"] * 4
+        if status != "complete":
             reasons[len(rows)] = examined.reasons
-        rows.append(
-            [
-                ">" if chosen else "",
-                examined.candidate.tag,
-                examined.status
-                if examined.status != "complete" or manifest is None or manifest.durable
-                else "complete, not durable",
-                "-" if manifest is None else f"{len(manifest.files):,}",
-                "-" if manifest is None else spell_bytes(manifest.size),
-                "-" if step is None else f"{step.state.samples:,}",
-                "-" if step is None else step.state.digest,
-                "-" if step is None else step.saved_at[:19].replace("T", " "),
-                "-" if step is None else str(step.topology),
-            ]
-        )
+        if manifest is not None:
+            files = [f"{len(manifest.files):,}", spell_bytes(manifest.size)]
+        if step is not None:
+            state = [f"{step.state.samples:,}", step.state.digest, _time(step.saved_at), str(step.topology)]
+        lasts = "" if status != "complete" or manifest is None or manifest.durable else ", not durable"
+        rows.append([">" if chosen else "", examined.candidate.tag, status + lasts, *files, *state])
     lines = []
     for number, line in enumerate(text_table(rows).split("\n")):
         lines.append(line)
@@ -380,6 +359,11 @@ def _checkpoint_block(found: _Inspection) -> str:
     return "checkpoints\n" + "\n".join(lines)
 
 
+def _time(text: str) -> str:
+    """Without parts of a second and the zone."""
+    return text[:19].replace("T", " ")
+
+
 def _ledger_block(found: _Inspection, last: int) -> str:
     entries, problems = found.ledger.entries, found.ledger.problems
     if not entries and not problems:
@@ -389,7 +373,7 @@ def _ledger_block(found: _Inspection, last: int) -> str:
         seconds = entry.details.get("save_seconds")
         rows.append(
             [
-                entry.time[:19].replace("T", " "),
+                _time(entry.time),
                 entry.kind,
                 f"{entry.iteration:,}",
                 entry.tag or "-",

@@ -11,15 +11,14 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megaresume.checkpoint.foreign import LAYOUTS
+from megaresume.render import write_bytes
+from megaresume.runs.newest import Newest, find_newest
+from megaresume.runs.run import Run
 from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
 from megaresume.stream.text import visible
-
-if TYPE_CHECKING:
-    from megaresume.runs.newest import Newest
-
-HELP = "print the newest complete checkpoint of Megatron-LM, DeepSpeed, VeRL or Hugging Face, for launch scripts"
 
 LAYOUT_NAMES = ("megatron", "deepspeed", "verl", "hugging-face")
 
@@ -41,10 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print it; 1 if there is none."""
-    from megaresume.checkpoint.foreign import LAYOUTS
-    from megaresume.runs.newest import find_newest
-    from megaresume.runs.run import Run
-
     try:
         layout = LAYOUTS[args.layout] if args.layout else None
         found = find_newest(Run(args.dir), layout) if args.dir.exists() else None
@@ -74,8 +69,7 @@ def run(args: argparse.Namespace) -> int:
             )
         print(found.iteration)
     else:
-        sys.stdout.flush()
-        sys.stdout.buffer.write(os.fsencode(found.path) + b"\n")  # a path is bytes: scripts get them as they are
+        write_bytes(os.fsencode(found.path) + b"\n")  # a path is bytes: scripts get them as they are
     return 0
 
 

@@ -12,31 +12,30 @@ import io
 import os
 import sys
 import traceback
-from types import ModuleType
 
 import megaresume
 from megaresume.cli.flags import normalise
 from megaresume.render import Visible
 from megaresume.stream.errors import MegaresumeError, NoFileError, UsageError, missing_package
 
-#: In the order of a newcomer's first day. Each is a module of this package with HELP, add_arguments and run.
-COMMANDS = (
-    "demo",
-    "prepare",
-    "stream",
-    "inspect",
-    "latest",
-    "trace",
-    "plan",
-    "convert",
-    "verify",
-    "report",
-    "doctor",
-    "import-energon",
-    "patch",
-    "run",
-    "smoke",
-)
+#: In the order of a newcomer's first day. Each is a module of this package with add_arguments and run.
+COMMANDS = {
+    "demo": "train a small GPT, kill -9, resume with other processes, and prove that nothing was repeated or skipped",
+    "prepare": "build .bin/.idx from text, or the index of tar shards",
+    "stream": "show what a data config gives: the documents of each sample, how full it is, the sources' shares",
+    "inspect": "show a checkpoint's data state, pointers and completeness",
+    "latest": "print the newest complete checkpoint of Megatron-LM, DeepSpeed, VeRL or Hugging Face, for scripts",
+    "trace": "list which documents the steps of a run trained on, or will; or when a document is seen",
+    "plan": "tell what a resume with new flags would do: which checkpoint and data, until which step, what stops it",
+    "convert": "make a ZeRO checkpoint loadable by a different number of ranks (DeepSpeed's universal checkpoint)",
+    "verify": "prove what a run was trained on, by planning its stream again on a CPU, or show the first difference",
+    "report": "write one HTML page about a run: sources against their weights, stages, restarts, packing, losses",
+    "doctor": "find what is wrong with a machine, a checkpoint directory or the log of a failed launch, and what to do",
+    "import-energon": "move a run from Energon's loader to a stream, at its exact position if possible",
+    "patch": "edit a Megatron script so that it resumes exactly; show, check or revert the edit",
+    "run": "run an unmodified Megatron script with exact data resume",
+    "smoke": "test resuming on your cluster: stop a small run in every way, resume it elsewhere, compare all steps",
+}
 
 DESCRIPTION = "Exact, elastic, provable data resume for Megatron-LM and DeepSpeed training."
 
@@ -52,20 +51,18 @@ def main(argv: list[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")  # a path is bytes: launch scripts get them as they are
     argv = normalise(argv)
-    # Only the command that is asked for is imported; the help text needs them all.
-    names = [name for name in argv[:1] if name in COMMANDS] or list(COMMANDS)
     parser = argparse.ArgumentParser(prog="megaresume", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"megaresume {megaresume.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    modules: dict[str, ModuleType] = {}
-    for name in names:
-        module = modules[name] = importlib.import_module(f"megaresume.cli.{name.replace('-', '_')}")
-        command = commands.add_parser(name, help=module.HELP, description=module.HELP)
-        module.add_arguments(command)
-    args = parser.parse_args(argv)
+    parsers = {name: commands.add_parser(name, help=words, description=words) for name, words in COMMANDS.items()}
     try:
+        asked = next((word for word in argv if word in COMMANDS), None)
+        if asked is not None:  # no other command is imported
+            module = importlib.import_module(f"megaresume.cli.{asked.replace('-', '_')}")
+            module.add_arguments(parsers[asked])
+        args = parser.parse_args(argv)
         with contextlib.redirect_stdout(Visible(sys.stdout)):
-            status: int = modules[args.command].run(args)
+            status: int = module.run(args)
         sys.stdout.flush()
         return status
     except (UsageError, NoFileError) as error:
@@ -73,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     except MegaresumeError as error:
         return _report(error, 1)
     except ModuleNotFoundError as error:
-        explained = missing_package(error, f"megaresume {args.command}")
+        explained = missing_package(error, f"megaresume {asked}")
         if explained is None:
             raise
         return _report(explained, 1)

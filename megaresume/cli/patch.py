@@ -6,13 +6,14 @@ import argparse
 import difflib
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from megaresume.patching.patch import Applied, Checked, Reverted
+from megaresume.render import write_bytes
 
-HELP = "edit a Megatron script so that it resumes exactly; show, check or revert the edit"
+if TYPE_CHECKING:
+    from megaresume.patching.patch import Applied, Reverted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +73,7 @@ def _check(args: argparse.Namespace, old: bytes) -> int:
 
     found = check(old, str(args.script), _recipes(args), find_beside(args.script))
     if args.json:
-        print(json.dumps(_check_report(args.script, found)))
+        print(json.dumps({"script": str(args.script), "patched": found.ok, **asdict(found)}))
     elif found.ok:
         print(f"{args.script}: patched with {found.recipe} version {found.version}")
     else:
@@ -82,26 +83,12 @@ def _check(args: argparse.Namespace, old: bytes) -> int:
     return 0 if found.ok else 1
 
 
-def _check_report(path: Path, found: Checked) -> dict[str, Any]:
-    return {
-        "script": str(path),
-        "patched": found.ok,
-        "status": found.status,
-        "recipe": found.recipe,
-        "version": found.version,
-        "reason": found.reason,
-        "action": found.action,
-    }
-
-
 def _show_diff(args: argparse.Namespace, old: bytes, result: Applied | Reverted) -> None:
     diff = _unified_diff(old, result.data, args.script.name)
     if args.json:
         print(json.dumps(_report(args.script, result) | {"diff": diff.decode("utf-8", "replace"), "written": False}))
         return
-    sys.stdout.flush()
-    sys.stdout.buffer.write(diff)  # as bytes: what `patch` and `git apply` take
-    sys.stdout.buffer.flush()
+    write_bytes(diff)  # what `patch` and `git apply` take
     if not diff:
         print(f"{args.script}: nothing to change", file=sys.stderr)
 

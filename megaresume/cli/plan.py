@@ -9,44 +9,30 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megaresume.checkpoint.topology import Topology
 from megaresume.cli import plan_interval
+from megaresume.cli.flags import at_least
+from megaresume.corpora.split import split_ranges
+from megaresume.dryrun import DryRun, Flags, dry_run
 from megaresume.render import text_table
-
-if TYPE_CHECKING:
-    from megaresume.checkpoint.topology import Topology
-    from megaresume.dryrun import DryRun, Flags
-
-HELP = "tell what a resume with new flags would do: which checkpoint and data, until which step, and what would stop it"
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
-
-
-def _number(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 0")
-    return value
+from megaresume.session.flags import add_settings
+from megaresume.session.settings import Checkpoints, DataOptions, Loader
+from megaresume.stream.errors import ConfigError, UsageError
+from megaresume.stream.ranges import union
+from megaresume.stream.skips import SkipConfig, parse_range, parse_steps
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command: those of a training program, with their meaning there."""
-    from megaresume.session.flags import add_settings
-    from megaresume.session.settings import Checkpoints, DataOptions, Loader
-
     parser.add_argument("dir", metavar="DIR", type=Path, help="the run's --save directory")
     parser.add_argument("--json", action="store_true", help="print JSON")
     data = parser.add_argument_group("data (default: as the run was last saved)")
     data.add_argument("--data", metavar="NEW.yaml", type=Path, help="the data config of the launch")
     data.add_argument("--split", help="split of corpora without their own")
     data.add_argument("--seed", type=int, help="if the data config does not set it")
-    data.add_argument("--seq-length", type=_count, metavar="S", help="tokens per sample")
+    data.add_argument("--seq-length", type=at_least(1), metavar="S", help="tokens per sample")
     add_settings(data, DataOptions, "plan")
     data.add_argument(
         "--skip-train-iteration-range",
@@ -56,22 +42,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="steps to leave out, counted from 1",
     )
     layout = parser.add_argument_group("ranks and batches (default: as the checkpoint was saved)")
-    layout.add_argument("--dp", type=_count, metavar="D", help="data-parallel size")
-    layout.add_argument("--nodes", type=_count, metavar="N", help="machines, with as many ranks each as before")
-    layout.add_argument("--micro-batch-size", type=_count, metavar="M", help="samples per rank in one forward pass")
-    layout.add_argument("--global-batch-size", type=_count, metavar="B", help="samples per step")
+    layout.add_argument("--dp", type=at_least(1), metavar="D", help="data-parallel size")
+    layout.add_argument("--nodes", type=at_least(1), metavar="N", help="machines, with as many ranks each as before")
     layout.add_argument(
-        "--rampup-batch-size", type=_count, nargs=3, metavar=("START", "INCREMENT", "SAMPLES"), help="batch ramp-up"
+        "--micro-batch-size", type=at_least(1), metavar="M", help="samples per rank in one forward pass"
     )
-    layout.add_argument("--num-workers", type=_number, metavar="W", help="worker processes per rank")
+    layout.add_argument("--global-batch-size", type=at_least(1), metavar="B", help="samples per step")
+    layout.add_argument(
+        "--rampup-batch-size",
+        type=at_least(1),
+        nargs=3,
+        metavar=("START", "INCREMENT", "SAMPLES"),
+        help="batch ramp-up",
+    )
+    layout.add_argument("--num-workers", type=at_least(0), metavar="W", help="worker processes per rank")
     layout.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), metavar="Z", help="DeepSpeed's ZeRO")
     add_settings(layout, Checkpoints, "plan")
     add_settings(layout, Loader, "plan")
     layout.add_argument("--universal-checkpoint", action="store_true", help="load what ds_to_universal wrote")
     length = parser.add_argument_group("the run (not recorded: give what the launch gives)")
     length.add_argument("--ckpt-step", type=int, metavar="N", help="load exactly this iteration")
-    length.add_argument("--train-iters", type=_count, metavar="N", help="steps of the run")
-    length.add_argument("--train-samples", type=_count, metavar="N", help="samples of the run")
+    length.add_argument("--train-iters", type=at_least(1), metavar="N", help="steps of the run")
+    length.add_argument("--train-samples", type=at_least(1), metavar="N", help="samples of the run")
     plan_interval.add_arguments(parser)
 
 
@@ -80,20 +72,12 @@ def run(args: argparse.Namespace) -> int:
     flags = _flags(args)
     if plan_interval.is_asked(args):
         return plan_interval.run(args, flags)
-    from megaresume.dryrun import dry_run
-
     result = dry_run(args.dir, flags)
     print(json.dumps(_report(result)) if args.json else _text(result))
     return 1 if result.refused else 0
 
 
 def _flags(args: argparse.Namespace) -> Flags:
-    from megaresume.corpora.split import split_ranges
-    from megaresume.dryrun import Flags
-    from megaresume.stream.errors import ConfigError, UsageError
-    from megaresume.stream.ranges import union
-    from megaresume.stream.skips import SkipConfig, parse_range, parse_steps
-
     given = {name: value for name, value in vars(args).items() if name in Flags.__dataclass_fields__}
     if args.rampup_batch_size is not None:
         given["rampup_batch_size"] = tuple(args.rampup_batch_size)

@@ -6,14 +6,13 @@ import argparse
 import json
 import re
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megaresume.dryrun import Flags
 from megaresume.render import text_table
+from megaresume.runs.interval import Advice, advise
+from megaresume.runs.run import Run
 from megaresume.stream.errors import UsageError
-
-if TYPE_CHECKING:
-    from megaresume.dryrun import Flags
-    from megaresume.runs.interval import Advice
 
 _UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 #: seconds; above it nobody means it.
@@ -76,9 +75,6 @@ def run(args: argparse.Namespace, flags: Flags) -> int:
             found=f"{', '.join(unused)} with --mtbf",
             action="one command for each; for another layout, its --save-time and --step-time with --mtbf",
         )
-    from megaresume.runs.interval import advise
-    from megaresume.runs.run import Run
-
     advice = advise(Run(args.dir), mtbf=args.mtbf, save=args.save_time, step=args.step_time, restart=args.restart_time)
     given = {name for name in ("save", "step", "restart") if getattr(args, f"{name}_time") is not None}
     print(json.dumps(_report(advice, given)) if args.json else _text(advice, given))

@@ -8,10 +8,9 @@ import os
 import sys
 from dataclasses import asdict
 
+from megaresume.cli.flags import at_least, names_of
 from megaresume.cli.prepare_chat import add_chat_arguments, chat_options
 from megaresume.cli.prepare_shards import add_shard_arguments, run_shards, wants_shards
-
-HELP = "build .bin/.idx from text, or the index of tar shards"
 
 DESCRIPTION = """\
 Builds OUTPUT.bin and OUTPUT.idx, which Megatron opens, and OUTPUT.megaresume.json, which remembers the tokenizer.
@@ -49,20 +48,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--eod-token", metavar="TEXT", help="that token, if it has an unusual name (default: <|endoftext|>, </s>, ...)"
     )
-    parser.add_argument(
+    text = parser.add_argument_group("text")
+    text.add_argument(
         "--json-key", metavar="KEY", help="key of the text in rows (default: text), or of the messages with --chat"
     )
-    parser.add_argument(
+    text.add_argument(
         "--text-unit",
         choices=("file", "line", "paragraph"),
         default="file",
         help="what counts as a document in a text file (default: the file)",
     )
-    parser.add_argument(
+    text.add_argument(
         "--glob", default="**/*", metavar="PATTERN", help="files of a directory (default: all, at any depth)"
     )
-    parser.add_argument("--format", choices=("text", "jsonl"), help="format of all files, whatever their names")
-    parser.add_argument(
+    text.add_argument("--format", choices=("text", "jsonl"), help="format of all files, whatever their names")
+    text.add_argument(
         "--invalid-utf8",
         choices=("error", "replace", "skip"),
         default="error",
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for rows that are not an object with a text or a conversation: stop, or leave them out and count them "
         "(default: stop; the same command with skip continues from there)",
     )
-    parser.add_argument(
+    text.add_argument(
         "--dtype",
         default="auto",
         metavar="TYPE",
@@ -84,19 +84,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", type=int, default=_cores(), metavar="N", help="processes (default: one per core, here %(default)s)"
     )
-    parser.add_argument(
+    text.add_argument(
         "--block-bytes",
-        type=int,
+        type=at_least(1),
         metavar="N",
         help="text per unit of work; a kill loses at most one per worker (default: 4 to 64 MiB, by input size)",
     )
-    parser.add_argument(
+    text.add_argument(
         "--part",
         metavar="K/N",
         help="make part K of N of the work, from 1, on one of several machines; the same command without --part, after "
         "all of them, merges",
     )
-    parser.add_argument(
+    text.add_argument(
         "--index-only",
         action="store_true",
         help="write no .bin but OUTPUT.places: lengths and places alone; the inputs stay, and tokens are made of them "
@@ -105,9 +105,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace an existing corpus")
     parser.add_argument("--restart", action="store_true", help="discard what a killed run left, and start over")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
-    add_chat_arguments(parser)
-    add_shard_arguments(parser)
-    parser.set_defaults(parser=parser)
+    # The flags of each kind of input, so that those of another kind are refused.
+    only = {"text_only": names_of(text), "chat_only": add_chat_arguments(parser)}
+    parser.set_defaults(parser=parser, **only, shards_only=add_shard_arguments(parser))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -121,12 +121,9 @@ def run(args: argparse.Namespace) -> int:
     from megaresume.shards.files import ShardFiles
     from megaresume.shards.paths import expand_shards
     from megaresume.shards.remote import is_url
-    from megaresume.stream.errors import UsageError
 
-    if wants_shards(args, args.parser):
+    if wants_shards(args):
         return run_shards(args)
-    if args.block_bytes is not None and args.block_bytes < 1:
-        raise UsageError("bad --block-bytes", found=args.block_bytes, expected="1 or more")
     options = PrepareOptions(
         tokenizer=args.tokenizer,
         eod_token=args.eod_token,

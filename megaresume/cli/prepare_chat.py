@@ -5,27 +5,15 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from megaresume.cli.flags import given_of, names_of
 from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
     from megaresume.corpora.prepare.chat import ChatOptions
 
-#: flags that --chat needs.
-CHAT_ONLY = (
-    "chat_rows",
-    "chat_template",
-    "chat_date",
-    "train",
-    "train_turns",
-    "train_parts",
-    "any_role_order",
-    "max_tokens",
-    "too_long",
-)
 
-
-def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags that hold for conversations alone."""
+def add_chat_arguments(parser: argparse.ArgumentParser) -> list[str]:
+    """Flags that hold for conversations alone; gives their names in the namespace."""
     chat = parser.add_argument_group("conversations", "rows to tokens by the tokenizer's chat template, and .spans")
     chat.add_argument(
         "--chat", action="store_true", help="each row is a conversation; only what --train says is trained"
@@ -60,6 +48,7 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
         help="conversations longer than --max-tokens: stop, end them after an answer that fits, cut them, or leave "
         "them out (default: stop)",
     )
+    return names_of(chat)
 
 
 def chat_options(args: argparse.Namespace) -> ChatOptions | None:
@@ -73,10 +62,7 @@ def chat_options(args: argparse.Namespace) -> ChatOptions | None:
     from megaresume.corpora.prepare.conversations.turns import Selection
 
     if not args.chat:
-        given = [
-            f"--{name.replace('_', '-')}" for name in CHAT_ONLY if getattr(args, name) != args.parser.get_default(name)
-        ]
-        if given:
+        if given := given_of(args, args.chat_only):
             raise UsageError(
                 f"{given[0]} goes with --chat",
                 found=f"{given[0]} without --chat",

@@ -10,42 +10,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaresume.cli.prepare_chat import CHAT_ONLY
+from megaresume.cli.flags import given_of, names_of
 from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:
     from megaresume.images.encoder import ImageTextEncoder
     from megaresume.shards.prepare import ShardSummary
 
-#: flags of text alone, by their names in the namespace.
-TEXT_ONLY = (
-    "json_key",
-    "text_unit",
-    "glob",
-    "format",
-    "invalid_utf8",
-    "dtype",
-    "block_bytes",
-    "part",
-    "index_only",
-    "chat",
-    *CHAT_ONLY,
-)
-SHARDS_ONLY = (
-    "encoder",
-    "processor",
-    "template",
-    "images",
-    "image_token",
-    "invalid",
-    "decode",
-    "split_config",
-    "dataset_config",
-)
 
-
-def add_shard_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags that hold for shards alone."""
+def add_shard_arguments(parser: argparse.ArgumentParser) -> list[str]:
+    """Flags that hold for shards alone; gives their names in the namespace."""
     group = parser.add_argument_group("image-text records in tar shards (.tar, or a directory that Energon prepared)")
     group.add_argument(
         "--encoder", metavar="FILE", help="YAML file with tokenizer, processor, template, image_token, images"
@@ -74,9 +48,10 @@ def add_shard_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dataset-config", metavar="NAME", help="Energon's dataset file in .nv-meta (default: dataset.yaml)"
     )
+    return names_of(group)
 
 
-def wants_shards(args: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
+def wants_shards(args: argparse.Namespace) -> bool:
     """Whether the inputs are shards; flags of the other kind are refused.
 
     Raises:
@@ -99,15 +74,14 @@ def wants_shards(args: argparse.Namespace, parser: argparse.ArgumentParser) -> b
             action="prepare them by themselves: they are two sources of a blend",
         )
     shards = any(kinds)
-    for name in TEXT_ONLY if shards else SHARDS_ONLY:
-        if getattr(args, name) != parser.get_default(name):
-            flag = "--" + name.replace("_", "-")
-            raise UsageError(
-                f"{flag} does not hold for {'tar shards' if shards else 'text'}",
-                found=f"{flag} {getattr(args, name)}, with {args.inputs[0]}",
-                expected="flags of " + ("shards" if shards else "text: inputs that end in .tar are shards"),
-                action=f"remove {flag}",
-            )
+    if wrong := given_of(args, (*args.text_only, *args.chat_only) if shards else args.shards_only):
+        flag = wrong[0]
+        raise UsageError(
+            f"{flag} does not hold for {'tar shards' if shards else 'text'}",
+            found=f"{flag} {getattr(args, flag[2:].replace('-', '_'))}, with {args.inputs[0]}",
+            expected="flags of " + ("shards" if shards else "text: inputs that end in .tar are shards"),
+            action=f"remove {flag}",
+        )
     return shards
 
 
@@ -152,12 +126,12 @@ def _run_join(args: argparse.Namespace) -> int:
     from megaresume.shards.join import join_indexes
     from megaresume.shards.paths import is_index
 
-    given = [name for name in (*SHARDS_ONLY, "tokenizer", "eod_token") if getattr(args, name)]
-    given += ["no-append-eod"] if args.append_eod is False else []
+    given = given_of(args, (*args.shards_only, "tokenizer", "eod_token"))
+    given += ["--no-append-eod"] if args.append_eod is False else []
     if given or args.restart or not all(is_index(path) for path in args.inputs):
         raise UsageError(
             "indexes are joined as they are",
-            found=f"{', '.join('--' + name.replace('_', '-') for name in given) or 'other inputs, or --restart'}",
+            found=", ".join(given) or "other inputs, or --restart",
             expected="indexes (NAME.shards.idx) alone, with --output, --overwrite and --json",
             action="make an index of the shards first; indexes hold their encoder",
         )

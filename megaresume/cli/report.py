@@ -6,9 +6,11 @@ import argparse
 import json
 from pathlib import Path
 
+from megaresume.runs.losses import read_losses
+from megaresume.runs.report import collect
+from megaresume.runs.report_page import run_page
+from megaresume.runs.run import Run
 from megaresume.stream.errors import SetupError
-
-HELP = "write one HTML page about a run: sources against their weights, stages, restarts, packing, losses"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,16 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page."""
-    from megaresume.runs.losses import read_losses
-    from megaresume.runs.report import collect
-    from megaresume.runs.run import Run
-
     facts = collect(Run(args.dir), None if args.log is None else read_losses(args.log))
     if args.json:
         print(json.dumps(facts))
         return 0
-    from megaresume.runs.report_page import run_page
-
     output = args.output or args.dir / "report.html"
     try:
         output.write_text(run_page(facts), encoding="utf-8")

@@ -7,16 +7,17 @@ import json
 import math
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from megaresume.cli.packages import need_packages
+from megaresume.cli.flags import need_packages
+from megaresume.smoke.job import Launcher, cleaned_up
+from megaresume.smoke.local import LocalLauncher
+from megaresume.smoke.plan import Options, Plan, make_plan
+from megaresume.smoke.report import summary, table, write_report
+from megaresume.smoke.run import run_smoke
+from megaresume.smoke.scripts import launch_script
+from megaresume.smoke.slurm import SlurmLauncher
 from megaresume.stream.errors import UsageError
-
-if TYPE_CHECKING:
-    from megaresume.smoke.job import Launcher
-    from megaresume.smoke.plan import Options, Plan
-
-HELP = "test resuming on your cluster: stop a small run in every way, resume it elsewhere, compare all steps"
+from megaresume.training.jobs import own_directory
 
 #: Written into the directory of a test, so that --overwrite removes nothing else.
 MARK = ".megaresume-smoke"
@@ -95,8 +96,6 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
 
 def options(args: argparse.Namespace) -> Options:
     """What the flags say."""
-    from megaresume.smoke.plan import Options
-
     pace = args.min_step_seconds
     if pace is None and args.script is None:
         pace = 1.0 if args.launcher == "slurm" else 0.3
@@ -122,12 +121,6 @@ def options(args: argparse.Namespace) -> Options:
 
 def run(args: argparse.Namespace) -> int:
     """Run the test."""
-    from megaresume.smoke.job import cleaned_up
-    from megaresume.smoke.plan import make_plan
-    from megaresume.smoke.report import summary, table, write_report
-    from megaresume.smoke.run import run_smoke
-    from megaresume.training.jobs import own_directory
-
     plan = make_plan(options(args))
     launcher = _launcher(args, plan)
     impossible = [stop.kind for stop in plan.stops if stop.kind not in launcher.kinds]
@@ -164,8 +157,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _launcher(args: argparse.Namespace, plan: Plan) -> Launcher:
     if args.launcher == "slurm":
-        from megaresume.smoke.slurm import SlurmLauncher
-
         slurm: Launcher = SlurmLauncher(
             script=plan.options.script,  # None: ours
             launch=plan.options.launch,
@@ -178,9 +169,6 @@ def _launcher(args: argparse.Namespace, plan: Plan) -> Launcher:
         if getattr(args, flag):
             name = f"--{flag.replace('_', '-')}"
             raise UsageError(f"{name} is for Slurm", found="--launcher local", action=f"--launcher slurm, or no {name}")
-    from megaresume.smoke.local import LocalLauncher
-    from megaresume.smoke.scripts import launch_script
-
     return LocalLauncher(plan.options.script or launch_script(f"{args.launch}.sh"))
 
 

@@ -6,22 +6,27 @@ import argparse
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+
+from megaresume.batches.open import open_stream
+from megaresume.checkpoint.step_file import read_step_file
 from megaresume.cli.flags import number_range
 from megaresume.corpora.layout import bin_path, idx_path, prefix_of
+from megaresume.corpora.spans import has_spans, spans_of
 from megaresume.stream.errors import UsageError
-
-if TYPE_CHECKING:
-    from megaresume.stream.planning.plan import Plan
-    from megaresume.stream.state import StreamState
-    from megaresume.stream.stream import Stream
-    from megaresume.trace.shard_records import ShardRecords
+from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
+from megaresume.stream.planning.plan import Plan
+from megaresume.stream.progress import progress
+from megaresume.stream.ranges import absolute
+from megaresume.stream.state import FORMAT, StreamState
+from megaresume.stream.stream import Stream
+from megaresume.stream.text import parse_json
+from megaresume.trace.shard_records import ShardRecords, record_words
 
 #: Samples shown at once: their plan lies in memory.
 MOST_SAMPLES = 1_000_000
-
-HELP = "show what a data config gives: the documents of each sample, how full it is, the sources' shares"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,8 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Show the samples."""
-    from megaresume.batches.open import open_stream
-
     samples = None if args.samples is None else number_range("--samples", args.samples, 0)
     data = args.data[0] if len(args.data) == 1 and args.data[0].endswith((".yaml", ".yml")) else args.data
     _check_paths(data, args.state)
@@ -79,10 +82,6 @@ def _check_paths(data: str | list[str], state: str | None) -> None:
 
 def _state(path: Path) -> StreamState:
     """The state in a record beside a checkpoint, or what `StreamState.to_json` wrote."""
-    from megaresume.checkpoint.step_file import read_step_file
-    from megaresume.stream.state import FORMAT, StreamState
-    from megaresume.stream.text import parse_json
-
     try:
         data = parse_json(path.read_bytes())
     except (OSError, ValueError):
@@ -104,14 +103,8 @@ def _check_size(first: int, stop: int) -> None:
 
 def _samples(stream: Stream, plan: Plan) -> list[dict[str, Any]]:
     """Every sample of the plan; those that hold image-text records read them, which takes its time on a store."""
-    from megaresume.stream.progress import progress
-    from megaresume.trace.shard_records import ShardRecords
-
-    records = ShardRecords(stream.sources)
-    if not records.shards:
-        return [_sample(stream, plan, sample, records) for sample in range(plan.first, plan.stop)]
-    samples = []
-    with progress("reading records", len(plan), "samples") as bar:
+    records, samples = ShardRecords(stream.sources), []
+    with progress("reading samples", len(plan), "samples") as bar:
         for sample in range(plan.first, plan.stop):
             samples.append(_sample(stream, plan, sample, records))
             bar.update(1)
@@ -119,8 +112,6 @@ def _samples(stream: Stream, plan: Plan) -> list[dict[str, Any]]:
 
 
 def _sample(stream: Stream, plan: Plan, sample: int, records: ShardRecords) -> dict[str, Any]:
-    from megaresume.stream.ranges import absolute
-
     names = [s.name for s in stream.config.sources]
     segments = [
         {
@@ -149,11 +140,6 @@ def _sample(stream: Stream, plan: Plan, sample: int, records: ShardRecords) -> d
 
 def _trained(stream: Stream, plan: Plan) -> dict[int, Any]:
     """Labels that count of each segment, by number of its source, if that says which: int64[n] over all segments."""
-    import numpy as np
-
-    from megaresume.corpora.spans import has_spans, spans_of
-    from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
-
     found = {}
     for i, source in enumerate(stream.sources):
         if has_spans(source):
@@ -166,8 +152,6 @@ def _trained(stream: Stream, plan: Plan) -> dict[int, Any]:
 
 
 def _summary(stream: Stream, plan: Plan) -> dict[str, Any]:
-    import numpy as np
-
     config = stream.config
     lengths, which = plan.table[:, 4], plan.table[:, 0]
     total = int(lengths.sum())
@@ -195,8 +179,6 @@ def _summary(stream: Stream, plan: Plan) -> dict[str, Any]:
 
 
 def _text(stream: Stream, report: dict[str, Any]) -> str:
-    from megaresume.trace.shard_records import record_words
-
     seq_length = report["seq_length"]
     lines = []
     for sample in report.get("samples", ()):

@@ -9,20 +9,26 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megaresume.cli.flags import number_range
+from megaresume.checkpoint.paths import split_root
+from megaresume.cli.flags import at_least, number_range
+from megaresume.corpora.base import Source
+from megaresume.corpora.prepare.tokenizers import load_tokenizer
+from megaresume.render import write_bytes
+from megaresume.runs.run import Run
 from megaresume.stream.errors import UsageError
+from megaresume.stream.progress import progress
 from megaresume.stream.text import visible
-
-if TYPE_CHECKING:
-    from megaresume.corpora.base import Source
-    from megaresume.trace.find import Occurrence, Sought
-    from megaresume.trace.formats import Format
-    from megaresume.trace.trace import Piece, Trace
-
-HELP = "list which documents the steps of a run trained on, or will; or when a document is seen"
+from megaresume.trace.documents import Decoder, marked_ids
+from megaresume.trace.find import Occurrence, Sought, as_json, find, parse_documents
+from megaresume.trace.formats import CSV_COLUMNS, Format, Writer, csv_rows, heading, require_pyarrow, write_parquet
+from megaresume.trace.images import write_images
+from megaresume.trace.replan import open_corpora
+from megaresume.trace.shard_records import image_words, record_words
+from megaresume.trace.trace import RECORD_COLUMNS, Piece, Trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--find", metavar="SOURCE:DOC[,...]", help="when documents were or will be seen; see --epochs, --until-step"
     )
-    parser.add_argument("--epochs", type=int, metavar="N", help="with --find: plan ahead through N epochs")
-    parser.add_argument("--until-step", type=int, metavar="N", help="with --find: plan ahead through step N")
+    parser.add_argument("--epochs", type=at_least(1), metavar="N", help="with --find: plan ahead through N epochs")
+    parser.add_argument("--until-step", type=at_least(1), metavar="N", help="with --find: plan ahead through step N")
     parser.add_argument(
         "--text",
         action="store_true",
@@ -68,11 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trace a run."""
     _check_flags(args)
-    from megaresume.checkpoint.paths import split_root
-    from megaresume.runs.run import Run
-    from megaresume.trace.replan import open_corpora
-    from megaresume.trace.trace import Trace
-
     run = Run(*split_root(args.dir))
     sources = open_corpora(run.root, run.history.state, data=args.data, split=args.split)
     trace = Trace(run, sources)
@@ -95,40 +96,39 @@ def _note(text: str) -> None:
     print(f"megaresume: note: {visible(text)}", file=sys.stderr)
 
 
+#: what a flag is of use with: one of these.
+_NEEDED = {
+    **dict.fromkeys(("epochs", "until-step"), ("find",)),
+    **dict.fromkeys(("text", "csv", "parquet", "records", "images"), ("steps", "samples")),
+    **dict.fromkeys(("tokenizer", "eod-token"), ("text",)),
+    "augmented": ("images",),
+}
+
+
 def _check_flags(args: argparse.Namespace) -> None:
-    given = [f"--{name}" for name in ("steps", "samples", "find") if getattr(args, name) is not None]
-    if len(given) != 1:
+    given = {name.replace("_", "-"): value for name, value in vars(args).items() if value not in (None, False)}
+    what = [f"--{name}" for name in ("steps", "samples", "find") if name in given]
+    if len(what) != 1:
         raise UsageError(
             "say what to trace",
-            found=" and ".join(given) or "none of --steps, --samples, --find",
+            found=" and ".join(what) or "none of --steps, --samples, --find",
             expected="one of them",
             action="for example --steps 1:3",
         )
-    only = {"--epochs": args.epochs is not None, "--until-step": args.until_step is not None}
-    if args.find is None:
-        wrong, needed = [flag for flag, used in only.items() if used], "--find"
-    else:
-        names = ("text", "csv", "parquet", "records", "images")
-        wrong, needed = [f"--{name}" for name in names if getattr(args, name)], "--steps or --samples"
-    if wrong:
-        raise UsageError(f"{wrong[0]} goes with {needed}", found=f"{wrong[0]} with {given[0]}")
-    for flag, used in (("--text", args.text), ("--records", args.records)):
-        if args.parquet is not None and used:
-            raise UsageError(f"{flag} goes with text, --json or --csv", found=f"{flag} with --parquet")
-    if args.augmented and args.images is None:
-        raise UsageError("--augmented goes with --images", found="--augmented without --images OUT_DIR")
-    others = [f"--{name}" for name in ("text", "records", "csv", "parquet") if getattr(args, name)]
-    if args.images is not None and others:
+    for flag, needed in _NEEDED.items():
+        if flag in given and not any(name in given for name in needed):
+            names = " or ".join(f"--{name}" for name in needed)
+            raise UsageError(f"--{flag} goes with {names}", found=f"--{flag}, and {what[0]} without {names}")
+    for flag in ("text", "records"):
+        if flag in given and "parquet" in given:
+            raise UsageError(f"--{flag} goes with text, --json or --csv", found=f"--{flag} with --parquet")
+    others = [f"--{name}" for name in ("text", "records", "csv", "parquet") if name in given]
+    if "images" in given and others:
         raise UsageError(
             f"--images goes without {others[0]}",
             found=f"--images with {', '.join(others)}",
             expected="one of them: --images writes text and records too, into OUT_DIR/images.jsonl",
         )
-    if (args.tokenizer or args.eod_token) and not args.text:
-        raise UsageError("--tokenizer goes with --text", found="--tokenizer or --eod-token without --text")
-    for flag, value in (("--epochs", args.epochs), ("--until-step", args.until_step)):
-        if value is not None and value < 1:
-            raise UsageError(f"{flag} must be at least 1", found=value)
 
 
 def _samples(args: argparse.Namespace, trace: Trace) -> tuple[int, int]:
@@ -140,8 +140,6 @@ def _samples(args: argparse.Namespace, trace: Trace) -> tuple[int, int]:
 @contextlib.contextmanager
 def _progress(what: str, total: int, *, to_file: bool = False) -> Iterator[Callable[[int], object]]:
     """On standard error, unless the output itself shows on the same terminal."""
-    from megaresume.stream.progress import progress
-
     if sys.stdout.isatty() and not to_file:
         yield lambda samples: None
         return
@@ -150,8 +148,6 @@ def _progress(what: str, total: int, *, to_file: bool = False) -> Iterator[Calla
 
 
 def _write(args: argparse.Namespace, trace: Trace, sources: Mapping[str, Source], first: int, stop: int) -> None:
-    from megaresume.trace.formats import CSV_COLUMNS, Writer, heading
-
     numbered = bool(trace.replan.skips.ranges)
     form: Format = "json" if args.json else "csv" if args.csv else "text"
     if form == "csv":
@@ -173,14 +169,11 @@ def _write(args: argparse.Namespace, trace: Trace, sources: Mapping[str, Source]
                 data: bytes | memoryview = text.encode("utf-8", "surrogateescape")  # for a program, as it is
             else:
                 data = writer.write(piece)
-            sys.stdout.flush()
-            sys.stdout.buffer.write(data)
+            write_bytes(data)
 
 
 def _more_columns(args: argparse.Namespace, trace: Trace) -> list[str]:
     """Columns of the CSV for records of tar shards."""
-    from megaresume.trace.trace import RECORD_COLUMNS
-
     if not trace.records.shards:
         return []
     return [*RECORD_COLUMNS, *(["key", "images", "fault"] if args.records else [])]
@@ -190,11 +183,6 @@ def _decoded(
     args: argparse.Namespace, trace: Trace, sources: Mapping[str, Source], form: Format
 ) -> Callable[[Piece], Iterable[str]]:
     """Writes pieces with the text of their segments, or with their records."""
-    from megaresume.corpora.prepare.tokenizers import load_tokenizer
-    from megaresume.trace.documents import Decoder
-    from megaresume.trace.formats import csv_rows
-    from megaresume.trace.shard_records import image_words
-
     tokenizer = load_tokenizer(args.tokenizer, eod_token=args.eod_token) if args.tokenizer or args.eod_token else None
     decoder = Decoder(sources, tokenizer, _note, marks=form == "text") if args.text else None
     recorded = {(f.sample, f.source, f.document): f for f in trace.history.state.faults.kept}
@@ -230,9 +218,6 @@ def _decoded(
 
 
 def _text_of(row: Mapping[str, Any]) -> str:
-    from megaresume.trace.documents import marked_ids
-    from megaresume.trace.shard_records import record_words
-
     names = ("step", "sample", "rank", "micro_batch")
     words = [f"{name.replace('_', '-')} {'?' if row[name] is None else row[name]}" for name in names]
     if "absolute" in row:
@@ -250,8 +235,6 @@ def _text_of(row: Mapping[str, Any]) -> str:
 
 
 def _parquet(path: Path, trace: Trace, first: int, stop: int) -> None:
-    from megaresume.trace.formats import require_pyarrow, write_parquet
-
     require_pyarrow()
     with _progress("tracing", trace.work(first, stop), to_file=True) as update:
         rows = write_parquet(path, trace.pieces(first, stop, progress=update))
@@ -259,10 +242,6 @@ def _parquet(path: Path, trace: Trace, first: int, stop: int) -> None:
 
 
 def _images(args: argparse.Namespace, trace: Trace, sources: Mapping[str, Source], first: int, stop: int) -> None:
-    from dataclasses import asdict
-
-    from megaresume.trace.images import write_images
-
     # Planned first, then written: both take their time.
     with _progress("writing images", trace.work(first, stop) + stop - first, to_file=True) as update:
         done = write_images(args.images, trace, sources, first, stop, augmented=args.augmented, progress=update)
@@ -278,8 +257,6 @@ def _images(args: argparse.Namespace, trace: Trace, sources: Mapping[str, Source
 
 
 def _find(args: argparse.Namespace, trace: Trace) -> None:
-    from megaresume.trace.find import as_json, find, parse_documents
-
     documents = parse_documents(args.find)
     until = None if args.until_step is None else trace.steps.samples(args.until_step + 1, args.until_step + 2)[0]
     ahead = 0 if until is None else max(until - trace.history.state.samples, 0)

@@ -13,19 +13,18 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megaresume.runs.losses import LossComparison, LossLog, compare_losses, read_losses
+from megaresume.runs.rank_steps import RankSteps, read_rank_steps
+from megaresume.runs.run import Run
 from megaresume.stream.errors import UsageError
-
-if TYPE_CHECKING:
-    from megaresume.runs.losses import LossComparison, LossLog
-    from megaresume.runs.rank_steps import RankSteps
-    from megaresume.runs.run import Run
-    from megaresume.trace.rank_check import RankCheck
-    from megaresume.trace.trace import Trace
-    from megaresume.trace.verify import Points, Replayed
-
-HELP = "prove what a run was trained on, by planning its stream again on a CPU, or show the first difference"
+from megaresume.stream.progress import progress
+from megaresume.trace.content import Contents
+from megaresume.trace.rank_check import RankCheck, check_ranks
+from megaresume.trace.replan import Past, open_corpora
+from megaresume.trace.trace import Trace
+from megaresume.trace.verify import Points, Replayed, between, corpus_problems, read_points, replay_all, replay_between
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,20 +64,12 @@ def run(args: argparse.Namespace) -> int:
             found="no directory" if args.dir is None else "--tolerance without --loss",
             expected="verify DIR, or verify --loss RUN_A RUN_B",
         )
-    from megaresume.runs.run import Run
-
     report = _verify(args, Run(args.dir))
     print(json.dumps(report) if args.json else _text(report))
     return 0 if report["holds"] else 1
 
 
 def _verify(args: argparse.Namespace, run: Run) -> dict[str, Any]:
-    from megaresume.runs.rank_steps import read_rank_steps
-    from megaresume.stream.progress import progress
-    from megaresume.trace.replan import open_corpora
-    from megaresume.trace.trace import Trace
-    from megaresume.trace.verify import between, corpus_problems, read_points, replay_all, replay_between
-
     points = read_points(run)
     state = points.newest
     sources = open_corpora(run.root, state, data=args.data, split=args.split, need_all=True)
@@ -112,9 +103,6 @@ def _verify(args: argparse.Namespace, run: Run) -> dict[str, Any]:
 
 def _check(trace: Trace, records: RankSteps, first: int, stop: int, *, content: bool) -> dict[str, Any]:
     """What the ranks wrote down of these steps, against the stream."""
-    from megaresume.stream.progress import progress
-    from megaresume.trace.rank_check import check_ranks
-
     with progress("checking what the ranks wrote", len(records.steps), "steps") as bar:
         check = check_ranks(trace, records, first=first, stop=stop, content=content, progress=bar.update)
     return _log_report(check, records)
@@ -122,11 +110,7 @@ def _check(trace: Trace, records: RankSteps, first: int, stop: int, *, content: 
 
 def _read(trace: Trace, first: int, stop: int) -> dict[str, Any]:
     """What the documents of these samples hold, by source."""
-    from megaresume.stream.progress import progress
-    from megaresume.trace.content import Contents
-    from megaresume.trace.replan import Past
-
-    contents, past = Contents(trace.names, trace.replan.sources), Past(trace.replan, first)
+    contents, past = Contents(trace.names, trace.replan.sources), Past(trace.replan)
     stride = 4096
     with progress("reading the documents", stop - first, "samples") as bar:
         for sample in range(first, stop, stride):
@@ -249,8 +233,6 @@ def _log_text(log: dict[str, Any]) -> list[str]:
 
 
 def _losses(args: argparse.Namespace) -> int:
-    from megaresume.runs.losses import compare_losses, read_losses
-
     others = ("dir", "first", "last", "log_samples", "data", "split")
     extra = [name for name in others if getattr(args, name) is not None]
     if extra or args.content:

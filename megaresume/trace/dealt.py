@@ -11,7 +11,7 @@ import numpy.typing as npt
 from megaresume.runs.steps import UNKNOWN, Span
 from megaresume.stream.dealing.deal import dealt_order
 from megaresume.stream.errors import StreamExhausted
-from megaresume.stream.planning.plan import Plan, concatenate
+from megaresume.stream.planning.plan import concatenate
 from megaresume.trace.replan import Past, Replan
 
 Int64Array = npt.NDArray[np.int64]
@@ -25,9 +25,7 @@ class Dealt:
     """
 
     def __init__(self, replan: Replan) -> None:
-        self._replan = replan
-        #: plans forward from a sample.
-        self._past: tuple[int, Past] | None = None
+        self._past = Past(replan)
         #: of the last global batch: its first sample, and the places of its samples.
         self._last: tuple[int, Int64Array] | None = None
 
@@ -61,17 +59,10 @@ class Dealt:
         assert span.topology is not None and span.ranks is not None
         places = np.full(size, UNKNOWN, np.int64)
         try:
-            plan = self._plan(sample, sample + size)
+            plan = concatenate([block.plan for block in self._past.blocks(sample, sample + size)])
         except StreamExhausted:  # nobody trains a step that the stream does not have
             return places
         dp, micro = span.ranks
         order = dealt_order(plan, span.topology.balance, micro_batch_size=micro, dp_size=dp)
         places[order - sample] = np.arange(size)
         return places
-
-    def _plan(self, first: int, stop: int) -> Plan:
-        if self._past is None or first < self._past[0]:
-            self._past = first, Past(self._replan, first)
-        plan = concatenate([block.plan for block in self._past[1].blocks(first, stop)])
-        self._past = first, self._past[1]
-        return plan

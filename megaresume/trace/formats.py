@@ -233,20 +233,8 @@ class Writer:
         head, row, between, tail = self._bytes
         size = len(piece.samples) * (head + tail) + len(piece.segments) * (row + between)
         out = np.empty(size, np.uint8)
-        head_program, row_program, between_program, tail_program = self._programs
-        written: int = write_rows(
-            out,
-            head_program,
-            row_program,
-            between_program,
-            tail_program,
-            self._text,
-            self._bounds,
-            piece.samples,
-            piece.hashes,
-            piece.segments,
-            piece.starts,
-        )
+        rows = piece.samples, piece.hashes, piece.segments, piece.starts
+        written: int = write_rows(out, *self._programs, self._text, self._bounds, *rows)
         return out[:written].data
 
 

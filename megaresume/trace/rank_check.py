@@ -100,7 +100,7 @@ def check_ranks(
     check = RankCheck()
     contents = Contents(trace.names, trace.replan.sources) if content else None
     groups = sorted(_groups(trace.steps, records, first, stop), key=lambda g: (g.samples[0], g.step))
-    past = Past(trace.replan, groups[0].samples[0] if groups else 0)
+    past = Past(trace.replan)
     kept = _kept(trace.run.ledger.entries)
     saved = {step for launch in kept for step in launch}
     for group in groups:

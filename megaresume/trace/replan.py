@@ -221,23 +221,27 @@ class Replan:
 
 
 class Past:
-    """Plans forward; what was asked for is not kept.
+    """Plans forward; what was asked for is not kept, and is planned again if it is asked for again.
 
     Args:
         replan: the run.
-        first: nothing before this sample will be asked for.
     """
 
-    def __init__(self, replan: Replan, first: int) -> None:
-        self._blocks = replan.plans(first, None)
-        self._kept: list[Planned] = []
+    def __init__(self, replan: Replan) -> None:
+        self._replan = replan
+        #: what was asked for last.
+        self._first: int | None = None
 
     def blocks(self, first: int, stop: int) -> list[Planned]:
-        """Samples ``first .. stop``, cut where a stage begins. ``first`` never goes back.
+        """Samples ``first .. stop``, cut where a stage begins.
 
         Raises:
             StreamExhausted: the stream ends before ``stop``.
         """
+        if self._first is None or first < self._first:
+            self._blocks: Iterator[Planned] = self._replan.plans(first, None)
+            self._kept: list[Planned] = []
+        self._first = first
         self._kept = [block for block in self._kept if block.plan.stop > first]
         while not self._kept or self._kept[-1].plan.stop < stop:
             block = next(self._blocks)

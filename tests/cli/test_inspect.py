@@ -211,10 +211,16 @@ def test_last(root: Path, inspect: Inspect) -> None:
     assert "... and 1 older" in out
 
 
-@pytest.mark.parametrize("args", [["{}/missing"], ["{}/latest"], ["{}", "--last", "0"]])
+@pytest.mark.parametrize("args", [["{}/missing"], ["{}/latest"]])
 def test_bad_usage(root: Path, args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", *(arg.format(root) for arg in args)]) == 2
     assert capsys.readouterr().err.startswith("megaresume: error: ")
+
+
+def test_at_least_one_line_is_shown(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["inspect", str(root), "--last", "0"])
+    assert "--last: must be at least 1, not 0" in capsys.readouterr().err
 
 
 class Trap:

@@ -155,7 +155,7 @@ def test_summary_for_people_and_for_programs(source, whole, tmp_path):
         (["in.jsonl", "--json-key", "body"], 1, "in.jsonl:1 has no key 'body'"),
         (["in.jsonl", "--tokenizer", "none.json"], 2, "tokenizer none.json cannot be read"),
         (["in.jsonl", "--workers", "0"], 2, "bad --workers"),
-        (["in.jsonl", "--block-bytes", "0"], 2, "bad --block-bytes"),
+        (["in.jsonl", "--block-bytes", "0"], 2, "--block-bytes: must be at least 1"),
         (["in.jsonl", "--part", "1"], 2, "bad --part"),
         (["in.jsonl", "--text-unit", "word"], 2, "invalid choice: 'word'"),
         ([], 2, "required: INPUT"),

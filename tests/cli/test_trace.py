@@ -165,7 +165,7 @@ def test_find(run):
         (("--steps", "1", "--epochs", "2"), 2, "--epochs goes with --find"),
         (("--steps", "1", "--images", "pictures"), 2, "this run has no images"),
         (("--find", "web:1", "--csv"), 2, "--csv goes with --steps"),
-        (("--find", "web:1", "--epochs", "0"), 2, "--epochs must be at least 1"),
+        (("--find", "web:1", "--epochs", "0"), 2, "--epochs: must be at least 1"),
         (("--steps", "1", "--tokenizer", "t.json"), 2, "--tokenizer goes with --text"),
         (("--steps", "1", "--text", "--tokenizer", "nowhere.json"), 2, "nowhere.json cannot be read"),
         (("--find", "web"), 2, "bad --find"),
@@ -183,6 +183,15 @@ def test_mistakes(run, capsys, words, status, message):
     out, err = capsys.readouterr()
     assert found == status, err
     assert message in err and out == ""
+
+
+@pytest.mark.parametrize("words", [(), ("--text",), ("--json",)])
+def test_output_that_takes_only_text(run, monkeypatch, words):
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main(["trace", str(run.save), "--samples", "3:5", *words]) == 0
+    monkeypatch.undo()
+    assert out.getvalue() == megaresume("trace", run.save, "--samples", "3:5", *words).stdout
 
 
 def test_directories_that_cannot_be_traced(run, tmp_path):
