@@ -12,7 +12,6 @@ from pathlib import Path
 
 from megaresume.checkpoint.foreign import LAYOUTS
 from megaresume.cli.flags import at_least
-from megaresume.cli.latest import LAYOUT_NAMES
 from megaresume.doctor import Check
 from megaresume.doctor.directory import directory_checks
 from megaresume.doctor.log import first_failure, log_checks
@@ -30,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--log", metavar="FILE", type=Path, action="append", default=[], help="log of a launch; repeatable"
     )
-    parser.add_argument("--layout", choices=LAYOUT_NAMES, help="whose checkpoints (default: recognised)")
+    parser.add_argument("--layout", choices=tuple(LAYOUTS), help="whose checkpoints (default: recognised)")
     parser.add_argument(
         "--dp", type=at_least(1), metavar="N", help="data-parallel size of the next launch: can it load DIR?"
     )
@@ -57,7 +56,7 @@ def _checks(args: argparse.Namespace) -> list[Check]:
         raise UsageError("--dp and --zero-stage ask about a checkpoint", expected="DIR", action="megaresume doctor DIR")
     checks = environment_checks()
     if args.dir is not None:
-        layout = LAYOUTS[args.layout] if args.layout else None
+        layout = LAYOUTS.get(args.layout)
         found = directory_checks(Run(args.dir), layout, dp=args.dp, zero_stage=args.zero_stage, last=args.last)
         checks += filesystem_checks(args.dir, found.size, found.num_files) + found.checks
     if args.log:

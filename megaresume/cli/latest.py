@@ -20,13 +20,11 @@ from megaresume.runs.run import Run
 from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
 from megaresume.stream.text import visible
 
-LAYOUT_NAMES = ("megatron", "deepspeed", "verl", "hugging-face")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
     parser.add_argument("dir", metavar="DIR", type=Path, help="a directory of checkpoints")
-    parser.add_argument("--layout", choices=LAYOUT_NAMES, help="whose checkpoints (default: recognised)")
+    parser.add_argument("--layout", choices=tuple(LAYOUTS), help="whose checkpoints (default: recognised)")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--tag", action="store_true", help="print only the directory's name")
     what.add_argument("--iteration", action="store_true", help="print only the iteration")
@@ -41,8 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print it; 1 if there is none."""
     try:
-        layout = LAYOUTS[args.layout] if args.layout else None
-        found = find_newest(Run(args.dir), layout) if args.dir.exists() else None
+        found = find_newest(Run(args.dir), LAYOUTS.get(args.layout)) if args.dir.exists() else None
         if found is None or found.path is None:
             return _none(args, found)
     except UsageError:

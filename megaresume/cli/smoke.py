@@ -60,12 +60,19 @@ def _add_launch(group: argparse._ArgumentGroup) -> None:
 
 def _add_stops(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--kill", type=_words, default=("sigkill", "sigterm"), metavar="KINDS", help="default: sigkill,sigterm"
+        "--kill",
+        dest="kinds",
+        type=_words,
+        default=("sigkill", "sigterm"),
+        metavar="KINDS",
+        help="default: sigkill,sigterm",
     )
     group.add_argument("--nodes", type=_numbers, default=(), metavar="2,1,3", help="default: 2,1; with --script 1")
     group.add_argument("--ranks-per-node", type=_numbers, default=(), metavar="R,...", help="default: GPUs here, or 1")
     group.add_argument("--workers", type=_numbers, default=(), metavar="W,...", help="default: 0,1")
-    group.add_argument("--micro-batch-size", type=_numbers, default=(), metavar="M,...", help="default: 2,1")
+    group.add_argument(
+        "--micro-batch-size", dest="micro_batch_sizes", type=_numbers, default=(), metavar="M,...", help="default: 2,1"
+    )
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
@@ -96,27 +103,13 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
 
 def options(args: argparse.Namespace) -> Options:
     """What the flags say."""
-    pace = args.min_step_seconds
-    if pace is None and args.script is None:
-        pace = 1.0 if args.launcher == "slurm" else 0.3
-    return Options(
-        out=args.out.absolute(),
-        launcher=args.launcher,
-        launch=args.launch,
-        script=None if args.script is None else args.script.absolute(),
-        kinds=args.kill,
-        nodes=args.nodes,
-        ranks_per_node=args.ranks_per_node,
-        workers=args.workers,
-        micro_batch_sizes=args.micro_batch_size,
-        global_batch_size=args.global_batch_size,
-        steps=args.steps,
-        save_interval=args.save_interval,
-        zero_stage=args.zero_stage,
-        model=args.model,
-        data=_data(args.data),
-        min_step_seconds=pace,
-    )
+    given = {name: value for name, value in vars(args).items() if name in Options.__dataclass_fields__}
+    if args.min_step_seconds is None and args.script is None:
+        given["min_step_seconds"] = 1.0 if args.launcher == "slurm" else 0.3
+    if args.data is not None and not args.data.is_file():
+        raise UsageError("there is no such data config", found=f"--data {args.data}", expected="a data.yaml")
+    paths = {name: None if given[name] is None else given[name].absolute() for name in ("out", "script", "data")}
+    return Options(**{**given, **paths})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -182,12 +175,6 @@ def _split(text: str) -> tuple[str, ...]:
             expected="words as in a shell, every quote closed",
             action="--sbatch-options '--account=x --comment=\"two words\"'",
         ) from error
-
-
-def _data(path: Path | None) -> Path | None:
-    if path is not None and not path.is_file():
-        raise UsageError("there is no such data config", found=f"--data {path}", expected="a data.yaml")
-    return None if path is None else path.absolute()
 
 
 def _words(text: str) -> tuple[str, ...]:

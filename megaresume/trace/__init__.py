@@ -2,8 +2,8 @@
 
 replan.py          the stream of the past and of the future, from the nearest state; its corpora, wherever
                    they are now
-trace.py           `Trace`: samples as arrays (`Piece`), piece by piece
-dealt.py           where in its global batch each sample was dealt out: to which rank and micro-batch
+trace.py           `Trace`: samples as arrays (`Piece`), piece by piece, and which rank and micro-batch they were
+                   dealt to
 find.py            when a document was or will be seen
 shard_records.py   which record of which tar shard a document is
 documents.py       documents as the model is shown them: text, pictures
