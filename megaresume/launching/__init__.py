@@ -1,11 +1,11 @@
 """What the launch scripts of ``launch/`` call: a training is started, told to stop in time, and brought back, or not.
 
     decide.py          what follows an attempt: finish, requeue, chain or refuse; pure, tested by a table of cases
-    attempts.py        attempts without progress, nodes that are left out: what one attempt leaves for the next
-    progress.py        what an attempt has written to the ledger of its checkpoints
+    attempts.py        what one attempt leaves for the next; what it has written to the ledger of its checkpoints
     first_error.py     the first error of the rank that failed first, from the logs of the nodes
     node_check.py      what a node finds out about itself before the training
     tasks.py           the command on every node: torchrun, srun, deepspeed
+    driver.py          what all drivers have in common
     slurm_commands.py  Slurm's commands, asked and understood
     slurm_job.py       this job, through Slurm's commands
     slurm_settings.py  the settings of the batch script, and what is refused

@@ -13,7 +13,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 
-from megaresume.launching import local, slurm, slurm_settings
+from megaresume.launching import local, slurm
+from megaresume.launching.local import LocalSettings
+from megaresume.launching.slurm_settings import SlurmSettings
 
 #: between the lists of words after ``--``.
 _SEPARATOR = ":::"
@@ -31,11 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             lists[-1].append(word)
     parser = argparse.ArgumentParser(prog="python -m megaresume.launching", allow_abbrev=False)
     drivers = parser.add_subparsers(dest="driver", required=True)
-    for driver, settings in (
-        ("slurm", slurm_settings.Settings),
-        ("torchrun", local.Settings),
-        ("deepspeed", local.Settings),
-    ):
+    for driver, settings in (("slurm", SlurmSettings), ("torchrun", LocalSettings), ("deepspeed", LocalSettings)):
         of_driver = drivers.add_parser(driver, allow_abbrev=False)
         for field in fields(settings):
             if field.name not in ("container", "train", "flags"):
@@ -45,12 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     driver = args.pop("driver")
     container, train, flags = map(tuple, lists)
     if driver != "slurm":
-        return local.run(driver, local.Settings(**args, train=train, flags=flags))
+        return local.run(driver, LocalSettings(**args, train=train, flags=flags))
     if not os.environ.get("SLURM_JOB_ID"):
         name = os.path.basename(args["script"])
         print(f"{name} is a Slurm batch script: sbatch {name}; without Slurm use launch/torchrun.sh", file=sys.stderr)
         return 2
-    return slurm.run(slurm_settings.Settings(**args, container=container, train=train, flags=flags))
+    return slurm.run(SlurmSettings(**args, container=container, train=train, flags=flags))
 
 
 if __name__ == "__main__":

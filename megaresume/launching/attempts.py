@@ -1,20 +1,30 @@
-"""What an attempt leaves for the next: attempts without progress, and nodes that are left out or were replaced.
+"""What an attempt leaves for the next, and what it has written to the ledger of its checkpoints, as a `Progress`.
 
-The file is written, and is on the disk, before anything is launched: an attempt that nobody sees end is counted, and
-a run directory that takes no more bytes refuses the launch instead of beginning for ever "for the first time".
+The count of attempts is written, and is on the disk, before anything is launched: an attempt that nobody sees end is
+counted, and a run directory that takes no more bytes refuses the launch instead of beginning for ever "for the first
+time".
+
+Of a ledger the lines after those that were there when the attempt began count, unless another attempt signed them: a
+job that has lost the directory to another one does not take its checkpoints for its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megaresume.checkpoint.files import make_dir, write_atomic
 from megaresume.checkpoint.formats import read_sealed, seal
+from megaresume.checkpoint.ledger import LedgerEntry, read_ledger
+from megaresume.checkpoint.paths import ledger_path
+from megaresume.checkpoint.start import NOTHING_TO_TRAIN
+from megaresume.launching.decide import Progress
 from megaresume.stream.errors import CheckpointError, SetupError, StateError
 
 FORMAT, VERSION = "megaresume.attempts", 1
+#: flags that name a checkpoint root.
+_FLAGS = ("--save", "--megaresume-stage-to")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,11 +57,9 @@ def read_attempts(path: Path) -> Attempts:
 
 def write_attempts(path: Path, attempts: Attempts) -> None:
     """Write it, durably. Raises SetupError if the disk refuses."""
-    fields: dict[str, Any] = {"format": FORMAT, "version": VERSION}
-    fields |= asdict(attempts)
     try:
         make_dir(path.parent)
-        write_atomic(path, seal(fields))
+        write_atomic(path, seal({"format": FORMAT, "version": VERSION} | asdict(attempts)))
     except CheckpointError as error:
         raise SetupError(
             "the count of attempts cannot be written, so an endless loop could not be noticed",
@@ -59,3 +67,54 @@ def write_attempts(path: Path, attempts: Attempts) -> None:
             expected="a RUN_DIR with free space, free inodes and quota",
             action="make room, or set RUN_DIR to another directory",
         ) from error
+
+
+def checkpoint_roots(words: Sequence[str], directory: Path) -> tuple[Path, ...]:
+    """Where a training command saves to: the last one given of each flag.
+
+    Args:
+        words: of the command; ``--save DIR`` and ``--save=DIR``, dashes or underscores.
+        directory: that it is started in.
+    """
+    roots: dict[str, Path] = {}
+    for at, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        flag = flag.replace("_", "-")
+        if flag in _FLAGS and (equals or at + 1 < len(words)):
+            roots[flag] = directory / (value if equals else words[at + 1])
+    return tuple(roots.values())
+
+
+class Ledgers:
+    """The ledgers of one attempt, from its beginning on.
+
+    Args:
+        roots: see `checkpoint_roots`.
+        attempt: as its lines are signed; see `megaresume.checkpoint.ledger.ATTEMPT`. None: not known, all lines count.
+
+    Raises:
+        StateError: a ledger cannot be read.
+    """
+
+    def __init__(self, roots: Sequence[Path], attempt: str | None) -> None:
+        self._attempt = attempt
+        self._begin = {ledger_path(root): len(read_ledger(ledger_path(root)).entries) for root in roots}
+
+    def progress(self, *, status: int | None = None) -> Progress:
+        """What the attempt has done so far.
+
+        Args:
+            status: exit status of the training; None: it still runs. A start that found nothing to train is an end
+                only if it ended well: it may have had something to validate.
+        """
+        own = [entry for path, count in self._begin.items() for entry in self._own(path, count)]
+        ends = [entry.iteration for entry in own if entry.kind == "finished"]
+        if status == 0:
+            ends += [e.iteration for e in own if e.kind == "start" and e.details.get(NOTHING_TO_TRAIN)]
+        saved = [entry.iteration for entry in own if entry.kind == "checkpoint"]
+        return Progress(finished=max(ends, default=None), saved=max(saved, default=None))
+
+    def _own(self, path: Path, count: int) -> list[LedgerEntry]:
+        entries = read_ledger(path).entries[count:]
+        own = self._attempt
+        return [entry for entry in entries if own is None or entry.details.get("attempt", own) == own]

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megaresume.launching.driver import shell_status
+
 #: bytes at the end of a log that are looked at; lines that are shown, and characters of each.
 _TAIL, _LINES, _WIDTH = 1 << 20, 12, 240
 
@@ -84,7 +86,7 @@ def find_first_error(logs: Iterable[Path], said: str) -> FirstError | None:
         if found := _ROOT_CAUSE.search(text):
             lines = _error(text)
             says_nothing = not lines and found["exit"] not in _DIED
-            error = FirstError(node=node, rank=int(found["rank"]), exit=_status(int(found["exit"])), lines=lines)
+            error = FirstError(node=node, rank=int(found["rank"]), exit=shell_status(int(found["exit"])), lines=lines)
             at = (error.is_victim or says_nothing, found["time"], of_srun is not None and of_srun[0] != node)
             causes.append((at, node, error))
     if causes:
@@ -97,7 +99,7 @@ def _without_torchrun(texts: Mapping[str, str], of_srun: tuple[str, int, int | N
         if found := _DEEPSPEED.search(text):
             if of_srun is not None and of_srun[0] in texts:
                 node, text = of_srun[0], texts[of_srun[0]]
-            return FirstError(node=node, rank=None, exit=_status(int(found[1])), lines=_error(text))
+            return FirstError(node=node, rank=None, exit=shell_status(int(found[1])), lines=_error(text))
     if of_srun is not None:
         node, task, status = of_srun
         return FirstError(node=node, rank=task, exit=status, lines=_error(texts.get(node, "")))
@@ -105,11 +107,6 @@ def _without_torchrun(texts: Mapping[str, str], of_srun: tuple[str, int, int | N
         if lines := _error(text):
             return FirstError(node=node, rank=None, exit=None, lines=lines)
     return None
-
-
-def _status(code: int) -> int:
-    """As a shell has it: -9 is 137."""
-    return code if code >= 0 else 128 - code
 
 
 def _of_srun(said: str) -> tuple[str, int, int | None] | None:

@@ -21,59 +21,44 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from megaresume.checkpoint.ledger import ATTEMPT
+from megaresume.launching.attempts import Ledgers, checkpoint_roots
 from megaresume.launching.decide import Progress
-from megaresume.launching.progress import Ledgers, checkpoint_roots
+from megaresume.launching.driver import Driver, Settings, count_gpus, shell_status
+from megaresume.stream.errors import MegaresumeError, UsageError
 
 _POLL = 0.1
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """Those of the scripts, which explain them; as they were given. "" is one that this script does not have."""
+class LocalSettings(Settings):
+    """Those of the scripts that need no scheduler; "" is one that this script does not have."""
 
-    run_dir: str
-    data: str
-    python: str
-    procs_per_node: str
     nnodes: str
     node_rank: str
     master_addr: str
     master_port: str
-    max_restarts: str
     stop_status: str
     rendezvous: str = ""
     hostfile: str = ""
-    script: str
-    train: tuple[str, ...]
-    #: given to the script.
-    flags: tuple[str, ...]
 
 
-class Refused(Exception):
-    """A setting is wrong: ``args`` are what, and what to do."""
-
-
-def run(launcher: str, settings: Settings) -> int:
+def run(launcher: str, settings: LocalSettings) -> int:
     """Train on this node, under ``torchrun`` or ``deepspeed``; returns the exit status of the script."""
-    driver = Driver(launcher, settings)
+    driver = LocalDriver(launcher, settings)
     try:
         return driver.run()
-    except Refused as refused:
-        driver.say(f"refused: {refused.args[0]}")
-        for action in refused.args[1:]:
-            driver.say(f"  action: {action}")
+    except MegaresumeError as error:
+        driver.say_refused("refused", error)
         return 2
 
 
-class Driver:
+class LocalDriver(Driver):
     """One call of a script."""
 
-    def __init__(self, launcher: str, settings: Settings) -> None:
+    def __init__(self, launcher: str, settings: LocalSettings) -> None:
+        super().__init__(settings, Path(settings.run_dir))
         self.launcher, self.settings = launcher, settings
-        self.run_dir = Path(settings.run_dir)
-        self.stop_file = self.run_dir / "stop"
-        self.signal: str | None = None
         self._heard: list[int] = []
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -83,7 +68,7 @@ class Driver:
         print(f"{time.strftime('%FT%T')} [{name}, node {self.settings.node_rank or 0}] {words}", flush=True)
 
     def run(self) -> int:
-        """See `run`. Raises Refused."""
+        """See `run`. Raises UsageError."""
         settings = self.settings
         ranks = self._check()
         if self.launcher == "torchrun" and settings.hostfile and not settings.node_rank:
@@ -97,7 +82,7 @@ class Driver:
             attempt = os.environ[ATTEMPT] = f"{os.uname().nodename}.{os.getpid()}.{time.time_ns()}"
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             os.environ.pop(name, None)  # of a job around this one
-        training = self._training()
+        training = self.training
         ledgers = Ledgers(checkpoint_roots(training, Path.cwd()), attempt)
         for number in _SIGNALS:
             signal.signal(number, lambda number, frame: self._heard.append(number))
@@ -128,7 +113,7 @@ class Driver:
         lines = [line.split() for line in Path(settings.hostfile).read_text().splitlines()]
         hosts = [(words[0], dict(word.partition("=")[::2] for word in words[1:])) for words in lines if words]
         if not hosts:
-            raise Refused(f"HOSTFILE={settings.hostfile} names no node", "lines such as: node1 slots=8")
+            raise UsageError(f"HOSTFILE={settings.hostfile} names no node", action="lines such as: node1 slots=8")
         own = {field.name.upper(): getattr(settings, field.name) for field in fields(settings) if field.type == "str"}
         own |= {"HOSTFILE": "", "NNODES": settings.nnodes if ":" in settings.nnodes else str(len(hosts))}
         own |= {"MASTER_ADDR": settings.master_addr or hosts[0][0]}
@@ -145,53 +130,35 @@ class Driver:
         while any([node.poll() is None for node in nodes]):  # noqa: C419  all of them are to be reaped
             self._hear()
             time.sleep(_POLL)
-        statuses = [node.returncode if node.returncode >= 0 else 128 - node.returncode for node in nodes]
+        statuses = [shell_status(node.returncode) for node in nodes]
         self.say(f"the nodes ended with status {', '.join(map(str, statuses))}")
         failed = [status for status in statuses if status not in (0, int(settings.stop_status))]
         return failed[0] if failed else max(statuses)
 
     def _check(self) -> int:
         settings = self.settings
-        if shutil.which(settings.python) is None:
-            raise Refused(f"there is no PYTHON={settings.python}", "set PYTHON to the one of your environment")
-        if not Path(settings.data).is_file():
-            raise Refused(f"there is no DATA={settings.data} (in {Path.cwd()})", "set DATA to your data.yaml")
+        settings.check_python()
+        settings.check_data(f" (in {Path.cwd()})")
         least, colon, most = settings.nnodes.partition(":")
         is_range = self.launcher == "torchrun" and colon and most.isdecimal()
         if not least.isdecimal() or (colon and not is_range):
-            raise Refused(f"NNODES={settings.nnodes} is neither a number nor MIN:MAX")
-        for name in ("NODE_RANK", "MAX_RESTARTS", "STOP_STATUS"):
-            value = getattr(settings, name.lower())
-            if not (value.isdecimal() or (name == "NODE_RANK" and not value)):
-                raise Refused(f"{name}={value} is not a number")
+            raise UsageError(f"NNODES={settings.nnodes} is neither a number nor MIN:MAX")
+        settings.check_numbers((*(["NODE_RANK"] if settings.node_rank else []), "MAX_RESTARTS", "STOP_STATUS"))
         if settings.hostfile and not Path(settings.hostfile).is_file():
-            raise Refused(f"there is no HOSTFILE={settings.hostfile}", "lines such as: node1 slots=8")
+            raise UsageError(f"there is no HOSTFILE={settings.hostfile}", action="lines such as: node1 slots=8")
         if self.launcher == "deepspeed":
             several = settings.hostfile or settings.nnodes != "1"
             if settings.nnodes != "1" and not settings.hostfile and not settings.node_rank:
-                raise Refused(
+                raise UsageError(
                     f"NNODES={settings.nnodes}, and neither HOSTFILE nor NODE_RANK",
-                    "one of the two: with ssh, or on every node without",
+                    action="one of the two: with ssh, or on every node without",
                 )
             if settings.node_rank and several and not settings.master_addr:
-                raise Refused("NODE_RANK without MASTER_ADDR", "MASTER_ADDR=address-of-node-0, the same on all nodes")
-        words = settings.procs_per_node
-        if words == "auto":
-            words = str(_gpus() or 1)
-        if not words.isdecimal() or int(words) < 1:
-            raise Refused(f"PROCS_PER_NODE={words} is not a number of ranks")
-        try:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise Refused(f"RUN_DIR={settings.run_dir} cannot be created: {error.strerror}") from error
-        return int(words)
-
-    def _training(self) -> tuple[str, ...]:
-        checkpoints = str(self.run_dir / "checkpoints")
-        ours = ["--save", checkpoints, "--load", checkpoints, "--exit-signal-handler"]
-        ours += ["--megaresume-stop-file", str(self.stop_file), "--megaresume-elastic"]
-        ours += ["--megaresume-log-samples", str(self.run_dir / "samples.jsonl")]
-        return (*self.settings.train, *ours, *self.settings.flags)
+                action = "MASTER_ADDR=address-of-node-0, the same on all nodes"
+                raise UsageError("NODE_RANK without MASTER_ADDR", action=action)
+        ranks = settings.ranks_per_node(lambda: str(count_gpus() or 1))
+        self.make_run_dir(self.run_dir)
+        return ranks
 
     # ---- the launchers
 
@@ -259,7 +226,7 @@ class Driver:
                 time.sleep(_POLL)
             self._hear()
             self._process = None
-        return process.returncode if process.returncode >= 0 else 128 - process.returncode
+        return shell_status(process.returncode)
 
     def _hear(self) -> None:
         while self._heard:
@@ -269,12 +236,7 @@ class Driver:
                 continue
             self.signal = name
             self.say(f"{name} came: all ranks save at the end of their step, then this script ends")
-            # For ranks that do not listen yet, and for those on other nodes. Removed by the run when it has saved.
-            try:
-                self.stop_file.touch()
-            except OSError as error:
-                words = f"the stop file {self.stop_file} cannot be created: {error.strerror}"
-                self.say(f"{words}; ranks that still start go on")
+            self.touch_stop_file()
             if self._process is not None:
                 # The launcher would die of the signal, and its ranks with it: it was started so that it ignores it.
                 for process in _below(self._process.pid):
@@ -297,21 +259,14 @@ class Driver:
         return int(self.settings.stop_status)
 
 
-def _gpus() -> int:
-    with suppress(OSError):
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
-        return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
-    return 0
-
-
 def _own_address(other: str) -> str:
-    """By which a machine reaches another one. Raises Refused."""
+    """By which a machine reaches another one. Raises UsageError."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
             way.connect((other, 9))  # sends nothing
             return str(way.getsockname()[0])
     except OSError as error:
-        raise Refused(f"MASTER_ADDR={other} is not known here: {error}") from error
+        raise UsageError(f"MASTER_ADDR={other} is not known here: {error}") from error
 
 
 def _below(pid: int) -> Iterator[int]:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.launching.decide import BadNode
+from megaresume.launching.driver import gpus_listed
 
 #: begins the line of an answer.
 MARK = "megaresume-node "
@@ -80,7 +81,7 @@ def _gpus(expected: int) -> list[str]:
         return []  # of another maker, or not visible in this container: the training will tell
     except subprocess.TimeoutExpired:
         return [f"its GPUs did not answer within {_GPU_PATIENCE:.0f} s (nvidia-smi -L)"]
-    count = sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+    count = gpus_listed(done.stdout)
     if done.returncode == 0 and count >= expected:
         return []
     words = (done.stderr or done.stdout).strip().splitlines()[-1:]

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.ledger import ATTEMPT
-from megaresume.launching.attempts import Attempts, read_attempts, write_attempts
+from megaresume.launching.attempts import Attempts, Ledgers, checkpoint_roots, read_attempts, write_attempts
 from megaresume.launching.decide import (
     BadNode,
     Decision,
@@ -37,13 +37,13 @@ from megaresume.launching.decide import (
     decide,
     decide_start,
 )
+from megaresume.launching.driver import Driver, shell_status
 from megaresume.launching.first_error import find_first_error, last_lines
 from megaresume.launching.node_check import answer_of, judge
-from megaresume.launching.progress import Ledgers, checkpoint_roots
 from megaresume.launching.slurm_job import SlurmJob, listen
-from megaresume.launching.slurm_settings import Refused, Settings, check
+from megaresume.launching.slurm_settings import SlurmSettings, check
 from megaresume.launching.tasks import Layout, tasks
-from megaresume.stream.errors import MegaresumeError
+from megaresume.stream.errors import MegaresumeError, UsageError
 
 #: seconds for the nodes to answer; between two looks at the ranks.
 _CHECK, _POLL = 180.0, 0.1
@@ -55,41 +55,33 @@ _LOST = re.compile(r"Node failure on (\S+)")
 _HEAD, _LEFT = "MEGARESUME_CHAIN_HEAD", "MEGARESUME_CHAIN_LEFT"
 
 
-def run(settings: Settings) -> int:
+def run(settings: SlurmSettings) -> int:
     """Do everything that an attempt does; returns the exit status of the batch script.
 
     Raises:
         KeyError: outside of a Slurm job.
     """
-    driver = Driver(settings, SlurmJob.of_environment())
+    driver = SlurmDriver(settings, SlurmJob.of_environment())
     try:
         return driver.run()
-    except Refused as refused:
-        driver.say(f"refused, and not queued again: {refused.args[0]}")
-        if len(refused.args) > 1:
-            driver.say(f"  action: {refused.args[1]}")
     except MegaresumeError as error:
-        driver.say(f"refused, and not queued again: {error.headline}: {error.found}")
-        if error.action:
-            driver.say(f"  action: {error.action}")
+        driver.say_refused("refused, and not queued again", error)
     driver.cancel_successor("this job was refused")
     return 2
 
 
-class Driver:
+class SlurmDriver(Driver):
     """One start of the job by Slurm: one attempt, or several if it has spare nodes."""
 
-    def __init__(self, settings: Settings, job: SlurmJob) -> None:
+    def __init__(self, settings: SlurmSettings, job: SlurmJob) -> None:
+        super().__init__(settings, Path(os.path.abspath(settings.run_dir)))
         self.settings, self.job = settings, job
-        self.run_dir = Path(os.path.abspath(settings.run_dir))
-        self.stop_file = self.run_dir / "stop"
         #: attempts that came before this one, without a requeue; the nodes that train in this one.
         self.again, self.nodes = 0, job.nodes
         self.attempts = Attempts()
         self.successor: str | None = None
-        #: signals that have come and are not looked at yet; the first one of all.
+        #: signals that have come and are not looked at yet.
         self._heard = [] if settings.heard == "-" else [settings.heard]
-        self.signal: str | None = None
         #: why Slurm has ended this attempt, once it has, and whether it queued the job again.
         self.reason: Reason | None = None
         self.requeued = False
@@ -131,7 +123,7 @@ class Driver:
         """See `run`.
 
         Raises:
-            Refused, MegaresumeError: it cannot begin.
+            MegaresumeError: it cannot begin.
         """
         listen(self._heard.append)
         ranks = self._check()
@@ -168,16 +160,11 @@ class Driver:
 
     def _count(self) -> None:
         """Count this attempt: on the disk before anything starts, also one that nobody sees end."""
-        try:
-            self.logs.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise Refused(
-                f"RUN_DIR={self.run_dir} cannot be created: {error.strerror}",
-                "set RUN_DIR to a directory that all nodes can write to",
-            ) from error
+        self.make_run_dir(self.logs, "set RUN_DIR to a directory that all nodes can write to")
         self.attempts = read_attempts(self._attempts_file)
         if (decision := decide_start(self.history)) is not None:
-            raise Refused(decision.why, "look at the logs of those attempts; the same sbatch command counts from 0")
+            action = "look at the logs of those attempts; the same sbatch command counts from 0"
+            raise UsageError(decision.why, action=action)
         write_attempts(self._attempts_file, replace(self.attempts, fruitless=self.attempts.fruitless + 1))
 
     def _choose_nodes(self) -> None:
@@ -217,15 +204,6 @@ class Driver:
     @property
     def _successor_file(self) -> Path:
         return self.run_dir / "logs" / f"successor.{self.job.id}"
-
-    @property
-    def training(self) -> tuple[str, ...]:
-        """What follows PYTHON."""
-        checkpoints = str(self.run_dir / "checkpoints")
-        ours = ["--save", checkpoints, "--load", checkpoints, "--exit-signal-handler"]
-        ours += ["--megaresume-stop-file", str(self.stop_file), "--megaresume-elastic"]
-        ours += ["--megaresume-log-samples", str(self.run_dir / "samples.jsonl")]
-        return (*self.settings.train, *ours, *self.settings.flags)
 
     def say_start(self, ranks: int) -> None:
         """The first line of an attempt."""
@@ -303,7 +281,7 @@ class Driver:
             if len(answers) > 1 or len(set(answers) & set(self.nodes)):
                 bad = (*bad, *(BadNode(name=n, why="did not answer") for n in self.nodes if n not in answers))
         if self.settings.data in everywhere:
-            raise Refused(f"there is no DATA={self.settings.data}", "set DATA to your data.yaml, with its whole path")
+            raise self.settings.no_data()
         if not bad:
             return None
         for node in bad:
@@ -345,8 +323,7 @@ class Driver:
             time.sleep(_POLL)
         self._step = None
         self._hear()
-        exit_status = exit_status if exit_status >= 0 else 128 - exit_status
-        return self._status(exit_status, said.read_text(errors="replace"))
+        return self._status(shell_status(exit_status), said.read_text(errors="replace"))
 
     def _status(self, exit_status: int, said: str) -> Status:
         if said.strip():
@@ -384,8 +361,7 @@ class Driver:
                 self.say(f"{name} came: changes nothing, the ranks have been told")
 
     def _pass_on(self) -> None:
-        # The file is for ranks that do not listen yet, and for containers. Removed by the run when it has saved.
-        self._touch_stop_file()
+        self.touch_stop_file()
         ignoring = 0
         with suppress(OSError):
             ignoring = self._ignoring.stat().st_size
@@ -393,18 +369,10 @@ class Driver:
         if ignoring >= self._tasks or time.monotonic() > self._began + _YOUNG:
             self.job.signal_ranks()
 
-    def _touch_stop_file(self) -> None:
-        try:
-            self.stop_file.touch()
-        except OSError as error:
-            self.say(
-                f"the stop file {self.stop_file} cannot be created: {error.strerror}; ranks that still start go on"
-            )
-
     def _ended_by_slurm(self) -> None:
         """The job is over for Slurm, and what still runs is killed after its KillWait."""
         self.reason, self.requeued = self.job.why_ended(self._said_by_slurm())
-        self._touch_stop_file()  # the ranks got the TERM as well
+        self.touch_stop_file()  # the ranks got the TERM as well
         if self.requeued:
             self.say(f"TERM came: Slurm ends this attempt and has queued the job again itself ({self.reason})")
         elif self.reason == "cancelled":

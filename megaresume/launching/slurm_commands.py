@@ -180,7 +180,7 @@ def find_job(job: str) -> JobInfo | None:
         return None
     if done.returncode:
         raise SetupError(f"Slurm does not tell about job {job}", found=done.stderr.strip())
-    fields = _fields(done.stdout)
+    fields = fields_of(done.stdout)
     code, _, sent = fields.get("ExitCode", "0:0").partition(":")
     return JobInfo(
         state=fields["JobState"],
@@ -207,7 +207,7 @@ def find_partitions() -> list[Partition]:
     can_preempt = config.get("PreemptType", "preempt/none") == "preempt/partition_prio"
     found = []
     for line in ask("scontrol", "show", "partition", "--oneliner").splitlines():
-        fields = _fields(line)
+        fields = fields_of(line)
         mode = fields.get("PreemptMode", config.get("PreemptMode", "OFF"))
         limit = fields.get("MaxNodes", "UNLIMITED")
         found.append(
@@ -288,7 +288,8 @@ def _config() -> dict[str, str]:
     return {name.strip(): value.strip() for name, equals, value in (line.partition("=") for line in lines) if equals}
 
 
-def _fields(line: str) -> dict[str, str]:
+def fields_of(line: str) -> dict[str, str]:
+    """``A=1 B=x`` as a dictionary."""
     return dict(re.findall(r"(?:^|\s)([A-Za-z/:]+)=(\S*)", line))
 
 

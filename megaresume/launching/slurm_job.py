@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 
 from megaresume.launching.decide import Reason
-from megaresume.launching.slurm_commands import NO_ANSWER, ignore_signals, is_away, run, usable
+from megaresume.launching.slurm_commands import NO_ANSWER, fields_of, ignore_signals, is_away, run, usable
 
 #: how often, and how many seconds apart, a controller that is away is asked to queue the job again.
 _TRIES, _PAUSE = 30, 5.0
@@ -80,10 +80,9 @@ class SlurmJob:
             partition=env.get("SLURM_JOB_PARTITION", ""),
         )
 
-    def show(self) -> str:
-        """What the controller says of it; "" if it does not answer."""
-        done = run("scontrol", "show", "job", self.id)
-        return done.stdout if done.returncode == 0 else ""
+    def show(self, job: str = "") -> dict[str, str]:
+        """What the controller says of it, or of another job; {} if it does not answer."""
+        return fields_of(run("scontrol", "show", "job", "--oneliner", job or self.id).stdout)
 
     def state(self) -> str:
         """Such as RUNNING; "" if nobody knows."""
@@ -91,22 +90,20 @@ class SlurmJob:
 
     def end_time(self) -> int | None:
         """Of the time limit, seconds since 1970."""
-        found = re.search(r"EndTime=(\d{4}-\S+)", self.show())
-        return None if found is None else int(datetime.fromisoformat(found[1]).timestamp())
+        end = self.show().get("EndTime", "")
+        return int(datetime.fromisoformat(end).timestamp()) if end[:1].isdigit() else None
 
     def asked_for_gpus(self) -> bool:
         """Whether GPUs were asked for; ``--exclusive`` alone gives a job all of a node's."""
-        return re.search(r"^\s*Tres(?:PerNode|PerJob|PerTask|PerSocket)=\S*gpu", self.show(), re.MULTILINE) is not None
+        return any("gpu" in value for name, value in self.show().items() if name.startswith("TresPer"))
 
     def address_of(self, node: str) -> str:
         """As Slurm reaches it: its name may not be known on the other nodes."""
-        found = re.search(r"NodeAddr=(\S+)", run("scontrol", "show", "node", "-o", node).stdout)
-        return node if found is None else found[1]
+        return fields_of(run("scontrol", "show", "node", "--oneliner", node).stdout).get("NodeAddr", node)
 
     def nodes_left(self) -> tuple[str, ...]:
         """Those that it still has: of a job with ``--no-kill`` Slurm takes away the nodes that die."""
-        found = re.search(r" NodeList=(\S+)", self.show())
-        left = () if found is None else run("scontrol", "show", "hostnames", found[1]).stdout.split()
+        left = run("scontrol", "show", "hostnames", self.show().get("NodeList", "")).stdout.split()
         return tuple(node for node in self.nodes if node in left) or self.nodes
 
     def watch(self, nodes: Sequence[str], log: Path, *, requeue: bool) -> subprocess.Popen[bytes]:
@@ -148,10 +145,10 @@ class SlurmJob:
         if found:
             reason = _REASONS.get(found[-1].strip(), "cancelled")
         # Not the clock: the limit may be another one than at the start, and a scancel after the old one is a scancel.
-        if "Reason=TimeLimit" in now:
+        if now.get("Reason") == "TimeLimit":
             reason = "time limit"
         # The end is not known once it is pending; before that, while the ranks are waited for, the reason tells.
-        requeued = " EndTime=Unknown" in now or reason == "requeue"
+        requeued = now.get("EndTime") == "Unknown" or reason == "requeue"
         return "requeue" if requeued and reason == "cancelled" else reason, requeued
 
     def signal_ranks(self) -> None:
@@ -179,9 +176,9 @@ class SlurmJob:
         Returns:
             None; or why not.
         """
-        found = re.search(r"ExcNodeList=(\S+)", run("scontrol", "show", "job", job).stdout)
-        before = [] if found is None or found[1] == "(null)" else [found[1]]
-        done = run("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join([*before, *nodes])}")
+        before = self.show(job).get("ExcNodeList", "(null)")
+        names = [*([] if before == "(null)" else [before]), *nodes]
+        done = run("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(names)}")
         return None if done.returncode == 0 else done.stderr.strip()
 
     def cancel(self, job: str) -> bool:
@@ -200,21 +197,17 @@ class SlurmJob:
         Returns:
             what sbatch says: the number of the job, or why not.
         """
+        limit = run("squeue", "-h", "-j", self.id, "-o", "%l").stdout.strip()
         options = [f"--dependency=afterany:{self.id}", "--export=ALL", "--parsable", f"--job-name={self.name}"]
-        options += [
-            f"--nodes={len(self.nodes)}",
-            f"--time={run('squeue', '-h', '-j', self.id, '-o', '%l').stdout.strip()}",
-        ]
+        options += [f"--nodes={len(self.nodes)}", f"--time={limit}"]
         for option, variable in _OPTIONS.items():
             value = os.environ.get(variable, "")
             if value and value != "(null)":
                 options.append(f"--{option}={value}")
         # What describes this job must not describe the next.
-        env = {
-            name: value for name, value in os.environ.items() if name == "SLURM_CONF" or not name.startswith("SLURM_")
-        }
-        env = {name: value for name, value in env.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
-        done = run("sbatch", *options, *more, script, *flags, env=env | dict(variables))
+        own = {name for name in os.environ if name.startswith("SLURM_")} | {"MASTER_ADDR", "MASTER_PORT"}
+        env = {name: value for name, value in os.environ.items() if name not in own - {"SLURM_CONF"}} | dict(variables)
+        done = run("sbatch", *options, *more, script, *flags, env=env)
         return (done.stdout or done.stderr).strip()
 
 

@@ -11,9 +11,8 @@ from megaresume.checkpoint.ledger import ATTEMPT, LedgerEntry, append_ledger, wi
 from megaresume.checkpoint.paths import ledger_path
 from megaresume.checkpoint.start import NOTHING_TO_TRAIN
 from megaresume.checkpoint.topology import Topology
-from megaresume.launching.attempts import Attempts, read_attempts, write_attempts
+from megaresume.launching.attempts import Attempts, Ledgers, checkpoint_roots, read_attempts, write_attempts
 from megaresume.launching.decide import Progress
-from megaresume.launching.progress import Ledgers, checkpoint_roots
 from megaresume.stream.errors import SetupError
 
 

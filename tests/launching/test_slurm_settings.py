@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from megaresume.launching.attempts import Attempts, read_attempts, write_attempts
-from megaresume.launching.slurm import Driver
+from megaresume.launching.slurm import SlurmDriver
 from megaresume.launching.slurm_commands import usable
 from megaresume.launching.slurm_job import SlurmJob
-from megaresume.launching.slurm_settings import Refused, Settings
+from megaresume.launching.slurm_settings import SlurmSettings
 from megaresume.launching.tasks import Layout, tasks
+from megaresume.stream.errors import UsageError
 
 
-def driver(directory: Path, *, job: str = "17", **changes: str) -> Driver:
+def driver(directory: Path, *, job: str = "17", **changes: str) -> SlurmDriver:
     words = {
         "run_dir": str(directory / "run"),
         "data": str(directory / "data.yaml"),
@@ -35,12 +36,12 @@ def driver(directory: Path, *, job: str = "17", **changes: str) -> Driver:
         "script": "train.sbatch",
         "heard": "-",
     }
-    settings = Settings(**(words | changes), container=(), train=("-m", "x"), flags=())
+    settings = SlurmSettings(**(words | changes), container=(), train=("-m", "x"), flags=())
     slurm = SlurmJob(id=job, attempt=0, name="x", nodes=("n1",), node_list="n1", partition="batch")
-    return Driver(settings, slurm)
+    return SlurmDriver(settings, slurm)
 
 
-def begin(driver: Driver) -> int:
+def begin(driver: SlurmDriver) -> int:
     ranks = driver._check()
     driver._count()
     return ranks
@@ -67,7 +68,7 @@ def in_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_refusals(tmp_path: Path, changes: dict[str, str], words: str) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(UsageError) as refused:
         begin(driver(tmp_path, **changes))
     assert refused.value.args[0].startswith(words)
     assert not (tmp_path / "run").exists()
@@ -75,14 +76,14 @@ def test_refusals(tmp_path: Path, changes: dict[str, str], words: str) -> None:
 
 def test_a_heterogeneous_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_HET_SIZE", "2")
-    with pytest.raises(Refused, match="heterogeneous job"):
+    with pytest.raises(UsageError, match="heterogeneous job"):
         driver(tmp_path)._check()
 
 
 def test_an_array_needs_directories_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     for run_dir in ("run", "run13"):
-        with pytest.raises(Refused, match="the jobs of this array would all write to"):
+        with pytest.raises(UsageError, match="the jobs of this array would all write to"):
             driver(tmp_path, run_dir=str(tmp_path / run_dir))._check()
     for run_dir in ("run/3", "run-3"):
         assert driver(tmp_path, run_dir=str(tmp_path / run_dir))._check() == 1
@@ -93,7 +94,7 @@ def test_an_attempt_is_counted_before_it_begins(tmp_path: Path) -> None:
     path = tmp_path / "run" / "logs" / "attempts.17.json"
     assert read_attempts(path) == Attempts(fruitless=1)
     write_attempts(path, Attempts(fruitless=4))
-    with pytest.raises(Refused, match="4 attempts in a row without a new checkpoint, MAX_RESTARTS=3"):
+    with pytest.raises(UsageError, match="4 attempts in a row without a new checkpoint, MAX_RESTARTS=3"):
         begin(driver(tmp_path))
     assert begin(driver(tmp_path, job="18")) == 1  # submitted by hand: counts from 0
 

@@ -14,8 +14,8 @@ from megaresume.checkpoint.start import NOTHING_TO_TRAIN
 from megaresume.hosts.megatron import host
 from megaresume.hosts.megatron.arguments import Settings
 from megaresume.hosts.megatron.project import Project
+from megaresume.launching.attempts import Ledgers
 from megaresume.launching.decide import Progress
-from megaresume.launching.progress import Ledgers
 from megaresume.stream.errors import UsageError
 
 pytest.importorskip("megatron.core")
