@@ -6,6 +6,8 @@ vlm   pictures of handwritten digits           --megaresume prepare-->  OUT/data
 
 from __future__ import annotations
 
+import itertools
+import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +15,7 @@ import yaml
 
 from megaresume.stream.errors import UsageError
 from megaresume.training.demo.run import ask
-from megaresume.training.demo.scenario import as_words
+from megaresume.training.demo.scenario import VISION, as_words, small_gpt, write_config
 
 SEQ_LENGTH = 128
 #: documents of text.
@@ -31,21 +33,10 @@ def prepare_data(model: Literal["gpt", "vlm"], directory: Path) -> Path:
     if model == "vlm":
         sources["text"]["weight"] = 0.3
         sources["digits"] = _digits(directory) | {"weight": 0.7}
-    config = {
-        "seed": 1234,
-        "seq_length": SEQ_LENGTH,
-        "packing": {"mode": "best_fit", "open_bins": 16},
-        "sources": sources,
-    }
-    data = directory / "data.yaml"
-    data.write_text(yaml.safe_dump(config, sort_keys=False))
-    return data
+    return write_config(directory / "data.yaml", sources, seq_length=SEQ_LENGTH)
 
 
 def _text(directory: Path) -> dict[str, Any]:
-    import itertools
-    import json
-
     from megaresume.training.demo.text import SOURCES
 
     texts, _ = SOURCES["docstrings"]
@@ -72,18 +63,9 @@ def model_flags(model: Literal["gpt", "vlm"], steps: int) -> list[str]:
     Raises:
         UsageError: there is no such model.
     """
-    flags: dict[str, object] = {
-        "num-layers": 2,
-        "hidden-size": 64,
-        "num-attention-heads": 4,
-        "lr": "3e-3",
-        "min-lr": "3e-4",
-        "lr-decay-style": "cosine",
-        "lr-warmup-iters": max(steps // 10, 1),
-        "seed": 1234,
-    }
+    flags = small_gpt(steps)
     if model == "vlm":
-        flags |= {"vision-num-layers": 1, "vision-hidden-size": 64, "vision-num-attention-heads": 4}
+        flags |= VISION
     elif model != "gpt":
         raise UsageError("there is no such model", found=f"--model {model}", expected="gpt or vlm")
     # ZeRO 3 cannot share them, and a launch script may ask for it.

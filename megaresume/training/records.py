@@ -27,20 +27,8 @@ class RunRecords:
     lost: tuple[dict[str, Any], ...]
     #: by name of the validation set, by step: the last validation.
     validations: dict[str, dict[int, dict[str, Any]]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """The first step at which two runs differ."""
-
-    step: int
-    #: ``samples``, ``order``, ``content``, ``digest`` or ``loss_hex``.
-    field: str
-    first: object
-    second: object
-
-    def __str__(self) -> str:
-        return f"step {self.step}: {self.field} {self.first} and {self.second}"
+    #: by step: the last measurement of the held-out accuracy.
+    held_out: dict[int, dict[str, Any]]
 
 
 def read_records(path: str | Path) -> RunRecords:
@@ -75,6 +63,7 @@ def assemble(records: Iterable[dict[str, Any]]) -> RunRecords:
     steps: dict[int, dict[str, Any]] = {}
     lost: list[dict[str, Any]] = []
     validations: dict[str, dict[int, dict[str, Any]]] = {}
+    held_out: dict[int, dict[str, Any]] = {}
     for record in records:
         event, step = record["event"], record["step"]
         if event == "start":
@@ -84,26 +73,9 @@ def assemble(records: Iterable[dict[str, Any]]) -> RunRecords:
             steps[step] = record
         elif event == "validation":
             validations.setdefault(record.get("set", "valid"), {})[step] = record
-    return RunRecords(starts=tuple(starts), steps=steps, lost=tuple(lost), validations=validations)
-
-
-def compare(
-    first: RunRecords, second: RunRecords, *, fields: tuple[str, ...] = ("samples", "order", "content", "digest")
-) -> Difference | None:
-    """The first difference in the steps that either run has; None: they are the same, in every field.
-
-    Args:
-        first, second: the runs.
-        fields: what must be equal. With ``loss_hex``, the losses bit for bit.
-    """
-    for step in sorted(first.steps.keys() | second.steps.keys()):
-        one, other = first.steps.get(step), second.steps.get(step)
-        if one is None or other is None:
-            return Difference(step=step, field="step", first=one and one["step"], second=other and other["step"])
-        for field in fields:
-            if one[field] != other[field]:
-                return Difference(step=step, field=field, first=one[field], second=other[field])
-    return None
+        elif event == "held_out":
+            held_out[step] = record
+    return RunRecords(starts=tuple(starts), steps=steps, lost=tuple(lost), validations=validations, held_out=held_out)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,14 +127,3 @@ def compare_all(twin: RunRecords, run: RunRecords) -> Comparison:
         equal_losses=sum(a["loss_hex"] == b["loss_hex"] for a, b in both),
         largest_difference=max((abs(a["loss"] - b["loss"]) for a, b in both), default=0.0),
     )
-
-
-def read_held_out(path: str | Path) -> dict[int, dict[str, Any]]:
-    """By step: the last measurement in a file of ``--megaresume-log-samples``."""
-    found: dict[int, dict[str, Any]] = {}
-    for line in Path(path).read_bytes().split(b"\n")[:-1]:
-        if b'"held_out"' in line:
-            record = json.loads(line)
-            if record["event"] == "held_out":
-                found[record["step"]] = record
-    return found

@@ -11,7 +11,8 @@ import pytest
 
 from megaresume.training.demo.items import LENGTH, PADDING, TRAINER, Texts, collate
 from megaresume.training.demo.run import run_demo
-from megaresume.training.records import compare, read_records
+from megaresume.training.records import read_records
+from tests.training.compare import compare
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,7 @@ def test_a_batch_is_padded_and_its_padding_is_no_label(data: Path) -> None:
 def test_all_of_it_short(tmp_path: Path) -> None:
     result = run_demo(TRAINER, tmp_path / "out", steps=24, overwrite=False, quiet=True)
     assert result["holds"] and result["steps"] == 24 and result["largest_difference"] < 1e-4
-    assert result["different_samples"] == result["different_content"] == result["missing"] == []
+    assert result["different_samples"] == result["different_content"] == result["missing"] == ()
     records = read_records(tmp_path / "out" / "run.jsonl")
     assert [(s["topology"]["dp"], s["topology"]["num_workers"]) for s in records.starts] == [(2, 0), (1, 2), (2, 1)]
     page = (tmp_path / "out" / "report.html").read_text()

@@ -14,7 +14,8 @@ from megaresume.stream.errors import SetupError, UsageError
 from megaresume.training.arguments import Arguments, parse_arguments
 from megaresume.training.jobs import LocalJob
 from megaresume.training.optimizer import deepspeed_config
-from megaresume.training.records import compare, read_records
+from megaresume.training.records import read_records
+from tests.training.compare import compare
 
 BASE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --micro-batch-size 2 --megaresume-data d.yaml --lr 0.01"
 

@@ -24,7 +24,8 @@ import psutil
 import pytest
 
 from megaresume.training.jobs import free_port
-from megaresume.training.records import RunRecords, compare, read_records
+from megaresume.training.records import RunRecords, read_records
+from tests.training.compare import compare
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "elastic-restarts.md").read_text()
 #: The commands of the document: several nodes, one node, and a loop around the deepspeed launcher.

@@ -13,7 +13,7 @@ from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
 from megaresume.checkpoint.start import NOTHING_TO_TRAIN
 from megaresume.training.jobs import LocalJob
-from megaresume.training.records import compare
+from tests.training.compare import compare
 
 BITS = ("samples", "order", "content", "digest", "loss_hex")
 SIZES = "--train-iters 6 --global-batch-size 8 --micro-batch-size 2"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megaresume.cli.main import main
-from megaresume.training.records import compare
+from tests.training.compare import compare
 from tests.training.conftest import write_corpus
 
 SIZES = "--train-iters 8 --global-batch-size 4 --micro-batch-size 2"

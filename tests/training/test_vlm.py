@@ -15,7 +15,7 @@ from megaresume.images.encoder import ImageTextEncoder
 from megaresume.shards.prepare import prepare_shards
 from megaresume.stream.planning.kernel import SOURCE
 from megaresume.training.demo.vlm import ENCODER, HELD_OUT, TRAIN, Pictures, digits_of, write_pictures
-from megaresume.training.records import compare, read_held_out
+from tests.training.compare import compare
 from tests.training.conftest import write_corpus
 
 VISION = "--vision-num-layers 1 --vision-hidden-size 16 --vision-num-attention-heads 2 --vocab-size 258"
@@ -60,7 +60,7 @@ def test_killed_and_resumed_on_another_topology(runs: Any, blends: dict[str, str
     for step, record in twin.records.steps.items():
         assert record["loss"] == pytest.approx(last.records.steps[step]["loss"], rel=1e-4), step
     # The untrained model, the middle and the end; the count of tokens is that of the data.
-    measured = read_held_out(twin.log)
+    measured = twin.records.held_out
     assert sorted(measured) == [0, 3, 6]
     assert len({record["tokens"] for record in measured.values()}) == 1
     answers = measured[6]["answers"]

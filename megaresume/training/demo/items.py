@@ -13,10 +13,9 @@ import torch
 import torch.utils.data
 
 from megaresume.checkpoint.paths import data_path
-from megaresume.training.demo.scenario import Attempt, Say, Scenario, as_words
+from megaresume.training.demo.scenario import GLOBAL_BATCH_SIZE, Attempt, Say, Scenario, as_words
 from megaresume.training.demo.text import SOURCES, write_texts
 
-GLOBAL_BATCH_SIZE = 16
 #: bytes of a text that are trained; padding has a token of its own.
 LENGTH, PADDING = 128, 256
 
@@ -67,8 +66,6 @@ TRAINER = Scenario(
     program="megaresume.training.demo.trainer",
     packages=("megaresume", "torch", "transformers", "accelerate"),
     steps=60,
-    global_batch_size=GLOBAL_BATCH_SIZE,
-    twin=Attempt(processes=2, workers=0, micro_batch_size=4),
     attempts=(
         Attempt(processes=2, workers=0, micro_batch_size=4, killed_after=0.29),
         Attempt(processes=1, workers=2, micro_batch_size=8, killed_after=0.63),

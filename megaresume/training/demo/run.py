@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from megaresume.batches.open import open_stream
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
 from megaresume.stream.errors import SetupError
-from megaresume.training.demo.report import Facts, Start, write_report
-from megaresume.training.demo.scenario import Attempt, Say, Scenario
+from megaresume.training.demo.report import Facts, Start, checks, write_report
+from megaresume.training.demo.scenario import GLOBAL_BATCH_SIZE, Attempt, Say, Scenario
 from megaresume.training.jobs import LocalJob, Watch, own_directory
 from megaresume.training.records import compare_all, read_records
 
@@ -80,7 +81,7 @@ def run_demo(scenario: Scenario, out: Path, *, steps: int, overwrite: bool, quie
     say("4. Comparing every step, and planning the whole stream again: megaresume verify")
     comparison = compare_all(twin, run)
     verified = ask("verify", str(out / "run"))
-    samples, config = steps * scenario.global_batch_size, scenario.config(out, data)
+    samples, config = steps * GLOBAL_BATCH_SIZE, scenario.config(out, data)
     extra = scenario.extra(out)
     facts = Facts(
         scenario=scenario,
@@ -100,19 +101,8 @@ def run_demo(scenario: Scenario, out: Path, *, steps: int, overwrite: bool, quie
     say(_table(facts))
     say(f"\nreport: {report}")
     say(f"look around: megaresume inspect {out / 'run'}    megaresume stream {config} --samples 0:8")
-    c = comparison
-    return {
-        "holds": facts.holds,
-        "steps": c.steps,
-        "redone": c.redone,
-        "different_samples": list(c.different_samples),
-        "different_content": list(c.different_content),
-        "missing": list(c.missing),
-        "equal_losses": c.equal_losses,
-        "largest_difference": c.largest_difference,
-        "seconds": round(facts.seconds, 1),
-        "report": str(report),
-    } | facts.extra.result
+    numbers = {"seconds": round(facts.seconds, 1), "report": str(report)}
+    return {"holds": facts.holds, **asdict(comparison), **numbers, **facts.extra.result}
 
 
 def _train(out: Path, name: str, scenario: Scenario, attempt: Attempt, common: list[str], steps: int) -> Start:
@@ -161,15 +151,8 @@ def committed_since(root: Path, step: int) -> bool:
 
 
 def _table(facts: Facts) -> str:
-    c = facts.comparison
     rows = [
-        ("steps compared", f"{c.steps} (and {c.redone} done again after a kill)"),
-        ("samples of every step", f"{c.steps - len(c.different_samples)} of {c.steps} identical"),
-        (facts.scenario.content, f"{c.steps - len(c.different_content)} of {c.steps} identical"),
-        ("steps missing", ", ".join(map(str, c.missing)) or "none"),
-        ("losses, bit for bit", f"{c.equal_losses} of {c.steps}, the others within {c.largest_difference:.1e}"),
-        ("megaresume verify", "proved" if facts.verified["holds"] else "NOT PROVED"),
-        *facts.extra.rows,
+        *checks(facts),
         *([("packing efficiency", f"{100 * facts.summary['fill']:.2f} %")] if facts.scenario.packing else []),
         ("time", f"{facts.seconds:.0f} s"),
     ]

@@ -1,11 +1,15 @@
-"""What differs between the demos, and how a demo starts its training program."""
-
+"""What differs between the demos; what our small models and their data have in common, those of `megaresume smoke` too."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import yaml
+
+#: tokens of a sample; samples of a step.
+SEQ_LENGTH, GLOBAL_BATCH_SIZE = 256, 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +31,33 @@ class Attempt:
         workers = f"{self.workers} worker" + ("s" if self.workers != 1 else "")
         how = f" ({self.start_method})" if self.start_method else ""
         return f"{processes}, micro-batch {self.micro_batch_size}, {workers}{how}"
+
+
+def write_config(path: Path, sources: Mapping[str, Any], *, seq_length: int = SEQ_LENGTH, **more: Any) -> Path:
+    """Write a data config; the path."""
+    packing = {"mode": "best_fit", "open_bins": 16}
+    config = {"seed": 1234, "seq_length": seq_length, "packing": packing, **more, "sources": sources}
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    return path
+
+
+#: flags of a small vision encoder.
+VISION = {"vision-num-layers": 1, "vision-hidden-size": 64, "vision-num-attention-heads": 4}
+
+
+def small_gpt(steps: int) -> dict[str, object]:
+    """Flags of a GPT that trains anywhere."""
+    return {
+        "num-layers": 2,
+        "hidden-size": 64,
+        "num-attention-heads": 4,
+        "train-iters": steps,
+        "lr": "3e-3",
+        "min-lr": "3e-4",
+        "lr-decay-style": "cosine",
+        "lr-warmup-iters": max(steps // 20, 1),
+        "seed": 1234,
+    }
 
 
 def as_words(flags: Mapping[str, object]) -> list[str]:
@@ -60,10 +91,8 @@ class Scenario:
     title: str
     #: of the run, by default.
     steps: int
-    #: samples.
-    global_batch_size: int
     #: the run that nobody disturbs, and the starts of the one that is killed.
-    twin: Attempt
+    twin: Attempt = Attempt(processes=2, workers=0, micro_batch_size=4)
     attempts: tuple[Attempt, ...]
     #: what the data is, in words, and what the model gets of it besides which samples.
     data: str

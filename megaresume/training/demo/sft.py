@@ -4,7 +4,9 @@
     show me its code               its source         whole documents
     the manual, as it is                              text: every token is trained, split to fill what is left
 
-Which tokens were trained is not believed of any file: `masks` tells it from the tokens that the model was given.
+Which tokens were trained is not believed of any file: `masks` tells it from the tokens that the model was given. So
+the program that this demo starts and kills is this module: the reference program, each of whose ranks writes down the
+tokens, labels and masks that its model is given.
 """
 
 from __future__ import annotations
@@ -12,19 +14,19 @@ from __future__ import annotations
 import ast
 import itertools
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import yaml
 
 from megaresume.render import escape
-from megaresume.training.demo.masks import Given, Wrong, compare_masks, read_given, what_is_trained
+from megaresume.training.demo.masks import Given, Wrong, compare_masks, read_given, what_is_trained, write_given
 from megaresume.training.demo.run import ask
-from megaresume.training.demo.scenario import Attempt, Extra, Say, Scenario
-from megaresume.training.demo.text import GLOBAL_BATCH_SIZE, SEQ_LENGTH, TEXT, functions, write_texts
+from megaresume.training.demo.scenario import SEQ_LENGTH, Attempt, Extra, Say, Scenario, write_config
+from megaresume.training.demo.text import TEXT, functions, write_texts
 
 #: each byte is a token, and these are: from 256 on, as `masks` knows them.
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -95,16 +97,7 @@ def _prepare(out: Path, say: Say) -> Path:
     say(f"   manual: {made['documents']:,} documents, {made['tokens']:,} tokens")
     sources: dict[str, Any] = {name: {"path": f"corpora/{name}", "weight": w} for name, w in WEIGHTS.items()}
     sources["manual"]["packing"] = "split"
-    data = out / "data.yaml"
-    config = {
-        "seed": 1234,
-        "seq_length": SEQ_LENGTH,
-        "packing": {"mode": "best_fit", "open_bins": 16},
-        "blend": {"unit": "trained"},
-        "sources": sources,
-    }
-    data.write_text(yaml.safe_dump(config, sort_keys=False))
-    return data
+    return write_config(out / "data.yaml", sources, blend={"unit": "trained"})
 
 
 def _extra(out: Path) -> Extra:
@@ -142,10 +135,8 @@ def _marked(tokens: npt.NDArray[np.int64], trained: npt.NDArray[np.bool_]) -> st
 
 SFT = Scenario(
     title="megaresume demo --sft",
-    program="megaresume.training.demo.sft_trainer",
+    program="megaresume.training.demo.sft",
     steps=60,
-    global_batch_size=GLOBAL_BATCH_SIZE,
-    twin=Attempt(processes=2, workers=0, micro_batch_size=4),
     attempts=(
         Attempt(processes=2, workers=0, micro_batch_size=4, killed_after=0.34),
         Attempt(processes=1, workers=2, micro_batch_size=8, start_method="fork", killed_after=0.67),
@@ -158,3 +149,24 @@ SFT = Scenario(
     flags=TEXT.flags,
     extra=_extra,
 )
+
+
+def _train() -> int:
+    """The reference program, which writes down every micro-batch before it is trained."""
+    import torch.distributed as dist
+
+    from megaresume.training.__main__ import main
+    from megaresume.training.loop import Trainer
+
+    losses = Trainer._token_losses
+
+    def recorded(self: Trainer, batch: Any) -> Any:
+        write_given(Path(str(self.args.megaresume_log_samples)), dist.get_rank(), batch)
+        return losses(self, batch)
+
+    Trainer._token_losses = recorded  # type: ignore[method-assign]
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(_train())

@@ -28,9 +28,19 @@ import yaml
 
 from megaresume.render import COLOURS, escape, svg
 from megaresume.training.demo.run import ask
-from megaresume.training.demo.scenario import Attempt, Extra, Say, Scenario, as_words
+from megaresume.training.demo.scenario import (
+    GLOBAL_BATCH_SIZE,
+    VISION,
+    Attempt,
+    Extra,
+    Say,
+    Scenario,
+    as_words,
+    small_gpt,
+    write_config,
+)
 from megaresume.training.demo.text import write_texts
-from megaresume.training.records import read_held_out
+from megaresume.training.records import read_records
 
 #: For ``megaresume prepare``: bytes as tokens; squares of 16 pixels, 4 patches of 8, become one token.
 ENCODER: dict[str, Any] = {
@@ -127,9 +137,6 @@ def _png(strip: Any, rng: np.random.Generator) -> bytes:
     return buffer.getvalue()
 
 
-SEQ_LENGTH = 256
-GLOBAL_BATCH_SIZE = 16
-PACKING = {"mode": "best_fit", "open_bins": 16}
 #: every epoch shows every picture differently, and the same epoch always in the same way.
 AUGMENT = [{"crop": {"scale": [0.85, 1.0]}}, {"color_jitter": {"brightness": 0.2, "contrast": 0.2}}]
 TEXT = "docstrings"
@@ -156,49 +163,35 @@ def _prepare(out: Path, say: Say) -> Path:
     say(f"   {TEXT}: {made['documents']:,} documents, {made['tokens']:,} tokens")
     digits = {"kind": "webdataset", "index": f"shards/{TRAIN.name}.shards.idx", "weight": 1 - TEXT_WEIGHT}
     text_source = {"path": f"corpora/{TEXT}", "weight": TEXT_WEIGHT}
-    _write(out / "data.yaml", {TRAIN.name: digits | {"augment": AUGMENT}, TEXT: text_source})
+    write_config(out / "data.yaml", {TRAIN.name: digits | {"augment": AUGMENT}, TEXT: text_source})
     held_out = {"kind": "webdataset", "index": f"shards/{HELD_OUT.name}.shards.idx"}
-    _write(out / "held_out.yaml", {HELD_OUT.name: held_out})
+    write_config(out / "held_out.yaml", {HELD_OUT.name: held_out})
     return out / "data.yaml"
-
-
-def _write(path: Path, sources: dict[str, Any]) -> None:
-    config = {"seed": 1234, "seq_length": SEQ_LENGTH, "packing": PACKING, "sources": sources}
-    path.write_text(yaml.safe_dump(config, sort_keys=False))
 
 
 def _flags(out: Path, steps: int) -> list[str]:
     return as_words(
-        {
-            "num-layers": 2,
+        small_gpt(steps)
+        | VISION
+        | {
             "hidden-size": 96,
-            "num-attention-heads": 4,
-            "vision-num-layers": 1,
-            "vision-hidden-size": 64,
-            "vision-num-attention-heads": 4,
             # Wider than Megatron's 0.02: so small a model would look at its images a hundred steps later.
             "init-method-std": 0.08,
-            "seq-length": SEQ_LENGTH,
-            "max-position-embeddings": SEQ_LENGTH,
             "global-batch-size": GLOBAL_BATCH_SIZE,
-            "train-iters": steps,
             "lr": "4e-3",
             "min-lr": "1e-4",
             "adam-beta2": 0.98,
-            "lr-decay-style": "cosine",
-            "lr-warmup-iters": max(steps // 20, 1),
             "save-interval": max(steps // 12, 4),
             "eval-interval": max(steps // 8, 1),
             "megaresume-held-out": out / "held_out.yaml",
             "megaresume-held-out-iters": 2,
-            "seed": 1234,
         }
     )
 
 
 def _extra(out: Path) -> Extra:
     """Accuracy of the run and of its twin, and what the run answered in the end."""
-    run, twin = read_held_out(out / "run.jsonl"), read_held_out(out / "twin.jsonl")
+    run, twin = (read_records(out / f"{name}.jsonl").held_out for name in ("run", "twin"))
     first, last = run[min(run)], run[max(run)]
     before, after = _accuracy(first), _accuracy(last)
     digits = sum(last["by_token"].get(str(token), (0, 0))[1] for token in _DIGITS)
@@ -270,7 +263,6 @@ def _decoded(tokens: list[int]) -> str:
 VLM = Scenario(
     title="megaresume demo --vlm",
     steps=300,
-    global_batch_size=GLOBAL_BATCH_SIZE,
     twin=Attempt(processes=2, workers=0, micro_batch_size=8),
     attempts=(
         Attempt(processes=2, workers=1, micro_batch_size=8, start_method="fork", killed_after=0.29),
