@@ -24,15 +24,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 if __name__ == "__main__":
     LocalJob: Any = object  # nothing of megaresume is imported before the fork
 else:
     from megaresume.training.jobs import LocalJob
-
-if TYPE_CHECKING:
-    import psutil
 
 #: what torch, DeepSpeed and megatron-core need, and import or make megatron-core import.
 MODULES = (
@@ -114,17 +111,17 @@ class WarmJob(LocalJob):
             return Forked(command[1:], env, self.output)
         return super()._start(command, env, output)
 
-    def _members(self) -> list[psutil.Process]:
+    def _members(self, value: str | None = None) -> dict[int, bytes]:
         """Also what runs in the sessions of forked ranks: each is the leader of one, which its workers belong to."""
         import psutil
 
-        found = super()._members()
+        found = super()._members(value)
         sessions = {rank.pid for rank in self._processes if isinstance(rank, Forked)}
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 if os.getsid(process.pid) in sessions and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return list(set(found))
+                    found.setdefault(process.pid, b"")
+        return found
 
 
 def _warm_for(env: Mapping[str, str]) -> Warm:

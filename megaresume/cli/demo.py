@@ -33,11 +33,11 @@ def run(args: argparse.Namespace) -> int:
             expected="at least 24, so that both kills follow a checkpoint",
         )
     if args.trainer:
-        needed = ("torch", "transformers", "accelerate", "matplotlib", "psutil")
+        needed = ("torch", "transformers", "accelerate", "matplotlib")
         need_packages("the demo", needed, extra="hugging-face,report")
     else:
         more = ("PIL", "sklearn") if args.vlm else ("tokenizers", "jinja2") if args.sft else ()
-        needed = ("torch", "deepspeed", "megatron.core", "matplotlib", "psutil", *more)
+        needed = ("torch", "deepspeed", "megatron.core", "matplotlib", *more)
         need_packages("the demo", needed, extra="demo")
     from megaresume.training.demo.run import run_demo
 

@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     launches = [plan.launch("run", layout, data=plan.options.data, model=()) for layout in plan.layouts]
     launcher.check(launches, [stop.kind for stop in plan.stops])
     if args.script is None and args.launcher == "local":  # under Slurm it is the nodes that need them
-        packages = ("torch", "deepspeed", "megatron.core", "psutil", *(("PIL",) if args.model == "vlm" else ()))
+        packages = ("torch", "deepspeed", "megatron.core", *(("PIL",) if args.model == "vlm" else ()))
         need_packages("our own model", packages, extra="demo")
     own_directory(plan.out, mark=MARK, what="test", overwrite=args.overwrite)
     timeout = args.timeout or (3600.0 if args.launcher == "slurm" else 600.0)

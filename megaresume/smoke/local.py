@@ -3,8 +3,7 @@
     bash SCRIPT FLAGS   NNODES=2 NODE_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=...     ->  logs/1.node0.log
     bash SCRIPT FLAGS   NNODES=2 NODE_RANK=1 ...                                       ->  logs/1.node1.log
 
-A variable of the environment marks all processes of a node, whoever has started them and wherever they moved to: so
-they are found when one rank, or the node, is to be killed, and none is left over.
+The mark of `Processes` tells the node of each process, whoever has started it: so one rank, or the node, can be killed.
 """
 
 from __future__ import annotations
@@ -13,19 +12,15 @@ import contextlib
 import os
 import shutil
 import signal
-import subprocess
 import time
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
 from megaresume.checkpoint.system import stat_fields
 from megaresume.smoke.job import KINDS, Job, Kind, Launch
 from megaresume.stream.errors import SetupError
-from megaresume.training.jobs import free_port
+from megaresume.training.jobs import Processes, free_port, send_kill
 
-#: set for every process of a node: ``<launch>:<node>``.
-MARK = "MEGARESUME_SMOKE"
 #: seconds between a signal, or the loss of a rank, and SIGKILL for all that is left, as schedulers have it.
 GRACE = 60.0
 #: what Slurm would send to the script.
@@ -61,53 +56,50 @@ class LocalLauncher:
         return LocalScript(self._script, launch, grace=self._grace)
 
 
-class LocalScript:
+class LocalScript(Processes):
     """A launch script that was started, once for every node."""
 
+    own_session = True
+
     def __init__(self, script: Path, launch: Launch, *, grace: float = GRACE) -> None:
-        self._launch, self._grace = launch, grace
-        self._token = uuid.uuid4().hex
+        self._grace = grace
         logs = launch.run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         number = 1 + len(list(logs.glob("*.node0.log")))
         self._logs = [logs / f"{number}.node{node}.log" for node in range(launch.nodes)]
+        super().__init__(self._logs[0])
         base = os.environ | {"OMP_NUM_THREADS": "1", "MAX_RESTARTS": "0"} | dict(launch.env)
         base |= {"NNODES": str(launch.nodes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        self._nodes = []
         for node, log in enumerate(self._logs):
-            env = base | {"NODE_RANK": str(node), MARK: f"{self._token}:{node}"}
+            env = base | {"NODE_RANK": str(node), self._mark: str(node)}
             with open(log, "wb") as file:
-                self._nodes.append(
-                    subprocess.Popen(
-                        ["bash", str(script), *launch.flags],
-                        env=env,
-                        stdin=subprocess.DEVNULL,
-                        stdout=file,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                )
-
-    def running(self) -> bool:
-        """See `Job`."""
-        return any([node.poll() is None for node in self._nodes])  # noqa: C419  all of them are to be reaped
+                self._processes.append(self._start(["bash", str(script), *launch.flags], env, file))
 
     def stop(self, kind: Kind) -> float:
         """See `Job`."""
         at = time.time()
         if kind in _SIGNALS:
-            for node in self._nodes:
-                if node.poll() is None:
-                    node.send_signal(_SIGNALS[kind])
+            for process in self._processes:
+                if process.poll() is None:
+                    process.send_signal(_SIGNALS[kind])
         else:
             # Of the last node; the first one hosts the place where the ranks meet, and would be missed at once.
-            members = self._members(len(self._nodes) - 1)
+            node = len(self._processes) - 1
+            members = self._members(str(node))
             victims = _ranks(members)[-1:] if kind == "sigkill" else list(members)
+            if not victims:
+                raise SetupError(
+                    f"there was nothing to stop with {kind}",
+                    found=f"no {'process' if kind == 'node-down' else 'rank'} of the launch on node {node}",
+                    expected="processes with RANK in their environment" if self.running() else "a job that runs",
+                    action=f"look at {self._logs[-1]}",
+                )
             at = time.time()
-            self._kill(victims, kind)
-            while kind == "node-down" and (young := self._members(len(self._nodes) - 1)):
-                for pid in young:  # started while the others were killed
-                    _send_kill(pid)
+            while victims:
+                for pid in victims:
+                    send_kill(pid)
+                # Of a lost node also those that were started while the others were killed.
+                victims = list(self._members(str(node))) if kind == "node-down" else []
         ended = self._gone_within(self._grace)
         self.close()
         if not ended and kind in _SIGNALS:
@@ -120,70 +112,21 @@ class LocalScript:
             )
         return at
 
-    def wait(self, timeout: float) -> int:
-        """See `Job`."""
-        deadline = time.monotonic() + timeout
-        while self.running():
-            if time.monotonic() > deadline:
-                self.close()
-                raise SetupError(
-                    f"a launch did not end within {timeout:.0f} seconds, and was killed",
-                    found=self.text()[-2000:],
-                    action=f"look at {self._logs[0]}",
-                )
-            time.sleep(0.02)
-        return next((int(node.returncode) for node in self._nodes if node.returncode), 0)
-
     def text(self) -> str:
         """See `Job`."""
         return "".join(log.read_text(encoding="utf-8", errors="replace") for log in self._logs)
 
     def close(self) -> None:
         """See `Job`."""
-        while members := self._members(None):
-            for pid in members:
-                _send_kill(pid)
-            self.running()
-            time.sleep(0.02)
-        for node in self._nodes:
-            node.wait()
+        self.kill()
 
     def _gone_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
-        while self.running() or self._members(None):
+        while self.running() or self._members():
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.05)
         return True
-
-    def _members(self, node: int | None) -> dict[int, bytes]:
-        """The processes of a node, or of all, and their environments; in the order of their numbers."""
-        mark = f"\0{MARK}={self._token}:{'' if node is None else f'{node}'}".encode() + (b"" if node is None else b"\0")
-        found = {}
-        for entry in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
-            with contextlib.suppress(OSError):  # it has ended, or is another user's
-                environment = (
-                    b"\0" + Path(f"/proc/{entry}/environ").read_bytes()
-                )  # of one that waits for its parent: none
-                if mark in environment:
-                    found[entry] = environment
-        return found
-
-    def _kill(self, victims: Sequence[int], kind: Kind) -> None:
-        if not victims:
-            raise SetupError(
-                f"there was nothing to stop with {kind}",
-                found=f"no {'process' if kind == 'node-down' else 'rank'} of the launch on node {len(self._nodes) - 1}",
-                expected="processes with RANK in their environment" if self.running() else "a job that runs",
-                action=f"look at {self._logs[-1]}",
-            )
-        for pid in victims:
-            _send_kill(pid)
-
-
-def _send_kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
 
 
 def _ranks(processes: dict[int, bytes]) -> list[int]:

@@ -83,7 +83,7 @@ def _run(args: Arguments) -> int:
     from megaresume.training.model import ModelParallelUnit, build_model
     from megaresume.training.multimodal import image_encoder, with_vision
     from megaresume.training.optimizer import LearningRate, build_optimizer, deepspeed_config
-    from megaresume.training.validation import HeldOut, Validation
+    from megaresume.training.validation import Validation
 
     dp, schedule = check_layout(args, dist.get_world_size())
     if args.load is not None and not (args.finetune or args.universal_checkpoint):
@@ -124,32 +124,24 @@ def _run(args: Arguments) -> int:
     on_data.watch(data, "restore")
     _load(args, engine)
     on_all_ranks(lambda: stream.skip(end=_last_sample(args, engine, data)))  # nothing beyond it can be skipped
-    validation = None
+    sets = {}
     if args.eval_iters:
-        # Behind the load: a run that goes on measures what it measured when it began.
+        # After the load: a run that goes on measures what it measured when it began.
         sets = on_all_ranks(lambda: open_validation(training=stream, **data_options))
-        validation = Validation(
-            sets,
-            num_batches=args.eval_iters,
-            global_batch_size=schedule.segments[-1][1],
-            micro_batch_size=args.micro_batch_size,
-            pin_memory=device.type == "cuda",
-        )
     held_out = None
     if args.megaresume_held_out is not None:
-        held_out = HeldOut(
-            on_all_ranks(lambda: _open_held_out(args, seq_length, encoder)),
-            num_batches=args.megaresume_held_out_iters,
-            global_batch_size=schedule.segments[-1][1],
-            micro_batch_size=args.micro_batch_size,
-            vocab_size=vocab_size,
-        )
-    length = {"train_iters": args.train_iters, "train_samples": args.train_samples}
-    over = is_over(int(engine.global_steps), data.samples_trained, **length)
-    if over or args.skip_train:
-        data.session.begin(trains=False)
-    else:
-        data.session.begin()
+        held_out = on_all_ranks(lambda: _open_held_out(args, seq_length, encoder))
+    validation = Validation(
+        args,
+        sets=sets,
+        held_out=held_out,
+        global_batch_size=schedule.segments[-1][1],
+        vocab_size=vocab_size,
+        device=device,
+    )
+    over = is_over(int(engine.global_steps), data.samples_trained, **args.length)
+    trains = not (over or args.skip_train)
+    data.session.begin(trains=trains)
     log = on_all_ranks(
         lambda: SampleLog(
             args.megaresume_log_samples,
@@ -170,20 +162,19 @@ def _run(args: Arguments) -> int:
         device=device,
         rate=LearningRate.from_arguments(args, schedule),
         validation=validation,
-        held_out=held_out,
         log=log,
         vocab_size=vocab_size,
     )
     status = 0
-    if args.skip_train:
-        trainer.validate()
-    elif trainer.finished():
-        announce(f"megaresume: the run is over: {engine.global_steps} steps, {data.samples_trained} samples trained")
-    else:
+    if trains:
         try:
             trainer.train()
         except Stopped as stopped:
             status = int(stopped.code or 0)
+    elif args.skip_train:
+        trainer.validate()
+    else:
+        announce(f"megaresume: the run is over: {engine.global_steps} steps, {data.samples_trained} samples trained")
     if trainer.is_over and not args.skip_train:
         data.session.finish()
     data.close()
@@ -205,8 +196,7 @@ def _last_sample(args: Arguments, engine: Any, data: Any) -> int | None:
     """Samples at the end of the run, by the batch sizes that it had and will have; None: it has no end."""
     if args.train_iters is None and args.train_samples is None:
         return None
-    length = {"train_iters": args.train_iters, "train_samples": args.train_samples}
-    return end_of_run(data.schedule, int(engine.global_steps), data.samples_trained, **length)[1]
+    return end_of_run(data.schedule, int(engine.global_steps), data.samples_trained, **args.length)[1]
 
 
 def _data(args: Arguments) -> dict[str, Any]:

@@ -173,6 +173,11 @@ class Arguments:
     deepspeed: bool = flag(False, "accepted, always on")
     deepspeed_config: str | None = flag(None, "a DeepSpeed config to start from; the flags override it")
 
+    @property
+    def length(self) -> dict[str, int | None]:
+        """Of the run, for `is_over` and `end_of_run`."""
+        return {"train_iters": self.train_iters, "train_samples": self.train_samples}
+
     def replace(self, **changes: object) -> Arguments:
         """A copy with some flags changed."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]

@@ -18,13 +18,10 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Literal, Self
+from typing import IO, Literal, Self
 
 from megaresume.stream.errors import SetupError, UsageError
 from megaresume.training.records import RunRecords, read_records
-
-if TYPE_CHECKING:
-    import psutil
 
 _FIRST = 10_000
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -99,72 +96,44 @@ def _make(out: Path, mark: str, what: str, overwrite: bool) -> None:
     (out / mark).touch()
 
 
-#: ``torchrun`` and ``deepspeed``: under that launcher. ``env``: the processes themselves, told by environment
-#: variables who they are, as Slurm does; starts in half the time.
-Launcher = Literal["torchrun", "deepspeed", "env"]
+#: begins the name of the variable that marks the processes of a job.
+MARK = "MEGARESUME_JOB_"
 
 
-class LocalJob:
-    """A run of ``num_processes`` ranks; use it in a ``with`` statement, at whose end whatever still runs is killed.
+class Processes:
+    """Processes of this machine, and all that they have started: found wherever they moved to, and all of them ended.
+
+    A variable of the environment marks them, which they inherit, also in a job within this one.
 
     Args:
-        program: a module (``megaresume.training``) or the path of a script.
-        arguments: of the program.
-        num_processes: ranks.
-        output: file that gets what all ranks print; appended to.
-        launcher: how they are started.
-        env: variables on top of this process's environment.
+        output: file in which to look if something goes wrong.
     """
 
-    def __init__(
-        self,
-        program: str,
-        arguments: Sequence[str],
-        *,
-        num_processes: int,
-        output: Path,
-        launcher: Launcher = "torchrun",
-        env: Mapping[str, str] | None = None,
-    ) -> None:
+    #: whether each has a session of its own, so that Ctrl-C does not reach it.
+    own_session = False
+
+    def __init__(self, output: Path) -> None:
         self.output = output
-        self._seen_from = output.stat().st_size if output.exists() else 0
-        # ninja and the launchers of this environment first: a second ninja on the path makes DeepSpeed compile anew.
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-        base = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | dict(env or {})
-        # A variable of its own, which every process of the job inherits, those of jobs within it too.
-        self._mark = f"MEGARESUME_JOB_{uuid.uuid4().hex}"
-        base[self._mark] = "1"
-        is_script = program.endswith(".py")
-        target = [program] if is_script else ["-m", program]
-        port = str(free_port())
-        if launcher == "env":
-            commands = [
-                ([sys.executable, *target, *arguments], base | _identity(rank, num_processes, port))
-                for rank in range(num_processes)
-            ]
-        elif launcher == "torchrun":
-            options = ["--nproc-per-node", str(num_processes), "--master-port", port]
-            commands = [([sys.executable, "-m", "torch.distributed.run", *options, *target, *arguments], base)]
-        else:
-            options = ["--num_gpus", str(num_processes), "--master_port", port, *([] if is_script else ["--module"])]
-            commands = [([sys.executable, "-m", "deepspeed.launcher.runner", *options, program, *arguments], base)]
-        self._processes = []
-        with open(output, "ab") as file:
-            for command, variables in commands:
-                self._processes.append(self._start(command, variables, file))
+        self._mark = f"{MARK}{uuid.uuid4().hex}"
+        self._processes: list[subprocess.Popen[bytes]] = []
 
     def _start(self, command: list[str], env: dict[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=self.own_session,
+        )
 
     def text(self) -> str:
-        """What this job has printed so far."""
-        with open(self.output, "rb") as file:
-            file.seek(self._seen_from)
-            return file.read().decode("utf-8", "replace")
+        """What it has printed so far."""
+        raise NotImplementedError
 
     def running(self) -> bool:
-        """Whether any of its processes is."""
-        return any(process.poll() is None for process in self._processes)
+        """Whether any of those that were started is."""
+        return any([process.poll() is None for process in self._processes])  # noqa: C419  all of them are to be reaped
 
     def wait(self, timeout: float = 600) -> int:
         """Wait for the end; when one process fails, the others are killed, as a launcher does.
@@ -210,30 +179,94 @@ class LocalJob:
         Returns:
             how many were killed.
         """
-        import psutil  # deferred: comes with DeepSpeed
-
         killed = set()
         while members := self._members():
-            for member in members:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    member.send_signal(signal.SIGKILL)
-                    killed.add(member.pid)
+            for pid in members:
+                if send_kill(pid):
+                    killed.add(pid)
             self.running()  # reaps those that are over
-            psutil.wait_procs(members, timeout=1)
+            time.sleep(0.01)
         for process in self._processes:
             process.wait()
         return len(killed)
 
-    def _members(self) -> list[psutil.Process]:
-        """Its processes, also those that one which has died, a rank or a launcher, has left behind."""
-        import psutil  # deferred: see above
-
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):  # it has ended, or is another user's
-                if self._mark in process.environ():
-                    found.append(process)
+    def _members(self, value: str | None = None) -> dict[int, bytes]:
+        """Its processes by number, and their environments; those whose mark has this value. Also those that one which
+        has died, a rank or a launcher, has left behind."""
+        mark = f"\0{self._mark}=".encode() + (b"" if value is None else f"{value}\0".encode())
+        found = {}
+        for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                environment = b"\0" + Path(f"/proc/{pid}/environ").read_bytes()  # empty once it has ended
+                if mark in environment:
+                    found[pid] = environment
         return found
+
+
+def send_kill(pid: int) -> bool:
+    """SIGKILL; whether there was such a process."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+        return True
+    return False
+
+
+#: ``torchrun`` and ``deepspeed``: under that launcher. ``env``: the processes themselves, told by environment
+#: variables who they are, as Slurm does; starts in half the time.
+Launcher = Literal["torchrun", "deepspeed", "env"]
+
+
+class LocalJob(Processes):
+    """A run of ``num_processes`` ranks; use it in a ``with`` statement, at whose end whatever still runs is killed.
+
+    Args:
+        program: a module (``megaresume.training``) or the path of a script.
+        arguments: of the program.
+        num_processes: ranks.
+        output: file that gets what all ranks print; appended to.
+        launcher: how they are started.
+        env: variables on top of this process's environment.
+    """
+
+    def __init__(
+        self,
+        program: str,
+        arguments: Sequence[str],
+        *,
+        num_processes: int,
+        output: Path,
+        launcher: Launcher = "torchrun",
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(output)
+        self._seen_from = output.stat().st_size if output.exists() else 0
+        # ninja and the launchers of this environment first: a second ninja on the path makes DeepSpeed compile anew.
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        base = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | dict(env or {})
+        base[self._mark] = "1"
+        is_script = program.endswith(".py")
+        target = [program] if is_script else ["-m", program]
+        port = str(free_port())
+        if launcher == "env":
+            commands = [
+                ([sys.executable, *target, *arguments], base | _identity(rank, num_processes, port))
+                for rank in range(num_processes)
+            ]
+        elif launcher == "torchrun":
+            options = ["--nproc-per-node", str(num_processes), "--master-port", port]
+            commands = [([sys.executable, "-m", "torch.distributed.run", *options, *target, *arguments], base)]
+        else:
+            options = ["--num_gpus", str(num_processes), "--master_port", port, *([] if is_script else ["--module"])]
+            commands = [([sys.executable, "-m", "deepspeed.launcher.runner", *options, program, *arguments], base)]
+        with open(output, "ab") as file:
+            for command, variables in commands:
+                self._processes.append(self._start(command, variables, file))
+
+    def text(self) -> str:
+        """What this job has printed so far."""
+        with open(self.output, "rb") as file:
+            file.seek(self._seen_from)
+            return file.read().decode("utf-8", "replace")
 
     def __enter__(self) -> Self:
         return self

@@ -128,17 +128,6 @@ class StepRecord:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
-    """One validation set, measured."""
-
-    #: mean over the tokens.
-    loss: float
-    tokens: int
-    #: rolling digest of the samples: the same digest, the same samples. 16 hex digits.
-    digest: str
-
-
 class Trained:
     """Notes what one rank trains in a step, for comparison between runs of any layout."""
 
@@ -218,18 +207,11 @@ class SampleLog:
             layout["balance"] = self._topology.balance.to_dict()
         self._write({"event": "step", **asdict(record), "loss_hex": record.loss.hex(), **layout})
 
-    def validation(self, *, step: int, name: str, measured: Measured) -> None:
-        """Note a validation, and say it.
-
-        Args:
-            step: optimizer steps done.
-            name: of the validation set.
-            measured: on it.
-        """
-        loss, tokens, digest = measured.loss, measured.tokens, measured.digest
+    def validation(self, *, step: int, name: str, **fields: Any) -> None:
+        """Note what `megaresume.training.validation` measured on a validation set, and say it."""
+        loss, tokens = fields["loss"], fields["tokens"]
         announce(f" validation loss at iteration {step} on {name} | lm loss value: {loss:.6E} | tokens: {tokens} |")
-        found = {"loss": loss, "loss_hex": loss.hex(), "tokens": tokens, "digest": digest}
-        self._write({"event": "validation", "step": step, "set": name, **found})
+        self._write({"event": "validation", "step": step, "set": name, **fields})
 
     def held_out(self, *, step: int, **fields: Any) -> None:
         """Note a measurement of `megaresume.training.validation`, and say it."""

@@ -19,7 +19,7 @@ from megaresume.training.logging import SampleLog, StepRecord, Stopwatch, Traine
 from megaresume.training.model import LossMeter, document_mask, loss_to_minimise
 from megaresume.training.multimodal import Images
 from megaresume.training.optimizer import LearningRate
-from megaresume.training.validation import HeldOut, Validation
+from megaresume.training.validation import Validation
 
 
 class Trainer:
@@ -31,8 +31,7 @@ class Trainer:
         data: attached to it.
         device: of this rank.
         rate: learning rate by sample.
-        validation: None: none.
-        held_out: None: no accuracy is measured.
+        validation: what is measured between the steps.
         log: of steps.
         vocab_size: token ids below this exist.
     """
@@ -45,13 +44,12 @@ class Trainer:
         *,
         device: torch.device,
         rate: LearningRate,
-        validation: Validation | None,
-        held_out: HeldOut | None,
+        validation: Validation,
         log: SampleLog,
         vocab_size: int,
     ) -> None:
         self.args, self.engine, self.data, self.device = args, engine, data, device
-        self.rate, self.validation, self.held_out, self.log = rate, validation, held_out, log
+        self.rate, self.validation, self.log = rate, validation, log
         self.vocab_size = vocab_size
         self._saved_at = int(engine.global_steps)
         self._stream_ended = False
@@ -67,7 +65,7 @@ class Trainer:
             self.data.session.stop_when(stop, self.save)
         self.engine.train()
         validated_at = None
-        if self.held_out is not None and self.engine.global_steps == 0:
+        if self.validation.has_held_out and self.engine.global_steps == 0:
             self.validate()  # what an untrained model knows: the other end of the curve
         while not self.finished():
             try:
@@ -79,7 +77,7 @@ class Trainer:
             self.log.step(record)
             if record.step % self.args.log_interval == 0:
                 announce(record.line("-" if self.args.train_iters is None else str(self.args.train_iters)))
-            if self._validates and record.step % self.args.eval_interval == 0:
+            if self.validation and record.step % self.args.eval_interval == 0:
                 self.validate()
                 validated_at = record.step
             if self.args.save_interval is not None and record.step % self.args.save_interval == 0:
@@ -88,17 +86,12 @@ class Trainer:
                 self.save()
                 return
         self.save()
-        if self._validates and validated_at != self.engine.global_steps:
+        if self.validation and validated_at != self.engine.global_steps:
             self.validate()
 
     def finished(self) -> bool:
         """Whether all steps or samples of the run are trained."""
-        return is_over(
-            int(self.engine.global_steps),
-            self.data.samples_trained,
-            train_iters=self.args.train_iters,
-            train_samples=self.args.train_samples,
-        )
+        return is_over(int(self.engine.global_steps), self.data.samples_trained, **self.args.length)
 
     @property
     def is_over(self) -> bool:
@@ -107,16 +100,11 @@ class Trainer:
 
     def validate(self) -> None:
         """Measure and log the validation loss and the held-out accuracy."""
-        if self.validation is not None:
-            for name, measured in self.validation.measure(self.engine, self._token_losses, self.device).items():
-                self.log.validation(step=int(self.engine.global_steps), name=name, measured=measured)
-        if self.held_out is not None:
-            found = self.held_out.measure(self.engine, self._logits, self.device)
-            self.log.held_out(step=int(self.engine.global_steps), **found)
-
-    @property
-    def _validates(self) -> bool:
-        return self.validation is not None or self.held_out is not None
+        step = int(self.engine.global_steps)
+        for name, found in self.validation.losses(self.engine, self._token_losses).items():
+            self.log.validation(step=step, name=name, **found)
+        if self.validation.has_held_out:
+            self.log.held_out(step=step, **self.validation.accuracy(self.engine, self._logits))
 
     def save(self) -> None:
         """Save a checkpoint unless the last one is of this step."""

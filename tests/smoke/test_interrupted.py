@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megaresume.smoke.job import cleaned_up
-from megaresume.smoke.local import MARK
+from megaresume.training.jobs import MARK
 from tests.smoke.conftest import ROOT
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
@@ -27,7 +27,7 @@ def marked(directory: Path) -> list[int]:
             environment = (entry / "environ").read_bytes()
         except OSError:
             continue
-        if f"{MARK}=".encode() in environment and str(directory).encode() in environment:
+        if MARK.encode() in environment and str(directory).encode() in environment:
             found.append(int(entry.name))
     return found
 

@@ -1,4 +1,5 @@
-"""What differs between the demos; what our small models and their data have in common, those of `megaresume smoke` too."""
+"""What differs between the demos, and what their small models have in common with those of `megaresume smoke`."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
