@@ -116,13 +116,6 @@ def run(args: argparse.Namespace) -> int:
     """Run the test."""
     plan = make_plan(options(args))
     launcher = _launcher(args, plan)
-    impossible = [stop.kind for stop in plan.stops if stop.kind not in launcher.kinds]
-    if impossible:
-        raise UsageError(
-            f"the {args.launcher} launcher cannot stop a job so",
-            found=f"--kill {', '.join(dict.fromkeys(impossible))}",
-            expected=f"some of {', '.join(launcher.kinds)}",
-        )
     launches = [plan.launch("run", layout, data=plan.options.data, model=()) for layout in plan.layouts]
     launcher.check(launches, [stop.kind for stop in plan.stops])
     if args.script is None and args.launcher == "local":  # under Slurm it is the nodes that need them

@@ -11,6 +11,7 @@ are those that the training printed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -131,11 +132,6 @@ class Losses:
     largest_step: int | None
     tolerance: float
 
-    @property
-    def holds(self) -> bool:
-        """Whether they are as they should be."""
-        return self.exact == self.exact_equal and self.largest <= self.tolerance
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
@@ -232,21 +228,15 @@ def _what(one: Sequence[Any], other: Sequence[Any]) -> str:
 def _starts(reference: RunRecords, run: RunRecords) -> Iterator[tuple[int, str]]:
     """A start must stand where the reference stood."""
     for start in run.starts:
-        before = reference.steps.get(start["step"])
-        if before is None:
+        step = start["step"]
+        if (before := reference.steps.get(step)) is None:
             continue
-        expected = before["samples"][-1], before["digest"]
-        found = start["samples"], start["digest"]
-        if expected[0] != found[0]:
-            yield (
-                start["step"] + 1,
-                f"the start from step {start['step']} went on at sample {found[0]}, and not at {expected[0]}",
-            )
-        elif None not in (expected[1], found[1]) and expected[1] != found[1]:
-            yield (
-                start["step"] + 1,
-                f"the start from step {start['step']} went on with digest {found[1]}, and not {expected[1]}",
-            )
+        went_on = f"the start from step {step} went on"
+        samples, digests = before["samples"][-1], (before["digest"], start["digest"])
+        if start["samples"] != samples:
+            yield step + 1, f"{went_on} at sample {start['samples']}, and not at {samples}"
+        elif None not in digests and digests[0] != digests[1]:
+            yield step + 1, f"{went_on} with digest {digests[1]}, and not {digests[0]}"
 
 
 def _differences(reference: RunRecords, run: RunRecords) -> Iterator[tuple[int, str]]:
@@ -268,46 +258,35 @@ def _differences(reference: RunRecords, run: RunRecords) -> Iterator[tuple[int, 
 def _losses(
     reference: RunRecords, run: RunRecords, tolerance: float, exact: bool, nodes: Sequence[int]
 ) -> tuple[Losses, list[tuple[int, str]]]:
-    wrong: list[tuple[int, str]] = []
-    must = equal = exact_equal = compared = 0
-    largest, largest_step = 0.0, None
+    #: step, loss of the reference, of the run, whether they must be equal.
+    rows: list[tuple[int, float, float, bool]] = []
     unchanged = exact
-    number = {id(start): k for k, start in enumerate(run.starts)}
-    starts = sorted(((s["step"], number[id(s)]) for s in run.starts), key=lambda pair: pair[1])
     for step, expected in sorted(reference.steps.items()):
         record = run.steps.get(step)
         if record is None or record.get("loss") is None or expected.get("loss") is None:
             continue
-        compared += 1
         # The attempt that did it: the last one that began before it.
-        attempt = max((k for at, k in starts if at < step), default=0)
-        here = nodes[min(attempt, len(nodes) - 1)] if nodes else None
-        unchanged = unchanged and _same_layout(record, expected) and (here is None or here == nodes[0])
-        same = record["loss"] == expected["loss"]
-        equal += same
-        if unchanged:
-            must += 1
-            exact_equal += same
-            if not same:
-                wrong.append((step, f"step {step}: loss: reference {expected['loss']!r}, run {record['loss']!r}"))
-        relative = abs(record["loss"] - expected["loss"]) / max(abs(expected["loss"]), 1e-30)
-        if not relative <= largest:  # a NaN, too
-            largest, largest_step = relative, step
-        if not relative <= tolerance:
-            wrong.append(
-                (
-                    step,
-                    f"step {step}: loss: reference {expected['loss']!r}, run {record['loss']!r}: {relative:.1e} apart, "
-                    f"allowed {tolerance:.0e}",
-                )
-            )
+        attempt = max((k for k, start in enumerate(run.starts) if start["step"] < step), default=0)
+        same_nodes = not nodes or nodes[min(attempt, len(nodes) - 1)] == nodes[0]
+        unchanged = unchanged and _same_layout(record, expected) and same_nodes
+        rows.append((step, expected["loss"], record["loss"], unchanged))
+    apart = {step: abs(other - one) / max(abs(one), 1e-30) for step, one, other, _ in rows}
+    wrong = []
+    for step, one, other, must_be_equal in rows:
+        words = f"step {step}: loss: reference {one!r}, run {other!r}"
+        if must_be_equal and one != other:
+            wrong.append((step, words))
+        if not apart[step] <= tolerance:  # a NaN, too
+            wrong.append((step, f"{words}: {apart[step]:.1e} apart, allowed {tolerance:.0e}"))
+    worst = max(apart, key=lambda step: (math.isnan(apart[step]), apart[step]), default=None)
+    largest = 0.0 if worst is None else apart[worst]
     losses = Losses(
-        compared=compared,
-        exact=must,
-        exact_equal=exact_equal,
-        equal=equal,
+        compared=len(rows),
+        exact=sum(must_be_equal for *_, must_be_equal in rows),
+        exact_equal=sum(must_be_equal and one == other for _, one, other, must_be_equal in rows),
+        equal=sum(one == other for _, one, other, _ in rows),
         largest=largest,
-        largest_step=largest_step,
+        largest_step=None if largest == 0 else worst,
         tolerance=tolerance,
     )
     return losses, wrong

@@ -110,8 +110,6 @@ class Job(Protocol):
 class Launcher(Protocol):
     """Starts jobs."""
 
-    #: what it can do.
-    kinds: Sequence[Kind]
     #: where the jobs run, in words; of a cluster when `check` has asked it.
     description: str
 

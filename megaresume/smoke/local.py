@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megaresume.checkpoint.system import stat_fields
-from megaresume.smoke.job import KINDS, Job, Kind, Launch
+from megaresume.smoke.job import Job, Kind, Launch
 from megaresume.stream.errors import SetupError
 from megaresume.training.jobs import Processes, free_port, send_kill
 
@@ -35,7 +35,6 @@ class LocalLauncher:
         grace: seconds, see `GRACE`.
     """
 
-    kinds: Sequence[Kind] = KINDS
     description = "processes of one machine"
 
     def __init__(self, script: Path, *, grace: float = GRACE) -> None:

@@ -1,7 +1,7 @@
 """Our own small models and their data, made from what this machine has: nothing is downloaded.
 
 gpt   docstrings of the Python installation    --megaresume prepare-->  OUT/data/docstrings.bin, .idx
-vlm   pictures of handwritten digits           --megaresume prepare-->  OUT/data/digits-*.tar, .shards.idx
+vlm   pictures of handwritten digits           --megaresume prepare-->  OUT/data/shards/digits-*.tar, .shards.idx
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import itertools
 import json
 from pathlib import Path
 from typing import Any, Literal
-
-import yaml
 
 from megaresume.stream.errors import UsageError
 from megaresume.training.demo.run import ask
@@ -32,7 +30,10 @@ def prepare_data(model: Literal["gpt", "vlm"], directory: Path) -> Path:
     sources = {"text": _text(directory)}
     if model == "vlm":
         sources["text"]["weight"] = 0.3
-        sources["digits"] = _digits(directory) | {"weight": 0.7}
+        from megaresume.training.demo.vlm import Pictures, prepare_pictures
+
+        _, digits = prepare_pictures(directory, Pictures(name="digits", records=900, shards=3, held_out=False))
+        sources["digits"] = digits | {"weight": 0.7}
     return write_config(directory / "data.yaml", sources, seq_length=SEQ_LENGTH)
 
 
@@ -45,16 +46,6 @@ def _text(directory: Path) -> dict[str, Any]:
         file.writelines(json.dumps({"text": text}) + "\n" for text in itertools.islice(texts(), NUM_TEXTS))
     ask("prepare", str(path), "--output", str(directory / "text"))
     return {"path": "text"}
-
-
-def _digits(directory: Path) -> dict[str, Any]:
-    from megaresume.training.demo.vlm import ENCODER, Pictures, write_pictures
-
-    encoder = directory / "encoder.yaml"
-    encoder.write_text(yaml.safe_dump(ENCODER, sort_keys=False))
-    shards = write_pictures(directory, Pictures(name="digits", records=900, shards=3, held_out=False))
-    ask("prepare", *map(str, shards), "--encoder", str(encoder), "--output", str(directory / "digits"))
-    return {"kind": "webdataset", "index": "digits.shards.idx"}
 
 
 def model_flags(model: Literal["gpt", "vlm"], steps: int) -> list[str]:

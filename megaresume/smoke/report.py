@@ -6,7 +6,7 @@ As a table for the terminal, plain JSON, one HTML page.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -111,8 +111,8 @@ def summary(result: Result) -> dict[str, Any]:
         "stops": [
             {
                 "kind": stop.kind,
-                "before": _layout(stop.before),
-                "after": _layout(stop.after),
+                "before": asdict(stop.before),
+                "after": asdict(stop.after),
                 "step": stop.step,
                 "resumed_from": stop.resumed_from,
                 "lost": stop.lost,
@@ -122,7 +122,7 @@ def summary(result: Result) -> dict[str, Any]:
             for stop in result.stops
         ],
         "attempts": [
-            {"number": a.number, "layout": _layout(a.layout), "resumed_from": a.first, "last_step": a.last}
+            {"number": a.number, "layout": asdict(a.layout), "resumed_from": a.first, "last_step": a.last}
             for a in result.attempts
         ],
         "comparison": None if result.outcome is None else result.outcome.to_dict(),
@@ -135,7 +135,7 @@ def summary(result: Result) -> dict[str, Any]:
 
 def table(result: Result) -> str:
     """For the terminal."""
-    lines = ["", *_columns([_HEAD, *(_row(stop) for stop in result.stops)]), ""]
+    lines = ["", *_columns([_HEAD, *map(_row, result.stops)]), ""]
     lines += [
         "  nodes x ranks on each, m: micro-batch, w: workers",
         "  steps lost were trained again; due to data: opening it, seeking, the wait for the first samples",
@@ -251,18 +251,10 @@ def _row(stop: Stopped) -> tuple[str, ...]:
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines: the first three columns to the left, those of numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  "
-        + "  ".join(
-            f"{cell:<{w}}" if k < 3 else f"{cell:>{w}}" for k, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-
-
-def _layout(layout: Any) -> dict[str, int | None]:
-    return {name: getattr(layout, name) for name in ("nodes", "ranks_per_node", "workers", "micro_batch_size")}
+    form = "  ".join(f"{{:{'<' if k < 3 else '>'}{width}}}" for k, width in enumerate(widths))
+    return ["  " + form.format(*row) for row in rows]
 
 
 def _rounded(value: float | None) -> float | None:
@@ -271,20 +263,15 @@ def _rounded(value: float | None) -> float | None:
 
 def _figure(result: Result) -> str:
     """The losses; a node of a cluster may have no matplotlib."""
-    try:
-        return _losses(result)
-    except SetupError as error:
-        return f"<p>No figure: {escape(str(error.action))}</p>"
+    assert result.reference is not None and result.run is not None
+    reference, run = (
+        {step: record["loss"] for step, record in sorted(records.steps.items()) if record.get("loss") is not None}
+        for records in (result.reference, result.run)
+    )
 
-
-def _losses(result: Result) -> str:
     def draw(axes: Any) -> None:
-        for records, style in (
-            (result.reference, {"color": "#c9d0dc", "lw": 7, "label": "undisturbed"}),
-            (result.run, {"color": COLOURS[0], "lw": 1.5, "label": "run"}),
-        ):
-            steps = [step for step, r in sorted(records.steps.items()) if r.get("loss") is not None]  # type: ignore[union-attr]
-            axes.plot(steps, [records.steps[step]["loss"] for step in steps], **style)  # type: ignore[union-attr]
+        axes.plot(list(reference), list(reference.values()), color="#c9d0dc", lw=7, label="undisturbed")
+        axes.plot(list(run), list(run.values()), color=COLOURS[0], lw=1.5, label="run")
         for stop in result.stops:
             axes.axvline(stop.step, color="#8c1d18", lw=0.9, ls="--")
             axes.annotate(stop.kind, (stop.step, 1), xycoords=("data", "axes fraction"), fontsize=8, color="#8c1d18")
@@ -292,7 +279,10 @@ def _losses(result: Result) -> str:
         axes.set_ylabel("loss")
         axes.legend(frameon=False, fontsize=9)
 
-    return svg(draw, height=3.2)
+    try:
+        return svg(draw, height=3.2)
+    except SetupError as error:
+        return f"<p>No figure: {escape(str(error.action))}</p>"
 
 
 def _steps(result: Result) -> str:

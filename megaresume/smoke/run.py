@@ -16,10 +16,10 @@ from megaresume.smoke.plan import Layout, Plan, Stop
 from megaresume.smoke.report import Attempt, Result, Stopped
 from megaresume.stream.errors import MegaresumeError, SetupError
 from megaresume.training.demo.run import ask
+from megaresume.training.demo.scenario import Say
 from megaresume.training.jobs import Watch
 from megaresume.training.records import RunRecords
 
-Say = Callable[[str], None]
 #: seconds: how often the records are looked at; within which a job that is told to be over has to be.
 POLL, ENDING = 0.02, 300.0
 _GRACEFUL = ("sigterm", "requeue", "walltime", "preempt")
@@ -57,15 +57,8 @@ def run_smoke(plan: Plan, launcher: Launcher, *, tolerance: float, patience: flo
         UsageError, SetupError: the launcher cannot do what the plan asks.
     """
     began = time.monotonic()
-    result = Result(plan=plan, where=launcher.description)
-    data = plan.options.data
-    model: list[str] = []
-    if plan.own:
-        model = model_flags(plan.options.model, plan.steps)
-        if data is None:
-            say(f"preparing a small corpus for a small {plan.options.model.upper()}")
-            data = prepare_data(plan.options.model, plan.out / "data")
-    test = _Test(plan, launcher, data, model, patience, say, result)
+    test = _Test(plan, launcher, patience, say)
+    result = test.result
     try:
         test.reference()
         test.run()
@@ -94,19 +87,16 @@ def run_smoke(plan: Plan, launcher: Launcher, *, tolerance: float, patience: flo
 class _Test:
     """What `run_smoke` does."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        launcher: Launcher,
-        data: Path | None,
-        model: list[str],
-        patience: float,
-        say: Say,
-        result: Result,
-    ) -> None:
-        self.plan, self.launcher, self.patience, self.say, self.result = plan, launcher, patience, say, result
-        self._data, self._model = data, model
+    def __init__(self, plan: Plan, launcher: Launcher, patience: float, say: Say) -> None:
+        self.plan, self.launcher, self.patience, self.say = plan, launcher, patience, say
+        self.result = Result(plan=plan, where=launcher.description)
         self._jobs: list[Job] = []
+        self._data, self._model = plan.options.data, list[str]()
+        if plan.own:
+            self._model = model_flags(plan.options.model, plan.steps)
+            if self._data is None:
+                say(f"preparing a small corpus for a small {plan.options.model.upper()}")
+                self._data = prepare_data(plan.options.model, plan.out / "data")
 
     def reference(self) -> None:
         """The run that nobody disturbs."""
@@ -165,7 +155,7 @@ class _Test:
         before = watch.step
 
         def first_step() -> bool:
-            return watch.reached(0) and watch.starts >= number and bool(watch.records) and _did_a_step(watch)
+            return watch.reached(0) and watch.starts >= number and watch.step > watch.start
 
         if not self._until(job, watch, first_step, name):
             raise self._no_steps(name, "run", watch, job)
@@ -175,8 +165,7 @@ class _Test:
         if result.stops:
             self._note_return(result.stops[-1], attempt, before)
         target = plan.steps if stop is None else stop.step
-        reached = self._until(job, watch, lambda: watch.reached(target), name)
-        if not reached:
+        if not self._until(job, watch, lambda: watch.reached(target), name):
             raise self._no_steps(name, "run", watch, job)
         if stop is None:
             self._ended(job, name)
@@ -372,12 +361,6 @@ def _recorded(layout: Layout, topology: dict[str, Any]) -> Layout:
         workers=topology.get("num_workers", layout.workers),
         micro_batch_size=topology.get("micro_batch_size", layout.micro_batch_size),
     )
-
-
-def _did_a_step(watch: Watch) -> bool:
-    """Whether the last start has done one."""
-    assert watch.records is not None
-    return any(step > watch.records.starts[-1]["step"] for step in watch.records.steps)
 
 
 def _tail(job: Job, characters: int = 2000) -> str:

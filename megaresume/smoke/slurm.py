@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -27,10 +28,10 @@ from megaresume.launching.slurm_commands import (
     version,
 )
 from megaresume.smoke import slurm_check as checks
-from megaresume.smoke.job import KINDS, Job, Kind, Launch
+from megaresume.smoke.job import Job, Kind, Launch
 from megaresume.smoke.scripts import launch_script
 from megaresume.smoke.slurm_check import check_nodes
-from megaresume.smoke.slurm_job import SlurmJob
+from megaresume.smoke.slurm_job import SlurmJob, end
 from megaresume.smoke.slurm_stops import undo
 
 #: seconds between a stop and the end of the attempt: saves, and whatever waits for the ranks.
@@ -53,8 +54,6 @@ class SlurmLauncher:
         queue: seconds, see `QUEUE`.
     """
 
-    kinds: Sequence[Kind] = KINDS
-
     def __init__(
         self,
         script: Path | None = None,
@@ -72,20 +71,17 @@ class SlurmLauncher:
         self.options = tuple(options)
         self.grace, self.queue = grace, queue
         self._partition_name, self._urgent_name = partition, urgent_partition
-        self._partition: Partition | None = None
         self.description = "Slurm"
 
-    @property
+    @cached_property
     def partition(self) -> Partition:
         """Where the jobs run.
 
         Raises:
             UsageError: see `checks.choose_partition`.
         """
-        if self._partition is None:
-            words = [*script_options(self.script), *self.options]
-            self._partition = checks.choose_partition(self._partition_name or option(words, "partition", "p"))
-        return self._partition
+        words = [*script_options(self.script), *self.options]
+        return checks.choose_partition(self._partition_name or option(words, "partition", "p"))
 
     @property
     def urgent(self) -> Partition:
@@ -158,7 +154,7 @@ class SlurmLauncher:
         if done.returncode == 0:
             done = try_to("scontrol", "release", after.id)
         if done.returncode:
-            after.cancel()
+            end(after.id)
             return None
         after.handed_over = True
         return self._job(launch, after.id, restarts=info.restarts)

@@ -141,16 +141,16 @@ class SlurmJob:
         at = time.time()
         STOPS[kind](self, info)
         try:
-            if not self._until(self._stopped, self._grace):
+            if not _until(self._stopped, self._grace):
                 try_to("scancel", "--batch", "--signal=KILL", self.id)  # else it has its KillWait as well
-                self.cancel()
+                end(self.id)
                 self._refuse_going_on(kind)
             if kind == "node-down" and len(info.nodes) == 1:
                 # Slurm waits for the ranks on all nodes but this one, where they save, or are killed.
                 time.sleep(max(0.0, at + kill_wait() + 1 - time.time()))
         finally:
             if self.lost.urgent_job:
-                self._end(self.lost.urgent_job)
+                end(self.lost.urgent_job)
                 self.lost.urgent_job = ""
         return at
 
@@ -181,7 +181,7 @@ class SlurmJob:
 
     def wait(self, timeout: float) -> int:
         """See `Job`. An attempt that failed and was queued again by its script counts as failed."""
-        if not self._until(lambda: not self.running(), timeout):
+        if not _until(lambda: not self.running(), timeout):
             text = self.text()[-2000:]
             self.close()
             raise SetupError(
@@ -191,7 +191,7 @@ class SlurmJob:
             )
         info = self.info
         if info is not None and not info.over:
-            self.cancel()
+            end(self.id)
             return 1
         return 0 if info is None else info.exit_status
 
@@ -213,43 +213,40 @@ class SlurmJob:
         """See `Job`. A node that was set down is given back at once, not only when the job has ended."""
         try:
             if not self.handed_over:
-                self._cancel(self.id)
+                _cancel(self.id)
         finally:
             undo(self.lost)
         if not self.handed_over:
-            self._wait_for_end(self.id)
+            end(self.id)
 
-    def cancel(self) -> None:
-        """End the job, and wait until Slurm has.
 
-        Raises:
-            SetupError: it does not end.
-        """
-        self._end(self.id)
+def end(job: str) -> None:
+    """End a job, and wait until Slurm has.
 
-    def _end(self, job: str) -> None:
-        self._cancel(job)
-        self._wait_for_end(job)
+    Raises:
+        SetupError: it does not end.
+    """
+    _cancel(job)
+    if not _until(lambda: _over(job), _CANCEL):
+        raise SetupError(
+            f"job {job} does not end",
+            found=f"still there {_CANCEL:.0f} seconds after scancel",
+            action=f"scontrol show job {job}",
+        )
 
-    def _cancel(self, job: str) -> None:
-        if not _over(job):
-            try_to("scancel", job)
 
-    def _wait_for_end(self, job: str) -> None:
-        if not self._until(lambda: _over(job), _CANCEL):
-            raise SetupError(
-                f"job {job} does not end",
-                found=f"still there {_CANCEL:.0f} seconds after scancel",
-                action=f"scontrol show job {job}",
-            )
+def _cancel(job: str) -> None:
+    if not _over(job):
+        try_to("scancel", job)
 
-    def _until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_POLL)
-        return True
+
+def _until(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL)
+    return True
 
 
 def _over(job: str) -> bool:

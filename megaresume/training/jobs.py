@@ -315,6 +315,11 @@ class Watch:
         return 0 if self.records is None else len(self.records.starts)
 
     @property
+    def start(self) -> int:
+        """The step that the last one began with; 0: there is none."""
+        return int(self.records.starts[-1]["step"]) if self.records is not None and self.records.starts else 0
+
+    @property
     def step_seconds(self) -> float:
         """Of the last steps, on average."""
         last = self._times[-4:]
@@ -327,7 +332,7 @@ class Watch:
             self._size = size
             self.changed = time.monotonic()
             self.records = self._read(self._path) if size else None
-            done = _last_step(self.records)
+            done = 0 if self.records is None else max([self.start, *self.records.steps])
             if done > self.step:
                 self._times.append(time.monotonic())
             self.step = done
@@ -345,10 +350,3 @@ def _size(path: Path) -> int:
     if path.is_dir():
         return sum(file.stat().st_size for file in path.iterdir())
     return path.stat().st_size if path.exists() else 0
-
-
-def _last_step(records: RunRecords | None) -> int:
-    if records is None:
-        return 0
-    starts: list[int] = [start["step"] for start in records.starts[-1:]]
-    return max([0, *records.steps, *starts])

@@ -94,7 +94,11 @@ class Scenario:
     steps: int
     #: the run that nobody disturbs, and the starts of the one that is killed.
     twin: Attempt = Attempt(processes=2, workers=0, micro_batch_size=4)
-    attempts: tuple[Attempt, ...]
+    attempts: tuple[Attempt, ...] = (
+        Attempt(processes=2, workers=0, micro_batch_size=4, killed_after=0.29),
+        Attempt(processes=1, workers=2, micro_batch_size=8, start_method="fork", killed_after=0.63),
+        Attempt(processes=2, workers=1, micro_batch_size=2, start_method="spawn"),
+    )
     #: what the data is, in words, and what the model gets of it besides which samples.
     data: str
     content: str

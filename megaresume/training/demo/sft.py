@@ -25,7 +25,7 @@ import numpy.typing as npt
 from megaresume.render import escape
 from megaresume.training.demo.masks import Given, Wrong, compare_masks, read_given, what_is_trained, write_given
 from megaresume.training.demo.run import ask
-from megaresume.training.demo.scenario import SEQ_LENGTH, Attempt, Extra, Say, Scenario, write_config
+from megaresume.training.demo.scenario import SEQ_LENGTH, Extra, Say, Scenario, write_config
 from megaresume.training.demo.text import TEXT, functions, write_texts
 
 #: each byte is a token, and these are: from 256 on, as `masks` knows them.
@@ -137,11 +137,6 @@ SFT = Scenario(
     title="megaresume demo --sft",
     program="megaresume.training.demo.sft",
     steps=60,
-    attempts=(
-        Attempt(processes=2, workers=0, micro_batch_size=4, killed_after=0.34),
-        Attempt(processes=1, workers=2, micro_batch_size=8, start_method="fork", killed_after=0.67),
-        Attempt(processes=2, workers=1, micro_batch_size=2, start_method="spawn"),
-    ),
     data="conversations about this machine's Python, and its manual as text",
     content="tokens, labels, masks and positions",
     packing="No conversation was cut; text fills what they leave.",

@@ -16,7 +16,6 @@ from pathlib import Path
 from megaresume.training.demo.run import ask
 from megaresume.training.demo.scenario import (
     GLOBAL_BATCH_SIZE,
-    Attempt,
     Say,
     Scenario,
     as_words,
@@ -116,11 +115,6 @@ def _flags(out: Path, steps: int) -> list[str]:
 TEXT = Scenario(
     title="megaresume demo",
     steps=100,
-    attempts=(
-        Attempt(processes=2, workers=0, micro_batch_size=4, killed_after=0.29),
-        Attempt(processes=1, workers=2, micro_batch_size=8, start_method="fork", killed_after=0.63),
-        Attempt(processes=2, workers=1, micro_batch_size=2, start_method="spawn"),
-    ),
     data="three corpora from the texts of this machine's Python",
     content="tokens, labels, masks and positions",
     packing="Only documents longer than a sample were cut.",

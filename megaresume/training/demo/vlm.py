@@ -99,6 +99,16 @@ def write_pictures(directory: Path, pictures: Pictures) -> list[Path]:
     return paths
 
 
+def prepare_pictures(directory: Path, pictures: Pictures) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Write the shards and their index; what ``megaresume prepare`` says, and the source in a data config."""
+    encoder = directory / "encoder.yaml"
+    encoder.write_text(yaml.safe_dump(ENCODER, sort_keys=False))
+    shards = write_pictures(directory / "shards", pictures)
+    output = directory / "shards" / pictures.name
+    made = ask("prepare", *map(str, shards), "--encoder", str(encoder), "--output", str(output))
+    return made, {"kind": "webdataset", "index": f"shards/{pictures.name}.shards.idx"}
+
+
 def digits_of(pictures: Pictures, total: int) -> npt.NDArray[np.int64]:
     """Which of the ``total`` digits its pictures may hold."""
     order = np.random.default_rng(0).permutation(total)
@@ -148,12 +158,9 @@ _DIGITS = range(ord("0"), ord("9") + 1)
 
 def _prepare(out: Path, say: Say) -> Path:
     """Write shards and texts, and make of them what the stream reads with ``megaresume prepare``."""
-    encoder = out / "encoder.yaml"
-    encoder.write_text(yaml.safe_dump(ENCODER, sort_keys=False))
+    sources = {}
     for pictures in (TRAIN, HELD_OUT):
-        shards = write_pictures(out / "shards", pictures)
-        output = out / "shards" / pictures.name
-        made = ask("prepare", *map(str, shards), "--encoder", str(encoder), "--output", str(output))
+        made, sources[pictures.name] = prepare_pictures(out, pictures)
         say(
             f"   {pictures.name}: {made['shards']} tar shards, {made['records']:,} records, {made['images']:,} images, "
             f"{made['tokens']:,} tokens, {made['image_tokens']:,} of them of images"
@@ -161,11 +168,10 @@ def _prepare(out: Path, say: Say) -> Path:
     text = write_texts(out / "texts")[TEXT]
     made = ask("prepare", str(text), "--output", str(out / "corpora" / TEXT))
     say(f"   {TEXT}: {made['documents']:,} documents, {made['tokens']:,} tokens")
-    digits = {"kind": "webdataset", "index": f"shards/{TRAIN.name}.shards.idx", "weight": 1 - TEXT_WEIGHT}
+    digits = sources[TRAIN.name] | {"weight": 1 - TEXT_WEIGHT, "augment": AUGMENT}
     text_source = {"path": f"corpora/{TEXT}", "weight": TEXT_WEIGHT}
-    write_config(out / "data.yaml", {TRAIN.name: digits | {"augment": AUGMENT}, TEXT: text_source})
-    held_out = {"kind": "webdataset", "index": f"shards/{HELD_OUT.name}.shards.idx"}
-    write_config(out / "held_out.yaml", {HELD_OUT.name: held_out})
+    write_config(out / "data.yaml", {TRAIN.name: digits, TEXT: text_source})
+    write_config(out / "held_out.yaml", {HELD_OUT.name: sources[HELD_OUT.name]})
     return out / "data.yaml"
 
 
