@@ -258,7 +258,7 @@ def _differences(reference: RunRecords, run: RunRecords) -> Iterator[tuple[int, 
 def _losses(
     reference: RunRecords, run: RunRecords, tolerance: float, exact: bool, nodes: Sequence[int]
 ) -> tuple[Losses, list[tuple[int, str]]]:
-    #: step, loss of the reference, of the run, whether they must be equal.
+    # step, loss of the reference, of the run, whether they must be equal
     rows: list[tuple[int, float, float, bool]] = []
     unchanged = exact
     for step, expected in sorted(reference.steps.items()):
