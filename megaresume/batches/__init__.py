@@ -7,6 +7,7 @@
     loader.py     the micro-batches of one rank, read ahead by a thread or by worker processes
     together.py   small micro-batches of text, several read at once
     ahead.py      the records of the next micro-batches, read before they are needed
+    cold.py       tokens that are not in memory, asked for before they are read
     parcel.py     a batch from a worker process in one piece of shared memory
     data_loader.py batches of any map-style dataset, in the place of torch's DataLoader; items/ has its parts
     pairs.py      preference pairs: where chosen and rejected conversations are, and that they stay apart

@@ -3,7 +3,7 @@
     sample numbers of this rank, or worker -> plan -> records -> where they lie -> `megaresume.shards.ahead.Ahead`
 
 It follows the reader: what is planned is dropped if other samples are read. So it can make a loader faster, and change
-nothing.
+nothing. Of a loader that is not ours nobody says which samples come: then they are guessed from those that came.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +25,51 @@ if TYPE_CHECKING:
     from megaresume.shards.ahead import Ahead
     from megaresume.shards.files import Place
 
+#: MiB of records that are held, and requests to a store at a time, unless more or fewer are asked for.
+MEMORY, REQUESTS = 64, 32
 #: segments planned ahead, however small they are.
 FARTHEST = 1 << 16
 #: bytes read ahead at first, doubled until they are what is allowed: the first batch waits for little besides its own.
 FIRST = 2 << 20
+
+#: blocks of the stream that are planned ahead: it keeps more, so that nothing is planned twice.
+BLOCKS = 8
+
+
+class Guess:
+    """Which samples are asked for next: runs of consecutive ones, as long as the last one, at equal distances."""
+
+    def __init__(self) -> None:
+        self.gap, self.length = 0, 1
+        #: the sample expected next; None: not known.
+        self.next: int | None = None
+        self._odd: int | None = None
+
+    def follow(self, samples: Sequence[int]) -> bool:
+        """Whether these come as expected. Two runs one after the other that do not begin another sequence."""
+        first = samples[0]
+        as_expected = True
+        for k, sample in enumerate(samples):
+            if k + 1 == len(samples) or samples[k + 1] != sample + 1:
+                as_expected &= self._follow(first, sample + 1)
+                first = samples[min(k + 1, len(samples) - 1)]
+        return as_expected
+
+    def _follow(self, first: int, stop: int) -> bool:
+        if first != self.next or (self.gap and stop - first != self.length):
+            if self._odd is None or first < self._odd:
+                self._odd = stop
+                return False
+            self.gap = first - self._odd
+        self._odd, self.length, self.next = None, stop - first, stop + self.gap
+        return True
+
+    def runs(self, start: int, stop: int | None = None) -> Iterator[range]:
+        """The runs expected from ``start``, where one begins, to ``stop``."""
+        for first in count(start, self.length + self.gap):
+            if stop is not None and first >= stop:
+                return
+            yield range(first, first + self.length)
 
 
 def use_cache(sources: Iterable[object], directory: str | os.PathLike[str], *, gib: float) -> None:
@@ -54,14 +96,22 @@ class ReadAhead:
 
     Args:
         stream: the stream, in this process.
-        upcoming: sample numbers of each micro-batch that will be read, in order.
+        upcoming: sample numbers of each micro-batch that will be read, in order; None: to be guessed.
         memory: bytes of records that are held; more only if one micro-batch needs more.
         requests: to a store at a time.
     """
 
-    def __init__(self, stream: Stream, upcoming: Iterable[Sequence[int]], *, memory: int, requests: int) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        upcoming: Iterable[Sequence[int]] | None,
+        *,
+        memory: int = MEMORY << 20,
+        requests: int = REQUESTS,
+    ) -> None:
         self._stream = stream
-        self._upcoming = iter(upcoming)
+        self._guess = Guess() if upcoming is None else None
+        self._upcoming: Iterator[Sequence[int]] = iter(upcoming or ())
         self._memory = memory
         self._window = min(FIRST, memory)
         self._sources = {i: source for i, source in enumerate(stream.sources) if hasattr(source, "place")}
@@ -80,6 +130,8 @@ class ReadAhead:
         if self._ahead is None:
             yield
             return
+        if self._guess is not None:
+            self._follow(self._guess, samples, self._ahead)
         self._plan(self._ahead)
         if self._planned and self._planned[0][0] != list(samples):
             self.close()
@@ -100,6 +152,18 @@ class ReadAhead:
             self._ahead.close()
             self._ahead = None
 
+    def _follow(self, guess: Guess, samples: Sequence[int], ahead: Ahead) -> None:
+        """Read these, together, and those that come after them, if that can be told."""
+        as_expected = guess.follow(samples)
+        if self._planned and self._planned[0][0] == list(samples):
+            return
+        for _, _, places in self._planned:
+            ahead.release(places)
+        self._planned.clear()
+        self._segments = 0
+        coming = guess.runs(guess.next) if as_expected and guess.next is not None else ()
+        self._upcoming = chain([samples], coming)
+
     def _plan(self, ahead: Ahead) -> None:
         # Half of it at once: so neighbours meet in one request.
         if ahead.held > self._window // 2 or self._segments > FARTHEST // 2:
@@ -107,7 +171,10 @@ class ReadAhead:
         wanted: list[Place] = []
         room = self._window - ahead.held
         self._window = min(2 * self._window, self._memory)
+        farthest = BLOCKS * self._stream.block_samples
         while room > 0 and self._segments < FARTHEST:
+            if self._planned and self._planned[-1][0][0] - self._planned[0][0][0] > farthest:
+                break
             try:
                 samples = next(self._upcoming)
                 segments, places = self._places(samples)

@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
+from megaresume.batches.cold import ColdPages
 from megaresume.batches.documents import DocumentReader, Images
 from megaresume.batches.pairs import find_pairs, refuse_pairs, separate
 from megaresume.corpora.base import Source, TokenSource, is_document_source
@@ -241,6 +242,7 @@ class Assembler:
         pad_id: token written where there is no document.
         seed, names: of the stream and of its sources, which randomness in image-text documents is keyed by; needed
             where there are such. Errors name sources by them.
+        cold: is told what is read.
 
     Raises:
         ConfigError: image sources that do not go together.
@@ -255,12 +257,14 @@ class Assembler:
         pad_id: int = 0,
         seed: int | None = None,
         names: Sequence[str] = (),
+        cold: ColdPages | None = None,
     ) -> None:
         self.sources = list(sources)
         self.seq_length = seq_length
         self.align = align
         self.pad_id = pad_id
         self._names = list(names)
+        self._cold = cold
         self._in_one_array: dict[int, bool] = {}
         #: sources that say which of their tokens are trained, by number.
         self.masked = [i for i, source in enumerate(self.sources) if has_spans(source)]
@@ -305,7 +309,12 @@ class Assembler:
         )
 
     def fill(
-        self, plan: Plan, out: Arrays, images: Images | None = None, pairs: list[Int64Array] | None = None
+        self,
+        plan: Plan,
+        out: Arrays,
+        images: Images | None = None,
+        pairs: list[Int64Array] | None = None,
+        samples: Sequence[int] | None = None,
     ) -> Layout:
         """Write the samples of a plan into arrays of as many rows.
 
@@ -314,6 +323,7 @@ class Assembler:
             out: the arrays.
             images: where to collect images.
             pairs: where to collect preference pairs, as `find_pairs` gives them.
+            samples: their numbers, where they are not consecutive.
 
         Raises:
             CorpusError: a document is damaged, or not as long as the index says; a preference pair is cut.
@@ -329,6 +339,8 @@ class Assembler:
         layout = self.lay_out(plan)
         if self._pairs and pairs is None:  # before anything is trained, although there may be none here
             raise refuse_pairs(self._pairs)
+        if self._cold is not None:
+            self._cold.begin(plan, range(plan.first, plan.stop) if samples is None else samples)
         first = 0
         with_images: list[Int64Array] = []
         found: list[Int64Array] = []
@@ -341,6 +353,8 @@ class Assembler:
                 if i in self.masked:
                     found.append(self._mask(i, mine, plan, layout, out))
             first += num
+        if self._cold is not None:
+            self._cold.end()
         if self.documents is not None and images is not None:
             self.documents.fill(plan, layout, np.concatenate(with_images), out, images)
         finish_rows(

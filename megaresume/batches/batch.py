@@ -156,7 +156,7 @@ def make_batch(
         values = room_of(plan, assembler.documents, pin_memory=pin_memory, levels=levels)
         images = Images(room=None if values is None else Room(values.numpy()))
     pairs: list[npt.NDArray[np.int64]] | None = [] if PAIRS in fields else None
-    layout = assembler.fill(plan, arrays, images, pairs)
+    layout = assembler.fill(plan, arrays, images, pairs, samples)
     bounds = torch.from_numpy(layout.bounds)
     batch: Batch = {
         **tensors,  # type: ignore[typeddict-item]
@@ -202,7 +202,7 @@ def make_batches(
     if "loss_mask" not in fields:
         _check_all_trained(assembler)
     arrays = Arrays.empty(len(plan), assembler.seq_length, fields)
-    layout = assembler.fill(plan, arrays)
+    layout = assembler.fill(plan, arrays, samples=samples)
     rows = {name: getattr(arrays, name) for name in ("tokens", *fields)}
     numbers, hashes = np.array(samples, np.int64), plan.hashes.view(np.int64).copy()
     ends = list(accumulate(layout.num_bounds.tolist(), initial=0))

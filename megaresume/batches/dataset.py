@@ -15,8 +15,10 @@ from typing import Any, cast
 import torch.utils.data
 from numba.core.compiler_lock import global_compiler_lock
 
+from megaresume.batches.ahead import ReadAhead
 from megaresume.batches.assemble import FIELDS, PAIRS, Assembler, Field, check_fields
 from megaresume.batches.batch import Batch, make_batch, make_batches
+from megaresume.batches.cold import ColdPages
 from megaresume.corpora.base import Source
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.growth import AbsentSource
@@ -66,10 +68,11 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
         self._pad_id = pad_id
         self._stream, self._owner = stream, os.getpid()
         self._assemblers: dict[tuple[int, int], Assembler] = {}
+        self._ahead: ReadAhead | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """For workers that are spawned."""
-        return self.__dict__ | {"_assemblers": {}}
+        return self.__dict__ | {"_assemblers": {}, "_ahead": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state | {"_owner": os.getpid()})
@@ -80,6 +83,7 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
         if self._owner != os.getpid():
             # Forked: the parent's lock may have been held at that moment.
             self._stream, self._owner = copy.copy(self._stream), os.getpid()
+            self._assemblers, self._ahead = {}, None
         return self._stream
 
     @property
@@ -114,6 +118,7 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
                 pad_id=self._pad_id,
                 seed=config.seed,
                 names=[source.name for source in config.sources],
+                cold=ColdPages(self.stream, shape[0]),
             )
         return self._assemblers[shape]
 
@@ -132,8 +137,12 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
         return self.__getitems__([sample])
 
     def __getitems__(self, samples: Sequence[int]) -> Batch:
-        """A micro-batch: ``samples`` in this order, usually consecutive."""
-        return self.read(samples)
+        """A micro-batch: ``samples`` in this order, usually consecutive. Records of the next ones are read ahead."""
+        stream = self.stream  # of this process
+        if self._ahead is None:
+            self._ahead = ReadAhead(stream, None)
+        with self._ahead.reading(samples):
+            return self.read(samples)
 
     def read(self, samples: Sequence[int], *, pin_memory: bool = False, levels: bool = False) -> Batch:
         """The same, if asked for in page-locked memory, or with levels of images instead of pixels."""

@@ -31,7 +31,7 @@ from typing import Literal
 import torch.distributed as dist
 import torch.utils.data
 
-from megaresume.batches.ahead import ReadAhead, use_cache
+from megaresume.batches.ahead import MEMORY, REQUESTS, ReadAhead, use_cache
 from megaresume.batches.assemble import FIELDS, Field
 from megaresume.batches.batch import Batch
 from megaresume.batches.dataset import StreamDataset, whole
@@ -147,8 +147,8 @@ class StreamLoader:
         attention_mask: bool = False,
         pad_id: int = 0,
         balance: Balance | None = None,
-        read_ahead: int = 64,
-        requests: int = 32,
+        read_ahead: int = MEMORY,
+        requests: int = REQUESTS,
         cache_dir: str | os.PathLike[str] | None = None,
         cache_gib: float = 100.0,
     ) -> None:

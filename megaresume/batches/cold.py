@@ -1,0 +1,179 @@
+"""`ColdPages`: tokens that are not in memory, asked for before they are read.
+
+    a batch is read -> did it wait for a disk? -- no --> nothing more: the question costs a microsecond
+                                |
+                               yes
+                                v
+    where this batch and the next ones lie -> neighbours joined -> the kernel reads all of them at once
+
+Tokens are read through memory maps, a few KB here and a few there. Without this each waits for the one before, and the
+kernel reads all around it as well.
+
+Nobody says which samples come next: not Megatron's loader, not torch's. So it is guessed from those that came, and a
+wrong guess costs time and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from megaresume.batches.ahead import Guess
+from megaresume.corpora.base import TokenSource
+from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
+from megaresume.stream.planning.plan import Plan
+from megaresume.stream.stream import Stream
+
+#: bytes of tokens asked for before they are read.
+AHEAD = 8 << 20
+#: bytes that nobody wants, between two places that are asked for as one.
+GAP = 32 << 10
+#: bytes asked for by one call: the kernel reads no more than its read-ahead at one.
+LONGEST = 128 << 10
+#: places in a row that were in memory: then nothing is asked for any more.
+CLEAN = 8
+#: batches between two looks whether that is so, at most.
+PATIENCE = 1024
+#: places that are read at a time, of a file system that does nothing if it is told what will be needed (Lustre, FUSE).
+THREADS = 16
+#: batches that waited although they were asked for: then it is such a one.
+IGNORED = 2
+#: of madvise, since Linux 5.14: wait until the pages are there.
+POPULATE_READ = 22
+
+Int64Array = npt.NDArray[np.int64]
+
+
+if sys.platform == "linux":
+    from resource import RUSAGE_THREAD, getrusage
+
+    _libc = ctypes.CDLL(None)
+    _libc.madvise.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
+
+
+def _waits() -> int:
+    """How often this thread has waited for a page that was not in memory."""
+    return getrusage(RUSAGE_THREAD).ru_majflt
+
+
+class ColdPages:
+    """What the kernel is told of the tokens of one process.
+
+    Args:
+        stream: in this process.
+        seq_length: tokens a sample.
+    """
+
+    def __init__(self, stream: Stream, seq_length: int) -> None:
+        self._stream = stream
+        #: samples that are asked for ahead: so many, and never so far that a state must plan anew.
+        self._most = max(AHEAD // 4 // seq_length, 1)
+        self._farthest = stream.block_samples
+        self._guess = Guess()
+        #: all samples that are expected before this one were asked for.
+        self._told = 0
+        #: whether to ask: at the start nobody knows.
+        self._cold = sys.platform == "linux"
+        self._clean = self._pause = 0
+        self._patience = 1
+        #: of the batch that is being read: waits of this thread before it, segments, whether they were asked for.
+        self._before = self._segments = 0
+        self._was_told = False
+        self._ignored = 0
+        self._threads: ThreadPoolExecutor | None = None
+
+    def begin(self, plan: Plan, samples: Sequence[int]) -> None:
+        """Before the tokens of a plan are read."""
+        if self._cold:
+            with contextlib.suppress(Exception):  # which whoever reads will meet
+                self._ask(plan, samples)
+        if sys.platform == "linux":
+            self._before = _waits()
+
+    def end(self) -> None:
+        """After that."""
+        if sys.platform != "linux":
+            return
+        waits = _waits() - self._before
+        if not self._cold and waits:
+            self._cold, self._clean, self._patience, self._pause = True, 0, 1, 0
+        elif self._was_told and self._threads is None and waits > self._segments // 4:
+            self._ignored += 1
+            if self._ignored == IGNORED:
+                self._threads = ThreadPoolExecutor(THREADS, "megaresume-cold")
+
+    def _ask(self, plan: Plan, samples: Sequence[int]) -> None:
+        guess = self._guess
+        if not guess.follow(samples):
+            self._told = 0
+        self._was_told, self._segments = samples[-1] < self._told, len(plan.table)
+        if not self._was_told:
+            for done in self._tell([plan.table]):
+                done.result()
+        if guess.next is None:
+            return
+        step = guess.length + guess.gap
+        num = max(min(self._most // guess.length, self._farthest // step), 1)
+        start = max(guess.next, self._told)
+        if start > guess.next + step * num * 7 // 8:  # not one after another: so neighbours meet
+            return
+        self._told = min(guess.next + step * num, start + step * max(num // 8, 1))
+        self._tell([self._stream.plan(run[0], run[-1] + 1).table for run in guess.runs(start, self._told)])
+
+    def _tell(self, tables: Sequence[Int64Array]) -> list[Future[int]]:
+        """Ask for the tokens of these segments, after a look at the first of them. What is done by threads."""
+        reading: list[Future[int]] = []
+        table = np.concatenate(tables) if tables else np.zeros((0, 5), np.int64)
+        looked = False
+        for i in np.unique(table[:, SOURCE]).tolist():
+            if not isinstance(self._stream.sources[i], TokenSource):
+                continue
+            source = cast(TokenSource, self._stream.sources[i])
+            mine = table[table[:, SOURCE] == i]
+            view = source.token_view
+            starts = source.token_starts(mine[:, DOCUMENT]) + mine[:, OFFSET]
+            if not looked:
+                looked = True
+                self._look(view, int(starts[0]))
+                if not self._cold:
+                    break
+            stops = np.minimum(starts + mine[:, LENGTH] + 1, len(view))  # and the label of the last one
+            base, width = view.ctypes.data, view.itemsize
+            for start, stop in joined(base + starts * width, base + stops * width):
+                if self._threads is None:
+                    _libc.madvise(start, stop - start, mmap.MADV_WILLNEED)
+                else:
+                    reading.append(self._threads.submit(_libc.madvise, start, stop - start, POPULATE_READ))
+        return reading
+
+    def _look(self, view: npt.NDArray[np.int64], place: int) -> None:
+        """Read one token that was not asked for: is it in memory?"""
+        self._pause -= 1
+        if self._pause > 0:
+            return
+        before = _waits()
+        view[place]
+        if _waits() > before:
+            self._clean, self._pause = 0, self._patience
+            self._patience = min(2 * self._patience, PATIENCE)
+        else:
+            self._clean += 1
+            self._cold = self._clean < CLEAN
+
+
+def joined(starts: Int64Array, stops: Int64Array) -> Iterator[tuple[int, int]]:
+    """Ranges of bytes as whole pages, neighbours in one, none of them too long; in ascending order."""
+    starts, order = starts // mmap.PAGESIZE * mmap.PAGESIZE, np.argsort(starts)
+    starts, ends = starts[order], np.maximum.accumulate(stops[order])
+    apart = np.flatnonzero(starts[1:] > ends[:-1] + GAP)
+    for start, end in zip(starts[[0, *(apart + 1)]].tolist(), ends[[*apart, -1]].tolist(), strict=True):
+        for first in range(start, end, LONGEST):
+            yield first, min(first + LONGEST, end)
