@@ -1,6 +1,6 @@
 """`ColdPages`: tokens that are not in memory, asked for before they are read.
 
-    a batch is read -> did it wait for a disk? -- no --> nothing more: the question costs a microsecond
+    a batch is read -> did it wait for a disk? -- no --> nothing more, and the question costs next to nothing
                                 |
                                yes
                                 v
@@ -19,6 +19,7 @@ import contextlib
 import ctypes
 import mmap
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import cast
@@ -38,6 +39,8 @@ AHEAD = 8 << 20
 GAP = 32 << 10
 #: bytes asked for by one call: the kernel reads no more than its read-ahead at one.
 LONGEST = 128 << 10
+#: seconds: what takes no longer did not wait for a disk, or not so long that it counts.
+QUICK = 2e-4
 #: places in a row that were in memory: then nothing is asked for any more.
 CLEAN = 8
 #: batches between two looks whether that is so, at most.
@@ -84,7 +87,8 @@ class ColdPages:
         self._cold = sys.platform == "linux"
         self._clean = self._pause = 0
         self._patience = 1
-        #: of the batch that is being read: waits of this thread before it, segments, whether they were asked for.
+        #: of the batch that is being read: when, waits of this thread before it, segments, whether they were asked for.
+        self._begun = 0.0
         self._before = self._segments = 0
         self._was_told = False
         self._ignored = 0
@@ -95,17 +99,17 @@ class ColdPages:
         if self._cold:
             with contextlib.suppress(Exception):  # which whoever reads will meet
                 self._ask(plan, samples)
-        if sys.platform == "linux":
             self._before = _waits()
+        self._begun = time.perf_counter()
 
     def end(self) -> None:
         """After that."""
-        if sys.platform != "linux":
+        if sys.platform != "linux" or time.perf_counter() - self._begun < QUICK:
             return
-        waits = _waits() - self._before
-        if not self._cold and waits:
+        before, self._before = self._before, _waits()
+        if not self._cold and self._before != before:
             self._cold, self._clean, self._patience, self._pause = True, 0, 1, 0
-        elif self._was_told and self._threads is None and waits > self._segments // 4:
+        elif self._was_told and self._threads is None and self._before - before > self._segments // 4:
             self._ignored += 1
             if self._ignored == IGNORED:
                 self._threads = ThreadPoolExecutor(THREADS, "megaresume-cold")

@@ -52,6 +52,7 @@ def kernel(monkeypatch):
     kernel, waited = Kernel(), count()
     monkeypatch.setattr(cold, "_libc", kernel)
     monkeypatch.setattr(cold, "_waits", lambda: next(waited))
+    monkeypatch.setattr(cold, "QUICK", 0)
     return kernel
 
 
@@ -132,6 +133,7 @@ def test_what_is_in_memory_is_not_asked_for(corpus, monkeypatch):
     kernel = Kernel()
     monkeypatch.setattr(cold, "_libc", kernel)
     monkeypatch.setattr(cold, "_waits", lambda: 0)
+    monkeypatch.setattr(cold, "QUICK", 0)
     batches = iter(loader_of(corpus))
     rows(batches, 60)
     told = len(kernel.told)
@@ -148,6 +150,7 @@ def test_a_file_system_that_does_nothing_if_told_is_read_by_threads(corpus, monk
     kernel, waited = Kernel(deaf=True), count(step=1000)
     monkeypatch.setattr(cold, "_libc", kernel)
     monkeypatch.setattr(cold, "_waits", lambda: next(waited))
+    monkeypatch.setattr(cold, "QUICK", 0)
     rows(loader_of(corpus), 60)
     first = next(k for k, (_, _, advice) in enumerate(kernel.told) if advice == cold.POPULATE_READ)
     assert all(advice == cold.POPULATE_READ for _, _, advice in kernel.told[first:])
