@@ -32,6 +32,7 @@ NAMES = (
     "saving",
     "vlm",
     "far",
+    "cold",
     "prepare",
     "cli",
 )

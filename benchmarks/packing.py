@@ -48,6 +48,11 @@ OTHERS = {
         "first_fit_decreasing = runpy.run_path(next(filter(os.path.exists, files)))['first_fit_decreasing']\n"
         "bins = lambda: first_fit_decreasing(lengths.tolist(), seq_length)",
     ),
+    "Megatron's MFFD": (
+        "MEGARESUME_BENCH_MFFD",  # of the branch of Megatron-LM#5017
+        "from megatron.core.datasets.sft_dataset import pack_samples\n"
+        "bins = lambda: [lengths[pack] for pack in pack_samples(lengths.tolist(), seq_length)]",
+    ),
 }
 #: Documents far shorter than a sample: tokens of a sample, mean tokens of a document.
 SHORT = ((8192, 100), (32768, 300), (131072, 600), (131072, 20))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ PLANNED = ("MosaicML streaming", "GPTDataset, with all of its fields")
 
 #: Gives an endless iterator over batches of so many samples.
 Open = Callable[[int], Iterator[torch.Tensor]]
+Prepare = Callable[[Setup, "np.ndarray[Any, Any]"], Open]
 
 
 def rows(setup: Setup) -> Iterator[Row]:
@@ -85,15 +86,15 @@ def _ours(setup: Setup) -> Open:
 
 
 def _others(setup: Setup, samples: int) -> dict[str, Open]:
-    """Those that are installed; of the others standard error says so."""
     tokens = np.memmap(bin_path(setup.corpora["web"]), np.int32, "r")[: samples * SEQ_LENGTH].reshape(-1, SEQ_LENGTH)
+    of = {"torchdata's nodes": _nodes, **STREAMING, "GPTDataset, with all of its fields": _gpt}
+    return installed(setup, tokens, of)
+
+
+def installed(setup: Setup, tokens: np.ndarray[Any, Any], of: Mapping[str, Prepare]) -> dict[str, Open]:
+    """Those that are installed, over these samples; of the others standard error says so."""
     there: dict[str, Open] = {}
-    for name, prepare in {
-        "torchdata's nodes": _nodes,
-        "litData": _litdata,
-        "MosaicML streaming": _mosaicml,
-        "GPTDataset, with all of its fields": _gpt,
-    }.items():
+    for name, prepare in of.items():
         try:
             there[name] = prepare(setup, tokens)
         except ImportError as error:
@@ -162,3 +163,7 @@ def _gpt(setup: Setup, tokens: np.ndarray[Any, Any]) -> Open:
         return (batch["tokens"] for batch in _again_and_again(DataLoader(blend, batch_sampler=sampler)))
 
     return batches
+
+
+#: Those that read files of their own.
+STREAMING: dict[str, Prepare] = {"litData": _litdata, "MosaicML streaming": _mosaicml}

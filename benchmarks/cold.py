@@ -1,0 +1,121 @@
+"""Tokens of files that are not in memory: our loader at its default shuffle beside a sequential read of as many bytes.
+
+Before each reading the files are dropped from the page cache, which needs no rights. A file system that keeps its files
+in memory cannot be measured. Of other packages those that are installed read their own files of as many tokens, dropped
+as well. Elapsed time, from the second batch on.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from benchmarks import tokens
+from benchmarks.corpora import write_corpus
+from benchmarks.setup import Setup
+from benchmarks.table import Row
+from benchmarks.timing import median, ratio
+from megaresume.batches.cold import ColdPages
+from megaresume.batches.loader import StreamLoader
+from megaresume.batches.open import open_stream
+from megaresume.corpora.layout import bin_path
+from megaresume.stream.batches import BatchSchedule
+
+SEQ_LENGTH = tokens.SEQ_LENGTH
+MICRO_BATCH = 4
+#: tokens of a document: as long as web pages, and as books' chapters or files of a long context are.
+LENGTHS = (600, 32_768)
+LEAST = 0.8
+
+
+def rows(setup: Setup) -> Iterator[Row]:
+    """See the module."""
+    samples = 8 * setup.sizes.read_samples
+    for length in LENGTHS:
+        yield from _compare(setup, length, samples)
+
+
+def _compare(setup: Setup, length: int, samples: int) -> Iterator[Row]:
+    num = max(600 * setup.sizes.corpus_documents // 2 // length, 8)
+    directory = setup.directory / f"cold{length}"
+    directory.mkdir()
+    lengths = np.random.default_rng(length).lognormal(np.log(length) - 0.5, 1.0, num).astype(np.int32) + 1
+    path = write_corpus(directory / "all", lengths)
+    samples = min(samples, int(lengths.sum(dtype=np.int64)) // SEQ_LENGTH // 2)
+    opened = {"asked for ahead": _ours(path), "not asked for": _ours(path)}
+    if length == LENGTHS[0]:
+        found = np.memmap(bin_path(path), np.int32, "r")[: samples * SEQ_LENGTH].reshape(-1, SEQ_LENGTH)
+        others = tokens.installed(setup, found, tokens.STREAMING)
+        opened |= {name: partial(open_, MICRO_BATCH) for name, open_ in others.items()}
+        del found
+    seconds: dict[str, list[float]] = {name: [] for name in (*opened, "sequential")}
+    for _ in range(setup.sizes.slow_repetitions):
+        for name, open_ in opened.items():
+            mute = mock.patch.multiple(ColdPages, begin=lambda *_: None, end=lambda *_: None)
+            with mute if name == "not asked for" else nullcontext():
+                seconds[name].append(_read(setup.directory, open_, samples // MICRO_BATCH - 1))
+        seconds["sequential"].append(_sequential(setup.directory, path, 4 * SEQ_LENGTH * samples))
+    shutil.rmtree(directory)
+    a_second = {name: 4e-6 * SEQ_LENGTH * samples / median(its) for name, its in seconds.items()}
+    for name in opened:
+        times = ratio(seconds[name], seconds["sequential"])
+        ours = name == "asked for ahead"
+        yield Row(
+            what=f"tokens that are not in memory, documents of {length:,}, shuffled, {name}",
+            ours=a_second[name],
+            unit="MB/s",
+            baseline=a_second["sequential"],
+            against="one read after another of as many bytes",
+            ratio=times,
+            must=f">= {LEAST} x" if ours else "",
+            holds=times >= LEAST if ours else None,
+        )
+
+
+def _ours(path: Path) -> Callable[[], Iterator[Any]]:
+    def open_() -> Iterator[Any]:
+        data = {"seed": 1, "seq_length": SEQ_LENGTH, "packing": "split", "sources": {"all": {"path": str(path)}}}
+        schedule = BatchSchedule.constant(MICRO_BATCH)
+        return iter(StreamLoader(open_stream(data), schedule, micro_batch_size=MICRO_BATCH, prefetch=0, fields=()))
+
+    return open_
+
+
+def _read(directory: Path, open_: Callable[[], Iterator[Any]], num: int) -> float:
+    _drop(directory)
+    batches = open_()
+    next(batches)
+    begin = time.perf_counter()
+    for _ in islice(batches, num):
+        pass
+    return time.perf_counter() - begin
+
+
+def _sequential(directory: Path, path: Path, num_bytes: int) -> float:
+    _drop(directory)
+    begin = time.perf_counter()
+    with open(bin_path(path), "rb", buffering=0) as file:
+        while num_bytes > 0 and (data := file.read(min(8 << 20, num_bytes))):
+            num_bytes -= len(data)
+    return time.perf_counter() - begin
+
+
+def _drop(directory: Path) -> None:
+    """All files, none of which may still be mapped."""
+    gc.collect()
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
