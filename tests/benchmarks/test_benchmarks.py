@@ -41,6 +41,7 @@ REQUIRED = (
     "image-text record, read",
     "image-text data, resume",
     "records 30 ms away, shuffled, read ahead",
+    "tokens that are not in memory",
     "megaresume inspect",
 )
 
