@@ -21,7 +21,7 @@ pytest.importorskip("aiohttp")
 def shards(tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "FIRST_WAIT", 0.01)
     monkeypatch.setattr(ahead, "GAP", -1)  # each record is a request
-    monkeypatch.setattr("megaresume.batches.ahead.FARTHEST", 30)  # not into the next epoch
+    monkeypatch.setattr("megaresume.batches.ahead.FARTHEST", 12)  # not into the next epoch
     write_shards(tmp_path / "shards", [40, 30, 50])
     prepare_shards([tmp_path / "shards/*.tar"], tmp_path / "pairs", encoder())
     return tmp_path / "shards"
