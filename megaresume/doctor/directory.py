@@ -25,7 +25,7 @@ from megaresume.checkpoint.manifest import list_files
 from megaresume.checkpoint.paths import records_dir
 from megaresume.checkpoint.start import starts_from
 from megaresume.checkpoint.topology import Topology
-from megaresume.doctor.check import Check, Status
+from megaresume.doctor import Check, Status
 from megaresume.hosts.deepspeed.elastic.load_rules import Partitions
 from megaresume.runs.newest import Newest, find_newest, look_at, named_by, recognise
 from megaresume.runs.run import Run

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import yaml
 
-from megaresume.doctor.check import Check, Status
+from megaresume.doctor import Check, Status
 from megaresume.launching.first_error import find_first_error
 from megaresume.stream.errors import UsageError
 

@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 
 from megaresume.checkpoint.system import mount_of
-from megaresume.doctor.check import Check, Status
+from megaresume.doctor import Check, Status
 from megaresume.render import spell_bytes
 
 _machine = partial(Check, "environment")
