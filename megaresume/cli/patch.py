@@ -116,15 +116,15 @@ def _report(path: Path, result: Applied | Reverted) -> dict[str, Any]:
             "version": result.recipe.version,
             "already": result.already,
             "written": not result.already,
-            "changes": [{"line": change.line, "what": change.what} for change in result.changes],
-            "notes": list(result.notes),
+            "changes": [{"line": line, "text": text} for line, text in result.changes],
+            "note": result.note,
             "run": result.recipe.run.format(script=path),
         }
     return {
         "script": str(path),
         "action": "revert",
-        "recipe": result.recipe,
-        "version": result.version,
+        "recipe": result.marker.recipe,
+        "version": result.marker.version,
         "exact": result.exact,
         "written": True,
     }
@@ -137,14 +137,14 @@ def _text(path: Path, result: Applied | Reverted) -> str:
         how = (
             "the original, byte for byte" if result.exact else "only our changes were taken out; your other edits stay"
         )
-        return f"{path}: reverted {result.recipe} version {result.version}: {how}"
+        return f"{path}: reverted {result.marker.recipe} version {result.marker.version}: {how}"
     recipe = result.recipe
     if result.already:
         return f"{path}: patched already with {recipe.name} version {recipe.version}; nothing changed"
     upstream = " ".join(filter(None, (recipe.upstream, recipe.versions)))
     lines = [f"{path}: patched with {recipe.name} version {recipe.version} ({upstream})"]
-    lines += [f"  line {change.line:>5}  {change.what}" for change in result.changes]
-    lines += [f"  note: {note}" for note in result.notes]
+    lines += [f"  line {line:>5}  {text}" for line, text in result.changes]
+    lines += [f"  note: {result.note}"] if result.note else []
     lines += [
         "next:",
         f"  {recipe.run.format(script=path)}",

@@ -17,13 +17,13 @@ from libcst import matchers as m
 from packaging.specifiers import SpecifierSet
 
 from megaresume.patching.errors import PatchError
-from megaresume.patching.recipe import Called, Recipe
+from megaresume.patching.recipe import FLAGS, PROVIDER, Called, Recipe
 from megaresume.patching.script import Script, Uses
 
 #: how far up from the script the package is looked for: examples/multimodal/train.py is two folders below it.
 MAX_LEVELS = 4
 
-_NUMBER = re.compile(r"^(MAJOR|MINOR|PATCH)\s*=\s*(\d+)", re.MULTILINE)
+_NUMBER = re.compile(r"^(?:MAJOR|MINOR|PATCH)\s*=\s*(\d+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,20 +42,21 @@ class Beside:
         for one in SpecifierSet(recipe.versions):
             if self.version is not None and one.operator in (">", ">=") and not one.contains(self.version):
                 return f"{self} is older than {one.version}"
-        for name, called in recipe.calls.items():
-            file = self.definition(called)
-            found = None if file is None else _parameters(file, name)
-            if found is None:
+        used = [(one.of, one.parameter) for one in (recipe.provider, recipe.flags)]
+        used += [(recipe.provider.of, parameter) for parameter in recipe.matches.arguments]
+        for name, parameter in used:
+            file = self.definition(recipe.calls[name])
+            there = None if file is None else _parameters(file, name)
+            if there is None:
                 continue
-            for used in _used(recipe, name):
-                expected = called.parameters.index(used) + 1
-                if used not in found:
-                    return f"{name} in {file} has no parameter {used}: {', '.join(found[:5])}, ..."
-                if found.index(used) + 1 != expected:
-                    return (
-                        f"{name} in {file} has {used} as parameter {found.index(used) + 1}, "
-                        f"the recipe expects it as parameter {expected}"
-                    )
+            if parameter not in there:
+                return f"{name} in {file} has no parameter {parameter}: {', '.join(there[:5])}, ..."
+            place, expected = there.index(parameter) + 1, recipe.calls[name].parameters.index(parameter) + 1
+            if place != expected:
+                return (
+                    f"{name} in {file} has {parameter} as parameter {place}, "
+                    f"the recipe expects it as parameter {expected}"
+                )
         return None
 
     def note(self, recipe: Recipe) -> str | None:
@@ -71,19 +72,12 @@ class Beside:
 
 def find_beside(script: Path) -> Beside | None:
     """The nearest folder at or above a script's that holds a megatron package; None if there is none."""
-    folder = script.resolve().parent
-    for root in (folder, *folder.parents[: MAX_LEVELS - 1]):
+    for root in script.resolve().parents[:MAX_LEVELS]:
         if (root / "megatron").is_dir():
-            return Beside(root=root, version=_version(root / "megatron" / "core" / "package_info.py"))
+            info = root / "megatron" / "core" / "package_info.py"
+            numbers = _NUMBER.findall(info.read_text(encoding="utf-8", errors="replace")) if info.is_file() else []
+            return Beside(root=root, version=".".join(numbers) if len(numbers) == 3 else None)
     return None
-
-
-def _version(file: Path) -> str | None:
-    try:
-        numbers = dict(_NUMBER.findall(file.read_text(encoding="utf-8", errors="replace")))
-    except OSError:
-        return None
-    return ".".join(numbers[key] for key in ("MAJOR", "MINOR", "PATCH")) if len(numbers) == 3 else None
 
 
 def _tree(file: Path) -> ast.Module:
@@ -108,11 +102,6 @@ def _imported_by(file: Path) -> Iterator[str]:
             yield node.module
 
 
-def _used(recipe: Recipe, call: str) -> list[str]:
-    """The parameters whose places matter to a recipe."""
-    return [wrap.parameter for wrap in recipe.wraps if wrap.call == call] + [*recipe.matches.arguments.get(call, {})]
-
-
 # -- choosing
 
 
@@ -131,18 +120,13 @@ def choose(script: Script, recipes: Sequence[Recipe], beside: Beside | None) -> 
     Raises:
         PatchError: none fits, with the reason for each; several fit; or the script cannot be changed safely.
     """
-    _refuse_own_changes(script, recipes)
-    imported = script.imported()
+    _refuse_own_changes(script)
     fits: list[Fit] = []
     refusals: list[PatchError] = []
     reasons: dict[str, str] = {}
-    foreign: dict[str, str] = {}
     for recipe in recipes:
-        if (reason := _imports(recipe, imported)) is not None:
-            foreign[recipe.name] = reason
-            continue
         try:
-            found = _fit(script, recipe, beside, imported)
+            found = _fit(script, recipe, beside)
         except PatchError as error:
             refusals.append(error)
             continue
@@ -154,58 +138,51 @@ def choose(script: Script, recipes: Sequence[Recipe], beside: Beside | None) -> 
         return fits[0]
     if fits:
         raise _ambiguous(script, [fit.recipe for fit in fits])
-    if refusals:
-        raise refusals[0]
-    # The recipes that came furthest say most.
-    raise _none(script, reasons | foreign)
+    raise refusals[0] if refusals else _none(script, reasons)
 
 
-def _has(imported: frozenset[str], module: str) -> bool:
-    return any(name == module or name.startswith(module + ".") for name in imported)
-
-
-def _imports(recipe: Recipe, imported: frozenset[str]) -> str | None:
-    matches = recipe.matches
-    for module in matches.imports:
-        if not _has(imported, module):
-            return f"it does not import {module}"
+def _fit(script: Script, recipe: Recipe, beside: Beside | None) -> Fit | str:
+    """The fit, or why not. Raises PatchError if the recipe is the right one and the script cannot be changed."""
+    matches, imported = recipe.matches, script.imported()
     if matches.imports_any_of and not any(_has(imported, module) for module in matches.imports_any_of):
         return f"it imports none of {', '.join(matches.imports_any_of)}"
     for module in matches.imports_none_of:
         if _has(imported, module):
             return f"it imports {module}"
-    return None
-
-
-def _fit(script: Script, recipe: Recipe, beside: Beside | None, imported: frozenset[str]) -> Fit | str:
-    """The fit, or why not. Raises PatchError if the recipe is the right one and the script cannot be changed."""
-    matches = recipe.matches
-    files = [] if beside is None else [beside.definition(called) for called in recipe.calls.values()]
-    beside_it = frozenset(name for file in files if file is not None for name in _imported_by(file))
+    files = [] if beside is None else [file for one in recipe.calls.values() if (file := beside.definition(one))]
+    beside_it = frozenset(name for file in files for name in _imported_by(file))
     for module in matches.uses:
         if not _has(imported | beside_it, module):
-            where = next((file for file in files if file is not None), "a megatron beside it")
-            return f"{module} is imported neither by it nor by {where}"
-    found = {name: script.uses(name, called) for name, called in recipe.calls.items()}
-    for name in matches.calls_none_of:
-        if found[name].calls:
-            return f"it calls {name} ({script.quote(found[name].calls[0])})"
-    needed = list(dict.fromkeys((*matches.calls, *(wrap.call for wrap in recipe.wraps))))
-    for name in needed:
-        if not found[name].calls:
-            if found[name].handed_on:
-                return f"it calls no {name}, but hands it on ({script.quote(found[name].handed_on[0])})"
+            return f"{module} is imported neither by it nor by {files[0] if files else 'a megatron beside it'}"
+    found = {name: script.uses(name, recipe.calls[name]) for name in (recipe.provider.of, recipe.flags.of)}
+    for name, uses in found.items():
+        if not uses.calls and uses.handed_on:
+            return f"it calls no {name}, but hands it on ({script.quote(uses.handed_on[0])})"
+        if not uses.calls:
             return f"it does not call {name} of {' or '.join(recipe.calls[name].modules)}"
     if beside is not None and (reason := beside.why_not(recipe)) is not None:
         return reason
-    calls = {name: _the_call(script, recipe, name, found[name]) for name in needed}
+    calls = {name: _the_call(script, recipe, name, uses) for name, uses in found.items()}
     arguments = {}
     for name, call in calls.items():
-        bound = _bind(script, recipe, name, call)
-        if isinstance(bound, str):
-            return bound
-        arguments[name] = bound
-    return _arguments(script, recipe, arguments) or Fit(recipe=recipe, calls=calls, arguments=arguments)
+        known = len(recipe.calls[name].parameters)
+        arguments[name] = _bind(script, recipe, name, call)
+        if len(arguments[name]) < len(call.args):
+            count = sum(argument.keyword is None for argument in call.args)
+            return f"{name} has {count} positional arguments, at most {known} are known"
+    name = recipe.provider.of
+    for parameter, pattern in matches.arguments.items():
+        argument = arguments[name].get(parameter)
+        if argument is None:
+            return f"its call of {name} has no {parameter}"
+        source = " ".join(script.source(argument.value).split())
+        if not re.search(pattern, source):
+            return f"{parameter} of {name} would be {source[:60]}, not {pattern}"
+    return Fit(recipe=recipe, calls=calls, arguments=arguments)
+
+
+def _has(imported: frozenset[str], module: str) -> bool:
+    return any(name == module or name.startswith(module + ".") for name in imported)
 
 
 def _the_call(script: Script, recipe: Recipe, name: str, uses: Uses) -> cst.Call:
@@ -220,33 +197,23 @@ def _the_call(script: Script, recipe: Recipe, name: str, uses: Uses) -> cst.Call
             expected=f"one call of {name}",
             cause="a script that trains in several ways; which of them is meant cannot be told",
         )
-    if uses.rebound:
-        raise PatchError(
-            f"{script.name}: which function {name} is cannot be told",
-            found=script.quote(*uses.rebound),
-            expected=f"{name} bound by its import from {modules} alone",
-            cause="the name is bound more than once: Python calls what was bound last, which may take other arguments",
-            action=f"leave the one import that is meant, or change it by hand ({recipe.by_hand}); for a {name} of "
-            f"another module write a recipe (docs/patching.md), or see whether "
-            f"torchrun -m megaresume.run {script.name} accepts this Megatron",
-        )
-    if uses.handed_on:
+    if uses.rebound or uses.handed_on:
         raise refusal(
             script,
             recipe,
             f"which function {name} is cannot be told",
-            found=script.quote(*uses.handed_on),
-            expected=f"{name} imported from {modules}, and called",
-            cause="it is handed on to something else, which may call it with other arguments",
+            found=script.quote(*(uses.rebound or uses.handed_on)),
+            expected=f"{name} bound by its import from {modules} alone, and called",
+            cause="the name is bound more than once: Python calls what was bound last, which may take other arguments"
+            if uses.rebound
+            else "it is handed on to something else, which may call it with other arguments",
         )
     return uses.calls[0]
 
 
-def _bind(script: Script, recipe: Recipe, name: str, call: cst.Call) -> dict[str, cst.Arg] | str:
-    """Give every argument its parameter; a text says why the call does not have this shape."""
-    parameters = recipe.calls[name].parameters
-    arguments: dict[str, cst.Arg] = {}
-    for index, argument in enumerate(call.args):
+def _bind(script: Script, recipe: Recipe, name: str, call: cst.Call) -> dict[str, cst.Arg]:
+    """The arguments by the names of their parameters, but for positional ones beyond those that are known."""
+    for argument in call.args:
         if argument.star:
             raise refusal(
                 script,
@@ -256,25 +223,8 @@ def _bind(script: Script, recipe: Recipe, name: str, call: cst.Call) -> dict[str
                 expected="arguments written out",
                 cause=f"{argument.star} unpacks what the file does not show",
             )
-        if argument.keyword is not None:
-            arguments[argument.keyword.value] = argument
-        elif index < len(parameters):
-            arguments[parameters[index]] = argument
-        else:
-            return f"{name} has {index + 1} positional arguments, at most {len(parameters)} are known"
-    return arguments
-
-
-def _arguments(script: Script, recipe: Recipe, arguments: dict[str, dict[str, cst.Arg]]) -> str | None:
-    for call, wanted in recipe.matches.arguments.items():
-        for parameter, pattern in wanted.items():
-            argument = arguments.get(call, {}).get(parameter)
-            if argument is None:
-                return f"its call of {call} has no {parameter}"
-            source = " ".join(script.source(argument.value).split())
-            if not re.search(pattern, source):
-                return f"{parameter} of {call} would be {source[:60]}, not {pattern}"
-    return None
+    bound = dict(zip(recipe.calls[name].parameters, (one for one in call.args if one.keyword is None), strict=False))
+    return bound | {one.keyword.value: one for one in call.args if one.keyword is not None}
 
 
 def refusal(script: Script, recipe: Recipe, headline: str, *, found: str, expected: str, cause: str) -> PatchError:
@@ -284,14 +234,14 @@ def refusal(script: Script, recipe: Recipe, headline: str, *, found: str, expect
         found=found,
         expected=expected,
         cause=cause,
-        action=f"change it by hand ({recipe.by_hand}), "
-        f"or leave the script as it is: torchrun -m megaresume.run {script.name} ...",
+        action=f"change it by hand ({recipe.by_hand}); leave the script as it is: torchrun -m megaresume.run "
+        f"{script.name} ...; or, if the function is one of another module, write a recipe (docs/patching.md)",
     )
 
 
-def _refuse_own_changes(script: Script, recipes: Sequence[Recipe]) -> None:
+def _refuse_own_changes(script: Script) -> None:
     """A script that calls what a recipe would insert, without our marker, was changed by hand."""
-    found = script.reads({wrap.function for recipe in recipes for wrap in recipe.wraps})
+    found = script.reads({PROVIDER, FLAGS})
     if found:
         raise PatchError(
             f"{script.name} uses megaresume already",

@@ -1,4 +1,4 @@
-"""The changes of a recipe, as a transformation of the tree: an import, arguments wrapped, keywords added.
+"""The changes of a recipe, as a transformation of the tree: an import, two arguments wrapped or one of them added.
 
 Nothing is deleted or reformatted; comments and whitespace stay where they are.
 """
@@ -13,11 +13,11 @@ from libcst import matchers as m
 
 from megaresume.patching.choose import refusal
 from megaresume.patching.provider import Judge
+from megaresume.patching.recipe import FLAGS, PROVIDER
 from megaresume.patching.script import imports_of
 
 if TYPE_CHECKING:
     from megaresume.patching.choose import Fit
-    from megaresume.patching.recipe import Accepts, AddImport, Wrap
     from megaresume.patching.script import Script
 
 
@@ -25,106 +25,86 @@ class Codemod(cst.CSTTransformer):
     """What a recipe changes in a script.
 
     Raises:
-        PatchError: an argument is missing, or cannot be told to be what it should be.
+        PatchError: the provider is missing, or cannot be told to be one.
     """
 
     def __init__(self, script: Script, fit: Fit) -> None:
         super().__init__()
-        self.script = script
-        self.fit = fit
-        #: what is done, and how the changed line can be told.
-        self.changes: list[tuple[str, str]] = []
-        self._wrapped: dict[cst.Arg, Wrap] = {}
-        self._added: dict[cst.Call, list[Wrap]] = {}
-        self._before = self._place_of_import(fit.recipe.add_import)
-        self._plan()
+        self.script, self.fit = script, fit
+        self._refuse_shadow()
+        self._before = self._place_of_import()
+        recipe = fit.recipe
+        #: argument -> what it is wrapped in.
+        self._wrapped = {self._provider(): PROVIDER}
+        flags = fit.arguments[recipe.flags.of].get(recipe.flags.parameter)
+        #: the call that the flags are added to; None: it has an argument to wrap.
+        self._without_flags = fit.calls[recipe.flags.of] if flags is None else None
+        if flags is not None:
+            self._wrapped[flags] = FLAGS
 
     @property
     def line(self) -> int:
         """The line, from 1, of the statement that the import goes before, or of the import that is there."""
         return self.script.line(self._before)
 
-    def _plan(self) -> None:
-        add = self.fit.recipe.add_import
-        self._refuse_shadow(add)
-        self.has_import = self._before in self._own_imports(add)
-        if not self.has_import:
-            self.changes.append((f"import {add.module}",) * 2)
-        for wrap in self.fit.recipe.wraps:
-            argument = self.fit.arguments[wrap.call].get(wrap.parameter)
-            call = self.fit.calls[wrap.call]
-            if argument is not None:
-                self._check(wrap, argument)
-                self._wrapped[argument] = wrap
-                what = f"{wrap.parameter} of {wrap.call} wrapped in {wrap.function}"
-                self.changes.append((what, f"{wrap.function}("))
-            elif wrap.if_absent == "add_keyword":
-                self._added.setdefault(call, []).append(wrap)
-                words = f"{wrap.parameter}={wrap.function}()"
-                self.changes.append((f"{words} added to {self.script.source(call.func)}", words))
-            else:
-                raise refusal(
-                    self.script,
-                    self.fit.recipe,
-                    f"{wrap.call} is called without {wrap.parameter}",
-                    found=self.script.quote(call),
-                    expected=f"an argument {wrap.parameter}",
-                    cause="a script that gives it in another way",
-                )
-
-    def _check(self, wrap: Wrap, argument: cst.Arg) -> None:
-        if reason := Judge(self.script, wrap.accepts).why_not(argument.value):
+    def _provider(self) -> cst.Arg:
+        wanted = self.fit.recipe.provider
+        argument = self.fit.arguments[wanted.of].get(wanted.parameter)
+        if argument is None:
             raise refusal(
                 self.script,
                 self.fit.recipe,
-                f"{wrap.parameter} of {wrap.call} cannot be told",
+                f"{wanted.of} is called without {wanted.parameter}",
+                found=self.script.quote(self.fit.calls[wanted.of]),
+                expected=f"an argument {wanted.parameter}",
+                cause="a script that gives it in another way",
+            )
+        if reason := Judge(self.script, wanted.named).why_not(argument.value):
+            raise refusal(
+                self.script,
+                self.fit.recipe,
+                f"{wanted.parameter} of {wanted.of} cannot be told",
                 found=f"{self.script.quote(argument)}: {reason}",
-                expected=_expected(wrap.accepts),
+                expected=f"a function with 1 required parameter, or a name like {wanted.named}",
                 cause="a script that the recipe is not for, or a provider that is made elsewhere",
             )
+        return argument
 
     # -- the import
 
-    def _place_of_import(self, add: AddImport) -> cst.CSTNode:
+    def _place_of_import(self) -> cst.CSTNode:
         """The import of our own that is there; or the top-level statement that the import goes before."""
-        body = self.script.module.body
-        if own := self._own_imports(add):
+        body, recipe = self.script.module.body, self.fit.recipe
+        if own := [statement for statement in body if m.matches(statement, _OWN_IMPORT)]:
             return own[0]
         first = 1 if m.matches(body[0], _DOCSTRING) else 0
         for index, statement in enumerate(body):
-            if _imports_any(statement, ("__future__", *add.after)):
+            if _imports_any(statement, ("__future__", *recipe.import_after)):
                 first = index + 1
-        return next((one for one in body[first:] if _imports_any(one, add.before)), body[min(first, len(body) - 1)])
+        rest = (statement for statement in body[first:] if _imports_any(statement, recipe.import_before))
+        return next(rest, body[min(first, len(body) - 1)])
 
-    def _own_imports(self, add: AddImport) -> list[cst.CSTNode]:
-        """Top-level statements ``import MODULE``, without another name."""
-        own = m.Import(names=[m.ZeroOrMore(), m.ImportAlias(name=_name(add.module), asname=None), m.ZeroOrMore()])
-        line = m.SimpleStatementLine(body=[m.ZeroOrMore(), own, m.ZeroOrMore()])
-        return [statement for statement in self.script.module.body if m.matches(statement, line)]
-
-    def _refuse_shadow(self, add: AddImport) -> None:
-        """The module's name must not stand for something else where it is used."""
-        root = add.module.partition(".")[0]
+    def _refuse_shadow(self) -> None:
+        """Our name must not stand for something else where it is used."""
         for call in self.fit.calls.values():
-            for node in self.script.bindings(call.func, root):
+            for node in self.script.bindings(call.func, "megaresume"):
                 if not isinstance(node, cst.Import) or any(alias.asname is not None for alias in node.names):
                     raise refusal(
                         self.script,
                         self.fit.recipe,
-                        f"the name {root} is taken",
+                        "the name megaresume is taken",
                         found=self.script.quote(node),
-                        expected=f"{root} to be free for `import {add.module}`",
+                        expected="megaresume to be free for `import megaresume`",
                         cause="a variable, function or import of the same name",
                     )
 
     def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
         """Insert the import, below the comments that belong to the statement after it."""
-        if self.has_import:
+        if m.matches(self._before, _OWN_IMPORT):
             return updated_node
         index = original_node.body.index(self._before)
         after = updated_node.body[index]
-        text = f"import {self.fit.recipe.add_import.module}"
-        statement = cst.parse_statement(text, original_node.config_for_parsing).with_changes(
+        statement = cst.parse_statement("import megaresume", original_node.config_for_parsing).with_changes(
             leading_lines=after.leading_lines
         )
         rest = (after.with_changes(leading_lines=()), *updated_node.body[index + 1 :])
@@ -134,30 +114,25 @@ class Codemod(cst.CSTTransformer):
 
     def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
         """``argument`` becomes ``function(argument)``."""
-        wrap = self._wrapped.get(original_node)
-        if wrap is None:
+        function = self._wrapped.get(original_node)
+        if function is None:
             return updated_node
-        value = cst.Call(func=cst.parse_expression(wrap.function), args=[cst.Arg(updated_node.value)])
-        return updated_node.with_changes(value=value)
+        return updated_node.with_changes(
+            value=cst.Call(func=cst.parse_expression(function), args=[cst.Arg(updated_node.value)])
+        )
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
-        """Add keywords that are missing."""
-        for wrap in self._added.get(original_node, ()):
-            updated_node = _with_keyword(updated_node, wrap)
-        return updated_node
+        """Add the keyword that is missing."""
+        if original_node is not self._without_flags:
+            return updated_node
+        return _with_flags(updated_node, self.fit.recipe.flags.parameter)
 
 
 _DOCSTRING = m.SimpleStatementLine(body=[m.Expr(m.SimpleString() | m.ConcatenatedString()), m.ZeroOrMore()])
-
-
-def _name(module: str) -> m.Name | m.Attribute:
-    root, _, last = module.rpartition(".")
-    return m.Attribute(value=_name(root), attr=m.Name(last)) if root else m.Name(last)
-
-
-def _expected(accepts: Accepts) -> str:
-    parts = [] if accepts.parameters is None else [f"a function with {accepts.parameters} required parameter(s)"]
-    return ", or ".join([*parts, *([] if accepts.name is None else [f"a name like {accepts.name}"])])
+_OWN_NAME = m.ImportAlias(name=m.Name("megaresume"), asname=None)
+_OWN_IMPORT = m.SimpleStatementLine(
+    body=[m.ZeroOrMore(), m.Import(names=[m.ZeroOrMore(), _OWN_NAME, m.ZeroOrMore()]), m.ZeroOrMore()]
+)
 
 
 def _imports_any(statement: cst.CSTNode, modules: tuple[str, ...]) -> bool:
@@ -175,12 +150,12 @@ def _executed(statement: cst.CSTNode) -> Iterator[cst.Import | cst.ImportFrom]:
             yield from _executed(child)
 
 
-def _with_keyword(call: cst.Call, wrap: Wrap) -> cst.Call:
-    """``parameter=function()`` after the last argument, on a line of its own where that has one."""
+def _with_flags(call: cst.Call, parameter: str) -> cst.Call:
+    """``P=megaresume.extra_args_provider()`` after the last argument, on a line of its own where that has one."""
     no_space = cst.SimpleWhitespace("")
     new = cst.Arg(
-        keyword=cst.Name(wrap.parameter),
-        value=cst.Call(cst.parse_expression(wrap.function)),
+        keyword=cst.Name(parameter),
+        value=cst.Call(cst.parse_expression(FLAGS)),
         equal=cst.AssignEqual(no_space, no_space),
     )
     if not call.args:

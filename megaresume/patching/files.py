@@ -8,7 +8,7 @@ import shutil
 import stat
 from pathlib import Path
 
-from megaresume.checkpoint.files import fsync_dir, fsync_file, write_all
+from megaresume.checkpoint.files import fsync_dir, fsync_file
 from megaresume.patching.errors import PatchError
 from megaresume.stream.errors import SetupError, UsageError
 
@@ -47,16 +47,14 @@ def replace_script(path: Path, old: bytes, new: bytes) -> None:
     _refuse_surprises(path, info)
     temporary = path.with_name(f".{path.name}.megaresume-{os.getpid()}-{os.urandom(4).hex()}.tmp")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            write_all(descriptor, new)
-            with contextlib.suppress(PermissionError):  # of another group of this user's: it becomes the default one
-                os.fchown(descriptor, info.st_uid, info.st_gid)
-            shutil.copystat(path, temporary)
-            os.utime(descriptor)
-            fsync_file(descriptor)
-        finally:
-            os.close(descriptor)
+        shutil.copy2(path, temporary)
+        with contextlib.suppress(PermissionError):  # of another group of this user's: it becomes the default one
+            os.chown(temporary, info.st_uid, info.st_gid)
+        with temporary.open("r+b") as file:
+            file.truncate()
+            file.write(new)
+            file.flush()
+            fsync_file(file.fileno())
         if path.read_bytes() != old:
             raise PatchError(
                 f"{path} was changed while it was being patched",

@@ -1,14 +1,14 @@
 """The comment that a patch leaves: which recipe, and the changed lines, as they were and as they are.
 
-    # megaresume-patch 1: recipe megatron-lm-0.19 version 1 (to undo: megaresume patch --revert SCRIPT)
-    # megaresume-patch 5 [] -> ["import megaresume"]
-    # megaresume-patch 467 ["        provider,"] -> ["        megaresume.provider(provider),"]
-    # megaresume-patch original 6b3c... check 1d2c3b4a59687766
+    # megaresume-patch {"format": 1, "recipe": "megatron-lm-0.19", "version": 1, "undo": "megaresume patch ..."}
+    # megaresume-patch [0, [], ["import megaresume"]]
+    # megaresume-patch [462, ["        provider,"], ["        megaresume.provider(provider),"]]
+    # megaresume-patch {"original": "6b3c...", "check": "1d2c3b4a59687766"}
     import megaresume
 
-A line for each `Hunk`: its line, counted from the first of the comment. ``original`` is the SHA-256 of the file before
-the patch, ``check`` a hash of the comment. Lines are compared without their ends, so that a checkout that converts
-them changes nothing; bytes above 127 stand as in Latin-1, whatever the encoding of the file.
+A line for each `Hunk`: its line, counted from the first after the comment. ``original`` is the SHA-256 of the file
+before the patch, ``check`` a hash of the comment. Lines are compared without their ends, so that a checkout that
+converts them changes nothing; bytes above 127 stand as in Latin-1, whatever the encoding of the file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megaresume.patching.errors import PatchError
 
@@ -26,9 +26,6 @@ from megaresume.patching.errors import PatchError
 FORMAT = 1
 
 _PREFIX = b"# megaresume-patch "
-_HEAD = re.compile(r"1: recipe ([a-z0-9._-]+) version (\d+) \(.*\)")
-_HUNK = re.compile(r"(-?\d+) (\[.*\]) -> (\[.*\])")
-_END = re.compile(r"original ([0-9a-f]{64}) check ([0-9a-f]{16})")
 _LINE_END = re.compile(rb"[\r\n]*\Z")
 
 
@@ -36,10 +33,10 @@ _LINE_END = re.compile(rb"[\r\n]*\Z")
 class Hunk:
     """Lines that a patch changed."""
 
-    #: the first, counted from the comment: in the file without it, from 0.
-    line: int
-    old: tuple[str, ...]
-    new: tuple[str, ...]
+    #: the first, counted from the place of the comment, in the file without it. The same change is one at any line.
+    line: int = field(compare=False)
+    old: list[str]
+    new: list[str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +48,8 @@ class Marker:
     #: SHA-256 of the file before the patch.
     original: str
     hunks: tuple[Hunk, ...]
+    #: the line of the file, from 0, that it begins at now.
+    place: int
 
     @property
     def num_lines(self) -> int:
@@ -58,52 +57,48 @@ class Marker:
         return len(self.hunks) + 2
 
 
-class Lost(Exception):
-    """A hunk cannot be found again, or not at one place only: its lines were edited, or copied."""
-
-    def __init__(self, hunk: Hunk, places: Sequence[int]) -> None:
-        super().__init__(hunk.line)
-        self.hunk = hunk
-        #: lines, from 1, where it could be: none if it was edited, several if it was copied.
-        self.places = tuple(places)
-
-
 def _texts(lines: Sequence[bytes]) -> list[str]:
     """Lines without their ends."""
     return [_LINE_END.sub(b"", line).decode("latin-1") for line in lines]
 
 
-def _check(lines: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+def _end(line: bytes) -> bytes:
+    return (_LINE_END.search(line) or [b""])[0]
 
 
-def diff(data: bytes, patched: bytes, origin: int) -> tuple[Hunk, ...]:
-    """The changed lines; ``origin`` is the line, from 0, that the comment will go before."""
+def diff(data: bytes, patched: bytes, place: int) -> tuple[Hunk, ...]:
+    """The changed lines; ``place`` is the line, from 0, that the comment will go before."""
     old, new = _texts(data.splitlines()), _texts(patched.splitlines())
     return tuple(
-        Hunk(line=first - origin, old=tuple(old[begin:end]), new=tuple(new[first:last]))
+        Hunk(line=first - place, old=old[begin:end], new=new[first:last])
         for tag, begin, end, first, last in difflib.SequenceMatcher(None, old, new).get_opcodes()
         if tag != "equal"
     )
 
 
-def with_marker(patched: bytes, marker: Marker, origin: int) -> bytes:
-    """Put the comment before line ``origin``, from 0, of a patched file."""
+def with_marker(patched: bytes, marker: Marker) -> bytes:
+    """Put the comment into a patched file."""
     lines = patched.splitlines(keepends=True)
-    texts = [f"{FORMAT}: recipe {marker.recipe} version {marker.version} (to undo: megaresume patch --revert SCRIPT)"]
-    for hunk in marker.hunks:
-        line = hunk.line + (marker.num_lines if hunk.line >= 0 else 0)
-        texts.append(f"{line} {json.dumps(hunk.old)} -> {json.dumps(hunk.new)}")
-    texts.append(f"original {marker.original} check {_check([*texts, marker.original])}")
-    end = (_LINE_END.search(lines[origin]) or [b""])[0] or b"\n"
-    return b"".join([*lines[:origin], *(_PREFIX + text.encode("ascii") + end for text in texts), *lines[origin:]])
+    undo = "megaresume patch --revert SCRIPT"
+    head = {"format": FORMAT, "recipe": marker.recipe, "version": marker.version, "undo": undo}
+    values = [head, *([hunk.line, hunk.old, hunk.new] for hunk in marker.hunks)]
+    texts = _sealed([json.dumps(value) for value in values], marker.original)
+    end = _end(lines[marker.place]) or b"\n"
+    lines[marker.place : marker.place] = [_PREFIX + text.encode("ascii") + end for text in texts]
+    return b"".join(lines)
 
 
-def read_marker(data: bytes, name: str) -> tuple[Marker, bytes, int] | None:
+def _sealed(texts: list[str], original: object) -> list[str]:
+    """The lines of the comment, with the last one."""
+    check = hashlib.sha256("\n".join([*texts, str(original)]).encode()).hexdigest()[:16]
+    return [*texts, json.dumps({"original": original, "check": check})]
+
+
+def read_marker(data: bytes, name: str) -> tuple[Marker, bytes] | None:
     """Read the comment of a patched file.
 
     Returns:
-        what it says, the file without it, and the line, from 0, where it is now; None if there is none.
+        what it says, and the file without it; None if there is none.
 
     Raises:
         PatchError: the comment was edited, or is of a newer megaresume.
@@ -112,78 +107,82 @@ def read_marker(data: bytes, name: str) -> tuple[Marker, bytes, int] | None:
     indices = [i for i, line in enumerate(lines) if line.startswith(_PREFIX)]
     if not indices:
         return None
-    first = indices[0]
+    first, stop = indices[0], indices[-1] + 1
     texts = [text[len(_PREFIX) :] for text in _texts([lines[i] for i in indices])]
-    number = re.match(r"(\d+): ", texts[0])
-    if number is not None and int(number[1]) > FORMAT:
-        raise PatchError(
-            f"{name} was patched by a newer megaresume",
-            found=f"line {first + 1}: {lines[first].decode('latin-1').strip()}",
-            expected=f"a marker of format {FORMAT}",
-            action="use that version, or a newer one",
-        )
-    marker = _parse(texts) if indices == list(range(first, first + len(indices))) else None
-    if marker is None:
-        raise PatchError(
-            f"{name}: the marker of the patch was edited",
-            found=f"lines {', '.join(str(i + 1) for i in indices)}: begin with {_PREFIX.decode().strip()}, "
-            "but are not as they were written",
-            expected="the comment as megaresume wrote it",
-            cause="a formatter, a merge, or an edit by hand",
-            action="restore these lines or the file from version control; or take out by hand the comment, "
-            "`import megaresume`, and every megaresume.SOMETHING(...) around an argument",
-        )
-    return marker, b"".join(lines[:first] + lines[first + len(indices) :]), first
-
-
-def _parse(texts: list[str]) -> Marker | None:
-    head, end = _HEAD.fullmatch(texts[0]), _END.fullmatch(texts[-1])
-    found = [_HUNK.fullmatch(text) for text in texts[1:-1]]
-    if head is None or end is None or not all(found) or end[2] != _check([*texts[:-1], end[1]]):
-        return None
-    hunks = [
-        Hunk(line=int(one[1]), old=tuple(json.loads(one[2])), new=tuple(json.loads(one[3]))) for one in found if one
-    ]
-    moved = tuple(
-        Hunk(line=hunk.line - (len(texts) if hunk.line >= 0 else 0), old=hunk.old, new=hunk.new) for hunk in hunks
+    try:
+        head, *hunks, end = (json.loads(text) for text in texts)
+        if head["format"] > FORMAT:
+            raise PatchError(
+                f"{name} was patched by a newer megaresume",
+                found=f"line {first + 1}: a marker of format {head['format']}",
+                expected=f"a marker of format {FORMAT}",
+                action="use that version, or a newer one",
+            )
+        if texts == _sealed(texts[:-1], end["original"]) and stop - first == len(indices):
+            changed = tuple(Hunk(line=line, old=old, new=new) for line, old, new in hunks)
+            marker = Marker(
+                recipe=head["recipe"], version=head["version"], original=end["original"], hunks=changed, place=first
+            )
+            return marker, b"".join(lines[:first] + lines[stop:])
+    except (ValueError, TypeError, LookupError):
+        pass
+    raise PatchError(
+        f"{name}: the marker of the patch was edited",
+        found=f"lines {', '.join(str(i + 1) for i in indices)}: begin with {_PREFIX.decode().strip()}, "
+        "but are not as they were written",
+        expected="the comment as megaresume wrote it",
+        cause="a formatter, a merge, or an edit by hand",
+        action="restore these lines or the file from version control; or take out by hand the comment, "
+        "`import megaresume`, and every megaresume.SOMETHING(...) around an argument",
     )
-    return Marker(recipe=head[1], version=int(head[2]), original=end[1], hunks=moved)
 
 
-def find(data: bytes, hunks: Sequence[Hunk], origin: int) -> list[int]:
-    """Where hunks are now.
+def undo(data: bytes, marker: Marker, name: str) -> bytes:
+    """Put the old lines in the place of the new ones, with the ends that those have.
 
     Args:
         data: the patched file without the comment, perhaps edited since.
-        hunks: what to find.
-        origin: the line, from 0, where the comment was; where a hunk fits several places, the one that has moved as
-            far is it.
-
-    Returns:
-        the first line of each, from 0.
+        marker: what to undo; where a hunk fits several places, the one as far from the comment as it was is it.
+        name: what to call the file in messages.
 
     Raises:
-        Lost: a hunk's lines were edited, or copied so that they cannot be told apart.
+        PatchError: a hunk's lines were edited, or copied so that they cannot be told apart.
     """
-    texts = _texts(data.splitlines())
-    result: list[int] = []
-    for hunk in hunks:
-        count, expected = len(hunk.new), origin + hunk.line
-        places = [i for i in range(len(texts) - count + 1) if tuple(texts[i : i + count]) == hunk.new]
-        if len(places) > 1 and expected in places:
-            places = [expected]
-        if len(places) != 1 or (result and places[0] <= result[-1]):
-            raise Lost(hunk, [place + 1 for place in places])
-        result += places
-    return result
-
-
-def undo(data: bytes, hunks: Sequence[Hunk], origin: int) -> bytes:
-    """Put the old lines in the place of the new ones, with the ends that those have. Raises Lost, as `find` does."""
     lines = data.splitlines(keepends=True)
-    for place, hunk in reversed(list(zip(find(data, hunks, origin), hunks, strict=True))):
-        ends = [(_LINE_END.search(line) or [b""])[0] for line in lines[place : place + len(hunk.new)]]
+    texts = _texts(lines)
+    places: list[int] = []
+    for hunk in marker.hunks:
+        count, expected = len(hunk.new), marker.place + hunk.line
+        found = [i for i in range(len(texts) - count + 1) if texts[i : i + count] == hunk.new]
+        found = [expected] if expected in found else found
+        if len(found) != 1 or (places and found[0] <= places[-1]):
+            raise _edited(texts, marker, hunk, found, name)
+        places += found
+    for place, hunk in reversed(list(zip(places, marker.hunks, strict=True))):
+        ends = [_end(line) for line in lines[place : place + len(hunk.new)]]
         ends = ends[: len(hunk.old) - 1] + ends[-1:]
         old = [text.encode("latin-1") + end for text, end in zip(hunk.old, ends, strict=False)]
         lines[place : place + len(hunk.new)] = old
     return b"".join(lines)
+
+
+def _edited(texts: list[str], marker: Marker, hunk: Hunk, places: list[int], name: str) -> PatchError:
+    """The error that shows a line of the patch as it is now, and as it was written."""
+    added = next(line for line in hunk.new if line not in hunk.old)
+    ours = next((word for word in ("megaresume.provider", "import megaresume") if word in added), "megaresume.")
+    numbers = [i + 1 + (marker.num_lines if i >= marker.place else 0) for i in range(len(texts))]
+    if places:
+        found = f"these lines several times: {', '.join(str(numbers[place]) for place in places)}"
+    else:
+        hits = [
+            f"line {number}: {text.strip()[:160]}" for number, text in zip(numbers, texts, strict=True) if ours in text
+        ]
+        found = "; ".join(hits) or f"no line with {ours}"
+    return PatchError(
+        f"{name}: lines of the patch were edited since",
+        found=found,
+        expected=f"the line as recipe {marker.recipe} version {marker.version} wrote it: {added.strip()}",
+        cause="a formatter, a merge, or an edit by hand",
+        action="take out by hand `import megaresume`, every megaresume.SOMETHING(...) around an argument, and the "
+        "lines that begin with # megaresume-patch; or restore the lines from version control and revert then",
+    )

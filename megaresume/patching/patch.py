@@ -11,18 +11,9 @@ from typing import Literal
 from megaresume.patching.choose import Beside, choose
 from megaresume.patching.codemod import Codemod
 from megaresume.patching.errors import PatchError
-from megaresume.patching.marker import Lost, Marker, diff, find, read_marker, undo, with_marker
+from megaresume.patching.marker import Marker, diff, read_marker, undo, with_marker
 from megaresume.patching.recipe import Recipe
 from megaresume.patching.script import Script
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
-    """One change in words."""
-
-    #: in the patched file, from 1.
-    line: int
-    what: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,9 +22,10 @@ class Applied:
 
     data: bytes
     recipe: Recipe
-    changes: tuple[Change, ...]
+    #: the lines of ours: number in the patched file, from 1, and text.
+    changes: tuple[tuple[int, str], ...]
     already: bool
-    notes: tuple[str, ...]
+    note: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +33,7 @@ class Reverted:
     """A script without the patch."""
 
     data: bytes
-    recipe: str
-    version: int
+    marker: Marker
     #: whether it is the original byte for byte; else other lines were edited since, and stay so.
     exact: bool
 
@@ -52,7 +43,7 @@ Status = Literal["patched", "unpatched", "older", "newer", "edited", "stale", "u
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checked:
-    """Whether a script is patched as it would be now."""
+    """Whether a script is patched with the current version of its recipe, and as that would patch it now."""
 
     status: Status
     recipe: str | None = None
@@ -63,7 +54,7 @@ class Checked:
 
     @property
     def ok(self) -> bool:
-        """Patched with the current version of its recipe."""
+        """Nothing is to be done."""
         return self.status == "patched"
 
 
@@ -81,32 +72,36 @@ def apply(data: bytes, name: str, recipes: Sequence[Recipe], beside: Beside | No
         PatchError: no recipe fits, several do, the script cannot be changed safely, or it has another patch.
     """
     if read_marker(data, name) is not None:
-        return _again(data, name, recipes, beside)
+        state = check(data, name, recipes, beside)
+        if not state.ok:
+            raise PatchError(f"{name} is patched already", found=state.reason, action=state.action)
+        return Applied(data=data, recipe=_named(state.recipe, recipes), changes=(), already=True)
     script = Script(data, name)
     fit = choose(script, recipes, beside)
     codemod = Codemod(script, fit)
-    patched = script.encode(script.wrapper.visit(codemod).code)
+    patched = script.wrapper.visit(codemod).bytes
     marker = Marker(
         recipe=fit.recipe.name,
         version=fit.recipe.version,
         original=hashlib.sha256(data).hexdigest(),
         hunks=diff(data, patched, codemod.line - 1),
+        place=codemod.line - 1,
     )
-    result = with_marker(patched, marker, codemod.line - 1)
+    result = with_marker(patched, marker)
     _verify(data, result, name)
-    note = beside.note(fit.recipe) if beside is not None else None
-    changes = _changes(codemod, marker)
-    return Applied(data=result, recipe=fit.recipe, changes=changes, already=False, notes=(note,) if note else ())
-
-
-def _changes(codemod: Codemod, marker: Marker) -> tuple[Change, ...]:
     first = codemod.line + marker.num_lines
-    lines = {first + hunk.line + i: text for hunk in marker.hunks for i, text in enumerate(hunk.new)}
-    found = [
-        Change(line=next(number for number, text in lines.items() if needle in text), what=what)
-        for what, needle in codemod.changes
-    ]
-    return tuple(sorted(found, key=lambda change: change.line))
+    ours = ((first + hunk.line + i, text) for hunk in marker.hunks for i, text in enumerate(hunk.new))
+    return Applied(
+        data=result,
+        recipe=fit.recipe,
+        changes=tuple((number, text.strip()) for number, text in ours if "megaresume" in text),
+        already=False,
+        note=None if beside is None else beside.note(fit.recipe),
+    )
+
+
+def _named(name: str | None, recipes: Sequence[Recipe]) -> Recipe:
+    return next(recipe for recipe in recipes if recipe.name == name)
 
 
 def _verify(data: bytes, patched: bytes, name: str) -> None:
@@ -120,15 +115,6 @@ def _verify(data: bytes, patched: bytes, name: str) -> None:
             cause="an encoding or line ends that are not handled",
             action="please report this script; meanwhile use the launcher: torchrun -m megaresume.run",
         )
-
-
-def _again(data: bytes, name: str, recipes: Sequence[Recipe], beside: Beside | None) -> Applied:
-    """A script that is patched already: nothing to do if it is so with the recipe of now."""
-    state = check(data, name, recipes, beside)
-    recipe = next((recipe for recipe in recipes if recipe.name == state.recipe), None)
-    if state.ok and recipe is not None:
-        return Applied(data=data, recipe=recipe, changes=(), already=True, notes=())
-    raise PatchError(f"{name} is patched already", found=state.reason, action=state.action)
 
 
 def revert(data: bytes, name: str) -> Reverted:
@@ -146,36 +132,10 @@ def revert(data: bytes, name: str) -> Reverted:
             cause="it was never patched, or the marker was deleted",
             action="nothing to do; what was changed by hand has to be undone by hand",
         )
-    marker, rest, origin = found
-    try:
-        result = undo(rest, marker.hunks, origin)
-    except Lost as lost:
-        raise _edited(data, name, marker, lost) from lost
+    marker, rest = found
+    result = undo(rest, marker, name)
     exact = hashlib.sha256(result).hexdigest() == marker.original
-    return Reverted(data=result, recipe=marker.recipe, version=marker.version, exact=exact)
-
-
-def _edited(data: bytes, name: str, marker: Marker, lost: Lost) -> PatchError:
-    """The error that shows a line of the patch as it is now, and as it was written."""
-    added = next(line for line in lost.hunk.new if line not in lost.hunk.old)
-    ours = next((word for word in ("megaresume.provider", "import megaresume") if word in added), "megaresume.")
-    if lost.places:
-        found = f"these lines several times: {', '.join(map(str, lost.places))} (counted without the marker)"
-    else:
-        hits = [
-            f"line {number}: {line.decode('utf-8', 'replace').strip()[:160]}"
-            for number, line in enumerate(data.splitlines(), 1)
-            if ours.encode() in line and not line.startswith(b"# megaresume-patch")
-        ]
-        found = "; ".join(hits) or f"no line with {ours}"
-    return PatchError(
-        f"{name}: lines of the patch were edited since",
-        found=found,
-        expected=f"the line as recipe {marker.recipe} version {marker.version} wrote it: {added.strip()}",
-        cause="a formatter, a merge, or an edit by hand",
-        action="take out by hand `import megaresume`, every megaresume.SOMETHING(...) around an argument, and the "
-        "lines that begin with # megaresume-patch; or restore the lines from version control and revert then",
-    )
+    return Reverted(data=result, marker=marker, exact=exact)
 
 
 def check(data: bytes, name: str, recipes: Sequence[Recipe], beside: Beside | None) -> Checked:
@@ -185,47 +145,34 @@ def check(data: bytes, name: str, recipes: Sequence[Recipe], beside: Beside | No
         UsageError: not Python.
     """
     try:
-        found = read_marker(data, name)
+        if read_marker(data, name) is None:
+            return Checked(status="unpatched", reason="it is not patched", action=f"megaresume patch {name}")
+        before = revert(data, name)
     except PatchError as error:
-        return Checked(status="edited", reason=str(error.found), action=error.action)
-    if found is None:
-        return Checked(status="unpatched", reason="it is not patched", action=f"megaresume patch {name}")
-    marker, rest, origin = found
-    status, reason, action = _judge(data, rest, origin, name, marker, recipes, beside)
+        return Checked(status="edited", reason=f"{error.headline}: {error.found}", action=error.action)
+    status, reason, action = _judge(before, name, recipes, beside)
+    marker = before.marker
     return Checked(status=status, recipe=marker.recipe, version=marker.version, reason=reason, action=action)
 
 
 def _judge(
-    data: bytes,
-    rest: bytes,
-    origin: int,
-    name: str,
-    marker: Marker,
-    recipes: Sequence[Recipe],
-    beside: Beside | None,
+    before: Reverted, name: str, recipes: Sequence[Recipe], beside: Beside | None
 ) -> tuple[Status, str | None, str | None]:
     """What is to be said of a patched script, why, and what to do."""
-    again = f"megaresume patch --revert {name} && megaresume patch {name}"
-    recipe = next((recipe for recipe in recipes if recipe.name == marker.recipe), None)
-    label = f"it was patched with version {marker.version} of {marker.recipe}"
-    try:
-        find(rest, marker.hunks, origin)
-    except Lost as lost:
-        edited = _edited(data, name, marker, lost)
-        return "edited", f"{edited.headline}: {edited.found}", edited.action
-    if recipe is None:
-        others = ", ".join(recipe.name for recipe in recipes)
-        reason = f"it was patched with recipe {marker.recipe}, which is not among {others}"
+    marker, again = before.marker, f"megaresume patch --revert {name} && megaresume patch {name}"
+    if marker.recipe not in (names := [recipe.name for recipe in recipes]):
+        reason = f"it was patched with recipe {marker.recipe}, which is not among {', '.join(names)}"
         return "unknown recipe", reason, "name its file: --recipe FILE; or revert it: --revert"
+    recipe = _named(marker.recipe, recipes)
+    label = f"it was patched with version {marker.version} of {marker.recipe}"
     if marker.version < recipe.version:
         return "older", f"{label}; version {recipe.version} is current", again
     if marker.version > recipe.version:
         return "newer", f"{label}; this megaresume has {recipe.version}", "use the newer megaresume"
     try:
-        now = read_marker(apply(revert(data, name).data, name, [recipe], beside).data, name)
+        now = revert(apply(before.data, name, [recipe], beside).data, name).marker
     except PatchError as error:
         return "stale", f"the recipe does not fit any more: {error.headline}: {error.found}", error.action
-    assert now is not None
-    if [(hunk.old, hunk.new) for hunk in now[0].hunks] != [(hunk.old, hunk.new) for hunk in marker.hunks]:
+    if now.hunks != marker.hunks:
         return "stale", "the script was edited, and the recipe would now patch it differently", again
     return "patched", None, None

@@ -8,9 +8,6 @@ last, and which one that is a file does not always show.
 from __future__ import annotations
 
 import ast
-import codecs
-import io
-import tokenize
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -68,29 +65,14 @@ class Script:
 
     def __init__(self, data: bytes, name: str) -> None:
         self.name = name
-        self.encoding, self.bom = _encoding(data, name)
-        try:
-            self.text = data[len(self.bom) :].decode(self.encoding)
-        except UnicodeDecodeError as error:
-            raise UsageError(
-                f"{name} is not a Python script",
-                found=f"bytes that are not {self.encoding}, in line {len(data[: error.start].splitlines())}",
-                expected=f"a script in {self.encoding}, or one that declares its encoding in the first line",
-            ) from error
-        self.module = _parse(data, self.text, name)
+        self.module = _parse(data, name)
         self.wrapper = MetadataWrapper(self.module, unsafe_skip_copy=True)
         providers = (ParentNodeProvider, PositionProvider, ScopeProvider, ExpressionContextProvider)
         found: Mapping[Any, Mapping[cst.CSTNode, Any]] = self.wrapper.resolve_many(providers)
         self.parents, self._positions, self._scopes, self._contexts = (found[provider] for provider in providers)
+        imports = [node for node in self.parents if isinstance(node, cst.Import | cst.ImportFrom)]
         #: all imports, at any place, in the order of the text.
-        self.imports: list[cst.Import | cst.ImportFrom] = [
-            node for node in self.parents if isinstance(node, cst.Import | cst.ImportFrom)
-        ]
-        self.imports.sort(key=self.line)
-
-    def encode(self, text: str) -> bytes:
-        """A text as bytes of this file: in its encoding, with its byte order mark."""
-        return self.bom + text.encode(self.encoding)
+        self.imports = sorted(imports, key=self.line)
 
     def line(self, node: cst.CSTNode) -> int:
         """The line, from 1, that a node begins in."""
@@ -102,15 +84,16 @@ class Script:
 
     def quote(self, *nodes: cst.CSTNode) -> str:
         """``line N: its text`` of each, for messages."""
-        lines = self.text.encode().splitlines()
+        lines = self.module.code.encode().splitlines()
         numbers = dict.fromkeys(self.line(node) for node in nodes)
         return "; ".join(f"line {number}: {lines[number - 1].decode().strip()[:160]}" for number in numbers)
 
     # -- names
 
     def imported(self) -> frozenset[str]:
-        """Every dotted name that the script imports, at any place: ``from a.b import c`` gives ``a.b``, ``a.b.c``."""
-        return frozenset(name for node in self.imports for name in imports_of(node))
+        """Every dotted name that the script imports, at any place, or reads of what it imports."""
+        names = (name for node in self.imports for name in imports_of(node))
+        return frozenset(names).union(*(meaning for _, meaning in self._meanings))
 
     def meaning(self, node: cst.CSTNode) -> frozenset[str]:
         """The dotted names that an expression may mean by the script's imports; empty if it means none."""
@@ -120,10 +103,13 @@ class Script:
 
     def bindings(self, place: cst.CSTNode, name: str) -> list[cst.CSTNode]:
         """What binds a name that is used at a place: a FunctionDef, ClassDef, Param, Import, ImportFrom or Name."""
+        return [one.node for one in self._assignments(place, name)]
+
+    def _assignments(self, place: cst.CSTNode, name: str) -> list[Assignment | ImportAssignment]:
         scope = self._scopes.get(place)
         found = () if scope is None else scope[name]
-        nodes = {id(item.node): item.node for item in found if isinstance(item, Assignment | ImportAssignment)}
-        return sorted(nodes.values(), key=self.line)
+        own = [one for one in found if isinstance(one, Assignment | ImportAssignment)]
+        return sorted(own, key=lambda one: self.line(one.node))
 
     def assignment(self, name: cst.CSTNode) -> cst.Assign | cst.AnnAssign | cst.NamedExpr | None:
         """The plain assignment that a bound Name belongs to; None for a loop, a ``with``, and the like."""
@@ -145,11 +131,10 @@ class Script:
     def uses(self, function: str, called: Called) -> Uses:
         """All uses of a function that is imported from one of some modules."""
         wanted = {f"{module}.{function}" for module in called.modules}
-        nodes = self.reads(wanted) + self._starred(function, called.modules)
         calls: list[cst.Call] = []
         handed_on: list[cst.CSTNode] = []
         rebound: list[cst.CSTNode] = []
-        for node in nodes:
+        for node in self.reads(wanted) + self._starred(function, called.modules):
             parent = self.parents[node]
             if self._contexts[node] is not ExpressionContext.LOAD:
                 rebound.append(node)
@@ -170,93 +155,64 @@ class Script:
     def _stars(self) -> list[cst.ImportFrom]:
         return [one for one in self.imports if isinstance(one.names, cst.ImportStar)]
 
-    def _disagreement(self, func: cst.CSTNode, wanted: Collection[str], called: Called) -> list[cst.CSTNode]:
+    def _disagreement(self, func: cst.CSTNode, wanted: set[str], called: Called) -> list[cst.CSTNode]:
         """All bindings of a called name, if one of them is another function than the wanted; a later star too."""
-        root, _, rest = dotted(func).partition(".")
-        bindings = self.bindings(func, root)
+        name = dotted(func)
+        root = name.partition(".")[0]
+        found = self._assignments(func, root)
+        bindings = [one.node for one in found]
         first = self.line(bindings[0]) if bindings else 0
         stars = [
             star for star in self._stars() if self.line(star) > first and dotted(star.module) not in called.modules
         ]
-        if not stars and all(self._is_wanted(one, root, rest, wanted, called) for one in bindings):
-            return []
-        return [*bindings, *stars]
-
-    def _is_wanted(self, binding: cst.CSTNode, root: str, rest: str, wanted: Collection[str], called: Called) -> bool:
-        if isinstance(binding, cst.Import | cst.ImportFrom):
-            for alias in () if isinstance(binding.names, cst.ImportStar) else binding.names:
-                bound, meant = _bound_by(binding, alias)
-                if bound == root and not any(name == ".".join(filter(None, (meant, rest))) for name in wanted):
-                    # `import megatron.core` binds no more than `megatron`.
-                    return isinstance(binding, cst.Import) and alias.asname is None
-            return True
-        assign = self.assignment(binding)
-        return isinstance(assign, cst.Assign) and self._wraps(assign, root, called)
+        agree = (
+            {meant.name for meant in one.get_qualified_names_for(name)} <= wanted
+            or self._wraps(self.assignment(one.node), root, called)
+            for one in found
+        )
+        return [] if all(agree) and not stars else [*bindings, *stars]
 
     def _is_wrapped(self, parent: cst.CSTNode, called: Called) -> bool:
         """Whether an argument is the one of ``f = wrapper(f)``."""
         call = self.parents.get(parent) if isinstance(parent, cst.Arg) else None
         assign = self.parents.get(call) if isinstance(call, cst.Call) else None
-        return isinstance(assign, cst.Assign) and self._wraps(assign, self.source(parent), called)
+        return self._wraps(assign, self.source(parent), called)
 
-    def _wraps(self, assign: cst.Assign, name: str, called: Called) -> bool:
+    def _wraps(self, assign: cst.CSTNode | None, name: str, called: Called) -> bool:
         """``f, … = wrapper(f, …)`` with a wrapper that keeps the parameters."""
         target = m.Name(name)
         first = target | m.Tuple(elements=[m.Element(target), m.ZeroOrMore()])
         call = m.Call(args=[m.Arg(target, keyword=None), m.ZeroOrMore()])
-        is_one = m.matches(assign, m.Assign(targets=[m.AssignTarget(first)], value=call))
-        return is_one and bool(self.meaning(assign.value.func) & {*called.wrappers})  # type: ignore[attr-defined]
-
-
-def _bound_by(node: cst.Import | cst.ImportFrom, alias: cst.ImportAlias) -> tuple[str, str]:
-    """The name that an import binds, and the dotted name that it then means."""
-    name = dotted(alias.name)
-    meant = name if isinstance(node, cst.Import) else f"{_module_of(node)}.{name}"
-    if alias.asname is not None:
-        return dotted(alias.asname.name), meant
-    return name.partition(".")[0], meant if isinstance(node, cst.ImportFrom) else name.partition(".")[0]
-
-
-def _module_of(node: cst.ImportFrom) -> str:
-    return "." * len(node.relative) + dotted(node.module)
+        shape = m.Assign(targets=[m.AssignTarget(first)], value=call)
+        return m.matches(assign, shape) and bool(self.meaning(assign.value.func) & {*called.wrappers})  # type: ignore[union-attr, arg-type]
 
 
 def imports_of(node: cst.Import | cst.ImportFrom) -> Iterator[str]:
-    """The dotted names that a statement imports."""
+    """The dotted names that a statement imports: of ``from a.b import c``, ``a.b`` and ``a.b.c``."""
+    prefix = ""
     if isinstance(node, cst.ImportFrom):
-        yield _module_of(node)
+        module = "." * len(node.relative) + dotted(node.module)
+        yield module
+        prefix = f"{module}."
     if not isinstance(node.names, cst.ImportStar):
-        prefix = f"{_module_of(node)}." if isinstance(node, cst.ImportFrom) else ""
         yield from (prefix + dotted(alias.name) for alias in node.names)
 
 
-def _encoding(data: bytes, name: str) -> tuple[str, bytes]:
-    bom = codecs.BOM_UTF8 if data.startswith(codecs.BOM_UTF8) else b""
+def _parse(data: bytes, name: str) -> cst.Module:
     try:
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-    except SyntaxError as error:
+        ast.parse(data)  # for the words of Python itself, which are what users know
+        module = cst.parse_module(data)
+    except (SyntaxError, ValueError, cst.ParserSyntaxError) as error:
+        line = int(getattr(error, "lineno", None) or getattr(error, "raw_line", None) or 0)
+        shown = b"".join(data.splitlines()[line - 1 : line]).decode("utf-8", "replace").strip()[:160] if line else ""
+        words = getattr(error, "msg", None) or getattr(error, "message", None) or str(error)
         raise UsageError(
-            f"{name} is not a Python script", found=str(error), expected="UTF-8, or an encoding that Python knows"
-        ) from error
-    return ("utf-8" if encoding == "utf-8-sig" else codecs.lookup(encoding).name), bom
-
-
-def _parse(data: bytes, text: str, name: str) -> cst.Module:
-    try:
-        module = cst.parse_module(text)
-    except cst.ParserSyntaxError as error:
-        line, found = _syntax_error(data) or (error.raw_line, error.message)
-        lines = data.splitlines()
-        shown = (
-            lines[line - 1].decode("utf-8", "replace").strip()[:160] if line <= len(lines) else "the end of the file"
-        )
-        raise UsageError(
-            f"{name} is not a Python script: syntax error in line {line}",
-            found=f"{shown}: {found}",
-            expected="a script that Python can run",
+            f"{name} is not a Python script" + (f": syntax error in line {line}" if line else ""),
+            found=": ".join(filter(None, (shown, words))),
+            expected="a script that Python can run, in UTF-8 or in the encoding that its first line declares",
             action=f"python -m py_compile {name}",
         ) from error
-    if module.code != text:
+    if module.bytes != data:
         raise PatchError(
             f"{name} cannot be changed without changing other bytes of it",
             found="line ends or characters that do not survive parsing",
@@ -265,12 +221,3 @@ def _parse(data: bytes, text: str, name: str) -> cst.Module:
             action=f"convert its line ends, or use the launcher: torchrun -m megaresume.run {name} ...",
         )
     return module
-
-
-def _syntax_error(data: bytes) -> tuple[int, str] | None:
-    """Line and words of Python itself, which are what users know; None where it accepts the script."""
-    try:
-        ast.parse(data)
-    except (SyntaxError, ValueError) as error:
-        return getattr(error, "lineno", None) or 1, getattr(error, "msg", None) or str(error)
-    return None

@@ -155,7 +155,7 @@ def refused(headline: str = "bad value of {place}", **fields: Any) -> PydanticCu
 
     Args:
         headline: ``{place}`` stands for the place in the configuration.
-        fields: of `ConfigError`; ``at``: keys below the value that is validated.
+        fields: of `ConfigError`; ``at``: keys below the value that is validated; ``key``: one that is not known.
     """
     return PydanticCustomError("refused", "refused", {"headline": headline, **fields})
 
@@ -191,6 +191,7 @@ def _unknown_key(key: object, known: Collection[str]) -> PydanticCustomError:
         expected=f"one of {', '.join(sorted(known))}" if known else "no options",
         cause=near(key, known),
         action="correct or remove the key",
+        key=key,
     )
 
 

@@ -84,8 +84,8 @@ def check_recipe(data: bytes) -> None:
 
 
 def _recipes() -> list[bytes]:
-    odd = b"name: x\nversion: 1\nupstream: u\ncalls: {f: {from: [a], parameters: [p]}}\nmatches: {}\nedits:\n"
-    odd += b"- add_import: m\n- {wrap_argument: p, of: f, with: m.g, accepts: {name: 'a{99999999999999999999}'}}\n"
+    odd = b"name: x\nversion: 1\nupstream: u\ncalls: {f: {modules: [a], parameters: [p, q]}}\n"
+    odd += b"provider: {of: f, parameter: p, named: 'a{99999999999999999999}'}\nflags: {of: f, parameter: q}\n"
     return [odd, *_ODD, *(path.read_bytes() for path in sorted((REPOSITORY / "patches").glob("*.yaml")))]
 
 

@@ -8,13 +8,25 @@ from pathlib import Path
 import pytest
 
 from megaresume.patching.patch import check, revert
-from megaresume.patching.recipe import find_recipe, parse_recipe, recipe_dir, shipped_recipes
+from megaresume.patching.recipe import find_recipe, read_recipe, recipe_dir, shipped_recipes
 from megaresume.stream.errors import ConfigError, UsageError
 from tests.patching.conftest import patch
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "patching.md"
 OWN = next(text for text in re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(), re.DOTALL) if "name:" in text)
 SCRIPT = next(text for text in re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL) if "launch(" in text)
+
+
+@pytest.fixture
+def parse(tmp_path, monkeypatch):
+    """Read the text of a recipe, as own.yaml."""
+    monkeypatch.chdir(tmp_path)
+
+    def read(text):
+        Path("own.yaml").write_text(text)
+        return read_recipe(Path("own.yaml"))
+
+    return read
 
 
 def test_the_shipped_recipes():
@@ -26,18 +38,18 @@ def test_the_shipped_recipes():
         find_recipe("nonsense")
 
 
-def test_the_example_of_the_document_works():
-    own = parse_recipe(OWN, "own.yaml")
+def test_the_example_of_the_document_works(parse):
+    own = parse(OWN)
     done = patch(SCRIPT, recipes=[own])
     assert "megaresume.provider(make_data)" in done.data.decode()
     assert "more_flags=megaresume.extra_args_provider()" in done.data.decode()
     assert revert(done.data, "s.py").data == SCRIPT.encode()
 
 
-def test_a_newer_version_of_the_recipe_asks_for_revert_and_apply():
-    own = parse_recipe(OWN, "own.yaml")
+def test_a_newer_version_of_the_recipe_asks_for_revert_and_apply(parse):
+    own = parse(OWN)
     data = patch(SCRIPT, recipes=[own]).data
-    newer = parse_recipe(OWN.replace("version: 1", "version: 2"), "own.yaml")
+    newer = parse(OWN.replace("version: 1", "version: 2"))
     found = check(data, "s.py", [newer], None)
     assert found.status == "older" and found.action == "megaresume patch --revert s.py && megaresume patch s.py"
     both = patch(SCRIPT, recipes=[newer]).data
@@ -48,36 +60,35 @@ def test_a_newer_version_of_the_recipe_asks_for_revert_and_apply():
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("version: 1", "version: one", ["line 2, version: not valid", "found:        one", "a valid integer"]),
-        ("version: 1", "version: 0", ["line 2, version"]),
-        ("version: 1 ", "# ", ["version is missing", "found:        no version"]),
-        ("version: 1", "versoin: 1", ["unknown key versoin", "did you mean version?"]),
-        ("parameters: 1", "parameter: 1", ["line 23", "unknown key parameter: did you mean parameters"]),
-        ("    defined_in:", "    defined:", ["line 11", "unknown key defined: did you mean defined_in"]),
+        ("version: 1", "version: one", ["line 2: bad value of version", "found:        'one'", "an integer from 1"]),
+        ("version: 1", "version: 0", ["line 2: bad value of version"]),
+        ("version: 1 ", "# ", ["version is missing"]),
+        ("version: 1", "versoin: 1", ["line 2: unknown key 'versoin'", "did you mean 'version'?"]),
+        ("named:", "name:", ["line 16: unknown key 'name' in provider", "did you mean 'named'?"]),
+        ("    defined_in:", "    defined:", ["line 10", "unknown key 'defined'", "did you mean 'defined_in'?"]),
         ("version: 1", "version: 1\nname: x", ["line 3", "the key 'name' stands there twice"]),
-        ("name: ", "name: Bad Name ", ["line 1, name", "lower-case"]),
-        ("matches:", "matches: [", ["not valid YAML", "line "]),
-        ("of: launch", "of: lunch", ["not described under calls", "lunch"]),
-        ("wrap_argument: datasets", "wrap_argument: nothing", ["launch has no parameter nothing"]),
-        ("with: megaresume.provider", "with: other.provider", ["a function that the import does not bring"]),
-        ("if_absent: add_keyword", "if_absent: maybe", ["'add_keyword' or 'refuse'"]),
-        ("add_import: megaresume", "drop_import: megaresume", ["edits[0]", "add_import or wrap_argument"]),
-        ("parameters: 1", "parameters: [1]", ["accepts.parameters", "a list", "a valid integer"]),
-        ("name: \"data\"", "name: \"(\"", ["not a regular expression"]),
-        ("[model, datasets", "[model, model, datasets", ["line 10", "a parameter twice"]),
-        ("    of: launch\n    with: megaresume.e", "    with: megaresume.e", ["line 24, edits[2]", "of is missing"]),
-        ("imports: [ourtrainer]", "imports: ourtrainer", ["matches.imports", "        ourtrainer", "a valid list"]),
+        ("name: ", "name: Bad Name ", ["line 1: bad value of name", "lower-case"]),
+        ("matches:", "matches: [", ["is not YAML", "line "]),
+        ("of: launch", "of: lunch", ["line 16: provider.of is not described under calls", "lunch"]),
+        ("parameter: datasets", "parameter: nothing", ["line 16: launch has no parameter nothing"]),
+        ("flags: {", "flags: {if_absent: refuse, ", ["line 17: unknown key 'if_absent' in flags"]),
+        ("named: \"data\"", "named: [1]", ["line 16: bad value of provider.named", "a text"]),
+        ("named: \"data\"", "named: \"(\"", ["line 16", "not a regular expression"]),
+        ("[model, datasets", "[model, model, datasets", ["line 9", "each once"]),
+        ("[model, datasets", "[a b, datasets", ["line 9", "Python names"]),
+        ("flags: {of: launch, ", "flags: {", ["line 17: flags.of is missing"]),
+        ("imports_any_of: [ourtrainer]", "imports_any_of: ourtrainer", ["matches.imports_any_of", "a list"]),
     ],
 )  # fmt: skip
-def test_slips_are_reported_with_the_line(old, new, words):
+def test_slips_are_reported_with_the_line(parse, old, new, words):
     assert old in OWN
     with pytest.raises(ConfigError) as caught:
-        parse_recipe(OWN.replace(old, new, 1), "own.yaml")
+        parse(OWN.replace(old, new, 1))
     for word in ["own.yaml", *words]:
         assert word in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["", "just text", "- a\n- b\n"])
-def test_what_is_no_recipe(text):
-    with pytest.raises(ConfigError, match=r"recipe own\.yaml"):
-        parse_recipe(text, "own.yaml")
+def test_what_is_no_recipe(parse, text):
+    with pytest.raises(ConfigError, match=r"own\.yaml is not a recipe"):
+        parse(text)

@@ -126,7 +126,7 @@ def test_a_copied_line_is_told_apart_by_its_place_or_refused():
     assert "several times" in str(caught.value.found)
 
 
-@pytest.mark.parametrize("how", ["recipe megatron", "original ", "check ", '["', "split", "cut"])
+@pytest.mark.parametrize("how", ["megatron-lm", "original", "check", '["', "split", "cut"])
 def test_an_edited_marker_is_refused(how):
     lines = patch(V0_19).data.splitlines(keepends=True)
     first = next(i for i, line in enumerate(lines) if line.startswith(b"# megaresume-patch"))
@@ -148,7 +148,7 @@ def test_an_edited_marker_is_refused(how):
 
 
 def test_a_marker_of_a_newer_format_is_refused():
-    data = patch(V0_19).data.replace(b"# megaresume-patch 1: ", b"# megaresume-patch 2: ")
+    data = patch(V0_19).data.replace(b'{"format": 1, ', b'{"format": 2, ')
     with pytest.raises(PatchError, match="newer megaresume"):
         revert(data, "s.py")
 
@@ -173,10 +173,10 @@ pretrain(data_provider, M, ModelType.a, step)
 """
 # ruff: noqa: E501
 GOLDEN = """\
-# megaresume-patch 1: recipe megatron-lm-0.17 version 1 (to undo: megaresume patch --revert SCRIPT)
-# megaresume-patch 4 [] -> ["import megaresume"]
-# megaresume-patch 8 ["pretrain(data_provider, M, ModelType.a, step)"] -> ["pretrain(megaresume.provider(data_provider), M, ModelType.a, step, extra_args_provider=megaresume.extra_args_provider())"]
-# megaresume-patch original fcc5d9c1c18483c1e0569baa2a101981c138e7662cb55ddfc5cccff251f39afb check 9dc5dc732dd974eb
+# megaresume-patch {"format": 1, "recipe": "megatron-lm-0.17", "version": 1, "undo": "megaresume patch --revert SCRIPT"}
+# megaresume-patch [0, [], ["import megaresume"]]
+# megaresume-patch [4, ["pretrain(data_provider, M, ModelType.a, step)"], ["pretrain(megaresume.provider(data_provider), M, ModelType.a, step, extra_args_provider=megaresume.extra_args_provider())"]]
+# megaresume-patch {"original": "fcc5d9c1c18483c1e0569baa2a101981c138e7662cb55ddfc5cccff251f39afb", "check": "5b01dc0cdf48edf9"}
 import megaresume
 from megatron.training import get_args, pretrain
 from m import data_provider, M, step, ModelType
@@ -188,7 +188,7 @@ pretrain(megaresume.provider(data_provider), M, ModelType.a, step, extra_args_pr
 def test_a_marker_of_format_1_stays_readable():
     """As the first version wrote it."""
     back = revert(GOLDEN.encode(), "s.py")
-    assert (back.recipe, back.version, back.exact) == ("megatron-lm-0.17", 1, True)
+    assert (back.marker.recipe, back.marker.version, back.exact) == ("megatron-lm-0.17", 1, True)
     assert back.data.decode() == GOLDEN_ORIGINAL
     assert patch(GOLDEN_ORIGINAL).data.decode() == GOLDEN
 
