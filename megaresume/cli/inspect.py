@@ -281,7 +281,7 @@ def _order_block(found: _Inspection) -> str:
     step = found.step
     if step is None or step.state.kind != "order":
         return ""
-    from megaresume.hosts.megatron.guard import describe  # deferred: numpy
+    from megaresume.hosts.megatron.guard.compare import describe  # deferred: numpy
 
     try:
         return "\n".join(describe(step.state))

@@ -35,10 +35,6 @@ _LAYOUTS: Mapping[Kind, Mapping[str, tuple[str, ...]]] = {
         "global_vars": ("training.global_vars",),
         "signals": ("training.dist_signal_handler",),
         "initialize": ("training.initialize",),
-        "async_utils": ("training.async_utils",),
-        "inprocess_restart": ("training.inprocess_restart",),
-        # moved in 0.16
-        "samplers": ("training.datasets.data_samplers", "legacy.data.data_samplers"),
         "builder": ("core.datasets.blended_megatron_dataset_builder",),
         "schedules": ("core.pipeline_parallel.schedules",),
         "parallel_state": ("core.parallel_state",),
@@ -50,7 +46,6 @@ _LAYOUTS: Mapping[Kind, Mapping[str, tuple[str, ...]]] = {
         "global_vars": ("global_vars",),
         "signals": ("dist_signal_handler",),
         "initialize": ("initialize",),
-        "samplers": ("data.data_samplers",),
         "schedules": ("core.pipeline_parallel.schedules",),
         "parallel_state": ("core.parallel_state",),
     },
@@ -60,7 +55,6 @@ _LAYOUTS: Mapping[Kind, Mapping[str, tuple[str, ...]]] = {
         "training": ("training",),
         "global_vars": ("global_vars",),
         "initialize": ("initialize",),
-        "samplers": ("data.data_samplers",),
         "parallel_state": ("mpu.initialize",),
     },
 }
@@ -79,7 +73,7 @@ class Project:
     #: of Megatron-LM and deepspeedai's Megatron-DeepSpeed: megatron-core's; of bigscience's: the package's own.
     version: str
     #: role -> dotted name, of those that exist: arguments, checkpointing, training, global_vars, initialize,
-    #: samplers, schedules, parallel_state; builder, async_utils, inprocess_restart, signals; engine (DeepSpeed's).
+    #: schedules, parallel_state; builder, signals; engine (DeepSpeed's).
     modules: Mapping[str, str]
 
     def at_least(self, major: int, minor: int) -> bool:

@@ -45,7 +45,7 @@ LM_HOOKS = [
     "tracker.around_read_metadata",
     "checkpointing.around_check_checkpoint_args",
     "data.iterators.around_build_data_iterators",
-    "guard.around_builder_build",
+    "guard.build.around_builder_build",
     "checkpointing.around_save_checkpoint",
     "checkpointing.around_schedule_async_save",
 ]

@@ -35,8 +35,6 @@ def test_megatron_lm(find, tmp_path, version):
     assert project.root == tmp_path / "a checkout called anything"
     assert project.modules["arguments"] == "megatron.training.arguments"
     assert project.modules["builder"] == "megatron.core.datasets.blended_megatron_dataset_builder"
-    moved = "megatron.training.datasets.data_samplers" if version >= (0, 16) else "megatron.legacy.data.data_samplers"
-    assert project.modules["samplers"] == moved
     assert "engine" not in project.modules
     assert project.at_least(*version) and not project.at_least(version[0], version[1] + 1)
 

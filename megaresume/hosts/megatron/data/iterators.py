@@ -56,14 +56,10 @@ def around_build_data_iterators(original: Callable[..., Any]) -> Callable[..., A
         on_all_ranks(lambda: check_load(current))
         current.building = True
         if _gives_loaders(provider):
-            from megaresume.hosts.megatron.data.loaders import build_with_loaders
-
-            iterators = build_with_loaders(current, original, provider, *args, **kwargs)
-        elif current.settings.mode == "guard":
-            iterators = _guarded(current, original, provider, *args, **kwargs)
+            from megaresume.hosts.megatron.data.loaders import build_with_loaders as ours
         else:
-            iterators = _streamed(current, original, provider, *args, **kwargs)
-        return is_built(current, iterators)
+            ours = _guarded if current.settings.mode == "guard" else _streamed
+        return is_built(current, ours(current, lambda given: original(given, *args, **kwargs), provider))
 
     return build
 
@@ -75,14 +71,12 @@ def _gives_loaders(provider: Callable[..., Any]) -> bool:
     return bool(getattr(provider, "megaresume_loaders", False))
 
 
-def _streamed(
-    current: MegatronHost, original: Callable[..., Any], provider: Callable[..., Any], *more: Any, **kw: Any
-) -> Any:
+def _streamed(current: MegatronHost, original: Callable[..., Any], provider: Callable[..., Any]) -> Any:
     from megaresume.hosts.megatron.checkpointing import after_data_is_built
 
     there = current.order
     if isinstance(there, StreamOrder):  # a further chunk, or a further phase, of the same run
-        return _build(current, original, there, _form(current, there), provider, *more, **kw)
+        return _build(current, original, there, _form(current, there), provider)
     _check_loaded(current)
     order = _begin(current)
     form = on_all_ranks(lambda: _form(current, order))
@@ -94,7 +88,7 @@ def _streamed(
     current.order = order
     after_data_is_built(current)
     current.launch = on_rank_0(time.time_ns)
-    result = _build(current, original, order, form, provider, *more, **kw)
+    result = _build(current, original, order, form, provider)
     order.follow(current.args)  # after the start of the workers: a fork is safest where there is one thread
     return result
 
@@ -105,11 +99,9 @@ def _build(
     order: StreamOrder,
     form: SampleForm,
     provider: Callable[..., Any],
-    *more: Any,
-    **kw: Any,
 ) -> Any:
     """Megatron's own function, with our provider; a log of what is handed out where one is asked for."""
-    result = original(stream_provider(current.project, current.args, order, form, provider), *more, **kw)
+    result = original(stream_provider(current.project, current.args, order, form, provider))
     chunk, current.chunks = current.chunks, current.chunks + 1
     if current.settings.log_samples is None:
         return result
@@ -118,17 +110,15 @@ def _build(
     return on_all_ranks(lambda: logged(current, order, form, result, chunk=chunk))
 
 
-def _guarded(
-    current: MegatronHost, original: Callable[..., Any], provider: Callable[..., Any], *more: Any, **kw: Any
-) -> Any:
-    from megaresume.hosts.megatron import guard
+def _guarded(current: MegatronHost, original: Callable[..., Any], provider: Callable[..., Any]) -> Any:
     from megaresume.hosts.megatron.checkpointing import after_data_is_built
+    from megaresume.hosts.megatron.guard.order import guarded, shared
 
     is_first = current.order is None
     if is_first:
         _check_loaded(current)
-    result = original(guard.guarded(current, provider), *more, **kw)
-    guard.shared(current)
+    result = original(guarded(current, provider))
+    shared(current)
     if is_first:
         after_data_is_built(current)
     return result

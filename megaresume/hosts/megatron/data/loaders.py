@@ -144,9 +144,7 @@ class LoaderOrder:
         return []
 
 
-def build_with_loaders(
-    current: MegatronHost, original: Callable[..., Any], provider: Callable[..., Any], *more: Any, **kw: Any
-) -> Any:
+def build_with_loaders(current: MegatronHost, original: Callable[..., Any], provider: Callable[..., Any]) -> Any:
     """Megatron's ``build_train_valid_test_data_iterators`` over loaders, restored where training goes on. Collective.
 
     Raises, on every rank:
@@ -171,7 +169,7 @@ def build_with_loaders(
             failed.append(error)
             return (None, *others)
 
-    result = original(provide, *more, **kw)
+    result = original(provide)
 
     def check() -> None:
         for error in failed:

@@ -153,10 +153,17 @@ class MicroBatches:
             self._batches = iter(self._loader())
         return next(self._batches)
 
+    def _slices(self) -> Iterator[list[int]]:
+        """Lists of item numbers."""
+        stride = self.micro_batch_size * self.dp_size
+        for sample in range(self.start, len(self.dataset) - stride + 1, stride):
+            first = sample + self.dp_rank * self.micro_batch_size
+            yield list(range(first, first + self.micro_batch_size))
+
     def _loader(self) -> torch.utils.data.DataLoader[Item]:
         return torch.utils.data.DataLoader(
             self.dataset,
-            batch_sampler=_Slices(self),
+            batch_sampler=self._slices(),
             num_workers=self.num_workers,
             collate_fn=whole if self.dataset.form.images else None,
             worker_init_fn=outlive_signals,
@@ -164,20 +171,6 @@ class MicroBatches:
             # It draws the workers' seeds. From the global generator, they would change the dropout of the model.
             generator=torch.Generator(),
         )
-
-
-class _Slices:
-    """A batch sampler: lists of item numbers."""
-
-    def __init__(self, of: MicroBatches) -> None:
-        self._of = of
-
-    def __iter__(self) -> Iterator[list[int]]:
-        of = self._of
-        stride = of.micro_batch_size * of.dp_size
-        for sample in range(of.start, len(of.dataset) - stride + 1, stride):
-            first = sample + of.dp_rank * of.micro_batch_size
-            yield list(range(first, first + of.micro_batch_size))
 
 
 def _is_wanted(project: Project, base: Callable[..., Any] | None, vp_stage: int | None, *, packed: bool) -> bool:

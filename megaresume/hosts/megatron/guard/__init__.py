@@ -18,35 +18,3 @@ out, in the checkpoint, and sees to it that a resume gets the same again, or is 
     foreign.py    datasets built without that builder (Megatron-DeepSpeed): compared, not pinned
     order.py      `guarded` and `GuardOrder`; who looks at the indexes, and how the others hear of it
 """
-
-from __future__ import annotations
-
-import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from megaresume.hosts.megatron.guard.build import around_builder_build
-    from megaresume.hosts.megatron.guard.compare import describe
-    from megaresume.hosts.megatron.guard.order import GuardOrder, guarded, shared
-
-__all__ = [
-    "GuardOrder",
-    "around_builder_build",
-    "describe",
-    "guarded",
-    "shared",
-]
-
-_HOME = {
-    "GuardOrder": "order",
-    "around_builder_build": "build",
-    "describe": "compare",
-    "guarded": "order",
-    "shared": "order",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -9,9 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.paths import RECORDS_DIR
-from megaresume.hosts.megatron.guard.order import Pass, current_pass
+from megaresume.hosts.megatron.guard.compare import Comparison, compare, grown_too_far, refuse
+from megaresume.hosts.megatron.guard.corpora import needed_sizes, refuse_empty_splits, refuse_spans
+from megaresume.hosts.megatron.guard.extend import Extension, extend, extension_record, plan_extension
+from megaresume.hosts.megatron.guard.order import Pass, agreed, current_pass, from_leaders
+from megaresume.hosts.megatron.guard.pinned import (
+    extendable,
+    observe,
+    observe_split,
+    pin_builder,
+    pinned_splits,
+    unguarded,
+)
 from megaresume.hosts.megatron.guard.record import SPLITS, Blend, BuilderRecord, SplitRecord
 from megaresume.hosts.megatron.guard.request import Request
+from megaresume.hosts.megatron.guard.verify import mismatches
+from megaresume.session.ranks import on_rank_0
 from megaresume.stream.errors import StateError
 
 
@@ -28,12 +41,6 @@ def around_builder_build(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _build(guard: Pass, builder: Any, original: Callable[[], Any]) -> Any:
-    # Deferred: these import torch, and this module is imported to show records as well.
-    from megaresume.hosts.megatron.guard.corpora import needed_sizes, refuse_empty_splits, refuse_spans
-    from megaresume.hosts.megatron.guard.order import agreed
-    from megaresume.hosts.megatron.guard.pinned import observe, unguarded
-    from megaresume.session.ranks import on_rank_0
-
     if getattr(guard.host.args, "phase_transition_iterations", None):
         guard.note("the order is NOT guarded: --phase-transition-iterations builds other datasets for every phase")
         guard.left_alone = True
@@ -70,9 +77,6 @@ class _Rebuild:
         self.guard, self.builder, self.original, self.pin, self.request = guard, builder, original, pin, request
 
     def run(self) -> tuple[Any, BuilderRecord]:
-        from megaresume.hosts.megatron.guard.order import agreed
-        from megaresume.hosts.megatron.guard.pinned import observe_split, pinned_splits
-
         free = self._compare()
         splits = pinned_splits(self.pin, self.request, free)
         self._note_unpinned(splits, free)
@@ -88,37 +92,25 @@ class _Rebuild:
 
     def _compare(self) -> set[int]:
         """The splits that the user sets free by accepting their differences. Raises StateError: refused."""
-        from megaresume.hosts.megatron.guard.compare import Difference, compare, refuse
-        from megaresume.session.ranks import on_rank_0
 
-        samples = self.guard.samples
-
-        def compared() -> Any:
+        def compared() -> Comparison:
             found = compare(self.pin, self.request)
-            found.differences += self._grown_too_far()
+            found.differences += grown_too_far(self.pin, self.request.sizes[0])
             open_ = [d for d in found.differences if not self.guard.accepts(d.name)]
             if open_:
-                raise refuse(open_, samples)
+                raise refuse(open_, self.guard.samples)
             return found
 
         found = on_rank_0(compared)
         for words in found.notes:
             self.guard.note(words)
         free: set[int] = set()
-        difference: Difference
         for difference in found.differences:
             free |= {0, 1, 2} if difference.split is None else {difference.split}
             self.guard.note(f"accepted: {self.guard.accept(difference)}")
         return free
 
-    def _grown_too_far(self) -> list[Any]:
-        from megaresume.hosts.megatron.guard.compare import grown_too_far
-
-        return grown_too_far(self.pin, self.request.sizes[0])
-
     def _note_unpinned(self, splits: dict[int, SplitRecord], free: set[int]) -> None:
-        from megaresume.hosts.megatron.guard.pinned import extendable
-
         for i, split in list(splits.items()):
             old, new = self.pin.sizes[i], self.request.sizes[i]
             has_index = any(component.built.arrays for component in split.components)
@@ -129,9 +121,6 @@ class _Rebuild:
                 self.guard.note(f"the {SPLITS[i]} set is not pinned: it is asked for in another way than recorded")
 
     def _build(self, splits: dict[int, SplitRecord]) -> tuple[Any, dict[int, SplitRecord]]:
-        from megaresume.hosts.megatron.guard.pinned import pin_builder
-        from megaresume.session.ranks import on_rank_0
-
         cache: str | None = None
         with pin_builder(self.builder, self.pin, self.request, splits):
             datasets = list(self.original())
@@ -148,9 +137,6 @@ class _Rebuild:
             return datasets, self._extend(splits, datasets)
 
     def _mismatches(self, splits: dict[int, SplitRecord], datasets: list[Any]) -> list[str]:
-        from megaresume.hosts.megatron.guard.order import from_leaders
-        from megaresume.hosts.megatron.guard.verify import mismatches
-
         def look() -> list[str]:
             return [
                 words
@@ -162,22 +148,17 @@ class _Rebuild:
         return [words for found in from_leaders(datasets, look) for words in found]
 
     def _extend(self, splits: dict[int, SplitRecord], datasets: list[Any]) -> dict[int, SplitRecord]:
-        from megaresume.hosts.megatron.guard.extend import Extension, extend, extension_record
-        from megaresume.hosts.megatron.guard.order import agreed
-        from megaresume.hosts.megatron.guard.pinned import extendable
-
         sizes, asked = self.pin.sizes, self.request.sizes
-        plans: dict[int, Extension] = agreed(
-            datasets,
-            lambda: {
-                i: plan
+
+        def planned() -> dict[int, Extension]:
+            found = {
+                i: plan_extension(split, datasets[i], max(size, sizes[i] or 0), by_length=self._weights(i) is None)
                 for i, split in splits.items()
-                if (size := asked[i]) is not None
-                and datasets[i] is not None
-                and extendable(split)
-                and (plan := self._plan(i, split, datasets[i], max(size, sizes[i] or 0))) is not None
-            },
-        )
+                if (size := asked[i]) is not None and datasets[i] is not None and extendable(split)
+            }
+            return {i: plan for i, plan in found.items() if plan is not None}
+
+        plans = agreed(datasets, planned)
         for i, plan in plans.items():
             datasets[i] = extend(self.builder, splits[i], datasets[i], plan, self._weights(i))
             self.guard.note(
@@ -191,11 +172,6 @@ class _Rebuild:
             raise self._other_order(wrong)
         longer = agreed(datasets, lambda: {i: extension_record(splits[i], datasets[i]) for i in plans})
         return splits | longer
-
-    def _plan(self, i: int, split: SplitRecord, dataset: Any, samples: int) -> Any:
-        from megaresume.hosts.megatron.guard.extend import plan_extension
-
-        return plan_extension(split, dataset, samples, by_length=self._weights(i) is None)
 
     def _weights(self, split: int) -> list[float] | None:
         blend = self.pin.blend if self.pin.blend is not None else (self.pin.blend_per_split or (None,) * 3)[split]
@@ -223,8 +199,6 @@ class _Rebuild:
         )
 
     def _record(self, splits: tuple[Any, ...], pinned: set[int], free: set[int]) -> BuilderRecord:
-        from megaresume.hosts.megatron.guard.pinned import observe
-
         if free == {0, 1, 2}:
             return replace(observe(self.request, (None, None, None)), splits=splits)
         pairs = enumerate(zip(self.pin.sizes, self.request.sizes, strict=True))

@@ -19,12 +19,13 @@ import xxhash
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import DataState, OpaqueState
 from megaresume.checkpoint.manifest import FileEntry
+from megaresume.hosts.megatron.guard.compare import Difference, refuse
+from megaresume.hosts.megatron.guard.foreign import differences, looks, observe_foreign
 from megaresume.hosts.megatron.guard.record import BuilderRecord, OrderRecord
-from megaresume.session.ranks import gather, on_all_ranks, world_size
+from megaresume.session.ranks import gather, is_rank_0, on_all_ranks, same_on_all_ranks, world_size
 from megaresume.stream.errors import StateError
 
 if TYPE_CHECKING:
-    from megaresume.hosts.megatron.guard.compare import Difference
     from megaresume.hosts.megatron.host import MegatronHost
 
 T = TypeVar("T")
@@ -173,8 +174,6 @@ class Pass:
 
     def note(self, words: str) -> None:
         """Say something that the user should know, once, on the rank that prints."""
-        from megaresume.session.ranks import is_rank_0
-
         if words not in self._said and is_rank_0():
             print(f"megaresume: guard: {words}", flush=True)
         self._said.add(words)
@@ -222,9 +221,6 @@ def _recorded(host: MegatronHost) -> OrderRecord | None:
 
 def _without_builder(host: MegatronHost, guard: Pass, datasets: Any) -> None:
     """Datasets that no builder of megatron-core made: compared. No collective here; `shared` raises on all ranks."""
-    from megaresume.hosts.megatron.guard.compare import refuse
-    from megaresume.hosts.megatron.guard.foreign import differences, looks, observe_foreign
-
     if not looks():
         return
     recorded, now = guard.recorded, observe_foreign(host.args, datasets)
@@ -281,7 +277,6 @@ def shared(host: MegatronHost) -> None:
     Raises:
         StateError: two ranks hold different orders, or one of them another order than recorded.
     """
-    from megaresume.session.ranks import gather, on_all_ranks, same_on_all_ranks
 
     def agree() -> None:
         if isinstance(host.order, GuardOrder) and host.order.refusal is not None:

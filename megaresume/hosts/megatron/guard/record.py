@@ -9,20 +9,23 @@ OrderRecord      what a checkpoint carries
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import xxhash
+from pydantic import Field
 
 from megaresume.checkpoint.data_state import DataState, OpaqueState
-from megaresume.stream.errors import StateError
+from megaresume.stream.errors import ConfigError, StateError
+from megaresume.stream.schema import read
 
 T = TypeVar("T")
 
 
 #: Megatron's splits, in the order of its lists.
 SPLITS = ("train", "valid", "test")
+OfEach = Annotated[tuple[T, ...], Field(min_length=3, max_length=3)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,10 +36,6 @@ class Part:
     samples: int
     #: name of the array -> its hash.
     arrays: Mapping[str, str]
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Part:
-        return cls(samples=int(data["samples"]), arrays=dict(data["arrays"]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,20 +59,6 @@ class ComponentRecord:
     #: further epochs after the built ones, as far as they were needed.
     epochs: tuple[Part, ...] = ()
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> ComponentRecord:
-        first, end = data["documents"]
-        return cls(
-            path=data["path"],
-            documents=(int(first), int(end)),
-            total=int(data["total"]),
-            requested=None if data["requested"] is None else int(data["requested"]),
-            built=Part.from_dict(data["built"]),
-            lengths=data["lengths"],
-            tokens=data["tokens"],
-            epochs=tuple(Part.from_dict(part) for part in data["epochs"]),
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitRecord:
@@ -84,13 +69,6 @@ class SplitRecord:
     #: how the components are blended: a part for the recorded size, then one for each size it grew to; each covers
     #: all samples before its size. Empty: a single corpus, or several sets side by side.
     blend: tuple[Part, ...] = ()
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> SplitRecord:
-        return cls(
-            components=tuple(ComponentRecord.from_dict(component) for component in data["components"]),
-            blend=tuple(Part.from_dict(part) for part in data["blend"]),
-        )
 
 
 #: (paths, weights as given or None); weights are exact: float.hex().
@@ -108,38 +86,11 @@ class BuilderRecord:
     #: one blend for all splits (--data-path); None: one for each split, or generated data.
     blend: Blend | None
     #: a blend for each split (--train-data-path, ...); None: one for all, or generated data.
-    blend_per_split: tuple[Blend | None, ...] | None
+    blend_per_split: OfEach[Blend | None] | None
     #: samples asked for, per split; None: one epoch.
-    sizes: tuple[int | None, ...]
+    sizes: OfEach[int | None]
     #: what came out, per split; None: nothing there.
-    splits: tuple[SplitRecord | None, ...]
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> BuilderRecord:
-        per_split = data["blend_per_split"]
-        return cls(
-            dataset=data["dataset"],
-            settings=dict(data["settings"]),
-            blend=_blend(data["blend"]),
-            blend_per_split=None if per_split is None else tuple(_blend(blend) for blend in per_split),
-            sizes=_of_each_split(None if size is None else int(size) for size in data["sizes"]),
-            splits=_of_each_split(None if split is None else SplitRecord.from_dict(split) for split in data["splits"]),
-        )
-
-
-def _blend(data: Sequence[Any] | None) -> Blend | None:
-    if data is None:
-        return None
-    paths, weights = data
-    return tuple(paths), None if weights is None else tuple(weights)
-
-
-def _of_each_split(values: Iterable[T]) -> tuple[T, ...]:
-    """ValueError unless there is one for train, valid and test."""
-    found = tuple(values)
-    if len(found) != len(SPLITS):
-        raise ValueError(f"{len(found)} entries, not one for each of {', '.join(SPLITS)}")
-    return found
+    splits: OfEach[SplitRecord | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,16 +127,12 @@ class OrderRecord:
         """
         data = state.content if isinstance(state, OpaqueState) and state.kind == "order" else {}
         try:
-            return cls(
-                megatron=data["megatron"],
-                since=int(data["since"]),
-                builders=tuple(BuilderRecord.from_dict(builder) for builder in data["builders"]),
-                accepted=tuple(data["accepted"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
+            record: OrderRecord = read(cls, data, "the record")
+            return record
+        except ConfigError as error:
             raise StateError(
                 "the recorded order of Megatron's datasets lacks a field or has one of the wrong kind",
-                found=f"{type(error).__name__}: {error}, in a state of kind {state.kind}",
+                found=f"{error.headline}: {error.found}, in a state of kind {state.kind}",
                 expected="the fields that the guard records",
                 cause="the record was edited by hand",
                 action="load an older checkpoint with --ckpt-step N",

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from megaresume.hosts.hooking.importing import reaches, wrap
-from megaresume.hosts.megatron.project import Kind, Project, current_project, parse_version
+from megaresume.hosts.megatron.project import Kind, Project, current_project
 from megaresume.stream.errors import SetupError
 
 _LM: tuple[Kind, ...] = ("megatron-lm",)
@@ -63,24 +63,12 @@ class Seam:
     kinds: tuple[Kind, ...]
     #: one sentence for the document and for the error.
     why: str
-    #: first and first-not version (major, minor) of Megatron-LM's core that has it; None: no bound.
-    since: tuple[int, int] | None = None
-    until: tuple[int, int] | None = None
     #: whether a training without it would be a silent failure.
     required: bool = True
     #: whether another patcher may put something else in its place: what it does is done elsewhere as well.
     replaceable: bool = False
     #: roles of the modules that import it by name and call it from there.
     used_by: tuple[str, ...] = ()
-
-    def applies_to(self, project: Project) -> bool:
-        """Whether this project has the name, as far as we know. A version newer than all that we know has it."""
-        if project.kind not in self.kinds:
-            return False
-        if project.kind != "megatron-lm" or project.version == "unknown":
-            return True
-        version = parse_version(project.version)
-        return (self.since is None or version >= self.since) and (self.until is None or version < self.until)
 
     def owner(self, module: ModuleType) -> Any:
         """The module, or the class in it; None: there is no such class."""
@@ -102,10 +90,11 @@ class Seam:
 
     def missing(self, module: ModuleType, project: Project) -> SetupError:
         """The error for a name that is not there."""
+        first = "core 0.8" if project.kind == "megatron-lm" else "its beginning"
         return SetupError(
             f"{module.__name__} has no {self.name}, which megaresume has to wrap: {self.why}",
             found=f"{project}; looked in {getattr(module, '__file__', None) or module.__name__}",
-            expected=f"a function {self.name} there, as in every version of it since {self._first(project)}",
+            expected=f"a function {self.name} there, as in every version of it since {first}",
             cause="a fork or a new version renamed or moved it" if project.version != "unknown" else "a fork",
             action=f"give the name back to {module.__name__} (an alias is enough), or train without megaresume by "
             "running the script itself",
@@ -130,11 +119,6 @@ class Seam:
         owner, attribute = self.owner(module), self.name.rpartition(".")[2]
         holder = getattr(owner, attribute, None)
         return holder is None or reaches(holder, self.factory)
-
-    def _first(self, project: Project) -> str:
-        if project.kind != "megatron-lm":
-            return "its beginning"
-        return "core " + ".".join(str(number) for number in self.since or (0, 8))
 
 
 SEAMS: tuple[Seam, ...] = (
@@ -200,7 +184,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         role="builder",
         name="BlendedMegatronDatasetBuilder.build",
-        factory=Factory("guard.around_builder_build"),
+        factory=Factory("guard.build.around_builder_build"),
         kinds=_LM,
         why="builds the indexes that are the order of Megatron's own datasets: recorded, and pinned on resume",
     ),
@@ -247,7 +231,7 @@ def seams_of(project: Project) -> list[Seam]:
     Raises:
         SetupError: a required one belongs to a module that the project does not have.
     """
-    wanted = [seam for seam in SEAMS if seam.applies_to(project)]
+    wanted = [seam for seam in SEAMS if project.kind in seam.kinds]
     for seam in wanted:
         if seam.required and seam.role not in project.modules:
             raise SetupError(

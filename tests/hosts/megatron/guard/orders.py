@@ -121,7 +121,8 @@ def run(spec: Spec) -> dict[str, Any]:
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
     from megaresume.hosts.megatron.arguments import Settings
-    from megaresume.hosts.megatron.guard import around_builder_build, guarded
+    from megaresume.hosts.megatron.guard.build import around_builder_build
+    from megaresume.hosts.megatron.guard.order import guarded
     from megaresume.hosts.megatron.host import MegatronHost
     from megaresume.hosts.megatron.project import Project
     from tests.hosts.megatron.guard.loads import order_loaded
@@ -164,7 +165,7 @@ def run(spec: Spec) -> dict[str, Any]:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         built = [call(list(spec.sizes), vp_stage=chunk) for chunk in range(spec.chunks)]
-    from megaresume.hosts.megatron.guard import shared
+    from megaresume.hosts.megatron.guard.order import shared
 
     if spec.guard:
         shared(host)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megaresume.hosts.megatron.arguments import Settings
-from megaresume.hosts.megatron.guard import guarded, shared
+from megaresume.hosts.megatron.guard.order import guarded, shared
 from megaresume.hosts.megatron.host import MegatronHost
 from megaresume.hosts.megatron.project import Project
 from megaresume.stream.errors import StateError

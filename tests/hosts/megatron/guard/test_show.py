@@ -12,7 +12,7 @@ import pytest
 
 from megaresume.checkpoint.data_state import OpaqueState
 from megaresume.checkpoint.saving.commit import begin_save, commit_save
-from megaresume.hosts.megatron.guard import describe
+from megaresume.hosts.megatron.guard.compare import describe
 from tests.hosts.megatron.guard.conftest import Corpora, Run
 from tests.hosts.megatron.guard.loads import order_state
 
