@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar, get_args
 
-from megaresume.checkpoint.saving.retention import KEEP_ALL, Retention
-from megaresume.checkpoint.start import MAX_STARTS
 from megaresume.session.flags import PREFIX, add_settings, flag_of
-from megaresume.session.retries import Retries
 from megaresume.session.settings import GROUPS, Checkpoints, Loader, Mode
 from megaresume.session.stopping import SIGNALS, StopConditions, minutes_before_end
 from megaresume.stream.config import OnChange
@@ -23,6 +20,8 @@ from megaresume.stream.dealing.balance import Balance
 from megaresume.stream.errors import UsageError
 from megaresume.stream.ranges import union
 from megaresume.stream.skips import SkipConfig, parse_range, parse_steps
+
+G = TypeVar("G", Checkpoints, Loader)
 
 _MODES = get_args(Mode)
 _ON_CHANGE = get_args(OnChange)
@@ -80,20 +79,12 @@ class Settings:
     log_samples: str | None = None
     #: ranges of samples that are not to be trained.
     skip_samples: tuple[str, ...] = ()
-    #: convert a ZeRO checkpoint of another number of ranks.
-    elastic: bool = False
-    #: which old checkpoints stay.
-    retention: Retention = KEEP_ALL
+    #: which old checkpoints stay, what follows if a save fails, and the like.
+    checkpoints: Checkpoints = Checkpoints()
     #: when to save and exit, besides what Megatron's own flags say; None: never.
     stop: StopConditions | None = None
-    #: starts from one iteration without a save; 0: any number.
-    max_starts: int = MAX_STARTS
-    #: checksums at every save and load.
-    checksums: bool = True
     #: how the samples of a step are dealt to the ranks; None: in the order of the stream.
     balance: Balance | None = None
-    #: what follows if a save fails for a reason that may pass.
-    retries: Retries = Checkpoints().retries
 
     @classmethod
     def from_args(cls, args: Any, argv: Sequence[str] | None = None) -> Settings:
@@ -110,78 +101,63 @@ class Settings:
         if all(getattr(args, f"megaresume_{word}", None) is None for word in _WORDS):
             source = _from_command_line(sys.argv[1:] if argv is None else argv)
         said = {word: getattr(source, f"megaresume_{word}", None) for word in _WORDS}
-        data, mode, accept, on_change = (said[word] for word in ("data", "mode", "accept", "on_change"))
-        log_samples, skip_samples = said["log_samples"], said["skip_samples"]
-        if mode is not None and mode not in _MODES:
-            raise UsageError(
-                "unknown mode",
-                found=f"--megaresume-mode {mode}",
-                expected=f"one of {', '.join(_MODES)}",
-                cause="a typing error in the YAML config, whose values no parser checks",
-            )
-        if on_change is not None and on_change not in _ON_CHANGE:
-            raise UsageError(
-                "unknown answer to a change",
-                found=f"--megaresume-on-change {on_change}",
-                expected=f"one of {', '.join(_ON_CHANGE)}",
-                cause="a typing error in the YAML config, whose values no parser checks",
-            )
-        if data is not None and mode == "guard":
-            raise UsageError(
-                "two flags contradict each other",
-                found=f"--megaresume-mode guard and --megaresume-data {data}",
-                expected="guard for Megatron's own datasets, or a data.yaml for our stream",
-                action="leave out one of the two flags",
-            )
-        if log_samples is not None and (mode or ("guard" if data is None else "stream")) != "stream":
-            raise UsageError(
-                "samples are logged in stream mode only",
-                found=f"--megaresume-log-samples {log_samples} in mode {mode or 'guard'}",
-                expected="--megaresume-data, or --megaresume-mode stream",
-                cause="Megatron's own datasets do not say which sample of a stream an item is",
-                action="remove --megaresume-log-samples",
-            )
-        if said["balance"] is not None and (mode or ("guard" if data is None else "stream")) != "stream":
-            raise UsageError(
-                "ranks are balanced in stream mode only",
-                found=f"--megaresume-balance {said['balance']} in mode {mode or 'guard'}",
-                expected="--megaresume-data, or --megaresume-mode stream",
-                cause="the samples of Megatron's own datasets are not known before they are read",
-                action="remove --megaresume-balance",
-            )
-        names_accepted = accept.split() if isinstance(accept, str) else accept or ()
+        mode: Mode = said["mode"] or ("guard" if said["data"] is None else "stream")
+        _refuse(said, mode)
+        checkpoints = _group(Checkpoints, said)
+        if checkpoints.keep_last is not None and checkpoints.keep_every is None:
+            # Megatron's own retention is one of ours as soon as there is another.
+            checkpoints = replace(checkpoints, keep_every=getattr(args, "save_retain_interval", None))
+        _ = checkpoints.retention, checkpoints.retries  # refused now, not at the first save
         return cls(
-            mode=mode or ("guard" if data is None else "stream"),
-            data=None if data is None else str(data),
-            accept=tuple(str(name) for name in names_accepted),
-            on_change=on_change or "refuse",
-            skip_samples=tuple(_list(skip_samples)),
-            log_samples=None if log_samples is None else str(log_samples),
-            elastic=bool(said["elastic"]),
-            retention=_retention(args, said["keep_last"], said["keep_every"]),
+            mode=mode,
+            data=None if said["data"] is None else str(said["data"]),
+            accept=_words(said["accept"]),
+            on_change=said["on_change"] or "refuse",
+            skip_samples=_words(said["skip_samples"]),
+            log_samples=None if said["log_samples"] is None else str(said["log_samples"]),
+            checkpoints=checkpoints,
             stop=_stop(args, said["stop_file"], said["stop_before_end"]),
-            max_starts=MAX_STARTS if said["max_starts"] is None else int(said["max_starts"]),
-            checksums=said["checksums"] is not False,
-            balance=_balance(said),
-            retries=_retries(said),
+            balance=_group(Loader, said).balanced,
         )
 
 
-def _retention(args: Any, keep_last: int | None, keep_every: int | None) -> Retention:
-    """What our flags say; Megatron's own retention is one of them as soon as there is another."""
-    if keep_last is not None and keep_every is None:
-        keep_every = getattr(args, "save_retain_interval", None)
-    return Retention(keep_last=keep_last, keep_every=keep_every)
+def _refuse(said: Mapping[str, Any], mode: str) -> None:
+    """Raise a UsageError for words that no parser has checked, and for flags that contradict each other."""
+    for word, known, what in (("mode", _MODES, "mode"), ("on_change", _ON_CHANGE, "answer to a change")):
+        if said[word] is not None and said[word] not in known:
+            raise UsageError(
+                f"unknown {what}",
+                found=f"{PREFIX}{word.replace('_', '-')} {said[word]}",
+                expected=f"one of {', '.join(known)}",
+                cause="a typing error in the YAML config, whose values no parser checks",
+            )
+    if said["data"] is not None and mode == "guard":
+        raise UsageError(
+            "two flags contradict each other",
+            found=f"--megaresume-mode guard and --megaresume-data {said['data']}",
+            expected="guard for Megatron's own datasets, or a data.yaml for our stream",
+            action="leave out one of the two flags",
+        )
+    unknown_items = "Megatron's own datasets do not say which sample of a stream an item is"
+    unread = "the samples of Megatron's own datasets are not known before they are read"
+    for word, what, cause in (
+        ("log_samples", "samples are logged", unknown_items),
+        ("balance", "ranks are balanced", unread),
+    ):
+        flag = f"{PREFIX}{word.replace('_', '-')}"
+        if said[word] is not None and mode != "stream":
+            raise UsageError(
+                f"{what} in stream mode only",
+                found=f"{flag} {said[word]} in mode {mode}",
+                expected="--megaresume-data, or --megaresume-mode stream",
+                cause=cause,
+                action=f"remove {flag}",
+            )
 
 
-def _balance(said: Mapping[str, Any]) -> Balance | None:
-    names = ("balance", "balance_token_cost")
-    return Loader(**{name: said[name] for name in names if said[name] is not None}).balanced
-
-
-def _retries(said: Mapping[str, Any]) -> Retries:
-    names = ("save_retries", "save_retry_wait", "on_save_failure")
-    return Checkpoints(**{name: said[name] for name in names if said[name] is not None}).retries
+def _group(group: type[G], said: Mapping[str, Any]) -> G:
+    """A group of settings, as far as flags say something of it."""
+    return group(**{field.name: value for field in fields(group) if (value := said.get(field.name)) is not None})
 
 
 def _stop(args: Any, file: str | None, before_end: Any) -> StopConditions | None:
@@ -194,9 +170,10 @@ def _stop(args: Any, file: str | None, before_end: Any) -> StopConditions | None
     return StopConditions(signals=signals, file=file, before_end=minutes_before_end(before_end))
 
 
-def _list(value: object) -> list[str]:
-    words = value.split() if isinstance(value, str) else value or ()
-    return [str(word) for word in words]  # type: ignore[attr-defined]
+def _words(value: object) -> tuple[str, ...]:
+    """A list of words, which a YAML config may give as one text."""
+    found: Iterable[Any] = value.split() if isinstance(value, str) else value or ()  # type: ignore[assignment]
+    return tuple(str(word) for word in found)
 
 
 def skip_of(args: Any, settings: Settings, *, from_0: bool) -> SkipConfig:

@@ -60,7 +60,7 @@ def around_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         envelope = _put_state(host, int(iteration))
         given = _arguments(original, iteration, *args, **kwargs)
         host.saved.add("release" if given.get("release") else str(int(iteration)))
-        if host.settings.retention and getattr(host.args, "save_retain_interval", None):
+        if host.settings.checkpoints.retention and getattr(host.args, "save_retain_interval", None):
             host.args.save_retain_interval = None  # it is part of ours, which knows what is complete
         write = functools.partial(original, iteration, *args, **kwargs)
         if host.project.kind != "megatron-lm":

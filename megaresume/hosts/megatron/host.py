@@ -79,11 +79,11 @@ class MegatronHost:
         self.session = Session(
             self,
             save_dir=save_dir if can_be_written(save_dir) else None,
-            retention=settings.retention,
-            max_starts=settings.max_starts,
-            checksums=settings.checksums,
+            retention=settings.checkpoints.retention,
+            max_starts=settings.checkpoints.max_starts,
+            checksums=settings.checkpoints.checksums,
             stop=None if settings.mode == "off" else settings.stop,
-            retries=settings.retries,
+            retries=settings.checkpoints.retries,
         )
         #: of Megatron-DeepSpeed, once it has saved or loaded.
         self.engine: EngineHost | None = None

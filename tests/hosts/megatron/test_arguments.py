@@ -27,10 +27,10 @@ def parse(*words: str) -> Settings:
 
 
 def test_modes() -> None:
-    assert parse() == Settings(mode="guard", checksums=True)
-    assert parse("--megaresume-data", "d.yaml") == Settings(mode="stream", data="d.yaml", checksums=True)
-    assert parse("--megaresume_data=d.yaml") == Settings(mode="stream", data="d.yaml", checksums=True)
-    assert parse("--megaresume-mode", "stream") == Settings(mode="stream", checksums=True)
+    assert parse() == Settings(mode="guard")
+    assert parse("--megaresume-data", "d.yaml") == Settings(mode="stream", data="d.yaml")
+    assert parse("--megaresume_data=d.yaml") == Settings(mode="stream", data="d.yaml")
+    assert parse("--megaresume-mode", "stream") == Settings(mode="stream")
     assert parse("--megaresume_mode", "off", "--megaresume-data", "d.yaml").mode == "off"
     assert parse("--megaresume-accept", "weights", "split").accept == ("weights", "split")
 
@@ -62,16 +62,16 @@ def test_contradiction() -> None:
 def test_yaml_runs() -> None:
     """No parser defaults; values from the YAML file, or else from the command line, which Megatron drops."""
     settings = Settings.from_args(Namespace(), argv=["--yaml-cfg", "x", "--lr", "1"])
-    assert settings == Settings(mode="guard", checksums=True)
+    assert settings == Settings(mode="guard")
     assert Settings.from_args(Namespace(megaresume_data="d.yaml"), argv=[]).mode == "stream"
     argv = ["--yaml-cfg", "x.yaml", "--megaresume-data", "d.yaml"]
-    assert Settings.from_args(Namespace(), argv=argv) == Settings(mode="stream", data="d.yaml", checksums=True)
+    assert Settings.from_args(Namespace(), argv=argv) == Settings(mode="stream", data="d.yaml")
     assert Settings.from_args(Namespace(megaresume_accept="weights"), argv=[]).accept == ("weights",)
     with pytest.raises(UsageError, match="unknown mode"):
         Settings.from_args(Namespace(megaresume_mode="streams"), argv=[])
-    assert Settings.from_args(Namespace(megaresume_data="d.yaml"), argv=[]).checksums
-    assert not Settings.from_args(Namespace(megaresume_checksums=False), argv=[]).checksums
+    assert Settings.from_args(Namespace(megaresume_data="d.yaml"), argv=[]).checkpoints.checksums
+    assert not Settings.from_args(Namespace(megaresume_checksums=False), argv=[]).checkpoints.checksums
     saves = Namespace(megaresume_save_retries=1, megaresume_on_save_failure="continue")
-    assert Settings.from_args(saves, argv=[]).retries == Retries(tries=1, on_failure="continue")
+    assert Settings.from_args(saves, argv=[]).checkpoints.retries == Retries(tries=1, on_failure="continue")
     with pytest.raises(UsageError, match="unknown answer"):
         Settings.from_args(Namespace(megaresume_on_save_failure="stop"), argv=[])

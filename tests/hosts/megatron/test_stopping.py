@@ -121,7 +121,7 @@ def test_a_megatron_that_never_asks() -> None:
 
 def test_retention_of_megatron_joins_ours() -> None:
     args = Namespace(megaresume_keep_last=3, save_retain_interval=100, megaresume_data="d.yaml")
-    kept = Settings.from_args(args).retention
+    kept = Settings.from_args(args).checkpoints.retention
     assert (kept.keep_last, kept.keep_every) == (3, 100)
-    alone = Settings.from_args(Namespace(save_retain_interval=100, megaresume_data="d.yaml")).retention
+    alone = Settings.from_args(Namespace(save_retain_interval=100, megaresume_data="d.yaml")).checkpoints.retention
     assert not alone  # Megatron's own does it
