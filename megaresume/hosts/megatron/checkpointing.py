@@ -52,7 +52,6 @@ def around_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     Raises, on every rank: see `Session.save`.
     """
 
-    @functools.wraps(original)
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
         host = megatron_host()
         if host.settings.mode == "off":
@@ -146,7 +145,6 @@ def around_schedule_async_save(original: Callable[..., Any]) -> Callable[..., An
     Finalizers run on all ranks, in the order of the saves, once all ranks have written their files.
     """
 
-    @functools.wraps(original)
     def schedule_async_save(async_request: Any, *args: Any, **kwargs: Any) -> Any:
         host = latest_host()
         save = None if host is None else host.unscheduled
@@ -175,7 +173,6 @@ def around_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         UsageError: flags that would silently change the data (`checks`).
     """
 
-    @functools.wraps(original)
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
         host = megatron_host()
         is_ours = _arguments(original, *args, **kwargs).get("load_arg", "load") == "load"
@@ -247,7 +244,6 @@ def _not_loaded(host: MegatronHost, ending: SystemExit) -> BaseException:
 def around_check_checkpoint_args(original: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's ``check_checkpoint_args(checkpoint_args)``: every rank sees the arguments in the checkpoint here."""
 
-    @functools.wraps(original)
     def check_checkpoint_args(checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
         host = latest_host()
         if host is not None and host.is_loading:
@@ -309,7 +305,7 @@ def after_data_is_built(host: MegatronHost) -> None:
     args, session = host.args, host.session
     if host.settings.mode == "off" or host.order is None:
         return
-    checks.check_arguments(host)
+    on_all_ranks(lambda: checks.check_flags(args, host.settings, host.project))
     _warn_of_no_random_state(args)
     if session.stopper is not None:
         session.stopper.install()

@@ -1,13 +1,12 @@
 """Loud where stock Megatron is silent: flags and checkpoints that would quietly change what is trained.
 
-arguments       `around_validate_args`, `check_arguments`: what no run of ours can have
+arguments       `around_validate_args`, `check_flags`: what no run of ours can have
 before a load   `before_load`: a tracker that is missing (`megaresume.hosts.megatron.tracker`)
 after it        `after_load`: against the arguments in the checkpoint; `after_restore`: against its data state
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import sys
@@ -35,7 +34,6 @@ def around_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
         UsageError: a flag that does not go together with exact resume.
     """
 
-    @functools.wraps(original)
     def validate_args(args: Any, *more: Any, **kwargs: Any) -> Any:
         result = original(args, *more, **kwargs)
         final = result if result is not None else args
@@ -45,11 +43,6 @@ def around_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return validate_args
-
-
-def check_arguments(current: MegatronHost) -> None:
-    """The same where no ``validate_args`` is passed through (YAML configs, bigscience). Collective."""
-    on_all_ranks(lambda: check_flags(current.args, current.settings, current.project))
 
 
 def check_flags(args: Any, settings: Settings, project: Project) -> None:
@@ -128,7 +121,8 @@ def before_load(current: MegatronHost, damaged: Mapping[Path, str]) -> tuple[Cho
         CheckpointError: see `Session.choose` and `check_tracker`; or another job writes to ``--save``.
         SetupError: see `Session.start`.
     """
-    check_arguments(current)
+    # Again, since not every way passes through validate_args (YAML configs, bigscience).
+    on_all_ranks(lambda: check_flags(current.args, current.settings, current.project))
     current.start()
     args, load = current.args, str(getattr(current.args, "load", None) or "")
     if current.project.kind != "megatron-lm" or not can_be_written(load):

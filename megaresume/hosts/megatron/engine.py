@@ -38,7 +38,6 @@ def around_engine_save(original: Callable[..., Any]) -> Callable[..., Any]:
         Others: see `Session.save`.
     """
 
-    @functools.wraps(original)
     def save_checkpoint(
         self: Any,
         save_dir: str,
@@ -116,7 +115,6 @@ def around_engine_load(original: Callable[..., Any]) -> Callable[..., Any]:
             ZeRO partitions changed, and the checkpoint is not converted or cannot be.
     """
 
-    @functools.wraps(original)
     def load_checkpoint(engine: Any, *args: Any, **more: Any) -> Any:
         return around_load(functools.partial(original, engine), functools.partial(_load, engine))(*args, **more)
 

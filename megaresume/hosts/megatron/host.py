@@ -15,7 +15,6 @@ So ``--megaresume-stop-file`` and ``--megaresume-stop-before-end`` switch ``--ex
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -249,7 +248,6 @@ def switch_on(args: Any, settings: Settings, project: Project) -> None:
 def around_signals_received(original: Callable[..., Any]) -> Callable[..., Any]:
     """``DistributedSignalHandler.signals_received() -> [bool of every rank]``, with our reasons. Collective."""
 
-    @functools.wraps(original)
     def signals_received(self: Any, *args: Any, **kwargs: Any) -> Any:
         stopper = megatron_host().session.stopper
         if stopper is None:

@@ -12,7 +12,6 @@ with status 0, as if the training were over. Without a tracker it begins at iter
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -37,7 +36,6 @@ def around_read_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
         CheckpointError: the file says nothing that Megatron could load, nor does a manifest.
     """
 
-    @functools.wraps(original)
     def read_metadata(tracker_filename: Any, *args: Any, **kwargs: Any) -> Any:
         from megaresume.session.ranks import on_all_ranks, on_rank_0  # deferred: torch, which `check_tracker` needs not
 

@@ -55,7 +55,7 @@ def test_a_partial_as_provider(calls):
 def test_a_provider_that_a_copy_calls(calls, monkeypatch):
     """Without the launcher too: a fork's own build_train_valid_test_data_iterators calls it, past ours."""
     monkeypatch.undo()
-    monkeypatch.setattr(install.calls, "_process", install.calls._Process())  # or this process would end with status 1
+    monkeypatch.setattr(install.calls, "process", install.calls._Process())  # or this process would end with status 1
     monkeypatch.setattr(install, "install", lambda: None)
     monkeypatch.setattr(install, "check_installed", lambda: None)
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py"])

@@ -47,7 +47,6 @@ def around_build_data_iterators(original: Callable[..., Any]) -> Callable[..., A
         CheckpointError, SetupError: another job writes to ``--save``, or a node does not see it (`Session.start`).
     """
 
-    @functools.wraps(original)
     def build(provider: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         current = megatron_host()
         if current.settings.mode == "off":

@@ -221,7 +221,8 @@ class SampleDataset(torch.utils.data.Dataset[Item]):
             if form.reset_position_ids:
                 count_from(arrays.tokens, eod, arrays.position_ids)
             else:
-                columns["position_ids"] = (self._positions(),) * len(tokens)
+                length = self._inner.assembler.seq_length
+                columns["position_ids"] = (self._share("positions", lambda: torch.arange(length)),) * len(tokens)
         if "position_ids" not in columns:
             columns["position_ids"] = torch.from_numpy(arrays.position_ids).unbind()
         if form.attention_mask:
@@ -240,9 +241,6 @@ class SampleDataset(torch.utils.data.Dataset[Item]):
         text[:, :-1] = arrays.tokens
         text[:, -1] = np.where(arrays.loss_mask[:, -1] == 0, eod, arrays.labels[:, -1])
         return [{"text": row} for row in torch.from_numpy(text).unbind()]
-
-    def _positions(self) -> torch.Tensor:
-        return self._share("positions", lambda: torch.arange(self._inner.assembler.seq_length))
 
     def _share(self, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         if name not in self._shared:

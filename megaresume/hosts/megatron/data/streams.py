@@ -257,14 +257,17 @@ def _refuse(args: Any, data_file: str | None) -> None:
             expected="one of the two",
             action=f"remove {_given(args)}, or {_YAML}",
         )
-    whole = {name: flag for name, flag in _CLASSIC.items() if name in ("data_path", "data_args_path")}
-    if len(_given(args, whole).split(", ")) > 1:
-        raise _twice(args)
-    split = {name: flag for name, flag in _CLASSIC.items() if name not in whole}
-    if _given(args, whole) and _given(args, split):
-        raise _twice(args)
-    if getattr(args, "per_split_data_args_path", None) and len(_given(args, split).split(", ")) > 1:
-        raise _twice(args)
+    per_part = {name: flag for name, flag in _CLASSIC.items() if name.endswith("_data_path")}
+    ways = [{name: flag} for name, flag in _CLASSIC.items() if name not in per_part] + [per_part]
+    if sum(bool(_given(args, way)) for way in ways) > 1:
+        raise UsageError(
+            "the data is named in more than one way",
+            found=_given(args),
+            expected="--data-path, or --data-args-path, or one of --train-data-path (and --valid-data-path, "
+            "--test-data-path) and --per-split-data-args-path",
+            action="keep one of them",
+        )
+    split = {name: flag for name, flag in _CLASSIC.items() if name not in ("data_path", "data_args_path")}
     if _given(args, split) and getattr(args, "split", None) and not _split_is_a_default(args):
         raise UsageError(
             "--split has no meaning where every part has its own data",
@@ -277,16 +280,6 @@ def _refuse(args: Any, data_file: str | None) -> None:
 def _split_is_a_default(args: Any) -> bool:
     """Megatron-DeepSpeed's parser has Megatron's default split as its own."""
     return str(args.split).replace(" ", "") == DEFAULT_SPLIT.replace(" ", "")
-
-
-def _twice(args: Any) -> UsageError:
-    return UsageError(
-        "the data is named in more than one way",
-        found=_given(args),
-        expected="--data-path, or --data-args-path, or one of --train-data-path (and --valid-data-path, "
-        "--test-data-path) and --per-split-data-args-path",
-        action="keep one of them",
-    )
 
 
 def _from_yaml(args: Any, data_file: str, named: DataConfig) -> dict[Part, PartData | None]:

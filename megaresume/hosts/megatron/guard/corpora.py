@@ -98,10 +98,11 @@ def index_arrays(dataset: Any) -> dict[str, Array]:
     dataset_sample_index; others have others, or none.
     """
     found: dict[str, Array] = {}
-    for name, value in vars(dataset).items():
+    held = getattr(dataset, "__dict__", {})
+    for name, value in held.items():
         if isinstance(value, np.ndarray) and name not in _NO_INDEX and value.dtype.kind in "iub":
             found[name] = value
-        elif value is None and isinstance(path := vars(dataset).get(f"path_to_{name}"), str):
+        elif value is None and isinstance(path := held.get(f"path_to_{name}"), str):
             # --dataloader-defer-npy-index-mmap: opened at the first access
             found[name] = np.load(path, mmap_mode="r")
     return found

@@ -60,7 +60,7 @@ _PROOFS = ("megaresume.hosts.deepspeed.attach", "megaresume.hosts.torch.loop")
 class _Process:
     """What is known of this process."""
 
-    #: the launcher runs it: then any training in it is meant to be hooked.
+    #: by `megaresume.run`: then any training in it is meant to be hooked.
     launched: bool = False
     #: torch's handle of our hook on all optimizers.
     handle: Any = None
@@ -68,7 +68,7 @@ class _Process:
     refused: bool = False
 
 
-_process = _Process()
+process = _Process()
 
 
 #: It imports torch, whose import calls `watch_optimizers`: so this file imports it when it is needed, not before.
@@ -85,17 +85,16 @@ def _latest_host() -> MegatronHost | None:
 
 
 @functools.cache
-def watch_optimizers(module: ModuleType, *, launched: bool) -> None:
+def watch_optimizers(module: ModuleType) -> None:
     """Watch this process for training steps, from now on until its data was built through our hook.
 
     Args:
         module: ``torch.optim.optimizer``.
-        launched: by `megaresume.run`. Otherwise only steps of a process that has set Megatron's arguments count.
+            If `megaresume.run` did not launch this process, only steps after Megatron's arguments were set count.
     """
-    _process.launched = launched
     register = getattr(module, "register_optimizer_step_pre_hook", None)
     if register is not None:  # since torch 2.0
-        _process.handle = register(_on_optimizer_step)
+        process.handle = register(_on_optimizer_step)
     atexit.register(at_exit)
 
 
@@ -116,7 +115,6 @@ def _allocates_state(frame: FrameType | None) -> bool:
 def around_forward_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     """A schedule of megatron-core: ``forward_backward_…(*, forward_step_func, ..., forward_only=False)``."""
 
-    @functools.wraps(original)
     def forward_backward(*args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("forward_only", False):
             before_step(f"the forward and backward passes of a step ({original.__name__})")
@@ -146,7 +144,7 @@ def before_step(what: str) -> None:
         SetupError: the data was not built through our hook, or what it built is not what the steps before trained.
     """
     current = _session()
-    if current is None and not _process.launched:
+    if current is None and not process.launched:
         return
     if _mode(current) == "off" or any(name in sys.modules for name in _PROOFS):
         return
@@ -175,10 +173,10 @@ def is_built(current: MegatronHost, iterators: Any) -> Any:
         iterators: (train, valid, test), as Megatron returns them; None where this rank reads no data.
     """
     current.built, current.building = True, False
-    if _process.handle is not None:
+    if process.handle is not None:
         # What was to be shown by it is shown; and it would be in the way of a compiled optimizer step.
-        _process.handle.remove()
-        _process.handle = None
+        process.handle.remove()
+        process.handle = None
     if os.environ.get("RANK", "0") == "0":
         current.tracker_at_start = _tracker(current)
     if current.project.kind == "megatron-lm":  # DeepSpeed's engine has a check of its own
@@ -255,7 +253,6 @@ def check_save(current: MegatronHost) -> None:
 def around_save(original: Callable[..., Any]) -> Callable[..., Any]:
     """``torch.save(obj, f, ...)``: Megatron's arguments leave this process with the state of their counter, or not."""
 
-    @functools.wraps(original)
     def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
         current = _latest_host()
         if current is not None and current.order is not None and current.settings.mode != "off":
@@ -290,7 +287,7 @@ def _check_state(names: Mapping[str, Any]) -> None:
 def at_exit() -> None:
     """What only the end shows. A process that trained past us does not end with status 0."""
     current = _latest_host()
-    if _process.refused:
+    if process.refused:
         os._exit(1)  # whatever a program made of the error that it was given
     if getattr(sys, "last_value", None) is not None or _mode(current) == "off":
         return
@@ -308,7 +305,7 @@ def at_exit() -> None:
             _finish(current)
         except MegaresumeError as problem:  # all that was trained is saved
             say(problem)
-    if _process.launched and ITERATORS not in called:
+    if process.launched and ITERATORS not in called:
         words = f"nothing was trained in this process, and no data was built: {seam_name(ITERATORS)} was never called"
         print(f"megaresume: {words}", file=sys.stderr, flush=True)
 
@@ -412,5 +409,5 @@ def _is_run_again() -> bool:
 
 
 def _refused(error: MegaresumeError) -> MegaresumeError:
-    _process.refused = True
+    process.refused = True
     return error

@@ -48,19 +48,8 @@ def install(*, launched: bool = False) -> None:
     """
     for name in modules_to_watch():
         _watch(name)
-    if launched:
-        _launched.append(True)
-    when_imported("torch.optim.optimizer", _watch_steps)
-
-
-#: not empty: the launcher runs this process.
-_launched: list[bool] = []
-
-
-def _watch_steps(module: ModuleType) -> None:
-    from megaresume.hosts.megatron.hooks.calls import watch_optimizers  # deferred: it costs more than the rest
-
-    watch_optimizers(module, launched=bool(_launched))
+    calls.process.launched |= launched
+    when_imported("torch.optim.optimizer", calls.watch_optimizers)
 
 
 def _watch(name: str) -> None:
@@ -96,7 +85,6 @@ def _on_import(module: ModuleType) -> None:
 def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
     """Before the call: make sure that no other patcher has put a wrapper of ours aside."""
 
-    @functools.wraps(original)
     def checked(*args: Any, **kwargs: Any) -> Any:
         from megaresume.hosts.megatron.host import megatron_host  # deferred: it needs Megatron's arguments
 

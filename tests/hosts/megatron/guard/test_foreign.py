@@ -75,7 +75,7 @@ def test_another_order_is_refused() -> None:
     with pytest.raises(StateError) as caught:
         start(loaded=payload, at=40, samples=200, size=160)
     text = str(caught.value)
-    assert "from sample 40 on: train-order" in text and "of corpus 0" in text
+    assert "from sample 40 on: train-order" in text and "corpus 0 (train) has" in text
     assert "restore: --train-iters 80" in text
     with pytest.raises(StateError, match="--seed 1"):
         start(loaded=payload, at=40, seed=2)
