@@ -300,12 +300,11 @@ def after_data_is_built(host: MegatronHost) -> None:
 
     Raises, on every rank:
         CheckpointError: the directory of ``--save`` cannot be written, or start after start leads to no save.
-        UsageError: flags that would silently change the data (`checks`); or the run would save over another one.
+        UsageError: the run would save over another one.
     """
     args, session = host.args, host.session
     if host.settings.mode == "off" or host.order is None:
         return
-    on_all_ranks(lambda: checks.check_flags(args, host.settings, host.project))
     _warn_of_no_random_state(args)
     if session.stopper is not None:
         session.stopper.install()

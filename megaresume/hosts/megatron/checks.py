@@ -26,6 +26,64 @@ from megaresume.hosts.megatron.tracker import check_tracker, mend_tracker
 from megaresume.session.ranks import is_rank_0, on_all_ranks
 from megaresume.stream.errors import CheckpointError, UsageError
 
+#: name on args -> (flag, why a stream cannot give it, the way out).
+_NO_STREAM = {
+    "repeated_dataloader": (
+        "--repeated-dataloader",
+        "its sampler begins every pass where the resume began; the stream repeats its sources itself",
+        "leave the flag out; max_epochs in data.yaml says how often a source comes",
+    ),
+    "mock_data": ("--mock-data", "mock data has no documents", "remove it, or pass --megaresume-mode guard"),
+    "fim_data": (
+        "--fim-data",
+        "it permutes documents with a random generator of each worker process, which nothing can resume",
+        "remove it, and apply fill-in-the-middle when the corpus is prepared; or pass --megaresume-mode guard",
+    ),
+    "perform_rl_step": (
+        "--perform-rl-step",
+        "reinforcement learning makes its own samples and builds no data loader",
+        "pass --megaresume-mode off",
+    ),
+    "full_validation": (
+        "--full-validation",
+        "the validation stream has no end that could be reached",
+        "set --eval-iters instead, or pass --megaresume-mode guard",
+    ),
+    "multiple_validation_sets": (
+        "--multiple-validation-sets",
+        "the validation sources are blended into one stream",
+        "remove it, or pass --megaresume-mode guard",
+    ),
+    "hybrid_context_parallel": (
+        "--hybrid-context-parallel",
+        "its scheduler takes single sequences of different lengths, a stream gives samples of one length",
+        "remove it, or pass --megaresume-mode guard",
+    ),
+    "train_data_exact_num_epochs": (
+        "--train-data-exact-num-epochs",
+        "a stream has no index of a fixed number of epochs",
+        "remove it; in data.yaml, give each source max_epochs",
+    ),
+    "train_weighted_split_paths": (
+        "--train-weighted-split-paths",
+        "ranges of documents by START:END are not read",
+        "write the blend into a data.yaml with a split for each source, and pass --megaresume-data",
+    ),
+    "valid_weighted_split_paths": (
+        "--valid-weighted-split-paths",
+        "several validation groups are not supported",
+        "write the blend into a data.yaml with a split for each source, and pass --megaresume-data",
+    ),
+    **dict.fromkeys(
+        ("data_efficiency_curriculum_learning", "curriculum_learning_legacy", "curriculum_learning"),
+        (
+            "DeepSpeed's curriculum",
+            "it chooses or cuts the samples by itself: neither they nor their order would be those of the stream",
+            "switch the curriculum off in the DeepSpeed config, or --megaresume-mode guard",
+        ),
+    ),
+}
+
 
 def around_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's ``validate_args(args, ...)``; then our own word on them. Every rank has the same command line.
@@ -63,7 +121,7 @@ def check_flags(args: Any, settings: Settings, project: Project) -> None:
             action='--step-batch-size-schedule "0:SIZE TOKENS:SIZE ...", or leave the flag out',
         )
     if settings.mode == "stream":
-        _check_stream_flags(args, project)
+        _check_stream_flags(args)
     elif settings.skip_samples or (project.kind == "megatron-lm" and getattr(args, "skip_train_iteration_range", None)):
         flag = "--megaresume-skip-samples" if settings.skip_samples else "--skip-train-iteration-range"
         raise UsageError(
@@ -74,33 +132,20 @@ def check_flags(args: Any, settings: Settings, project: Project) -> None:
         )
 
 
-def _check_stream_flags(args: Any, project: Project) -> None:
-    def refuse(headline: str, found: str, cause: str, action: str) -> UsageError:
-        return UsageError(
-            headline, found=found, expected="the samples of the stream, in its order", cause=cause, action=action
-        )
-
+def _check_stream_flags(args: Any) -> None:
     if getattr(args, "dataloader_type", None) == "cyclic":
-        raise refuse(
+        raise UsageError(
             "--dataloader-type cyclic does not train the stream in its order",
-            "--dataloader-type cyclic, mode stream",
-            "that sampler shuffles what it is given, in another way for every number of ranks; the stream is shuffled",
-            "--dataloader-type single, or leave the flag out",
+            found="--dataloader-type cyclic, mode stream",
+            expected="the samples of the stream, in its order",
+            cause="that sampler shuffles what it is given, in another way for every number of ranks; the stream is "
+            "shuffled",
+            action="--dataloader-type single, or leave the flag out",
         )
-    if getattr(args, "repeated_dataloader", False):
-        raise refuse(
-            "--repeated-dataloader repeats the samples after a resume for ever",
-            "--repeated-dataloader, mode stream",
-            "its sampler begins every pass where the resume began; the stream repeats its sources itself",
-            "leave the flag out; max_epochs in data.yaml says how often a source comes",
-        )
-    for name in ("data_efficiency_curriculum_learning", "curriculum_learning_legacy", "curriculum_learning"):
-        if getattr(args, name, False):
-            raise refuse(
-                "DeepSpeed's curriculum chooses or cuts the samples by itself",
-                f"args.{name}, mode stream",
-                "what was trained would be neither the samples of the stream nor in its order",
-                "switch the curriculum off in the DeepSpeed config, or --megaresume-mode guard",
+    for name, (flag, why, action) in _NO_STREAM.items():
+        if getattr(args, name, None):
+            raise UsageError(
+                f"{flag} does not go together with a megaresume stream", found=flag, cause=why, action=action
             )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -194,20 +194,20 @@ def _check_step(args: Any, root: Path) -> None:
     there = [c for c in list_candidates(root) if c.has_dir and c.iteration is not None and not c.unfinished]
     there = [c for c in there if c.tag == megatron_tag(c.order)]
     some = ", ".join(str(c.iteration) for c in there[:10]) + (", ..." if len(there) > 10 else "")
+    # The last one before it, or else the first after it.
+    nearest = sorted(there, key=lambda c: (c.order > int(step), abs(c.order - int(step))))
     raise CheckpointError(
         f"there is no checkpoint of iteration {step}, which --ckpt-step asks for",
         found=f"in --load {root}: " + (f"iterations {some}" if there else "no checkpoint of any iteration"),
         expected=f"a directory {megatron_tag(int(step))}",
         cause="a typing error, a save at another interval, or a checkpoint that was deleted",
-        action=_nearest(root, there, int(step)) if there else "correct --load, or leave --ckpt-step out",
+        action=_advice(root, nearest) if there else "correct --load, or leave --ckpt-step out",
     )
 
 
-def _nearest(root: Path, there: list[Candidate], step: int) -> str:
-    """The last one before the step that was asked for, or else the first after it; whole ones only, if we know."""
-    before = [c for c in there if c.order < step]
-    later = [c for c in reversed(there) if c.order > step]
-    for candidate in (*before, *later):
+def _advice(root: Path, candidates: Iterable[Candidate]) -> str:
+    """Which checkpoint to ask for: the first of these that is whole, if we know."""
+    for candidate in candidates:
         with contextlib.suppress(MegaresumeError):
             if examine(root, candidate).status in ("complete", "unmanaged"):
                 return f"--ckpt-step {candidate.iteration}; megaresume inspect {root} says more"
@@ -244,7 +244,7 @@ def _named(args: Any, root: Path, damaged: Mapping[Path, str]) -> Choice | Their
         expected="every file of its manifest, with its size and its checksum",
         cause="a second save of this step was killed, or was made without megaresume; the disk was full; or files "
         "were deleted or copied in part",
-        action=_other(root, candidate),
+        action=_advice(root, (c for c in list_candidates(root) if c.has_dir and c.order < candidate.order)),
     )
 
 
@@ -252,15 +252,6 @@ def _moved_since(root: Path, candidate: Candidate) -> bool:
     """Whether Megatron moved its tracker after the save of the marker began: then that save was done."""
     marker = marker_path(root, candidate.order, candidate.tag)
     return (root / TRACKER).stat().st_mtime_ns >= marker.stat().st_mtime_ns
-
-
-def _other(root: Path, damaged: Candidate) -> str:
-    for candidate in list_candidates(root):
-        if candidate.has_dir and candidate is not damaged and candidate.order < damaged.order:
-            with contextlib.suppress(MegaresumeError):
-                if examine(root, candidate).status == "complete":
-                    return f"--ckpt-step {candidate.iteration} goes on from {candidate.tag}, which is complete"
-    return f"megaresume inspect {root} shows what is there"
 
 
 def _has_non_persistent(args: Any, load: str) -> bool:

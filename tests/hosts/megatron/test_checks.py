@@ -45,6 +45,13 @@ def host_of(args: Namespace, *, mode: Any = "guard", version: str = "0.16.1") ->
     [
         ({"dataloader_type": "cyclic"}, project(), "--dataloader-type single"),
         ({"repeated_dataloader": True}, project(kind="megatron-deepspeed"), "leave the flag out"),
+        ({"mock_data": True}, project(), "--megaresume-mode guard"),
+        ({"fim_data": True}, project(), "--megaresume-mode guard"),
+        ({"full_validation": True}, project(), "--eval-iters"),
+        ({"multiple_validation_sets": True}, project(), "--megaresume-mode guard"),
+        ({"perform_rl_step": True}, project(), "--megaresume-mode off"),
+        ({"hybrid_context_parallel": True}, project(), "--megaresume-mode guard"),
+        ({"train_weighted_split_paths": [["web"]]}, project(kind="bigscience"), "--megaresume-data"),
         ({"data_efficiency_curriculum_learning": True}, project(kind="megatron-deepspeed"), "--megaresume-mode guard"),
         ({"curriculum_learning": True}, project(kind="bigscience"), "--megaresume-mode guard"),
     ],

@@ -25,13 +25,14 @@ import xxhash
 from megaresume.checkpoint.data_state import stream_of
 from megaresume.corpora.base import is_document_source
 from megaresume.corpora.spans import has_spans
+from megaresume.hosts.megatron.checks import check_flags
 from megaresume.hosts.megatron.data.form import SampleForm, form_of, warnings_of
 from megaresume.hosts.megatron.data.order import StreamOrder
 from megaresume.hosts.megatron.data.provider import coordinates, end_of_document, stream_provider
 from megaresume.hosts.megatron.hooks.calls import check_load, is_built
 from megaresume.hosts.megatron.host import MegatronHost, megatron_host
 from megaresume.hosts.megatron.load_rules import check_mode
-from megaresume.session.ranks import gather, is_rank_0, on_all_ranks, on_rank_0
+from megaresume.session.ranks import gather, is_rank_0, known_to_all, on_all_ranks, on_rank_0
 from megaresume.stream.errors import StateError
 from megaresume.stream.fingerprints import same_corpora
 
@@ -43,7 +44,7 @@ def around_build_data_iterators(original: Callable[..., Any]) -> Callable[..., A
 
     Raises, on every rank:
         StateError: training goes on and a rank has no state to go on from, or another one than rank 0.
-        UsageError, ConfigError, CorpusError, SetupError: see `open_streams` and `form_of`.
+        UsageError, ConfigError, CorpusError, SetupError: see `check_flags`, `open_streams` and `form_of`.
         CheckpointError, SetupError: another job writes to ``--save``, or a node does not see it (`Session.start`).
     """
 
@@ -51,6 +52,8 @@ def around_build_data_iterators(original: Callable[..., Any]) -> Callable[..., A
         current = megatron_host()
         if current.settings.mode == "off":
             return original(provider, *args, **kwargs)
+        # Not every way here passes through validate_args (YAML configs, bigscience).
+        on_all_ranks(lambda: check_flags(current.args, current.settings, current.project))
         current.start()
         on_all_ranks(lambda: check_load(current))
         current.building = True
@@ -215,16 +218,16 @@ def check_replicas(replicas: Sequence[tuple[str, dict[str, Any]]]) -> None:
             odd, normal = (rank, where, value), (0, replicas[0][0], facts_of_0[name])
             if name == "restored state" and facts_of_0[name] == "none":
                 odd, normal = normal, odd
-            error = StateError(
-                f"rank {odd[0]} ({odd[1]}) differs from the others in its {name}",
-                found=f"rank {odd[0]} ({odd[1]}): {name} {odd[2]}",
-                expected=f"{name} {normal[2]}, as rank {normal[0]} ({normal[1]})",
-                cause="the ranks have read different checkpoints or corpora: a directory that is not shared, or a copy "
-                "of it that is old",
-                action="mount the same --load directory and the same corpora on every node",
+            raise known_to_all(
+                StateError(
+                    f"rank {odd[0]} ({odd[1]}) differs from the others in its {name}",
+                    found=f"rank {odd[0]} ({odd[1]}): {name} {odd[2]}",
+                    expected=f"{name} {normal[2]}, as rank {normal[0]} ({normal[1]})",
+                    cause="the ranks have read different checkpoints or corpora: a directory that is not shared, or "
+                    "an old copy of it",
+                    action="mount the same --load directory and the same corpora on every node",
+                )
             )
-            error.known_to_all_ranks = True  # type: ignore[attr-defined]
-            raise error
 
 
 def _hash(value: Any) -> str:

@@ -86,26 +86,16 @@ class StreamOrder:
             return
         if self.position >= state.samples:
             stream.restore(state)
-            digest = stream.digest_at(state.samples)
-            if digest != state.digest:
-                raise StateError(
-                    "the restored stream does not stand where it was saved",
-                    found=f"digest {digest} at sample {state.samples}",
-                    expected=f"digest {state.digest}",
-                    cause="the state was edited",
-                    action="load an older checkpoint",
-                )
-            return
-        # Before the saved position (--override-ckpt-iteration): planned from the start, and proved on the way.
-        stream.check(state)
+        else:  # (--override-ckpt-iteration): planned from the start, and proved on the way
+            stream.check(state)
         digest = stream.digest_at(state.samples)
         if digest != state.digest:
             raise StateError(
-                "the stream planned from its start is not the one that was saved",
+                "the restored stream does not stand where it was saved",
                 found=f"digest {digest} at sample {state.samples}",
                 expected=f"digest {state.digest}",
-                cause="a corpus has other lengths than its fingerprint says",
-                action="megaresume verify DIR",
+                cause="the state was edited, or a corpus has other lengths than its fingerprint says",
+                action="megaresume verify DIR; or load an older checkpoint",
             )
 
     @property

@@ -39,55 +39,6 @@ _CLASSIC = {
     "test_data_path": "--test-data-path",
     "per_split_data_args_path": "--per-split-data-args-path",
 }
-#: name on args -> (flag, why a stream cannot give it, the way out).
-_REFUSED = {
-    "mock_data": ("--mock-data", "mock data has no documents", "remove it, or pass --megaresume-mode guard"),
-    "fim_data": (
-        "--fim-data",
-        "it permutes documents with a random generator of each worker process, which nothing can resume",
-        "remove it, and apply fill-in-the-middle when the corpus is prepared; or pass --megaresume-mode guard",
-    ),
-    "perform_rl_step": (
-        "--perform-rl-step",
-        "reinforcement learning makes its own samples and builds no data loader",
-        "pass --megaresume-mode off",
-    ),
-    "full_validation": (
-        "--full-validation",
-        "the validation stream has no end that could be reached",
-        "set --eval-iters instead, or pass --megaresume-mode guard",
-    ),
-    "multiple_validation_sets": (
-        "--multiple-validation-sets",
-        "the validation sources are blended into one stream",
-        "remove it, or pass --megaresume-mode guard",
-    ),
-    "hybrid_context_parallel": (
-        "--hybrid-context-parallel",
-        "its scheduler takes single sequences of different lengths, a stream gives samples of one length",
-        "remove it, or pass --megaresume-mode guard",
-    ),
-    "data_efficiency_curriculum_learning": (
-        "--data-efficiency-curriculum-learning",
-        "DeepSpeed's curriculum draws its own order of the samples, and cannot resume it",
-        "remove it from the flags and from the DeepSpeed config, or pass --megaresume-mode off",
-    ),
-    "train_data_exact_num_epochs": (
-        "--train-data-exact-num-epochs",
-        "a stream has no index of a fixed number of epochs",
-        "remove it; in data.yaml, give each source max_epochs",
-    ),
-    "train_weighted_split_paths": (
-        "--train-weighted-split-paths",
-        "ranges of documents by START:END are not read",
-        f"write the blend into a data.yaml with a split for each source, and pass {_YAML}",
-    ),
-    "valid_weighted_split_paths": (
-        "--valid-weighted-split-paths",
-        "several validation groups are not supported",
-        f"write the blend into a data.yaml with a split for each source, and pass {_YAML}",
-    ),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,11 +189,6 @@ def _given(args: Any, flags: Mapping[str, str] = _CLASSIC) -> str:
 
 
 def _refuse(args: Any, data_file: str | None) -> None:
-    for name, (flag, why, action) in _REFUSED.items():
-        if getattr(args, name, None):
-            raise UsageError(
-                f"{flag} does not go together with a megaresume stream", found=flag, cause=why, action=action
-            )
     if getattr(args, "sft", False) and data_file is None:
         raise UsageError(
             "--sft with --data-path reads conversations from JSON lines, which a stream cannot",

@@ -22,7 +22,7 @@ from megaresume.checkpoint.manifest import FileEntry
 from megaresume.hosts.megatron.guard.compare import Difference, refuse
 from megaresume.hosts.megatron.guard.foreign import differences, looks, observe_foreign
 from megaresume.hosts.megatron.guard.record import BuilderRecord, OrderRecord
-from megaresume.session.ranks import gather, is_rank_0, on_all_ranks, same_on_all_ranks, world_size
+from megaresume.session.ranks import gather, is_rank_0, on_all_ranks, rank, same_on_all_ranks, world_size
 from megaresume.stream.errors import StateError
 
 if TYPE_CHECKING:
@@ -38,13 +38,13 @@ def agreed(datasets: Iterable[Any], look: Callable[[], T]) -> T:
         StateError: two hosts see different things.
     """
     leaders = _leaders(datasets)
-    mine = on_all_ranks(lambda: look() if _rank() in leaders else None)
+    mine = on_all_ranks(lambda: look() if rank() in leaders else None)
     seen = gather(None if mine is None else xxhash.xxh3_64_hexdigest(repr(mine).encode()))
-    for rank in leaders:
-        if seen[rank] != seen[leaders[0]]:
+    for leader in leaders:
+        if seen[leader] != seen[leaders[0]]:
             raise StateError(
                 "the nodes have built different orders",
-                found=f"rank {leaders[0]}: {seen[leaders[0]]}; rank {rank}: {seen[rank]}",
+                found=f"rank {leaders[0]}: {seen[leaders[0]]}; rank {leader}: {seen[leader]}",
                 expected="the same index on every node",
                 cause="index caches on the nodes' own disks, from different times",
                 action="delete the index caches (--data-cache-path) on all nodes, or put them on a shared filesystem",
@@ -56,8 +56,8 @@ def agreed(datasets: Iterable[Any], look: Callable[[], T]) -> T:
 def from_leaders(datasets: Iterable[Any], look: Callable[[], T]) -> list[T]:
     """What ``look`` returns on one rank of every host, all of it on all ranks. Collective."""
     leaders = _leaders(datasets)
-    found = gather(on_all_ranks(lambda: look() if _rank() in leaders else None))
-    return [found[rank] for rank in leaders]
+    found = gather(on_all_ranks(lambda: look() if rank() in leaders else None))
+    return [found[leader] for leader in leaders]
 
 
 def broadcast(value: Any, source: int) -> Any:
@@ -69,17 +69,13 @@ def broadcast(value: Any, source: int) -> Any:
     return box[0]
 
 
-def _rank() -> int:
-    return 0 if world_size() == 1 else dist.get_rank()
-
-
 def _leaders(datasets: Iterable[Any]) -> list[int]:
     """The lowest rank of every host that built something, ascending; rank 0 if nobody did."""
     built = any(dataset is not None for dataset in datasets)
     first: dict[str, int] = {}
-    for rank, host in enumerate(gather(socket.gethostname() if built else None)):
+    for number, host in enumerate(gather(socket.gethostname() if built else None)):
         if host is not None:
-            first.setdefault(host, rank)
+            first.setdefault(host, number)
     return sorted(first.values()) or [0]
 
 

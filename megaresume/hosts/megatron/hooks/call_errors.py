@@ -20,6 +20,7 @@ from megaresume.hosts.megatron.hooks.seams import (
 )
 from megaresume.hosts.megatron.load_rules import BEGIN_ANEW
 from megaresume.hosts.megatron.project import current_project, package_name
+from megaresume.session.ranks import known_to_all
 from megaresume.stream.errors import MegaresumeError, SetupError
 
 if TYPE_CHECKING:
@@ -43,12 +44,12 @@ def not_built(current: MegatronHost | None, what: str) -> MegaresumeError:
         try:
             check_installed()
         except MegaresumeError as replaced:
-            return _for_all_ranks(replaced)
+            return known_to_all(replaced)
     name = seam_name(ITERATORS)
     found = f"{what}, from {_loop(sys._getframe())}; that function was not called{_others()}"
     expected = f"{name}, called before the first step: it is where the data is built or pinned"
     if current is None:
-        return _for_all_ranks(
+        return known_to_all(
             SetupError(
                 "training begins, and megaresume has no part in it",
                 found=found,
@@ -59,7 +60,7 @@ def not_built(current: MegatronHost | None, what: str) -> MegaresumeError:
                 "megaresume.StreamLoader",
             )
         )
-    return _for_all_ranks(
+    return known_to_all(
         SetupError(
             "training begins, and the order of its data was never set",
             found=found,
@@ -73,7 +74,7 @@ def not_built(current: MegatronHost | None, what: str) -> MegaresumeError:
 def not_loaded(iteration: int) -> MegaresumeError:
     """Training goes on from a checkpoint that our hook has not seen. The same on every rank."""
     name = seam_name(LOAD)
-    return _for_all_ranks(
+    return known_to_all(
         SetupError(
             f"training goes on at iteration {iteration}, and no checkpoint was loaded through megaresume",
             found=f"{name} " + ("has loaded none for these arguments" if LOAD in called else "was not called"),
@@ -167,11 +168,6 @@ def seam_name(factory: str) -> str:
     except (SetupError, KeyError):
         home = f"{package_name()}.training.{seam.role}"
     return f"{home}.{seam.name}"
-
-
-def _for_all_ranks(error: MegaresumeError) -> MegaresumeError:
-    error.known_to_all_ranks = True  # type: ignore[attr-defined]
-    return error
 
 
 def _loop(frame: FrameType | None) -> str:
