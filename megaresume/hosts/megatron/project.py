@@ -26,36 +26,36 @@ Kind = Literal["megatron-lm", "megatron-deepspeed", "bigscience"]
 #: Environment variable with the name of the package in a fork that renamed it.
 PACKAGE_VARIABLE = "MEGARESUME_PACKAGE"
 
-#: kind -> role -> module, below the package. The first that exists.
-_LAYOUTS: Mapping[Kind, Mapping[str, tuple[str, ...]]] = {
+#: kind -> role -> module, below the package.
+_LAYOUTS: Mapping[Kind, Mapping[str, str]] = {
     "megatron-lm": {
-        "arguments": ("training.arguments",),
-        "checkpointing": ("training.checkpointing",),
-        "training": ("training.training",),
-        "global_vars": ("training.global_vars",),
-        "signals": ("training.dist_signal_handler",),
-        "initialize": ("training.initialize",),
-        "builder": ("core.datasets.blended_megatron_dataset_builder",),
-        "schedules": ("core.pipeline_parallel.schedules",),
-        "parallel_state": ("core.parallel_state",),
+        "arguments": "training.arguments",
+        "checkpointing": "training.checkpointing",
+        "training": "training.training",
+        "global_vars": "training.global_vars",
+        "signals": "training.dist_signal_handler",
+        "initialize": "training.initialize",
+        "builder": "core.datasets.blended_megatron_dataset_builder",
+        "schedules": "core.pipeline_parallel.schedules",
+        "parallel_state": "core.parallel_state",
     },
     "megatron-deepspeed": {
-        "arguments": ("arguments",),
-        "checkpointing": ("checkpointing",),
-        "training": ("training",),
-        "global_vars": ("global_vars",),
-        "signals": ("dist_signal_handler",),
-        "initialize": ("initialize",),
-        "schedules": ("core.pipeline_parallel.schedules",),
-        "parallel_state": ("core.parallel_state",),
+        "arguments": "arguments",
+        "checkpointing": "checkpointing",
+        "training": "training",
+        "global_vars": "global_vars",
+        "signals": "dist_signal_handler",
+        "initialize": "initialize",
+        "schedules": "core.pipeline_parallel.schedules",
+        "parallel_state": "core.parallel_state",
     },
     "bigscience": {
-        "arguments": ("arguments",),
-        "checkpointing": ("checkpointing",),
-        "training": ("training",),
-        "global_vars": ("global_vars",),
-        "initialize": ("initialize",),
-        "parallel_state": ("mpu.initialize",),
+        "arguments": "arguments",
+        "checkpointing": "checkpointing",
+        "training": "training",
+        "global_vars": "global_vars",
+        "initialize": "initialize",
+        "parallel_state": "mpu.initialize",
     },
 }
 
@@ -93,8 +93,8 @@ def parse_version(version: str) -> tuple[int, int]:
 def modules_to_watch() -> list[str]:
     """Every module below the package that holds a name to wrap in one of the projects, by dotted name."""
     roles = ("arguments", "checkpointing", "training", "initialize", "builder", "signals", "schedules")
-    layouts = [layout[role] for layout in _LAYOUTS.values() for role in roles if role in layout]
-    return list(dict.fromkeys(f"{package_name()}.{name}" for names in layouts for name in names))
+    names = [layout[role] for layout in _LAYOUTS.values() for role in roles if role in layout]
+    return list(dict.fromkeys(f"{package_name()}.{name}" for name in names))
 
 
 def package_name() -> str:
@@ -127,9 +127,9 @@ def find_project(package: str | None = None) -> Project:
         SetupError: there is none, or it is one that we do not know.
     """
     package = package or package_name()
-    sources = {role: _read(locate(f"{package}.{layout}")) for role, layout in _probes()}
-    for kind in ("megatron-lm", "megatron-deepspeed"):
-        texts = {role: sources[f"{kind}/{role}"] for role in _CONTENT}
+    kinds: tuple[Kind, ...] = ("megatron-lm", "megatron-deepspeed")
+    for kind in kinds:
+        texts = {role: _read(locate(f"{package}.{_LAYOUTS[kind][role]}")) for role in _CONTENT}
         if not all(_defines(texts[role], name) for role, name in _CONTENT.items()):
             continue
         if kind == "megatron-lm":
@@ -140,11 +140,6 @@ def find_project(package: str | None = None) -> Project:
         modern = _defines(texts["arguments"], "validate_args") and _defines(texts["checkpointing"], "read_metadata")
         return _project("megatron-deepspeed" if modern else "bigscience", package)
     raise _refusal(package)
-
-
-def _probes() -> list[tuple[str, str]]:
-    kinds: tuple[Kind, ...] = ("megatron-lm", "megatron-deepspeed")
-    return [(f"{kind}/{role}", _LAYOUTS[kind][role][0]) for kind in kinds for role in _CONTENT]
 
 
 def locate(dotted: str) -> Path | None:
@@ -197,12 +192,8 @@ def _defines(source: str, function: str) -> bool:
 
 
 def _project(kind: Kind, package: str) -> Project:
-    modules = {}
-    for role, candidates in _LAYOUTS[kind].items():
-        for candidate in candidates:
-            if locate(f"{package}.{candidate}") is not None:
-                modules[role] = f"{package}.{candidate}"
-                break
+    names = {role: f"{package}.{name}" for role, name in _LAYOUTS[kind].items()}
+    modules = {role: name for role, name in names.items() if locate(name) is not None}
     if kind != "megatron-lm":
         modules["engine"] = "deepspeed.runtime.engine"
     training = locate(modules["training"])

@@ -12,7 +12,7 @@ was fetched beyond. The states are written beside the checkpoint before its comm
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from megaresume.hosts.loaders.states import NO_LOADER, Captured, LoaderRecord, c
 from megaresume.hosts.megatron.hooks import calls, install
 from megaresume.hosts.megatron.host import MegatronHost
 from megaresume.hosts.megatron.load_rules import BEGIN_ANEW
+from megaresume.session.host import Data
 from megaresume.session.ranks import on_all_ranks
 from megaresume.session.refusals import show_refusals
 from megaresume.stream.errors import StateError, UsageError
@@ -70,16 +71,13 @@ class MicroBatchesOfLoader:
         return next(self.reader)
 
 
-class LoaderOrder:
-    """A training loader of the script's own (`megaresume.session.host.Data`).
+class LoaderOrder(Data):
+    """A training loader of the script's own.
 
     Args:
         host: of which the checkpoint is loaded.
         layout: data-parallel rank and size.
     """
-
-    origin: Mapping[str, Any] | None = None
-    changed: tuple[str, ...] = ()
 
     def __init__(self, host: MegatronHost, layout: tuple[int, int]) -> None:
         self._args = host.args
@@ -138,10 +136,6 @@ class LoaderOrder:
             dp_rank=self.dp_rank,
             dp=self.dp,
         )
-
-    def describe(self) -> list[str]:
-        """See `Data`."""
-        return []
 
 
 def build_with_loaders(current: MegatronHost, original: Callable[..., Any], provider: Callable[..., Any]) -> Any:

@@ -10,15 +10,13 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import DataState
-from megaresume.checkpoint.manifest import FileEntry
 from megaresume.hosts.megatron.data.streams import Streams
 from megaresume.hosts.megatron.load_rules import without_state
-from megaresume.session.host import change_lines
+from megaresume.session.host import Data, change_lines
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.dealing.balance import Balance
 from megaresume.stream.errors import MegaresumeError, StateError
@@ -32,8 +30,8 @@ FOLLOW_EVERY = 0.5
 log = logging.getLogger(__name__)
 
 
-class StreamOrder:
-    """The order of the training samples (`megaresume.session.host.Data`). No method is a collective.
+class StreamOrder(Data):
+    """The order of the training samples. No method is a collective: every rank plans all of the stream.
 
     Args:
         streams: opened, the training stream at its start.
@@ -49,8 +47,6 @@ class StreamOrder:
         StateError: training goes on somewhere and there is no state to go on from; or one of another config or other
             corpora, naming the fields that differ; or ranks are balanced, and this is inside a step.
     """
-
-    changed: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -117,13 +113,6 @@ class StreamOrder:
         if self.balance is not None:
             self.schedule.steps_before(samples)
         return self.stream.state_at(samples, batches=self.schedule.until(samples))
-
-    def prepare(self) -> None:
-        """See `Data`: every rank plans all of the stream."""
-
-    def write_files(self, save_dir: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
-        """See `Data`: the state is all in the checkpoint itself."""
-        return ()
 
     def restore(self, state: DataState, choice: Choice) -> None:
         """See `Data`: it was opened at this state.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megaresume.checkpoint.data_state import DataState
-from megaresume.hosts.megatron.guard.corpora import Corpus, Identity
+from megaresume.hosts.megatron.guard.corpora import Corpus
 from megaresume.hosts.megatron.guard.pinned import extendable
 from megaresume.hosts.megatron.guard.record import SPLITS, Blend, BuilderRecord, ComponentRecord, OrderRecord
 from megaresume.hosts.megatron.guard.request import FLAGS, Request
@@ -223,23 +223,22 @@ def _corpus(
     moved = old_path != new_path and os.path.realpath(old_path) != os.path.realpath(new_path)
     for component in components:
         first, end = component.documents
-        old = Identity(lengths=component.lengths, tokens=component.tokens)
-        if corpus is None or old.lengths is None:
+        if corpus is None or component.lengths is None:
             if moved:
                 return f"{old_path}", f"{new_path}, whose documents cannot be compared"
             continue
         if corpus.documents < end:
             return f"{old_path} with {component.total} documents", f"{new_path} with {corpus.documents}"
-        new = corpus.identity(component.documents)
-        if new.lengths != old.lengths:
+        lengths, tokens = corpus.identity(component.documents)
+        if lengths != component.lengths:
             return (
-                f"documents {first}:{end} of {old_path} with lengths of hash {old.lengths}",
-                f"{new_path} with other lengths, of hash {new.lengths}",
+                f"documents {first}:{end} of {old_path} with lengths of hash {component.lengths}",
+                f"{new_path} with other lengths, of hash {lengths}",
             )
-        if old.tokens is not None and new.tokens != old.tokens:
+        if component.tokens is not None and tokens != component.tokens:
             return (
-                f"documents {first}:{end} of {old_path} with tokens of hash {old.tokens}",
-                f"{new_path} with other tokens, of hash {new.tokens}",
+                f"documents {first}:{end} of {old_path} with tokens of hash {component.tokens}",
+                f"{new_path} with other tokens, of hash {tokens}",
             )
     if corpus is not None and components and corpus.documents > components[0].total:
         out.notes.append(

@@ -20,7 +20,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,14 +112,6 @@ _PARTS = 64
 _PART_BYTES = 16384
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Identity:
-    """Of a range of documents; None: not known."""
-
-    lengths: str | None
-    tokens: str | None
-
-
 class Corpus:
     """The ``.idx`` of a corpus on a local filesystem, as a dataset class of Megatron counts it.
 
@@ -170,11 +161,11 @@ class Corpus:
         first, end = self._sequences(documents)
         return not any(self.lengths[at : min(at + 4096, end)].any() for at in range(first, end, 4096))
 
-    def identity(self, documents: tuple[int, int]) -> Identity:
-        """Of the documents [first, end), which must be there."""
+    def identity(self, documents: tuple[int, int]) -> tuple[str, str | None]:
+        """Hashes of lengths, and of tokens (None: no local .bin), of the documents [first, end), all there."""
         first, end = self._sequences(documents)
         lengths = array_digest(self.lengths[first:end], f"lengths of {self.path}")
-        return Identity(lengths=lengths, tokens=self._token_digest(first, end))
+        return lengths, self._token_digest(first, end)
 
     def _token_digest(self, first: int, end: int) -> str | None:
         if not os.path.isfile(self.path + ".bin") or first >= end:

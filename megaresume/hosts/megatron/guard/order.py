@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import functools
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 import xxhash
 
-from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.data_state import DataState, OpaqueState
-from megaresume.checkpoint.manifest import FileEntry
+from megaresume.checkpoint.data_state import OpaqueState
 from megaresume.hosts.megatron.guard.compare import Difference, refuse
 from megaresume.hosts.megatron.guard.foreign import differences, looks, observe_foreign
 from megaresume.hosts.megatron.guard.record import BuilderRecord, OrderRecord
+from megaresume.session.host import Data
 from megaresume.session.ranks import gather, is_rank_0, on_all_ranks, rank, same_on_all_ranks, world_size
 from megaresume.stream.errors import StateError
 
@@ -79,11 +77,10 @@ def _leaders(datasets: Iterable[Any]) -> list[int]:
     return sorted(first.values()) or [0]
 
 
-class GuardOrder:
-    """The recorded order of Megatron's own datasets (`megaresume.session.host.Data`). The same on every rank."""
+class GuardOrder(Data):
+    """The recorded order of Megatron's own datasets. The same on every rank; held to its record while it is built."""
 
-    #: nothing of ours opens these corpora.
-    origin: Mapping[str, Any] | None = None
+    changed: tuple[str, ...] = ()
 
     def __init__(
         self, record: OrderRecord, *, refusal: StateError | None = None, changed: tuple[str, ...] = ()
@@ -102,20 +99,6 @@ class GuardOrder:
     def digest(self) -> str:
         """16 hex digits over the record: what the ranks compare."""
         return self.record.digest()
-
-    def prepare(self) -> None:
-        """See `Data`: every rank holds the record."""
-
-    def write_files(self, save_dir: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
-        """See `Data`: the record is all in the checkpoint itself."""
-        return ()
-
-    def restore(self, state: DataState, choice: Choice) -> None:
-        """See `Data`: it was held to the record while it was built."""
-
-    def describe(self) -> list[str]:
-        """See `Data`; what is accepted was said while it was built."""
-        return []
 
 
 class Pass:

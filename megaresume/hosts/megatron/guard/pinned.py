@@ -10,12 +10,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from megaresume.hosts.megatron.guard.corpora import Array, Corpus, Identity, array_digest, index_arrays
+from megaresume.hosts.megatron.guard.corpora import Array, Corpus, array_digest, index_arrays
 from megaresume.hosts.megatron.guard.record import SPLITS, Blend, BuilderRecord, ComponentRecord, Part, SplitRecord
 from megaresume.hosts.megatron.guard.request import Request
 
@@ -77,8 +76,9 @@ def _component(request: Request, dataset: Any) -> ComponentRecord:
     path = getattr(dataset, "dataset_path", None)
     corpus = Corpus.at(path, request.cls)
     documents = _documents(dataset)
-    known = corpus is not None and documents[1] <= corpus.documents
-    identity = corpus.identity(documents) if corpus is not None and known else Identity(lengths=None, tokens=None)
+    lengths, tokens = None, None
+    if corpus is not None and documents[1] <= corpus.documents:
+        lengths, tokens = corpus.identity(documents)
     requested = getattr(dataset, "num_samples", None)
     return ComponentRecord(
         path=None if path is None else str(path),
@@ -86,8 +86,8 @@ def _component(request: Request, dataset: Any) -> ComponentRecord:
         total=documents[1] if corpus is None else corpus.documents,
         requested=None if requested is None else int(requested),
         built=part(dataset, str(path)),
-        lengths=identity.lengths,
-        tokens=identity.tokens,
+        lengths=lengths,
+        tokens=tokens,
     )
 
 
@@ -212,27 +212,24 @@ def cold(config: Any, cache: str) -> Any:
     return config
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Pin:
-    component: ComponentRecord
-    #: the same corpus more than once in a blend: which of them is being built cannot be told.
-    ambiguous: bool
+#: (split, path) -> components: several where a blend has the same corpus more than once.
+_Pins = dict[tuple[int, str | None], list[ComponentRecord]]
 
 
-def _pins(request: Request, splits: dict[int, SplitRecord]) -> dict[tuple[int, str | None], _Pin]:
-    pins: dict[tuple[int, str | None], _Pin] = {}
+def _pins(request: Request, splits: dict[int, SplitRecord]) -> _Pins:
+    pins: _Pins = {}
     for i, split in splits.items():
         blend = request.blend_of(i)
         paths: list[str | None] = list(blend[0]) if blend is not None else [None] * len(split.components)
         for path, component in zip(paths, split.components, strict=True):
-            pins[i, path] = _Pin(component=component, ambiguous=(i, path) in pins)
+            pins.setdefault((i, path), []).append(component)
     return pins
 
 
 class _StandIn:
     """Called by the builder in place of the dataset class; returns datasets of that very class."""
 
-    def __init__(self, cls: Any, pins: dict[tuple[int, str | None], _Pin]) -> None:
+    def __init__(self, cls: Any, pins: _Pins) -> None:
         self._cls, self._pins = cls, pins
 
     def __getattr__(self, name: str) -> Any:
@@ -241,11 +238,12 @@ class _StandIn:
     def __call__(
         self, corpus: Any, path: str | None, indices: Any, num_samples: int | None, split: Any, config: Any, *rest: Any
     ) -> Any:
-        pin = self._pins.get((int(split.value), path))
-        if pin is not None:
-            indices = _pinned_documents(indices, pin.component.documents)
-            if pin.component.built.arrays and not pin.ambiguous:
-                num_samples = pin.component.requested
+        components = self._pins.get((int(split.value), path))
+        if components:
+            indices = _pinned_documents(indices, components[-1].documents)
+            # Which of several is being built cannot be told.
+            if components[0].built.arrays and len(components) == 1:
+                num_samples = components[0].requested
         return self._cls(corpus, path, indices, num_samples, split, config, *rest)
 
 
