@@ -94,14 +94,18 @@ def hooks() -> str:
     return "imported and wrapped"
 
 
+#: in Megatron-LM from 0.16 on, before, and in Megatron-DeepSpeed.
+_SAMPLERS = [f"megatron.{name}.data_samplers" for name in ("training.datasets", "legacy.data", "data")]
+
+
 def sampler(prefixes: list[str]) -> str:
     """The sampler of this version over our dataset: the same global batches on every number of ranks."""
     from megaresume.batches.dataset import StreamDataset
     from megaresume.batches.open import open_stream
-    from megaresume.hosts.megatron.project import current_project
+    from megaresume.hosts.megatron.project import locate
 
     try:
-        module = importlib.import_module(current_project().modules["samplers"])
+        module = importlib.import_module(next(name for name in _SAMPLERS if locate(name) is not None))
     except (ImportError, SyntaxError, AttributeError) as error:
         raise NotRun(f"the samplers do not import here: {type(error).__name__}: {error}") from error
     stream = open_stream([word for prefix in prefixes for word in ("1", prefix)], seq_length=64, seed=1, split="90,5,5")
