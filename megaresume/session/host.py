@@ -63,7 +63,7 @@ class Host(Protocol):
 class Data(Protocol):
     """What is trained, as the thing whose state a checkpoint carries: a stream, a recorded order, a loader.
 
-    A class made from this one has what most have: nothing to prepare, to write or to describe.
+    A class made from this one has what most have: nothing to prepare, to write, to restore later or to describe.
     """
 
     @property
@@ -98,6 +98,7 @@ class Data(Protocol):
         Raises:
             StateError: it is of another kind, or of other data.
         """
+        return
 
     def describe(self) -> list[str]:
         """What was changed and accepted at the resume, in lines for people."""
