@@ -71,22 +71,23 @@ class RawFiles:
             return None
         return self._range(place, path, int(self._places.inputs[place.file]["size"]))
 
-    def read(self, place: DocumentPlace) -> bytes:
-        """A document: its text, or its row as a JSON line.
+    def read(self, place: DocumentPlace, *, again: bool = False) -> bytes:
+        """A document: its text, or its row as a JSON line. ``again``: not from the cache, see `ShardFiles.read_kept`.
 
         Raises:
             CorpusError: its file is missing, damaged, or of another size than when the index was made.
             SetupError: the store does not answer; no room to unpack.
         """
         lies = self.bytes_of(place)
-        if lies is not None and self.files.ahead is not None and (data := self.files.ahead.take(lies)) is not None:
+        ahead = None if again else self.files.ahead
+        if lies is not None and ahead is not None and (data := ahead.take(lies)) is not None:
             return data
         self._check(place.file)
         suffix = Path(self.path(place.file)).suffix
         if suffix in TABLES:
             return self._row(place, self._row_group if suffix == ".parquet" else self._record_batch)
         lies = lies or self._range(place, *self._unpacked(place.file))
-        return self.files.read_kept(lies.path, lies.offset, lies.nbytes)
+        return self.files.read_kept(lies.path, lies.offset, lies.nbytes, again=again)
 
     def where(self, place: DocumentPlace) -> str:
         """A document, for people: file and line, or row, from 1."""

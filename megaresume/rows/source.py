@@ -6,6 +6,7 @@ read(i, offset, n)      .places -> row -> the functions of `prepare` -> exactly 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import OrderedDict
 from pathlib import Path
@@ -103,8 +104,13 @@ class RowSource(IndexedDocuments):
 
     def _made(self, i: int) -> npt.NDArray[Any]:
         place = self._places.place(i)
+        if self.files.cache is not None:
+            with contextlib.suppress(CorpusError):  # the cache may have what a file was for a time
+                return self._made_of(i, place, self.raw_files.read(place))
+        return self._made_of(i, place, self.raw_files.read(place, again=self.files.cache is not None))
+
+    def _made_of(self, i: int, place: DocumentPlace, data: bytes) -> npt.NDArray[Any]:
         unit = self._places.inputs[place.file]["unit"]
-        data = self.raw_files.read(place)
         # Not line 0, whose first character may be a mark.
         piece = Piece(name=self.raw_files.path(place.file), unit=unit, line=1, data=data)
         try:

@@ -109,9 +109,12 @@ class ShardFiles:
         if self.cache is not None and key is not None:
             self.cache.put(key, data)
 
-    def read_kept(self, path: str, offset: int, nbytes: int) -> bytes:
-        """As `read`, of a shard that was checked; by the cache, which keeps what it did not have."""
-        data = self.kept(path, offset, nbytes)
+    def read_kept(self, path: str, offset: int, nbytes: int, *, again: bool = False) -> bytes:
+        """As `read`, of a shard that was checked; by the cache, which keeps what it did not have.
+
+        What is kept may have been read while the shard was another one for a time: ``again`` replaces it.
+        """
+        data = None if again else self.kept(path, offset, nbytes)
         if data is None:
             data = self.read(path, offset, nbytes)
             self.keep(path, offset, data)

@@ -6,6 +6,7 @@ encoded(i)    index -> one range read of the shard -> record -> encoder -> exact
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Mapping, Sequence
@@ -210,9 +211,8 @@ class ShardSource:
             policy, record = "mask", self._unmeasured(i)
         else:
             try:
-                raw = self._raw(i)
-                if content_hash(raw) != int(self.index.column("content")[i]):
-                    changed = _changed(raw)
+                raw, same = self._compared(i)
+                changed = None if same else _changed(raw)
                 record = self._with_fields(raw)
             except RecordError as error:
                 record = error
@@ -255,12 +255,22 @@ class ShardSource:
         unread = self.index.column("num_images")[i] == UNMEASURED or not self.length(i)
         return None if unread else self._place(i)
 
-    def _raw(self, i: int) -> Record:
+    def _compared(self, i: int) -> tuple[Record, bool]:
+        """Record i, and whether it is the indexed one; of the shard itself if the cache has another one."""
+        expected = int(self.index.column("content")[i])
+        if self.files.cache is not None:
+            with contextlib.suppress(RecordError):
+                if content_hash(raw := self._raw(i)) == expected:
+                    return raw, True
+        raw = self._raw(i, again=self.files.cache is not None)
+        return raw, content_hash(raw) == expected
+
+    def _raw(self, i: int, *, again: bool = False) -> Record:
         place = self._place(i)
-        data = None if self.files.ahead is None else self.files.ahead.take(place)
+        data = None if again or self.files.ahead is None else self.files.ahead.take(place)
         if data is None:
             self.files.check(place.path, place.size)
-            data = self.files.read_kept(place.path, place.offset, place.nbytes)
+            data = self.files.read_kept(place.path, place.offset, place.nbytes, again=again)
         return parse_record(data, place.path)
 
     def _place(self, i: int) -> Place:

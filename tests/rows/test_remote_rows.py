@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import fsspec
 import pytest
 
-from megaresume.batches.ahead import ReadAhead
+from megaresume.batches.ahead import ReadAhead, use_cache
 from megaresume.cli.main import main
 from megaresume.corpora import IndexedSource
 from megaresume.rows import open_corpus
@@ -16,6 +18,7 @@ from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.stream import Stream
 from tests.rows.conftest import texts, write
+from tests.shards.far import serve
 
 FILES = ("a.jsonl", "b.parquet", "c.arrow", "d-file.arrow", "e.jsonl.zst")
 
@@ -104,3 +107,21 @@ def test_lines_are_read_ahead_by_the_plan_with_few_requests(store, tmp_path, mon
                 read += 1
     ahead.close()
     assert read > 30 and len(requests) < 10
+
+
+def test_what_was_kept_while_a_file_was_another_one_is_read_again(tmp_path):
+    pytest.importorskip("aiohttp")
+    path = write(tmp_path, "a.jsonl", texts(0, 150))
+    with serve(tmp_path) as far:
+        prepared(tmp_path, f"{far.url}/a.jsonl")
+        opened = [open_corpus(tmp_path / "rows") for _ in range(2)]
+        use_cache(opened, tmp_path / "kept", gib=1)
+        opened[0].get(0)
+        data, mtime_ns = path.read_bytes(), path.stat().st_mtime_ns
+        path.write_bytes(data.replace(b"fox", b"cat"))
+        changed = next(k for k, text in enumerate(text for text in texts(0, 150) if text) if "fox" in text and k)
+        with pytest.raises(CorpusError, match="does not give the tokens"):
+            opened[0].get(changed)
+        path.write_bytes(data)
+        os.utime(path, ns=(mtime_ns, mtime_ns))
+        assert b"fox" in bytes(opened[1].get(changed)[:-1].astype("u1"))

@@ -14,7 +14,7 @@ import pytest
 
 from megaresume.shards.disk import BLOCK, DiskCache
 from megaresume.shards.prepare import prepare_shards
-from megaresume.stream.errors import UsageError
+from megaresume.stream.errors import CorpusError, UsageError
 from tests.shards.far import serve
 from tests.shards.kit import captions, encoder, write_shard
 from tests.shards.test_ahead import batches, loader, shards  # noqa: F401
@@ -91,6 +91,25 @@ def test_a_shard_that_was_written_again_is_another_one(shards, cache):  # noqa: 
         assert path.stat().st_size == size
         prepare_shards([shards / "*.tar"], shards.parent / "pairs", encoder(), overwrite=True)
         assert batches(shards, far.url, cache_dir=cache) == batches(shards) != before
+
+
+@pytest.mark.parametrize("options", [{}, {"read_ahead": 0}])
+def test_what_was_kept_while_a_shard_was_another_one_is_read_again(shards, cache, options):  # noqa: F811
+    with serve(shards) as far:
+        made = iter(loader(shards, far.url, cache_dir=cache, prefetch=0, **options))
+        next(made)
+        before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in shards.iterdir()}
+        for path, (data, _) in before.items():
+            path.write_bytes(data.replace(b"picture", b"PICTURE"))
+        with pytest.raises(CorpusError, match="not the indexed one"):
+            list(made)
+        for path, (data, mtime_ns) in before.items():
+            path.write_bytes(data)
+            os.utime(path, ns=(mtime_ns, mtime_ns))
+        assert batches(shards, far.url, cache_dir=cache, **options) == batches(shards)
+        first = len(far.reads)
+        assert batches(shards, far.url, cache_dir=cache, **options) == batches(shards)
+        assert len(far.reads) == first
 
 
 def test_it_takes_no_more_than_it_may_and_keeps_what_is_in_use(cache):
