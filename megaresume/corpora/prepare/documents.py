@@ -361,6 +361,7 @@ class BlockReader:
                 # One byte less: what is read goes on to the end of its line.
                 wanted = min(wanted, self._stop.offset - self._at.offset - 1)
             data = self._read_documents(self._stream, unit, wanted)
+            self._stream.check_unchanged()
             raw_bytes += self._stream.raw_position() - raw_before
             if data or unit == "file":  # an empty file is an empty document
                 at = self._at

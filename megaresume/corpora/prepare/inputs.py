@@ -24,7 +24,7 @@ from typing import IO, Any, Literal, Protocol
 from megaresume.corpora.prepare.arrow import ArrowLines, saved_dataset
 from megaresume.corpora.prepare.binary import HEAD_BYTES, check_text
 from megaresume.corpora.prepare.parquet import ParquetLines, parquet_errors
-from megaresume.stream.errors import CorpusError, SetupError, UsageError
+from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError, UsageError
 
 
 def files_below(directory: Path, pattern: str) -> tuple[list[Path], list[Path]]:
@@ -241,15 +241,12 @@ class InputStream:
 
     def __init__(self, file: InputFile, offset: int = 0) -> None:
         self.file = file
-        self._raw, changed = _opened(file)
-        if changed is not None:
+        self._raw = _opened(file)
+        try:
+            self.check_unchanged()
+        except MegaresumeError:
             self._raw.close()
-            raise CorpusError(
-                f"{file.name} changed while it was being prepared",
-                found=changed,
-                expected=f"{file.size} bytes, changed at {file.mtime_ns or file.identity}",
-                action="wait until it is complete and start again with --restart",
-            )
+            raise
         self._table: ParquetLines | ArrowLines | None = None
         with self._errors():
             if (lines := TABLES.get(file.path.suffix)) is not None:
@@ -267,6 +264,21 @@ class InputStream:
                     if not skipped:
                         raise _changed_length(file)
                     offset -= skipped
+
+    def check_unchanged(self) -> None:
+        """Refuse a file that changed since `find_inputs`: also after a read, of which a part may be another file's.
+
+        Raises:
+            CorpusError: it changed, or is gone.
+        """
+        said = self.file.identity or _stamp(self.file.size, self.file.mtime_ns)
+        if (found := _identity(self.file)) != said:
+            raise CorpusError(
+                f"{self.file.name} changed while it was being prepared",
+                found=found,
+                expected=said,
+                action="wait until it is complete and start again with --restart",
+            )
 
     def read(self, size: int) -> bytes:
         """Up to size bytes; fewer only at the end."""
@@ -308,19 +320,28 @@ class InputStream:
             raise _unreadable(self.file, error) if error.errno else _damaged(self.file, error) from error
 
 
-def _opened(file: InputFile) -> tuple[io.BufferedReader[Any], str | None]:
-    """A file, and what it is now if it changed since `find_inputs`."""
+def _opened(file: InputFile) -> io.BufferedReader[Any]:
     if file.url is not None and file.store is not None:
-        identity = file.store.identity(file.url)
-        raw = io.BufferedReader(file.store.scan(file.url, file.size), 1 << 20)
-        return raw, None if identity == file.identity else identity
+        return io.BufferedReader(file.store.scan(file.url, file.size), 1 << 20)
     try:
-        opened = open(file.path, "rb")  # noqa: SIM115 - closed by close()
+        return open(file.path, "rb")
+    except OSError as error:
+        raise _unreadable(file, error) from error
+
+
+def _identity(file: InputFile) -> str:
+    """What a file is now, as `InputFile.identity`; of a local one, as an error shows it."""
+    if file.url is not None and file.store is not None:
+        return file.store.identity(file.url)
+    try:
         stat = file.path.stat()
     except OSError as error:
         raise _unreadable(file, error) from error
-    same = (stat.st_size, stat.st_mtime_ns) == (file.size, file.mtime_ns)
-    return opened, None if same else f"{stat.st_size} bytes, changed at {stat.st_mtime_ns}"
+    return _stamp(stat.st_size, stat.st_mtime_ns)
+
+
+def _stamp(size: int, mtime_ns: int) -> str:
+    return f"{size} bytes, changed at {mtime_ns}"
 
 
 def _decompressed(raw: io.BufferedReader, file: InputFile) -> _Peekable:

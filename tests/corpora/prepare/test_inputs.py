@@ -14,6 +14,7 @@ import pytest
 import zstandard
 
 from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
+from megaresume.corpora.prepare.documents import BlockReader, Position
 from megaresume.corpora.prepare.inputs import InputStream, find_inputs
 from megaresume.stream.errors import CorpusError, SetupError, UsageError
 
@@ -237,6 +238,21 @@ def test_file_changed_or_gone_since_it_was_found(tmp_path):
     path.unlink()
     with pytest.raises(CorpusError, match="cannot be read"):
         InputStream(file)
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_file_that_is_written_again_while_it_is_read(tmp_path, suffix):
+    path = tmp_path / f"a.jsonl{suffix}"
+    old, new = ((b'{"text": "%s"}\n' % text) * 9 for text in (b"old", b"new"))
+    path.write_bytes(COMPRESS[suffix](old))
+    files = find_inputs([path]).files
+    reader = BlockReader(files, "file", 20)
+    first = reader.read(Position())
+    with open(path, "r+b") as file:
+        file.write(COMPRESS[suffix](new))
+    with pytest.raises(CorpusError, match="changed while it was being prepared"):
+        reader.read(first.end)
+    reader.close()
 
 
 def test_compressed_file_that_became_shorter(tmp_path):
