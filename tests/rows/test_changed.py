@@ -198,3 +198,17 @@ def test_no_room_to_unpack(tmp_path, monkeypatch, cache):
         rows.get(0)
     assert caught.value.found == "10 bytes free" and "MEGARESUME_CACHE" in caught.value.action
     assert not list((cache / "unpacked").glob("a*"))
+
+
+def test_an_index_that_was_copied_over_an_older_corpus(tmp_path):
+    for name, more in (("old", {}), ("new", {"index_only": True})):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(f'{{"text": "{name}"}}\n')
+        (tmp_path / name).mkdir()
+        prepare([path], tmp_path / name / "web", PrepareOptions(**more))
+    shutil.copytree(tmp_path / "new", tmp_path / "old", dirs_exist_ok=True)
+    with pytest.raises(CorpusError, match=r"old/web has two kinds of tokens") as caught:
+        open_corpus(tmp_path / "old/web")
+    assert caught.value.found == "web.bin and web.places"
+    (tmp_path / "old/web.bin").unlink()
+    assert bytes(open_corpus(tmp_path / "old/web").get(0)[:-1].tolist()) == b"new"
