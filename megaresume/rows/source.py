@@ -69,6 +69,12 @@ class RowSource(IndexedDocuments):
         """What reads them."""
         return self.raw_files.files
 
+    @property
+    def numbered(self) -> object:
+        """What numbers the documents of its files: which rows are one, and how many there are in each file."""
+        counts = [(file["unit"], file["documents"]) for file in self._places.inputs]
+        return counts, self._places.encoder["text"]
+
     @functools.cached_property
     def _encoder(self) -> DocumentEncoder:
         return DocumentEncoder(EncoderSpec.from_json(self._places.encoder))

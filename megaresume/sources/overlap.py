@@ -31,12 +31,15 @@ class Extent:
     name: str
     start: int
     stop: int
+    #: what numbers its documents, if these files can be numbered in several ways: their order, and what a document is.
+    numbered: object = None
 
     def shares(self, other: Extent) -> bool:
-        """Whether a document may be in both. Of shards that two corpora have in part in common: yes."""
+        """Whether a document may be in both. Of files that they have in part in common: yes."""
         if not self.corpus & other.corpus:
             return False
-        return self.corpus != other.corpus or (self.start < other.stop and other.start < self.stop)
+        as_one = (self.corpus, self.numbered) == (other.corpus, other.numbered)
+        return not as_one or (self.start < other.stop and other.start < self.stop)
 
     def __str__(self) -> str:
         return f"documents {self.start:,} to {self.stop - 1:,} of {self.name}"
@@ -46,16 +49,17 @@ def extent_of(source: object) -> Extent:
     """Where the documents of an opened source lie."""
     source, start, stop = _whole(source)
     if isinstance(source, RowSource):
-        corpus = _files(source.raw_files.paths)
-        return Extent(corpus=corpus, name=str(source.prefix), start=start, stop=stop)
+        files = _files(source.raw_files.paths)
+        numbered = files, source.numbered
+        return Extent(corpus=frozenset(files), name=str(source.prefix), start=start, stop=stop, numbered=numbered)
     if isinstance(source, IndexedDocuments):
         return Extent(corpus=frozenset([_file(source.tokens_path)]), name=str(source.prefix), start=start, stop=stop)
     index = getattr(source, "index", None)
     if index is not None and hasattr(index, "shards"):
         from megaresume.shards.paths import resolved
 
-        corpus = _files([resolved(shard.path, index.path) for shard in index.shards])
-        return Extent(corpus=corpus, name=str(index.path), start=start, stop=stop)
+        files = _files([resolved(shard.path, index.path) for shard in index.shards])
+        return Extent(corpus=frozenset(files), name=str(index.path), start=start, stop=stop, numbered=files)
     thing = source.thing if isinstance(source, PythonSource) else source
     return Extent(corpus=frozenset([("object", id(thing))]), name=f"a {type(thing).__name__}", start=start, stop=stop)
 
@@ -69,8 +73,8 @@ def _whole(source: object) -> tuple[object, int, int]:
     return source, start, stop
 
 
-def _files(paths: Iterable[str]) -> frozenset[object]:
-    return frozenset(path if "://" in path else _file(Path(path)) for path in paths)
+def _files(paths: Iterable[str]) -> tuple[object, ...]:
+    return tuple(path if "://" in path else _file(Path(path)) for path in paths)
 
 
 def _file(path: Path) -> object:

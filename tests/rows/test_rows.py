@@ -187,3 +187,10 @@ def test_validation_on_rows_that_are_trained_on_is_refused(tmp_path):
             check_no_overlap({"web": rows}, {"web": held_out}, "held")
     check_no_overlap({"web": rows}, {"web": apart}, "held")
     check_no_overlap({"web": range_of(rows, 0, 90)}, {"web": range_of(rows, 90, 100)}, "held")
+    # The last documents of the same files in another order are others.
+    prepare(paths[::-1], tmp_path / "turned", PrepareOptions(index_only=True))
+    prepare(paths, tmp_path / "wide", PrepareOptions(index_only=True, dtype="int32"))
+    turned, same = (open_corpus(tmp_path / name) for name in ("turned", "wide"))
+    check_no_overlap({"web": range_of(rows, 0, 90)}, {"web": range_of(same, 90, 100)}, "held")
+    with pytest.raises(ConfigError, match="holds documents that are trained on"):
+        check_no_overlap({"web": range_of(rows, 0, 90)}, {"web": range_of(turned, 90, 100)}, "held")
