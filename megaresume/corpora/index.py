@@ -27,7 +27,7 @@ from megaresume.corpora import sidecar
 from megaresume.corpora.contents import PLACES, contents_hash
 from megaresume.corpora.layout import HEADER_BYTES, IndexHeader, idx_path, prefix_of
 from megaresume.corpora.long_documents import kept_list
-from megaresume.corpora.spans import SpanFile, Spans, check_needs_none, spans_path
+from megaresume.corpora.spans import SpanFile, Spans, check_is_prepared, check_needs_none, spans_path
 from megaresume.stream.documents.pieces import LongDocuments
 from megaresume.stream.errors import CorpusError, SetupError
 from megaresume.stream.progress import progress
@@ -121,13 +121,15 @@ class IndexedDocuments(ABC):
 
     def _open_spans(self) -> SpanFile | None:
         path = spans_path(self.prefix)
+        known = self.tokenizer or {}
         if not path.exists():
-            known = self.tokenizer
-            check_needs_none(path, None if known is None else known.get("spans_bytes"))
+            check_needs_none(path, known.get("spans_bytes"))
             return None
         data, identity = map_file(path)
         self._identity = replace(self._identity, spans=identity)
-        return SpanFile(path, data, documents=len(self), tokens=self.num_tokens)
+        found = SpanFile(path, data, documents=len(self), tokens=self.num_tokens)
+        check_is_prepared(found, known.get("spans_hash"))
+        return found
 
     def __reduce__(self) -> tuple[object, ...]:
         return (reopened, (type(self), self.prefix, self._identity))

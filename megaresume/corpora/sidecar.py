@@ -2,7 +2,8 @@
 
     {"format": "megaresume.corpus", "version": 1,
      "tokenizer": {"fingerprint": ..., "vocabulary": ..., "name": ..., "vocab_size": ..., "eod": ...,
-                   "append_eod": ..., "idx_bytes": ..., "bin_bytes": ..., "spans_bytes": ... or null} or null,
+                   "append_eod": ..., "idx_bytes": ..., "bin_bytes": ..., "spans_bytes": ... or null,
+                   "spans_hash": "16 hex digits" or null} or null,
      "fingerprints": [{"idx": {"size": ..., "mtime_ns": ..., "ctime_ns": ..., "inode": ...}, "bin": {...},
                        "spans": {...} or null, "range": [start, stop], "documents": ..., "tokens": ...,
                        "lengths": "32 hex digits", "contents": "16 hex digits", "trained": "16 hex digits" or null}]}
@@ -194,7 +195,13 @@ def read_tokenizer(prefix: Path, *, idx_bytes: int, bin_bytes: int) -> Mapping[s
 
 
 def write_tokenizer(
-    prefix: Path, tokenizer: Mapping[str, Any], *, idx_bytes: int, bin_bytes: int, spans_bytes: int | None = None
+    prefix: Path,
+    tokenizer: Mapping[str, Any],
+    *,
+    idx_bytes: int,
+    bin_bytes: int,
+    spans_bytes: int | None = None,
+    spans_hash: str | None = None,
 ) -> Path:
     """Start a new sidecar for a corpus that was just built.
 
@@ -204,12 +211,14 @@ def write_tokenizer(
         idx_bytes: size of the .idx.
         bin_bytes: size of the .bin.
         spans_bytes: size of the .spans; None: every token is trained.
+        spans_hash: of the .spans, as its header has it.
 
     Raises:
         OSError: it cannot be written.
     """
     path = sidecar_path(prefix)
-    identity = {**tokenizer, "idx_bytes": idx_bytes, "bin_bytes": bin_bytes, "spans_bytes": spans_bytes}
+    sizes = {"idx_bytes": idx_bytes, "bin_bytes": bin_bytes, "spans_bytes": spans_bytes, "spans_hash": spans_hash}
+    identity = {**tokenizer, **sizes}
     write_json_atomically(path, {"format": FORMAT, "version": VERSION, "tokenizer": identity, "fingerprints": []})
     return path
 

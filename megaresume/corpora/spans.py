@@ -134,6 +134,26 @@ class SpansHeader:
 HEADER_BYTES = _HEADER.size
 
 
+def check_is_prepared(found: SpanFile, prepared: str | None) -> None:
+    """Refuse the .spans of another corpus of as many documents and tokens.
+
+    Args:
+        found: what lies beside the corpus.
+        prepared: hash of the one that was written with the corpus; None: nobody knows.
+
+    Raises:
+        CorpusError: it is another one: other tokens would be trained.
+    """
+    if prepared is not None and prepared != (has := f"{found.header.hash:016x}"):
+        raise CorpusError(
+            f"{found.path} is not of this corpus",
+            found=f"hash {has}",
+            expected=f"hash {prepared}, as prepared",
+            cause="a corpus that was copied over an older one, and not completely",
+            action=REBUILD,
+        )
+
+
 def check_needs_none(path: Path, prepared: int | None) -> None:
     """Refuse a corpus without a .spans that was prepared with one.
 
@@ -299,8 +319,8 @@ class SpansWriter:
         self._spans += len(spans)
         self._trained += int((spans[:, 1].astype(np.int64) - spans[:, 0]).sum())
 
-    def finish(self, tokens: int) -> None:
-        """Write the header; the file is complete.
+    def finish(self, tokens: int) -> str:
+        """Write the header; the file is complete. Its hash, 16 hex digits.
 
         Args:
             tokens: of the corpus.
@@ -316,6 +336,7 @@ class SpansWriter:
         header = replace(self._header, tokens=tokens, trained=self._trained, hash=hasher.intdigest())
         self._file.seek(0)
         self._file.write(header.pack())
+        return f"{header.hash:016x}"
 
     def _put(self, at: int, array: npt.NDArray[Any]) -> None:
         self._file.seek(at)

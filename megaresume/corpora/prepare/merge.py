@@ -62,6 +62,7 @@ def merge_parts(
         idx.write(header.pack())
         spans_file = None if spans is None else more.enter_context(open(spans_new, "w+b"))
         writer = None if spans_file is None else SpansWriter(spans_file, documents=documents, spans=spans or 0)
+        spans_hash: str | None = None
         done = pointer = 0
         if raw is not None:
             tokens_file.seek(HEADER_BYTES)
@@ -85,7 +86,7 @@ def merge_parts(
         for boundaries in _ranges(documents + 1):
             idx.write(boundaries.data)
         if writer is not None:
-            writer.finish(pointer // header.dtype.itemsize)
+            spans_hash = writer.finish(pointer // header.dtype.itemsize)
         for file in (tokens_file, idx, spans_file):
             if file is not None:
                 file.flush()
@@ -99,7 +100,9 @@ def merge_parts(
     spans_bytes = None if spans is None else spans_new.stat().st_size
     idx_bytes = idx_new.stat().st_size
     bin_bytes = tokens_path.stat().st_size
-    write_tokenizer(prefix, tokenizer, idx_bytes=idx_bytes, bin_bytes=bin_bytes, spans_bytes=spans_bytes)
+    write_tokenizer(
+        prefix, tokenizer, idx_bytes=idx_bytes, bin_bytes=bin_bytes, spans_bytes=spans_bytes, spans_hash=spans_hash
+    )
     if spans is not None:
         os.replace(spans_new, spans_path(prefix))
     os.replace(idx_new, idx_path(prefix))

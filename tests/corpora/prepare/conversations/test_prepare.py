@@ -19,6 +19,7 @@ from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
 from megaresume.corpora.prepare.documents import TextOptions
 from megaresume.corpora.prepare.tokenizers import load_tokenizer
 from megaresume.corpora.spans import spans_of
+from megaresume.rows import open_corpus
 from megaresume.stream.errors import CorpusError, MegaresumeError, UsageError
 from tests.corpora.prepare.conversations.families import FAMILIES, GENERATION
 from tests.corpora.prepare.conversations.kit import reference_tokenizer, write_tokenizer
@@ -295,3 +296,19 @@ def test_no_template_and_no_tokenizer(tmp_path, tokenizer):
     with pytest.raises(MegaresumeError, match="cannot be read"):
         prepare([path], tmp_path / "o", PrepareOptions(tokenizer=tokenizer, chat=ChatOptions(template=template)))
     assert not (tmp_path / "o.prepare").exists()
+
+
+@pytest.mark.parametrize("index_only", [False, True])
+def test_spans_of_other_turns_that_were_left_by_a_copy_are_refused(tmp_path, tokenizer, index_only):
+    path = tmp_path / "in.jsonl"
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    path.write_text(json.dumps({"messages": turns}) + "\n")
+    for role in ("user", "assistant"):
+        (tmp_path / role).mkdir()
+        chat = ChatOptions(selection=Selection(roles=(role,)))
+        prepare([path], tmp_path / role / "chat", PrepareOptions(tokenizer=tokenizer, chat=chat, index_only=index_only))
+    for file in (tmp_path / "assistant").iterdir():
+        if file.suffix != ".spans":
+            shutil.copy2(file, tmp_path / "user")
+    with pytest.raises(CorpusError, match=r"user/chat\.spans is not of this corpus"):
+        open_corpus(tmp_path / "user/chat")
