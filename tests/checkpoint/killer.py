@@ -1,6 +1,6 @@
 """Runs a scenario again and again, each time in a child that kills itself at another file operation.
 
-    python killer.py SCENARIO BASE WORK
+    python -m tests.checkpoint.killer SCENARIO BASE WORK
 
 Every attempt works on a fresh copy of BASE, ``WORK/<n>-<how>``. ``how`` is ``before`` (SIGKILL instead of operation
 n) or ``half`` (operation n is a write: half of it, then SIGKILL). Prints the attempts, one name a line, and as the
@@ -17,15 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, os.path.dirname(__file__))
-
-from conftest import MODEL, OPTIM, make_state
-
 from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.saving.commit import begin_save, commit_save
 from megaresume.checkpoint.saving.durable import not_durable
 from megaresume.checkpoint.saving.older import make_room, put_back
 from megaresume.checkpoint.start import record_start
+from tests.checkpoint.conftest import MODEL, OPTIM, make_state
 from tests.checkpoint.durability import make_durable
 
 #: what the code under test, and the model files below, do to the disk.

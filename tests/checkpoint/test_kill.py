@@ -35,11 +35,10 @@ MakeState = Callable[..., StreamState]
 
 
 def kill_everywhere(scenario: str, base: Path, work: Path) -> list[Path]:
-    script = Path(__file__).with_name("killer.py")
     work.mkdir()
-    result = subprocess.run(
-        [sys.executable, script, scenario, base, work], capture_output=True, text=True, check=False, timeout=300
-    )
+    command = [sys.executable, "-m", "tests.checkpoint.killer", scenario, base, work]
+    root = Path(__file__).parents[2]
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, timeout=300)
     assert result.returncode == 0, result.stderr
     return [work / name for name in result.stdout.split()]
 

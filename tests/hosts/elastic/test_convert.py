@@ -169,7 +169,8 @@ def test_without_zero_there_is_nothing_to_convert(root: Path, capsys: pytest.Cap
 
 
 def test_bad_usage(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert", str(root), "--workers", "-3"]) == 2
-    assert "--workers must be at least 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["convert", str(root), "--workers", "-3"])
+    assert "argument --workers: must be at least 1" in capsys.readouterr().err
     assert main(["convert", f"{root}-typed-wrongly"]) == 2
     assert "no such directory" in capsys.readouterr().err
