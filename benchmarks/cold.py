@@ -37,6 +37,9 @@ MICRO_BATCH = 4
 #: tokens of a document: as long as web pages, and as books' chapters or files of a long context are.
 LENGTHS = (600, 32_768)
 LEAST = 0.8
+#: bytes of documents that lie together and stay near each other.
+BLOCK = 1 << 20
+IN_BLOCKS = "in blocks of 1 MiB"
 
 
 def rows(setup: Setup) -> Iterator[Row]:
@@ -53,7 +56,8 @@ def _compare(setup: Setup, length: int, samples: int) -> Iterator[Row]:
     lengths = np.random.default_rng(length).lognormal(np.log(length) - 0.5, 1.0, num).astype(np.int32) + 1
     path = write_corpus(directory / "all", lengths)
     samples = min(samples, int(lengths.sum(dtype=np.int64)) // SEQ_LENGTH // 2)
-    opened = {"asked for ahead": _ours(path), "not asked for": _ours(path)}
+    blocks = {"block": max(BLOCK // (4 * length), 1), "window": 16}
+    opened = {"asked for ahead": _ours(path), "not asked for": _ours(path), IN_BLOCKS: _ours(path, blocks)}
     if length == LENGTHS[0]:
         found = np.memmap(bin_path(path), np.int32, "r")[: samples * SEQ_LENGTH].reshape(-1, SEQ_LENGTH)
         others = tokens.installed(setup, found, tokens.STREAMING)
@@ -70,7 +74,7 @@ def _compare(setup: Setup, length: int, samples: int) -> Iterator[Row]:
     a_second = {name: 4e-6 * SEQ_LENGTH * samples / median(its) for name, its in seconds.items()}
     for name in opened:
         times = ratio(seconds[name], seconds["sequential"])
-        ours = name == "asked for ahead"
+        ours = name in ("asked for ahead", IN_BLOCKS)
         yield Row(
             what=f"tokens that are not in memory, documents of {length:,}, shuffled, {name}",
             ours=a_second[name],
@@ -83,9 +87,10 @@ def _compare(setup: Setup, length: int, samples: int) -> Iterator[Row]:
         )
 
 
-def _ours(path: Path) -> Callable[[], Iterator[Any]]:
+def _ours(path: Path, shuffle: object = "full") -> Callable[[], Iterator[Any]]:
     def open_() -> Iterator[Any]:
-        data = {"seed": 1, "seq_length": SEQ_LENGTH, "packing": "split", "sources": {"all": {"path": str(path)}}}
+        source = {"path": str(path), "shuffle": shuffle}
+        data = {"seed": 1, "seq_length": SEQ_LENGTH, "packing": "split", "sources": {"all": source}}
         schedule = BatchSchedule.constant(MICRO_BATCH)
         return iter(StreamLoader(open_stream(data), schedule, micro_batch_size=MICRO_BATCH, prefetch=0, fields=()))
 
