@@ -6,11 +6,8 @@ On S3, not decoded, and beside others: `benchmarks.store`.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ import fsspec
 
 from benchmarks import store
 from benchmarks.pairs import SEQ_LENGTH, Shards
+from benchmarks.server import served
 from benchmarks.setup import Setup
 from benchmarks.table import Row
 from benchmarks.timing import interleaved, median, ratio, wall
@@ -44,7 +42,7 @@ def rows(setup: Setup) -> Iterator[Row]:
     index = setup.directory / "far0"
     tars = sorted(shards.directory.glob("*.tar"))
     prepare_shards(tars, index, shards.encoders["pillow"])
-    with _server(shards.directory, setup.cores) as url:
+    with served(_serve, shards.directory, cores=setup.cores) as url:
         urls = [f"{url}/{path.name}" for path in tars]
         read = {
             "ahead": _ours(index, urls, {"read_ahead": AHEAD}),
@@ -93,22 +91,7 @@ def _sequential(index: Path, urls: list[str]) -> Iterator[None]:
                 yield
 
 
-@contextmanager
-def _server(directory: Path, cores: set[int]) -> Iterator[str]:
-    context = multiprocessing.get_context("spawn")
-    said = context.SimpleQueue()
-    process = context.Process(target=_serve, args=(directory, cores, said), daemon=True)
-    process.start()
-    try:
-        yield said.get()
-    finally:
-        process.terminate()
-        process.join()
-
-
-def _serve(directory: Path, cores: set[int], said: Any) -> None:
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cores)
+def _serve(directory: Path, said: Any) -> None:
     with serve(directory, latency=LATENCY) as far:
         said.put(far.url)
         while True:

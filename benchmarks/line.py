@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
+
+from benchmarks.server import served
 
 CHUNK = 1 << 16
 
 
-@contextmanager
-def line(host: str, port: int, *, latency: float, rate: float, cores: set[int]) -> Iterator[int]:
+def line(host: str, port: int, *, latency: float, rate: float, cores: set[int]) -> AbstractContextManager[int]:
     """The port, on this machine, of a process that passes everything on.
 
     Args:
@@ -22,20 +20,10 @@ def line(host: str, port: int, *, latency: float, rate: float, cores: set[int]) 
         rate: bytes a second of all connections together.
         cores: that the process may use.
     """
-    context = multiprocessing.get_context("spawn")
-    said = context.SimpleQueue()
-    process = context.Process(target=_serve, args=(host, port, latency, rate, cores, said), daemon=True)
-    process.start()
-    try:
-        yield said.get()
-    finally:
-        process.terminate()
-        process.join()
+    return served(_serve, host, port, latency, rate, cores=cores)
 
 
-def _serve(host: str, port: int, latency: float, rate: float, cores: set[int], said: Any) -> None:
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cores)
+def _serve(host: str, port: int, latency: float, rate: float, said: Any) -> None:
     free = 0.0  # when the line has passed on all that was given to it
 
     async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
