@@ -103,19 +103,23 @@ class Marks:
         return cores
 
     def _message(self, message: Message, i: int) -> Message:
-        changed = dict(message)
-        content = message.get("content")
-        thinks = message["role"] == "assistant"
-        if isinstance(content, str):
-            changed["content"] = self._content(content, i, thinks=thinks)
-        elif isinstance(content, list):
-            changed["content"] = [{**part, "text": self._content(part["text"], i, thinks=thinks)} for part in content]
+        changed, before = dict(message), len(self._labels)
         for key in REASONING:
             if isinstance(message.get(key), str):
                 changed[key] = self._wrap(message[key], i, "thinking")
         if isinstance(message.get("tool_calls"), list):
             changed["tool_calls"] = [self._call(call, i) for call in message["tool_calls"]]
+        if "content" in message:
+            changed["content"] = self._contents(message["content"], i, thinks=message["role"] == "assistant")
+            if len(self._labels) == before:  # a message of nothing but </think> says </think>
+                changed["content"] = self._contents(message["content"], i, thinks=False)
         return changed
+
+    def _contents(self, content: Any, i: int, *, thinks: bool) -> Any:
+        """The text of a message, or its texts."""
+        if isinstance(content, list):
+            return [{**part, "text": self._content(part["text"], i, thinks=thinks)} for part in content]
+        return self._content(content, i, thinks=thinks) if isinstance(content, str) else content
 
     def _call(self, call: Any, i: int) -> Any:
         """Its name, in any of the usual shapes; arguments follow it."""

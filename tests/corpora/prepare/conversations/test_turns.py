@@ -89,6 +89,20 @@ def test_thinking():
     ]
 
 
+@pytest.mark.parametrize("words", ["</think>", "<think></think>", " <think>\n\n</think>"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_turn_of_nothing_but_tags(name, words):
+    """Found by Hypothesis: such a turn was not trained, and nothing said so unless it was the only one."""
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": words}] * 2
+    if name in ("qwen3", "deepseek-r1"):  # they take </think> apart, and leave the tags out of earlier turns
+        with pytest.raises(BadRow, match="cuts"):
+            trained(messages, finder(name))
+    else:
+        assert trained(messages, finder(name)) == joined(FAMILIES[name].pieces(messages))
+    call = [messages[0], {**TOOL_USE[1], "content": words}]
+    assert trained(call, finder("qwen3"))[-1].endswith("</tool_call><|im_end|>")
+
+
 @pytest.mark.parametrize("generation", [False, True])
 def test_last_turn_weights_and_parts(generation):
     of = finder("chatml", Selection(turns="last"), generation=generation)
