@@ -100,7 +100,7 @@ def test_a_turn_of_nothing_but_tags(name, words):
     else:
         assert trained(messages, finder(name)) == joined(FAMILIES[name].pieces(messages))
     call = [messages[0], {**TOOL_USE[1], "content": words}]
-    assert trained(call, finder("qwen3"))[-1].endswith("</tool_call><|im_end|>")
+    assert trained(call, finder("qwen2.5"))[-1].endswith("</tool_call><|im_end|>")
 
 
 @pytest.mark.parametrize("generation", [False, True])
