@@ -16,7 +16,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.stream.documents.mixing import mix
+from megaresume.stream.documents.permutation import mix
 from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, POSITION, SOURCE
 
 #: Epochs of a source that may be under way at the same time: open bins hold documents of the one before.

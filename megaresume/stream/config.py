@@ -71,7 +71,7 @@ class BlendConfig(Options):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShuffleConfig(Options):
-    """A shuffle in two levels: see ``block_shuffle.py``."""
+    """A shuffle in two levels: see ``documents/permutation.py``."""
 
     #: documents that lie together and are worth one request to a store.
     block: Annotated[int, Within(1, 1 << 40)] = 32

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megaresume.stream.config import OnChange, ShuffleConfig, StreamConfig
-from megaresume.stream.documents.block_shuffle import items_at
+from megaresume.stream.documents.permutation import items_at
 from megaresume.stream.errors import ConfigError, StateError
 from megaresume.stream.planning.reference import epoch_order
 from megaresume.stream.state import StreamState

@@ -18,6 +18,20 @@ PROGRAM = """
 from megaresume.stream.documents.permutation import permute_range, round_keys
 print(permute_range(0, 12, 1000, round_keys(1, "web", 0)).tolist())
 """
+CALLS_ANOTHER_FILE = """
+import numpy as np
+
+from megaresume.stream.compiled import compiled
+from megaresume.stream.documents.permutation import mix
+
+
+@compiled
+def twice(x):
+    return mix(mix(x))
+
+
+print(twice(np.uint64(1)))
+"""
 
 
 class Installed:
@@ -32,11 +46,12 @@ class Installed:
         self.temporary = directory / "tmp"
         self.temporary.mkdir()
         self.directory = directory
+        self.program = PROGRAM
 
     def run(self, **environment: str) -> subprocess.CompletedProcess[str]:
         known = {"PATH": os.environ["PATH"], "PYTHONPATH": str(self.package.parent), "HOME": "/proc/nowhere"}
         known |= {"TMPDIR": str(self.temporary), "PYTHONDONTWRITEBYTECODE": "1"}
-        command = [sys.executable, "-c", PROGRAM]
+        command = [sys.executable, "-c", self.program]
         return subprocess.run(
             command, env=known | environment, cwd=self.directory, capture_output=True, text=True, check=False
         )
@@ -88,8 +103,11 @@ def test_damaged_files_are_written_anew(installed: Installed) -> None:
 @pytest.mark.process
 def test_what_a_function_calls_in_another_file_is_part_of_it(installed: Installed) -> None:
     """An upgrade that changes the mixing function changes the order, on every machine and at once."""
+    documents = installed.package / "stream" / "documents"
+    (documents / "another.py").write_text(CALLS_ANOTHER_FILE)
+    installed.program = "import megaresume.stream.documents.another"
     before = installed.run().stdout
-    path = installed.package / "stream" / "documents" / "mixing.py"
+    path = documents / "permutation.py"
     text = path.read_text()
     path.write_text(re.sub("0xBF58476D1CE4E5B9", "0xBF58476D1CE4E5BB", text))
     after = installed.run().stdout

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from megaresume.stream.documents.mixing import GOLDEN, mix
+from megaresume.stream.documents.permutation import GOLDEN, mix
 from megaresume.stream.planning.reference import splitmix64
 
 

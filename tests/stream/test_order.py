@@ -12,8 +12,8 @@ import numpy.typing as npt
 import pytest
 
 from megaresume.stream.config import ShuffleConfig
-from megaresume.stream.documents.order import SourceOrder
-from megaresume.stream.documents.pieces import LongDocuments, PieceLists, find_long
+from megaresume.stream.documents.order import SourceOrder, resolve
+from megaresume.stream.documents.pieces import STRIDE, LongDocuments, PieceLists, find_long
 from megaresume.stream.errors import StateError
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
@@ -106,12 +106,13 @@ def test_long_documents_are_found_in_blocks(monkeypatch: pytest.MonkeyPatch) -> 
     found = find_long(LengthList(lengths), 10)
     assert found.ids.tolist() == [d for d, n in enumerate(lengths) if n > 10]
     later = [(d, part) for d, n in enumerate(lengths) for part in range(1, -(-n // 10))]
-    documents, parts = found.resolve(3000 + np.arange(len(later)), 3000)
+    documents, parts = 3000 + np.arange(len(later)), np.zeros(len(later), np.int64)
+    resolve(documents, parts, 3000, found.ids, found.ends, found.guide, STRIDE)
     assert list(zip(documents.tolist(), parts.tolist(), strict=True)) == later
     assert [found.later(n) for n in (0, 40, 3000)] == [sum(d < n for d, _ in later) for n in (0, 40, 3000)]
     assert [len(found.of(d)) for d in range(3000)] == [max(-(-n // 10) - 1, 0) for n in lengths]
     with pytest.raises(IndexError):
-        found.resolve(np.array([3000 + len(later)]), 3000)
+        resolve(np.array([3000 + len(later)]), parts, 3000, found.ids, found.ends, found.guide, STRIDE)
     part, alone = found.between(13, 2077), find_long(LengthList(lengths[13:2077]), 10)
     assert part.ids.tolist() == alone.ids.tolist() and part.ends.tolist() == alone.ends.tolist()
 

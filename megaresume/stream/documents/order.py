@@ -25,9 +25,10 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from megaresume.stream.compiled import compiled
 from megaresume.stream.config import ShuffleConfig
-from megaresume.stream.documents.block_shuffle import index_of, items_at
-from megaresume.stream.documents.pieces import PieceLists
+from megaresume.stream.documents.permutation import index_of, items_at
+from megaresume.stream.documents.pieces import STRIDE, PieceLists
 from megaresume.stream.eras import Era, Eras
 from megaresume.stream.errors import StateError
 
@@ -168,7 +169,9 @@ class SourceOrder(Eras):
         """The documents of pieces by their numbers, and which of their pieces."""
         if not era.piece:
             return numbers, np.zeros_like(numbers)
-        return self.lists.of(era.piece).resolve(numbers, era.documents)
+        parts, long = np.zeros_like(numbers), self.lists.of(era.piece)
+        resolve(numbers, parts, era.documents, long.ids, long.ends, long.guide, STRIDE)
+        return numbers, parts
 
     def positions_of(self, document: int, epoch: int) -> list[int]:
         """The positions of all pieces of a document in an epoch, in the order of the document."""
@@ -205,6 +208,28 @@ class SourceOrder(Eras):
 
     def _key(self, epoch: int) -> tuple[int, str, int, ShuffleConfig | None]:
         return self.seed, self.name, epoch, self.shuffle
+
+
+@compiled
+def resolve(numbers, parts, num_documents, ids, ends, guide, stride):  # type: ignore[no-untyped-def]
+    """The documents of pieces by their numbers, and which of their pieces each is.
+
+    Args:
+        numbers: int64[n], become the documents; later pieces are numbered from ``num_documents`` on.
+        parts: int64[n] of zeros, written.
+        num_documents: of the source.
+        ids, ends, guide: of `LongDocuments`, and ``stride`` of its guide.
+    """
+    for j in range(numbers.size):
+        later = numbers[j] - num_documents
+        if later < 0:
+            continue
+        g = np.searchsorted(guide, later, side="right")
+        first, stop = g * stride, min((g + 1) * stride, ends.size)
+        at = first + np.searchsorted(ends[first:stop], later, side="right")
+        if at == ends.size:
+            raise IndexError("a piece beyond the last one")
+        numbers[j], parts[j] = ids[at], later + 1 - (ends[at - 1] if at > 0 else 0)
 
 
 def _part(era: Era) -> str:

@@ -64,19 +64,6 @@ class LongDocuments:
             return range(0)
         return range(int(self.ends[k - 1]) if k else 0, int(self.ends[k]))
 
-    def resolve(self, numbers: Int64Array, num_documents: int) -> tuple[Int64Array, Int64Array]:
-        """The documents of pieces by their numbers, and which of their pieces each is: int64[n] to int64[n] twice.
-
-        Args:
-            numbers: changed: they become the documents.
-            num_documents: of the source; later pieces are numbered from it on.
-        """
-        from megaresume.stream.documents.piece_search import resolve  # deferred: numba takes a second to import
-
-        parts = np.zeros(len(numbers), np.int64)
-        resolve(numbers, parts, num_documents, self.ids, self.ends, self.guide, STRIDE)
-        return numbers, parts
-
 
 def find_long(
     source: LengthSource, piece: int, update: Callable[[int], object] = lambda documents: None

@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaresume.stream.compiled import compiled
-from megaresume.stream.documents.mixing import GOLDEN, mix
+from megaresume.stream.documents.permutation import GOLDEN, mix
 from megaresume.stream.planning.knapsack import choose
 from megaresume.stream.planning.prefetch import prefetch
 from megaresume.stream.planning.tournament import NEVER, READY, play, select, tournament
