@@ -10,7 +10,7 @@ or another packing. `StreamConfig.changed_by` applies one.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -208,11 +208,16 @@ class StreamConfig:
             skip=NO_SKIP,
         )
 
-    def _checked(self) -> StreamConfig:
+    def over_time(self) -> Iterator[tuple[StreamConfig, str]]:
+        """What holds at first and after each declared change; and when, in words for an error."""
         current = self
-        for stage in (None, *self.stages):
-            current = current if stage is None else current.changed_by(stage)
-            where = "" if stage is None else f" in stage '{stage.name}'"
+        yield current, ""
+        for stage in self.stages:
+            current = current.changed_by(stage)
+            yield current, f" in stage '{stage.name}'"
+
+    def _checked(self) -> StreamConfig:
+        for current, where in self.over_time():
             current._check_fillers(where)
             align = current.packing.align
             if current.seq_length % align:
@@ -296,18 +301,13 @@ def _default_packing(sources: Iterable[SourceConfig]) -> PackingMode:
 
 
 def _packing_dict(packing: PackingConfig) -> dict[str, Any]:
-    data: dict[str, Any] = {"mode": packing.mode, "align": packing.align}
-    if packing.mode == "best_fit":
-        data |= {"open_bins": packing.open_bins, "max_age": packing.max_age}
-    elif packing.mode == "knapsack":
-        data |= {"lookahead": packing.lookahead, "max_age": packing.max_age}
-    return data
+    used = {"best_fit": ("open_bins", "max_age"), "knapsack": ("lookahead", "max_age")}.get(packing.mode, ())
+    return {name: getattr(packing, name) for name in ("mode", "align", *used)}
 
 
 def _used(packing: PackingConfig) -> PackingConfig:
     """Without what the mode does not use: it would only be a number without a meaning."""
-    used = {"best_fit": ("open_bins", "max_age"), "knapsack": ("lookahead", "max_age")}.get(packing.mode, ())
-    return PackingConfig(mode=packing.mode, align=packing.align, **{name: getattr(packing, name) for name in used})
+    return PackingConfig(**_packing_dict(packing))
 
 
 # -- as it is written

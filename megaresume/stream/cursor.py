@@ -21,9 +21,16 @@ from megaresume.stream.config import StreamConfig
 from megaresume.stream.documents.order import Orders, SourceOrder
 from megaresume.stream.errors import StateError
 from megaresume.stream.planning import kernel
-from megaresume.stream.planning.bins import pending_segments, segments_of, tail_segments, with_bins
+from megaresume.stream.planning.arrays import (
+    fresh_arrays,
+    kernel_config,
+    pending_segments,
+    segments_of,
+    tail_segments,
+    with_bins,
+)
 from megaresume.stream.planning.kernel import Arrays
-from megaresume.stream.planning.planner import fresh_arrays, orders_of, past_orders
+from megaresume.stream.planning.planner import orders_of, past_orders
 from megaresume.stream.planning.stages import Course
 from megaresume.stream.source import LengthSource
 from megaresume.stream.state import Bin, Segment, SourceCursor, StreamState
@@ -134,7 +141,8 @@ def arrays_of(state: StreamState, course: Course, sources: Sequence[LengthSource
         StateError: the state's numbers contradict each other, the config or the sources.
     """
     stage = len(state.stages) - 1
-    config, constants = course.config(stage), course.constants(stage)
+    config = course.config(stage)
+    constants = kernel_config(config)
     arrays = fresh_arrays(config)
     _check_stages(state)
     _restore_sources(arrays, state, config)

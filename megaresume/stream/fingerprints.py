@@ -10,18 +10,14 @@ import numpy as np
 import xxhash
 
 from megaresume.stream.errors import CorpusError, StateError
-from megaresume.stream.source import LengthSource
+from megaresume.stream.source import LengthSource, chunks
 from megaresume.stream.state import Fingerprint
-
-#: Documents hashed at a time.
-CHUNK = 1 << 20
 
 
 def hash_lengths(source: LengthSource) -> Fingerprint:
     """Read all lengths of a source: the slow way, for sources that do not know their fingerprint."""
     hasher, tokens = xxhash.xxh3_128(), 0
-    for first in range(0, len(source), CHUNK):
-        ids = np.arange(first, min(first + CHUNK, len(source)), dtype=np.int64)
+    for ids in chunks(source):
         lengths = np.ascontiguousarray(source.lengths(ids), dtype="<i8")
         hasher.update(lengths.data)
         tokens += int(lengths.sum())

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from megaresume.stream.state import Fingerprint
+
+#: documents whose lengths are asked for at a time.
+SCAN = 1 << 20
 
 
 @runtime_checkable
@@ -30,6 +33,13 @@ class LengthSource(Protocol):
             first: of its first documents only, as if there were no more; None: of all.
         """
         ...
+
+
+def chunks(source: LengthSource, size: int = 0) -> Iterator[npt.NDArray[np.int64]]:
+    """The numbers of all documents in order, ``size`` (`SCAN`) at a time: int64[n] each."""
+    size = size or SCAN
+    for first in range(0, len(source), size):
+        yield np.arange(first, min(first + size, len(source)), dtype=np.int64)
 
 
 def count_trained(

@@ -29,13 +29,11 @@ from megaresume.stream.errors import ConfigError, MegaresumeError, StateError, S
 from megaresume.stream.faults import NO_FAULTS, FaultRecord
 from megaresume.stream.fingerprints import fingerprint_of, first_documents
 from megaresume.stream.growth import AbsentSource
+from megaresume.stream.planning.checks import check_remaining, check_trained, check_whole
 from megaresume.stream.planning.kernel import Arrays
 from megaresume.stream.planning.plan import Plan, concatenate
 from megaresume.stream.planning.planner import Planner
-from megaresume.stream.planning.remaining import check_remaining
 from megaresume.stream.planning.stages import Course
-from megaresume.stream.planning.trained import check_trained
-from megaresume.stream.planning.whole import check_whole
 from megaresume.stream.progress import Progress, progress
 from megaresume.stream.ranges import Range
 from megaresume.stream.skips import NO_SKIP, NO_SKIPS, SkipConfig, Skips, check_documents, decide, no_schedule

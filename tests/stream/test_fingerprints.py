@@ -165,5 +165,5 @@ def test_the_hash_is_xxh3_over_little_endian_int64() -> None:
 def test_the_hash_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     source = LengthList(np.arange(1000).tolist())
     whole = hash_lengths(source)
-    monkeypatch.setattr("megaresume.stream.fingerprints.CHUNK", 7)
+    monkeypatch.setattr("megaresume.stream.source.SCAN", 7)
     assert hash_lengths(source) == whole

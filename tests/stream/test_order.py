@@ -101,7 +101,7 @@ def test_an_order_that_is_not_of_this_corpus() -> None:
 
 
 def test_long_documents_are_found_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megaresume.stream.documents.pieces.SCAN", 7)
+    monkeypatch.setattr("megaresume.stream.source.SCAN", 7)
     lengths = [random.Random(k).randint(0, 50) for k in range(3000)]
     found = find_long(LengthList(lengths), 10)
     assert found.ids.tolist() == [d for d, n in enumerate(lengths) if n > 10]

@@ -49,7 +49,7 @@ def _assert_equal(data: dict[str, Any], lengths: dict[str, list[int]], num_sampl
     assert len(found) == len(reference)
     assert digests == list(reference_digests(reference, list(lengths)))
     assert len(hashes) == len(found)  # no two samples of a stream are the same: positions go on
-    assert planner.digest == (digests[-1] if digests else 0) and planner.position == len(found)
+    assert planner.position == len(found)
     return len(found)
 
 

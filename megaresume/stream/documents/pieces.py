@@ -15,10 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.stream.source import LengthSource
+from megaresume.stream.source import LengthSource, chunks
 
-#: lengths asked for at a time.
-SCAN = 1 << 20
 #: long documents that a look-up in a guide leaves to be searched: a page of memory.
 STRIDE = 512
 
@@ -70,10 +68,10 @@ def find_long(
 ) -> LongDocuments:
     """Look through all lengths of a source, a chunk at a time; ``update`` is told how many."""
     ids, later = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    for first in range(0, len(source), SCAN):
-        lengths = source.lengths(np.arange(first, min(first + SCAN, len(source)), dtype=np.int64))
+    for documents in chunks(source):
+        lengths = source.lengths(documents)
         found = np.flatnonzero(lengths > piece)
-        ids.append(first + found)
+        ids.append(documents[found])
         later.append((lengths[found] - 1) // piece)
         update(len(lengths))
     return LongDocuments.of_lists(np.concatenate(ids), np.concatenate(later).cumsum())

@@ -1,9 +1,15 @@
-"""`Feed`: the pieces of one source in stream order, a chunk at a time, with their lengths."""
+"""`Feed`: the pieces of one source in stream order, a chunk at a time, with their lengths.
+
+Documents that are skipped by their number are passed over here, as empty ones are (`Mask`); those that wait in open
+bins when that is declared are taken out of them by ``arrays.py``.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -13,8 +19,11 @@ from megaresume.stream.compiled import compiled
 from megaresume.stream.config import BlendUnit, SourceConfig
 from megaresume.stream.documents.order import SourceOrder
 from megaresume.stream.errors import CorpusError
-from megaresume.stream.planning.masking import Masks, masked
+from megaresume.stream.ranges import Range
+from megaresume.stream.skips import DocumentList
 from megaresume.stream.source import LengthSource, count_trained
+
+Int64Array = npt.NDArray[np.int64]
 
 #: Longer documents would leave int64 in the arithmetic of the blend.
 MAX_DOCUMENT_TOKENS = (1 << 31) - 1
@@ -27,14 +36,44 @@ RECENT_CHUNKS = 2
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Mask:
+    """A list of documents of one source."""
+
+    #: int64[m], ascending.
+    ids: Int64Array
+    #: [first, stop) epochs; None: all.
+    epochs: Range | None
+
+    def hits(self, documents: Int64Array, epochs: Int64Array | int) -> npt.NDArray[np.bool_]:
+        """Which of the documents, in their epochs, are meant: bool[n]."""
+        at = np.minimum(self.ids.searchsorted(documents), len(self.ids) - 1)
+        hit = self.ids[at] == documents
+        if self.epochs is not None:
+            hit = hit & (np.asarray(epochs) >= self.epochs[0]) & (np.asarray(epochs) < self.epochs[1])
+        return np.asarray(hit, np.bool_)
+
+
+Masks = Sequence[Mask]
+
+
+def masks_of(lists: Sequence[DocumentList], names: Sequence[str]) -> Mapping[int, Masks]:
+    """Lists of documents as the planner needs them, by source number."""
+    masks: dict[int, list[Mask]] = {}
+    for documents in lists:
+        ids = np.array(documents.numbers(), np.int64)
+        masks.setdefault(names.index(documents.source), []).append(Mask(ids, documents.epochs))
+    return masks
+
+
 class _Chunk(NamedTuple):
     """Pieces at consecutive positions of one epoch, as they were looked up."""
 
     first: int
     #: int64[n] each; the lengths are those of the documents, and 0 of one that is masked.
-    documents: npt.NDArray[np.int64]
-    offsets: npt.NDArray[np.int64]
-    lengths: npt.NDArray[np.int64]
+    documents: Int64Array
+    offsets: Int64Array
+    lengths: Int64Array
     masks: Masks
     order: SourceOrder
 
@@ -56,7 +95,7 @@ class Feed:
     def fill(
         self,
         position: int,
-        out: npt.NDArray[np.int64],
+        out: Int64Array,
         config: SourceConfig,
         order: SourceOrder,
         masks: Masks = (),
@@ -114,11 +153,11 @@ class Feed:
         """Ask for ``num`` pieces of one epoch."""
         documents, offsets = order.pieces_at(np.arange(position, position + num))
         lengths = np.ascontiguousarray(self.source.lengths(documents), np.int64)
-        if masks:
-            lengths = masked(lengths, documents, order.epoch_of(position), masks)
+        for mask in masks:
+            lengths = np.where(mask.hits(documents, order.epoch_of(position)), 0, lengths)
         return _Chunk(position, documents, offsets, lengths, masks, order)
 
-    def _write(self, chunk: _Chunk, position: int, out: npt.NDArray[np.int64], unit: BlendUnit) -> int:
+    def _write(self, chunk: _Chunk, position: int, out: Int64Array, unit: BlendUnit) -> int:
         """Write the rows of `fill` from a position in the chunk on; how many they are."""
         skip, piece = position - chunk.first, chunk.order.piece_length(chunk.first)
         documents, offsets, lengths = chunk.documents[skip:], chunk.offsets[skip:], chunk.lengths[skip:]
@@ -137,7 +176,7 @@ class Feed:
             action="give it weight 0, or check how it was prepared and what is skipped",
         )
 
-    def _count_units(self, rows: npt.NDArray[np.int64], unit: BlendUnit) -> None:
+    def _count_units(self, rows: Int64Array, unit: BlendUnit) -> None:
         """Write into the last column what the blend counts of each piece, where that is not its tokens."""
         _, documents, offsets, lengths, units = rows.T
         if unit == "documents":
@@ -145,9 +184,7 @@ class Feed:
         else:
             units[:] = count_trained(self.source, documents, offsets, lengths)
 
-    def _remembered(
-        self, position: int, out: npt.NDArray[np.int64], masks: Masks, order: SourceOrder, unit: BlendUnit
-    ) -> int:
+    def _remembered(self, position: int, out: Int64Array, masks: Masks, order: SourceOrder, unit: BlendUnit) -> int:
         """Answer from a remembered chunk; 0 if there is none."""
         for chunk in self._recent:
             here = chunk.first <= position < chunk.first + len(chunk.documents)
@@ -155,7 +192,7 @@ class Feed:
                 return self._write(chunk, position, out, unit)
         return 0
 
-    def _impossible(self, documents: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> CorpusError:
+    def _impossible(self, documents: Int64Array, lengths: Int64Array) -> CorpusError:
         worst = int(np.flatnonzero((lengths < 0) | (lengths > MAX_DOCUMENT_TOKENS))[0])
         return CorpusError(
             f"source '{self.name}' has a document of an impossible length",

@@ -39,8 +39,7 @@ import numpy.typing as npt
 from megaresume.stream.compiled import compiled
 from megaresume.stream.documents.permutation import GOLDEN, mix
 from megaresume.stream.planning.knapsack import choose
-from megaresume.stream.planning.prefetch import prefetch
-from megaresume.stream.planning.tournament import NEVER, READY, play, select, tournament
+from megaresume.stream.planning.tournament import NEVER, READY, play, prefetch, select, tournament
 
 Int64Array = npt.NDArray[np.int64]
 UInt64Array = npt.NDArray[np.uint64]

@@ -24,12 +24,19 @@ from megaresume.stream.documents.pieces import PieceLists, may_be_cut
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.growth import AbsentSource
 from megaresume.stream.planning import kernel
-from megaresume.stream.planning.bins import fresh_bins, grown, segments_of, with_bins
+from megaresume.stream.planning.arrays import (
+    enter,
+    fresh_arrays,
+    grown,
+    kernel_config,
+    segments_of,
+    with_bins,
+    without_documents,
+)
 from megaresume.stream.planning.feed import Feed
 from megaresume.stream.planning.kernel import Arrays
-from megaresume.stream.planning.masking import without_documents
 from megaresume.stream.planning.plan import Plan, concatenate
-from megaresume.stream.planning.stages import Course, Stage, enter, fresh_tails, kernel_config
+from megaresume.stream.planning.stages import Course, Stage
 from megaresume.stream.planning.tournament import NEVER
 from megaresume.stream.source import LengthSource
 from megaresume.stream.state import StreamState
@@ -51,24 +58,6 @@ def source_key(name: str) -> int:
     """64-bit hash of a source's name: its part in the identity of a sample."""
     digest = hashlib.blake2b(f"megaresume.source.1|{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
-
-
-def fresh_arrays(config: StreamConfig) -> Arrays:
-    """The arrays at sample 0."""
-    sources = np.zeros((len(config.sources), kernel.SOURCE_WIDTH), np.int64)
-    sources[:, kernel.WEIGHT] = [s.weight for s in config.sources]
-    sources[:, kernel.FILLS] = config.fillers
-    sources[:, kernel.ACTIVE] = sources[:, kernel.WEIGHT] > 0
-    scalars = np.zeros(kernel.NUM_SCALARS, np.int64)
-    scalars[kernel.FREE] = -1
-    return Arrays(
-        scalars=scalars,
-        digest=np.zeros(1, np.uint64),
-        sources=sources,
-        carried=np.zeros((0, kernel.SEGMENT_WIDTH), np.int64),
-        tails=fresh_tails(config),
-        **fresh_bins(kernel_config(config).open_bins + 1),
-    )
 
 
 def orders_of(state: StreamState | None, config: StreamConfig, sources: Sequence[LengthSource]) -> Orders:
@@ -148,7 +137,7 @@ class Planner:
         most = LOOK_AHEAD_HIGH if feeds is None else LOOK_AGAIN
         num = min(max(LOOK_AHEAD // len(sources), LOOK_AHEAD_LOW), most)
         self._ahead = np.zeros((len(sources), num, kernel.AHEAD_WIDTH), np.int64)
-        self._arrays = _copy(arrays or fresh_arrays(first))
+        self._arrays = Arrays._make(array.copy() for array in arrays or fresh_arrays(first))
         #: for which there is room in a plan.
         self._segments_a_sample = 16.0
         #: int64[n]: ties go by name.
@@ -164,7 +153,7 @@ class Planner:
     def _set_stage(self) -> None:
         self._stage = int(self._arrays.scalars[kernel.STAGE])
         self._config = self.course.config(self._stage)
-        self._constants = self.course.constants(self._stage)
+        self._constants = kernel_config(self._config)
         for entry, source in zip(self._config.sources, self._sources, strict=True):
             if entry.weight > 0 and len(source) == 0:
                 raise CorpusError(
@@ -190,7 +179,7 @@ class Planner:
             self._masks, entered = masks, True
         if new := self.course.masks_from(self.position):
             self._arrays = without_documents(self._arrays, self._constants, new, self._orders)
-        while self.course.is_due(self._stage + 1, self._arrays):
+        while self.course.is_due(self._stage + 1, self.position, self._tokens):
             self._arrays = enter(self._arrays, self._config, self.course.config(self._stage + 1))
             self.course.reached(self._stage + 1, self.position)
             self._set_stage()
@@ -205,14 +194,13 @@ class Planner:
         return kernel.trained_samples(self._arrays)
 
     @property
+    def _tokens(self) -> int:
+        return int(self._arrays.scalars[kernel.TOKENS])
+
+    @property
     def reached(self) -> int:
         """The same, counted with the samples that were left out."""
         return int(self._arrays.scalars[kernel.SAMPLES])
-
-    @property
-    def digest(self) -> int:
-        """Rolling digest of all samples so far."""
-        return int(self._arrays.digest[0])
 
     def snapshot(self) -> Arrays:
         """Where the planner is: a copy of its arrays, with a pool of just the segments in open bins."""
@@ -244,8 +232,8 @@ class Planner:
 
     def _limits(self) -> list[int]:
         """Samples until something else begins: a stage, a list of documents to skip, samples to leave out."""
-        left = self.course.samples_left(self._stage, self._arrays)
-        changes, ranges = self.course.changes, self.course.skips.ranges
+        left = self.course.samples_left(self._stage, self.position, self._tokens)
+        changes, ranges = self.course.skips.changes(), self.course.skips.ranges
         limits = [] if left is None else [left]
         if (k := bisect_right(changes, self.position)) < len(changes):
             limits.append(changes[k] - self.position)
@@ -374,7 +362,3 @@ class Planner:
                 self._set_deadline(j)
             elif sources[j, kernel.NUM_AHEAD]:  # not looked up yet: see `_look_ahead`
                 self._refill(j)
-
-
-def _copy(arrays: Arrays) -> Arrays:
-    return Arrays._make(array.copy() for array in arrays)

@@ -1,9 +1,9 @@
 """The stages of a run: those that were, and those that are declared to come.
 
-A stage is a range of the stream with one blend and one packing. Where one ends and the next begins (`enter`), every
-source goes on at its own position and the deficits of the blend start at zero, so that a new weight causes no burst of
-catch-up. Documents in open bins are kept: as they are where the packing stays the same, else they are taken out, in
-the order in which they were put in, and are the first to be packed anew.
+A stage is a range of the stream with one blend and one packing. Where one ends and the next begins (`arrays.enter`),
+every source goes on at its own position and the deficits of the blend start at zero, so that a new weight causes no
+burst of catch-up. Documents in open bins are kept: as they are where the packing stays the same, else they are taken
+out, in the order in which they were put in, and are the first to be packed anew.
 """
 
 from __future__ import annotations
@@ -12,20 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import StageConfig, StageUnit, StreamConfig
 from megaresume.stream.errors import ConfigError
-from megaresume.stream.skips import NO_SKIPS, DocumentList, Skips
+from megaresume.stream.skips import NO_SKIPS, Skips
 from megaresume.stream.state import StageRecord, StreamState
 
 if TYPE_CHECKING:
     # Compiled code, half a second to import: `megaresume plan` decides about stages without it.
     from megaresume.stream.documents.order import Orders
-    from megaresume.stream.planning import kernel
-    from megaresume.stream.planning.kernel import Arrays
-    from megaresume.stream.planning.masking import Masks
+    from megaresume.stream.planning.feed import Masks
 
 #: name of the stage at the beginning of a run.
 FIRST = "start"
@@ -78,7 +74,6 @@ class Course:
     past: StreamState | None = None
     #: of the sources, as that state knows them.
     past_orders: Orders | None = None
-    _constants: dict[int, kernel.Config] = field(default_factory=dict)
     _masks: dict[tuple[int, ...], Mapping[int, Masks]] = field(default_factory=dict)
     _plain: dict[int, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -97,20 +92,9 @@ class Course:
         """Of the stage with this number."""
         return self.stages[index].config
 
-    def constants(self, index: int) -> kernel.Config:
-        """What the loop needs to know of a stage."""
-        if index not in self._constants:
-            self._constants[index] = kernel_config(self.config(index))
-        return self._constants[index]
-
     def index_at(self, sample: int) -> int:
         """Number of the stage that a sample which was planned belongs to."""
         return max(k for k, first in enumerate(self.began) if first <= sample)
-
-    @property
-    def changes(self) -> tuple[int, ...]:
-        """Samples, ascending, at which another list of documents is skipped than before."""
-        return self.skips.changes()
 
     def masks_at(self, sample: int) -> Mapping[int, Masks]:
         """The documents that are passed over from a sample on, by source number: one object for each such set."""
@@ -121,18 +105,20 @@ class Course:
         return self._masks_of(tuple(k for k, d in enumerate(self.skips.documents) if d.at == sample))
 
     def _masks_of(self, which: tuple[int, ...]) -> Mapping[int, Masks]:
+        from megaresume.stream.planning.feed import masks_of
+
         if which not in self._masks:
             names = [source.name for source in self.config(0).sources]
             self._masks[which] = masks_of([self.skips.documents[k].documents for k in which], names)
         return self._masks[which]
 
-    def is_due(self, index: int, arrays: Arrays) -> bool:
-        """Whether stage ``index`` begins where these arrays are."""
+    def is_due(self, index: int, samples: int, tokens: int) -> bool:
+        """Whether stage ``index`` begins where so many samples, of so many tokens, were planned."""
         if index >= len(self.stages) or (self.stages[index].unit == "step" and self.schedule is None):
             return False
-        return self.samples_left(index - 1, arrays) == 0
+        return self.samples_left(index - 1, samples, tokens) == 0
 
-    def samples_left(self, index: int, arrays: Arrays) -> int | None:
+    def samples_left(self, index: int, samples: int, tokens: int) -> int | None:
         """Samples of stage ``index`` that can be planned before the next one may begin; None: there is no next.
 
         Raises:
@@ -140,10 +126,7 @@ class Course:
         """
         if index + 1 >= len(self.stages):
             return None
-        from megaresume.stream.planning import kernel
-
         stage = self.stages[index + 1]
-        samples, tokens = kernel.trained_samples(arrays), int(arrays.scalars[kernel.TOKENS])
         if stage.unit == "tokens":
             # A sample holds at most seq_length tokens: so many cannot go too far.
             left = stage.at - tokens
@@ -180,73 +163,3 @@ class Course:
         if index not in self._plain:
             self._plain[index] = self.config(index).to_dict()
         return self._plain[index]
-
-
-def masks_of(lists: Sequence[DocumentList], names: Sequence[str]) -> Mapping[int, Masks]:
-    """Lists of documents as the planner needs them, by source number."""
-    if not lists:
-        return {}
-    from megaresume.stream.planning.masking import Mask
-
-    masks: dict[int, list[Mask]] = {}
-    for documents in lists:
-        ids = np.array(documents.numbers(), np.int64)
-        masks.setdefault(names.index(documents.source), []).append(Mask(ids, documents.epochs))
-    return masks
-
-
-def kernel_config(config: StreamConfig) -> kernel.Config:
-    """The constants that the loop needs."""
-    from megaresume.stream.planning import kernel
-
-    packing = config.packing
-    # What waits together has a bin of its own.
-    open_bins = {"best_fit": packing.open_bins, "knapsack": packing.lookahead}.get(packing.mode, 1)
-    group = min(2 * config.seq_length // packing.lookahead, config.seq_length) if packing.mode == "knapsack" else 0
-    return kernel.Config(
-        mode=kernel.MODES[config.packing.mode],
-        seq_length=config.seq_length,
-        open_bins=open_bins,
-        max_age=packing.max_age if packing.mode in ("best_fit", "knapsack") else (1 << 62),
-        align=config.packing.align,
-        fills=any(config.fillers),
-        group=group,
-    )
-
-
-def fresh_tails(config: StreamConfig) -> Any:
-    """Room for what packing ``split`` keeps back: int64[t, SEGMENT_WIDTH]."""
-    from megaresume.stream.planning import kernel
-
-    keeps = config.packing.mode == "split" or any(config.fillers)
-    return np.zeros((kernel.TAILS if keeps else 0, kernel.SEGMENT_WIDTH), np.int64)
-
-
-def enter(arrays: Arrays, before: StreamConfig, after: StreamConfig) -> Arrays:
-    """The planner's arrays at the beginning of a stage.
-
-    Args:
-        arrays: at the end of the stage before.
-        before, after: the configs of the two stages, with the same sources in the same order.
-    """
-    from megaresume.stream.planning import kernel
-    from megaresume.stream.planning.bins import fresh_bins, waiting_segments
-
-    scalars, sources = arrays.scalars.copy(), arrays.sources.copy()
-    scalars[kernel.STAGE] += 1
-    sources[:, kernel.WEIGHT] = [s.weight for s in after.sources]
-    sources[:, kernel.FILLS] = after.fillers
-    sources[:, kernel.ACTIVE] = sources[:, kernel.WEIGHT] > 0
-    sources[:, kernel.IS_EXHAUSTED] = 0
-    sources[:, kernel.DRAWN_IN_STAGE : kernel.RELEASE_REST + 1] = 0
-    scalars[kernel.STAGE_UNITS] = 0
-    arrays = arrays._replace(scalars=scalars, sources=sources)
-    if after.packs_as(before):
-        return arrays
-    waiting = waiting_segments(arrays)
-    for row in (kernel.NUM_OPEN, kernel.NUM_WAITING, kernel.NUM_TAILS, kernel.FIRST_TAIL):
-        scalars[row] = 0
-    scalars[kernel.FREE] = -1
-    scalars[kernel.PENDING : kernel.PENDING + kernel.SEGMENT_WIDTH] = 0
-    scalars[kernel.NEXT_CARRIED] = 0
-    return arrays._replace(carried=waiting, tails=fresh_tails(after), **fresh_bins(kernel_config(after).open_bins + 1))

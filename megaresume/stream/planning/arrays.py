@@ -1,0 +1,219 @@
+"""The planner's arrays: at sample 0, at the beginning of a stage, and with other open bins than before.
+
+Open bins are one pool of segments, and a linked list through it for each bin:
+
+    head  tail          segments, link                 a pool of 6
+     0     3            0 -> 2 -> 3                    bin 0: three segments
+     1     1            1                              bin 1: one
+    FREE                4 -> 5                         rows that are free
+
+So many tiny documents in one bin cost as much as they are many, whatever the number of bins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megaresume.stream.compiled import compiled
+from megaresume.stream.config import StreamConfig
+from megaresume.stream.documents.order import Orders
+from megaresume.stream.planning import kernel
+from megaresume.stream.planning.feed import Masks
+from megaresume.stream.planning.kernel import Arrays
+
+Int64Array = npt.NDArray[np.int64]
+
+#: Rows that a pool begins with.
+LEAST_ROWS = 64
+
+
+def kernel_config(config: StreamConfig) -> kernel.Config:
+    """The constants that the loop needs."""
+    packing = config.packing
+    # What waits together has a bin of its own.
+    open_bins = {"best_fit": packing.open_bins, "knapsack": packing.lookahead}.get(packing.mode, 1)
+    group = min(2 * config.seq_length // packing.lookahead, config.seq_length) if packing.mode == "knapsack" else 0
+    return kernel.Config(
+        mode=kernel.MODES[packing.mode],
+        seq_length=config.seq_length,
+        open_bins=open_bins,
+        max_age=packing.max_age if packing.mode in ("best_fit", "knapsack") else (1 << 62),
+        align=packing.align,
+        fills=any(config.fillers),
+        group=group,
+    )
+
+
+def fresh_arrays(config: StreamConfig) -> Arrays:
+    """The arrays at sample 0."""
+    sources = np.zeros((len(config.sources), kernel.SOURCE_WIDTH), np.int64)
+    _weigh(sources, config)
+    scalars = np.zeros(kernel.NUM_SCALARS, np.int64)
+    scalars[kernel.FREE] = -1
+    carried = np.zeros((0, kernel.SEGMENT_WIDTH), np.int64)
+    return Arrays(scalars=scalars, digest=np.zeros(1, np.uint64), sources=sources, carried=carried, **_fresh(config))
+
+
+def enter(arrays: Arrays, before: StreamConfig, after: StreamConfig) -> Arrays:
+    """The arrays at the beginning of a stage.
+
+    Args:
+        arrays: at the end of the stage before.
+        before, after: the configs of the two stages, with the same sources in the same order.
+    """
+    scalars, sources = arrays.scalars.copy(), arrays.sources.copy()
+    scalars[kernel.STAGE] += 1
+    _weigh(sources, after)
+    sources[:, kernel.IS_EXHAUSTED] = 0
+    sources[:, kernel.DRAWN_IN_STAGE : kernel.RELEASE_REST + 1] = 0
+    scalars[kernel.STAGE_UNITS] = 0
+    arrays = arrays._replace(scalars=scalars, sources=sources)
+    if after.packs_as(before):
+        return arrays
+    # In the order in which it was placed.
+    waiting = np.concatenate([segments_of(arrays)[0], tail_segments(arrays), pending_segments(arrays)])
+    for row in (kernel.NUM_OPEN, kernel.NUM_WAITING, kernel.NUM_TAILS, kernel.FIRST_TAIL, kernel.NEXT_CARRIED):
+        scalars[row] = 0
+    scalars[kernel.FREE] = -1
+    scalars[kernel.PENDING : kernel.PENDING + kernel.SEGMENT_WIDTH] = 0
+    return arrays._replace(carried=waiting, **_fresh(after))
+
+
+def _weigh(sources: Int64Array, config: StreamConfig) -> None:
+    sources[:, kernel.WEIGHT] = [s.weight for s in config.sources]
+    sources[:, kernel.FILLS] = config.fillers
+    sources[:, kernel.ACTIVE] = sources[:, kernel.WEIGHT] > 0
+
+
+def _fresh(config: StreamConfig) -> dict[str, Any]:
+    """Bins that are all free, without a pool, and room for what packing ``split`` keeps back."""
+    num_bins, keeps = kernel_config(config).open_bins + 1, config.packing.mode == "split" or any(config.fillers)
+    return {name: np.zeros(num_bins, np.int64) for name in ("room", "opened", "head", "tail")} | {
+        "segments": np.zeros((0, kernel.SEGMENT_WIDTH), np.int64),
+        "link": np.zeros(0, np.int64),
+        "tails": np.zeros((kernel.TAILS if keeps else 0, kernel.SEGMENT_WIDTH), np.int64),
+    }
+
+
+def segments_of(arrays: Arrays) -> tuple[Int64Array, Int64Array]:
+    """What lies in the open bins.
+
+    Returns:
+        int64[w, SEGMENT_WIDTH], bin after bin in opening order, each in the order in which it was filled; int64[b],
+        the segments of each bin.
+    """
+    num_open, num_waiting = int(arrays.scalars[kernel.NUM_OPEN]), int(arrays.scalars[kernel.NUM_WAITING])
+    rows, counts = np.empty((num_waiting, kernel.SEGMENT_WIDTH), np.int64), np.zeros(num_open, np.int64)
+    _collect(arrays.head, arrays.link, arrays.segments, rows, counts)
+    return rows, counts
+
+
+@compiled
+def _collect(head, link, segments, rows, counts):  # type: ignore[no-untyped-def]
+    num = 0
+    for b in range(counts.size):
+        k = head[b]
+        while k >= 0:
+            for column in range(rows.shape[1]):
+                rows[num, column] = segments[k, column]
+            num += 1
+            counts[b] += 1
+            k = link[k]
+
+
+def with_bins(
+    arrays: Arrays, room: npt.ArrayLike, opened: npt.ArrayLike, rows: Int64Array, counts: Int64Array
+) -> Arrays:
+    """The arrays with these bins open and no others, in a pool of just their segments.
+
+    Args:
+        arrays: the others are kept; ``scalars`` is changed in place.
+        room, opened: of each bin, in opening order.
+        rows, counts: as of `segments_of`; no bin is empty.
+    """
+    num_open, stops = len(counts), np.cumsum(counts)
+    link = np.arange(1, len(rows) + 1)
+    link[stops - 1] = -1
+    bins: dict[str, Any] = {name: np.zeros(len(arrays.room), np.int64) for name in ("room", "opened", "head", "tail")}
+    bins["room"][:num_open], bins["opened"][:num_open] = room, opened
+    bins["head"][:num_open], bins["tail"][:num_open] = stops - counts, stops - 1
+    arrays.scalars[kernel.NUM_OPEN], arrays.scalars[kernel.NUM_WAITING] = num_open, len(rows)
+    arrays.scalars[kernel.FREE] = -1
+    return arrays._replace(**bins, segments=rows, link=link)
+
+
+def grown(arrays: Arrays) -> Arrays:
+    """The arrays with twice the pool, of which nothing is free; ``scalars`` is changed in place."""
+    num = len(arrays.link)
+    more = max(num, LEAST_ROWS)
+    link = np.arange(num + 1, num + more + 1)
+    link[-1] = -1
+    arrays.scalars[kernel.FREE] = num
+    segments = np.concatenate([arrays.segments, np.zeros((more, kernel.SEGMENT_WIDTH), np.int64)])
+    return arrays._replace(segments=segments, link=np.concatenate([arrays.link, link]))
+
+
+def tail_segments(arrays: Arrays) -> Int64Array:
+    """What packing ``split`` keeps back, the oldest first: int64[t, SEGMENT_WIDTH]."""
+    first, num = arrays.scalars[kernel.FIRST_TAIL], arrays.scalars[kernel.NUM_TAILS]
+    rows: Int64Array = arrays.tails[(first + np.arange(num)) % max(len(arrays.tails), 1)]
+    return rows
+
+
+def pending_segments(arrays: Arrays) -> Int64Array:
+    """What waits to be placed: the document at hand, then those carried over: int64[w, SEGMENT_WIDTH]."""
+    scalars = arrays.scalars
+    at_hand = scalars[kernel.PENDING : kernel.PENDING + kernel.SEGMENT_WIDTH]
+    num = int(at_hand[kernel.LENGTH] > 0)
+    return np.concatenate([at_hand[None][:num], arrays.carried[int(scalars[kernel.NEXT_CARRIED]) :]])
+
+
+def without_documents(arrays: Arrays, config: kernel.Config, masks: Mapping[int, Masks], orders: Orders) -> Arrays:
+    """The arrays without what waits of some documents, which is counted as left out.
+
+    Args:
+        arrays: of a stage.
+        config: its constants.
+        masks: by source number.
+        orders: of the sources.
+    """
+    arrays = Arrays._make(array.copy() for array in arrays)
+    scalars = arrays.scalars
+
+    def kept(rows: Int64Array) -> Int64Array:
+        """Rows that stay; the others are counted."""
+        hit = np.zeros(len(rows), np.bool_)
+        for source, of_source in masks.items():
+            mine = np.flatnonzero(rows[:, kernel.SOURCE] == source)
+            if not len(mine):
+                continue
+            epochs = orders[source].epochs(rows[mine, kernel.POSITION])
+            for mask in of_source:
+                hit[mine] |= mask.hits(rows[mine, kernel.DOCUMENT], epochs)
+        for row in rows[hit]:
+            arrays.sources[row[kernel.SOURCE], kernel.LEFT_OUT_TOKENS] += row[kernel.LENGTH]
+            arrays.sources[row[kernel.SOURCE], kernel.LEFT_OUT_DOCUMENTS] += row[kernel.OFFSET] == 0
+        return rows[~hit]
+
+    at_hand = scalars[kernel.PENDING : kernel.PENDING + kernel.SEGMENT_WIDTH]
+    if at_hand[kernel.LENGTH] and not len(kept(at_hand[None])):
+        at_hand[:] = 0
+    carried = kept(arrays.carried[int(scalars[kernel.NEXT_CARRIED]) :])
+    tails = kept(tail_segments(arrays))
+    arrays.tails[: len(tails)] = tails
+    scalars[kernel.NEXT_CARRIED] = scalars[kernel.FIRST_TAIL] = 0
+    scalars[kernel.NUM_TAILS] = len(tails)
+    rows, counts = segments_of(arrays)
+    room, opened, staying = [], [], [rows[:0]]
+    for rows_of, opened_at in zip(np.split(rows, np.cumsum(counts)), arrays.opened.tolist(), strict=False):
+        if len(rows := kept(rows_of)):
+            used = int((-(-rows[:, kernel.LENGTH] // config.align) * config.align).sum())
+            room.append(config.seq_length - used)
+            opened.append(opened_at)
+            staying.append(rows)
+    sizes = np.array([len(rows) for rows in staying[1:]], np.int64)
+    return with_bins(arrays._replace(carried=carried), room, opened, np.concatenate(staying), sizes)
