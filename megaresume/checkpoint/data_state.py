@@ -23,7 +23,8 @@ from typing import Any, Literal, Protocol, get_args
 from megaresume.checkpoint.formats import count, is_version, text
 from megaresume.stream.errors import StateError
 from megaresume.stream.state import VERSION as STREAM_VERSION
-from megaresume.stream.state import StreamState, checksum
+from megaresume.stream.state import StreamState
+from megaresume.stream.state_text import checksum
 from megaresume.stream.text import parse_json
 
 FORMAT, VERSION = "megaresume.data", 1

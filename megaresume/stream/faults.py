@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from megaresume.stream.text import as_count
+
 #: Records that a state keeps, the newest: it has to stay small.
 MAX_FAULTS = 1000
 
@@ -66,7 +68,7 @@ class Faults:
             ValueError, KeyError, TypeError: it is not.
         """
         kept = tuple(_record(fields) for fields in plain["kept"])
-        total = _count(plain["total"])
+        total = as_count(plain["total"])
         if (
             not isinstance(plain["kept"], list)
             or total < len(kept)
@@ -81,13 +83,7 @@ def _record(fields: list[Any]) -> FaultRecord:
     sample, source, document, epoch, policy, reason = fields
     if not all(isinstance(text, str) for text in (source, policy, reason)):
         raise ValueError(f"a fault {fields!r:.100}")
-    return FaultRecord(_count(sample), source, _count(document), _count(epoch), policy, reason)
-
-
-def _count(value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63:
-        return value
-    raise ValueError(f"{value!r} is not a count")
+    return FaultRecord(as_count(sample), source, as_count(document), as_count(epoch), policy, reason)
 
 
 NO_FAULTS = Faults()

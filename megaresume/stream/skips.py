@@ -27,6 +27,7 @@ import xxhash
 
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.ranges import Range, Ranges, absolute, common, length, minus, reached, union
+from megaresume.stream.text import as_count
 
 #: Documents of a list that a state writes out; a longer one it packs.
 MOST_WRITTEN = 256
@@ -386,16 +387,16 @@ class Skips:
         """
         if not all(isinstance(plain[name], list) for name in ("ranges", "log", "documents")):
             raise ValueError(f"no lists: {plain!r:.100}")
-        ranges = tuple((_count(a), _count(b)) for a, b in plain["ranges"])
+        ranges = tuple((as_count(a), as_count(b)) for a, b in plain["ranges"])
         if ranges != union(ranges):
             raise ValueError(f"ranges {ranges!r:.100}")
         log = []
         for at, action, unit, first, last, low, high, late in plain["log"]:
             if action not in ("skip", "keep") or unit not in ("samples", "steps"):
                 raise ValueError(f"a record of a skip: {action!r} {unit!r}")
-            asked, samples = (_count(first), _count(last)), (_count(low), _count(high))
+            asked, samples = (as_count(first), as_count(last)), (as_count(low), as_count(high))
             log.append(
-                SkipRecord(at=_count(at), action=action, unit=unit, asked=asked, samples=samples, late=_count(late))
+                SkipRecord(at=as_count(at), action=action, unit=unit, asked=asked, samples=samples, late=as_count(late))
             )
         documents = []
         for at, until, source, entry in plain["documents"]:
@@ -406,18 +407,12 @@ class Skips:
             elif "ids" not in entry:
                 raise ValueError(f"documents of {source!r} without their numbers")
             found = _document_list(source, entry, "a state")
-            until = None if until is None else _count(until)
-            documents.append(DocumentSkip(documents=found, at=_count(at), until=until))
+            until = None if until is None else as_count(until)
+            documents.append(DocumentSkip(documents=found, at=as_count(at), until=until))
         return cls(ranges=ranges, log=tuple(log), documents=tuple(documents))
 
 
 NO_SKIPS = Skips()
-
-
-def _count(value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63:
-        return value
-    raise ValueError(f"{value!r} is not a count")
 
 
 def decide(
@@ -538,7 +533,7 @@ def _unpacked(entry: Mapping[str, Any]) -> list[int]:
     Raises:
         ValueError: it is something else.
     """
-    count = _count(entry.get("count"))
+    count = as_count(entry.get("count"))
     if count > MOST_DOCUMENTS:
         raise ValueError(f"{count} documents in a list")
     try:

@@ -14,23 +14,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from megaresume.stream.eras import Era, Eras
 from megaresume.stream.errors import ConfigError, StateError
 from megaresume.stream.faults import NO_FAULTS, Faults
-from megaresume.stream.packed import pack, unpack
 from megaresume.stream.ranges import reached
 from megaresume.stream.skips import NO_SKIPS, Skips
-from megaresume.stream.state_text import as_written, to_json, with_sorted_keys
-from megaresume.stream.state_text import checksum as checksum_of
-from megaresume.stream.text import parse_json
+from megaresume.stream.state_text import checksum, flat_era, to_json, unpack
+from megaresume.stream.text import as_count, parse_json
 
 FORMAT = "megaresume.stream-state"
-#: Characters from which a state is packed.
-LARGE = 1 << 14
 VERSION = 1
 
 
@@ -174,22 +170,13 @@ class StreamState:
         return [*(s for b in self.bins for s in b.segments), *self.pending, *self.tails]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON, with format, version and checksum; a large state is packed (`megaresume.stream.packed`)."""
-        body: dict[str, Any] = {"format": FORMAT, "version": VERSION} | _plain(self)
-        text = with_sorted_keys(body)
-        if len(text) > LARGE:
-            body = pack(body)
-            text = with_sorted_keys(body)
-        return body | {"checksum": checksum_of(text)}
+        """Plain JSON, with format, version and checksum; a large state is packed (`megaresume.stream.state_text`)."""
+        plain: dict[str, Any] = json.loads(self.to_json())
+        return plain
 
     def to_json(self) -> str:
         """`to_dict` as compact text."""
-        flat: dict[str, Callable[[Any], Any]] = {
-            "config": _plain_config,
-            "fingerprint": _flat_fingerprint,
-            "era": _flat_era,
-        }
-        return to_json(self, {"format": FORMAT, "version": VERSION}, flat, LARGE) or as_written(self.to_dict())
+        return to_json(self, {"format": FORMAT, "version": VERSION})
 
     def replace(self, **changes: Any) -> StreamState:
         """A copy with some fields changed."""
@@ -241,12 +228,6 @@ class StreamState:
             ) from error
 
 
-def checksum(body: Mapping[str, Any]) -> str:
-    """Of plain JSON: xxh3_128 of its compact text, 32 hex digits."""
-    # Keys sorted: a container that reorders keys must not look like damage.
-    return checksum_of(with_sorted_keys(body))
-
-
 def _parse(state: str | bytes | Mapping[str, Any] | None) -> Mapping[str, Any]:
     if state is None or (isinstance(state, str | bytes) and not state.strip()):
         raise StateError(
@@ -256,14 +237,8 @@ def _parse(state: str | bytes | Mapping[str, Any] | None) -> Mapping[str, Any]:
             cause="the checkpoint was written without megaresume, or the file is empty",
             action="megaresume inspect DIR shows which checkpoints have a data state",
         )
-    if isinstance(state, Mapping):
-        return state
-    if not isinstance(state, str | bytes):
-        raise StateError(
-            "the data state is unreadable", found=f"{state!r:.80}", expected="a JSON object, or the text of one"
-        )
     try:
-        data = parse_json(state)
+        data = parse_json(state) if isinstance(state, str | bytes) else state
     except ValueError as error:
         raise StateError(
             "the data state is unreadable",
@@ -272,58 +247,14 @@ def _parse(state: str | bytes | Mapping[str, Any] | None) -> Mapping[str, Any]:
             cause="the file was truncated or damaged",
             action="load an older checkpoint: megaresume inspect DIR lists those that are whole",
         ) from error
-    if not isinstance(data, dict):
+    if not isinstance(data, Mapping):
         raise StateError(
             "the data state is unreadable",
-            found=f"a JSON {type(data).__name__}",
-            expected="one JSON object",
+            found=f"a {type(data).__name__}: {data!r:.80}",
+            expected="one JSON object, or the text of one",
             action="check which checkpoint is being loaded: megaresume inspect DIR",
         )
     return data
-
-
-def _plain(state: StreamState) -> dict[str, Any]:
-    """Lists and dicts of str, int, bool and None; segments as short lists to keep the state small."""
-    return {
-        "config": _plain_config(state.config),
-        # Segments and ties go by the order of the sources, which a container that sorts keys would lose.
-        "order": list(state.sources),
-        "fingerprints": {name: _flat_fingerprint(f) for name, f in state.fingerprints.items()},
-        "samples": state.samples,
-        "documents": state.documents,
-        "tokens": state.tokens,
-        "sources": {name: _flat(s) | {"eras": [_flat_era(e) for e in s.eras]} for name, s in state.sources.items()},
-        "bins": [[b.opened_at, list(map(list, b.segments))] for b in state.bins],
-        "pending": list(map(list, state.pending)),
-        "tails": list(map(list, state.tails)),
-        "stages": [[s.first, s.name, _plain_config(s.config)] for s in state.stages],
-        "batches": [list(batch) for batch in state.batches],
-        "skips": state.skips.to_plain(),
-        "overrides": list(state.overrides),
-        "digest": state.digest,
-        "faults": state.faults.to_plain(),
-    }
-
-
-def _plain_config(config: Mapping[str, Any]) -> Any:
-    return json.loads(as_written(config))
-
-
-def _flat(fields: Fingerprint | SourceCursor) -> dict[str, Any]:
-    # `dataclasses.asdict` copies deeply, which took longer than all the rest of taking a state.
-    return {name: getattr(fields, name) for name in fields.__slots__}
-
-
-def _flat_fingerprint(fingerprint: Fingerprint) -> dict[str, Any]:
-    fields = _flat(fingerprint)
-    if fingerprint.trained is None:
-        del fields["trained"]
-    return fields
-
-
-def _flat_era(era: Era) -> list[int]:
-    fields: list[int] = [getattr(era, name) for name in Era.__slots__]
-    return fields if era.stage else fields[:_SETTLED_AT_ONCE]
 
 
 #: Fields of an era of the first stage, which leaves its number out.
@@ -331,15 +262,8 @@ _SETTLED_AT_ONCE = len(Era.__slots__) - 1
 
 
 def _segment(short: object) -> Segment:
-    source, position, offset, length = (_count(n) for n in _list(short))
+    source, position, offset, length = (as_count(n) for n in _list(short))
     return Segment(source=source, position=position, offset=offset, length=length)
-
-
-def _count(value: object) -> int:
-    # Counts are held in 64 bits, signed.
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63:
-        return value
-    raise ValueError(f"{value!r} is not a count")
 
 
 def _cursor(fields: object) -> SourceCursor:
@@ -351,17 +275,17 @@ def _cursor(fields: object) -> SourceCursor:
     if set(fields) != set(SourceCursor.__slots__):
         raise KeyError(f"the fields of a source are {', '.join(fields)}")
     eras = tuple(_era(e) for e in _list(fields["eras"]))
-    counts = {k: _count(v) for k, v in fields.items() if k not in ("exhausted", "eras")}
+    counts = {k: as_count(v) for k, v in fields.items() if k not in ("exhausted", "eras")}
     return SourceCursor(exhausted=exhausted, eras=eras, **counts)
 
 
 def _era(short: object) -> Era:
-    fields = [_count(n) for n in _list(short)]
+    fields = [as_count(n) for n in _list(short)]
     names = Era.__slots__[:_SETTLED_AT_ONCE] if len(fields) == _SETTLED_AT_ONCE else Era.__slots__
     if len(fields) != len(names):
         raise ValueError(f"{short!r} is not an era of a source")
     era = Era(**dict(zip(names, fields, strict=True)))
-    if not era.pieces or _flat_era(era) != fields:
+    if not era.pieces or flat_era(era) != fields:
         raise ValueError(f"{short!r} is not an era of a source")
     return era
 
@@ -372,8 +296,8 @@ def _fingerprint(fields: object) -> Fingerprint:
     if {"trained", *fields} != set(Fingerprint.__slots__):
         raise KeyError(f"the fields of a fingerprint are {', '.join(fields)}")
     return Fingerprint(
-        documents=_count(fields["documents"]),
-        tokens=_count(fields["tokens"]),
+        documents=as_count(fields["documents"]),
+        tokens=as_count(fields["tokens"]),
         lengths=_text(fields["lengths"]),
         tokenizer=None if fields["tokenizer"] is None else _text(fields["tokenizer"]),
         contents=None if fields["contents"] is None else _text(fields["contents"]),
@@ -410,23 +334,25 @@ def _from_plain(body: Mapping[str, Any]) -> StreamState:
     return StreamState(
         config={**body["config"], "sources": _ordered(body["config"]["sources"], order)},
         fingerprints={name: _fingerprint(f) for name, f in _ordered(body["fingerprints"], order).items()},
-        samples=_count(body["samples"]),
-        documents=_count(body["documents"]),
-        tokens=_count(body["tokens"]),
+        samples=as_count(body["samples"]),
+        documents=as_count(body["documents"]),
+        tokens=as_count(body["tokens"]),
         sources={name: _cursor(s) for name, s in _ordered(body["sources"], order).items()},
         bins=tuple(
-            Bin(opened_at=_count(opened_at), segments=tuple(_segment(s) for s in _list(segments)))
+            Bin(opened_at=as_count(opened_at), segments=tuple(_segment(s) for s in _list(segments)))
             for opened_at, segments in map(_list, _list(body["bins"]))
         ),
         pending=tuple(_segment(s) for s in _list(body["pending"])),
         tails=tuple(_segment(s) for s in _list(body["tails"])),
         stages=tuple(
             StageRecord(
-                first=_count(first), name=_text(name), config={**config, "sources": _ordered(config["sources"], order)}
+                first=as_count(first),
+                name=_text(name),
+                config={**config, "sources": _ordered(config["sources"], order)},
             )
             for first, name, config in map(_list, _list(body["stages"]))
         ),
-        batches=tuple((_count(first), _count(size)) for first, size in map(_list, _list(body["batches"]))),
+        batches=tuple((as_count(first), as_count(size)) for first, size in map(_list, _list(body["batches"]))),
         skips=Skips.from_plain(body["skips"]),
         overrides=tuple(_text(o) for o in _list(body["overrides"])),
         digest=_digest(body["digest"]),

@@ -1,14 +1,22 @@
 """The text of a `StreamState`, made after every step: what has not changed since the last one is not written again.
 
-The same text as of `StreamState.to_dict`, put together from those of the fields. Each field is held twice, in its own
-order of keys, which is written, and with sorted keys, which the checksum is of.
+It is put together from the texts of the fields. Each is held twice, in its own order of keys, which is written, and
+with sorted keys, which the checksum is of.
+
+A large state is packed: the same JSON object in columns, compressed, as one text. That of a run with a thousand
+sources, or with thousands of tiny documents in open bins, would be some hundred kilobytes. It stays one JSON object;
+what it stands for can still be read beside the text, and ``StreamState.from_json`` reads either form. Columns, because
+numbers that mean the same compress well together.
 """
 
 from __future__ import annotations
 
+import base64
 import json
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 import xxhash
@@ -18,48 +26,55 @@ from megaresume.stream.eras import Era
 #: A field as it is written, and with sorted keys.
 Text = tuple[str, str]
 
-as_written = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode
-with_sorted_keys = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode
-_name = lru_cache(maxsize=1 << 13)(as_written)
+_as_written = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode
+_with_sorted_keys = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode
+_name = lru_cache(maxsize=1 << 13)(_as_written)
 
+#: Characters from which a state is packed.
+LARGE = 1 << 14
 #: Objects whose texts are kept: configs of stages and fingerprints of a few streams.
 MOST_KEPT = 16
 #: id -> the object, which is kept so that no other one gets its id, and its text. Such objects are never changed.
 _kept: dict[int, tuple[object, Text]] = {}
 
+#: What stays readable of a packed state.
+READABLE = ("format", "version", "samples", "documents", "tokens", "digest")
+#: Fields of a source that are mostly equal to another one: held as the difference.
+NEARLY = {"documents": "position", "drawn_in_stage": "tokens"}
+#: What a config says beside what holds in a stage.
+NOT_IN_STAGE = ("stages", "skip")
 
-def checksum(text: str) -> str:
-    """xxh3_128 of a text with sorted keys: 32 hex digits."""
-    return xxhash.xxh3_128_hexdigest(text.encode())
+
+def checksum(body: Mapping[str, Any]) -> str:
+    """Of plain JSON: xxh3_128 of its compact text, 32 hex digits."""
+    # Keys sorted: a container that reorders keys must not look like damage.
+    return _checksum(_with_sorted_keys(body))
 
 
-def to_json(state: Any, head: Mapping[str, Any], flat: Mapping[str, Callable[[Any], Any]], most: int) -> str:
-    """The text of a state; an empty one if it has more than so many characters.
+def _checksum(ordered: str) -> str:
+    return xxhash.xxh3_128_hexdigest(ordered.encode())
 
-    Args:
-        state: the `StreamState`.
-        head: what comes before its fields.
-        flat: of "fingerprint", "era" and "config": their plain JSON.
-        most: characters.
-    """
-    values = {name: _both(value) for name, value in head.items()} | _fields(state, flat)
+
+def to_json(state: Any, head: Mapping[str, Any]) -> str:
+    """The text of a `StreamState`, with ``head`` before its fields."""
+    values = {name: _both(value) for name, value in head.items()} | _fields(state)
     ordered = _object((name, text[1]) for name, text in sorted(values.items()))
-    if len(ordered) > most:
-        return ""
-    values["checksum"] = _both(checksum(ordered))
+    if len(ordered) > LARGE:
+        body = _packed(json.loads(_object((name, text[0]) for name, text in values.items())))
+        return _as_written(body | {"checksum": checksum(body)})
+    values["checksum"] = _both(_checksum(ordered))
     return _object((name, text[0]) for name, text in values.items())
 
 
-def _fields(state: Any, flat: Mapping[str, Callable[[Any], Any]]) -> dict[str, Text]:
+def _fields(state: Any) -> dict[str, Text]:
     """In the order in which they are written."""
-    stages = [(f"[{s.first},{_name(s.name)},", _constant(s.config, flat["config"])) for s in state.stages]
-    sources = {name: _source(cursor, flat["era"]) for name, cursor in state.sources.items()}
+    stages = [(f"[{s.first},{_name(s.name)},", _constant(s.config)) for s in state.stages]
+    sources = {name: _source(cursor) for name, cursor in state.sources.items()}
     return {
-        "config": _constant(state.config, flat["config"]),
+        "config": _constant(state.config),
+        # Segments and ties go by the order of the sources, which a container that sorts keys would lose.
         "order": _same(_list(map(_name, state.sources))),
-        "fingerprints": _constant(
-            state.fingerprints, lambda f: {name: flat["fingerprint"](its) for name, its in f.items()}
-        ),
+        "fingerprints": _constant(state.fingerprints, _fingerprints),
         "samples": _same(str(state.samples)),
         "documents": _same(str(state.documents)),
         "tokens": _same(str(state.tokens)),
@@ -84,10 +99,10 @@ def _same(text: str) -> Text:
 
 
 def _both(value: object) -> Text:
-    return as_written(value), with_sorted_keys(value)
+    return _as_written(value), _with_sorted_keys(value)
 
 
-def _constant(value: object, plain: Callable[[Any], Any]) -> Text:
+def _constant(value: Any, plain: Callable[[Any], Any] = lambda value: value) -> Text:
     found = _kept.get(id(value))
     if found is not None and found[0] is value:
         return found[1]
@@ -117,9 +132,9 @@ def _segment(segment: tuple[int, ...]) -> str:
     return f"[{source},{position},{offset},{length}]"
 
 
-def _source(cursor: Any, flat_era: Callable[[Any], Any]) -> Text:
+def _source(cursor: Any) -> Text:
     position, epoch, documents, tokens = cursor.position, cursor.epoch, cursor.documents, cursor.tokens
-    skipped, drawn, eras = cursor.skipped, cursor.drawn_in_stage, _eras(cursor.eras, flat_era)
+    skipped, drawn, eras = cursor.skipped, cursor.drawn_in_stage, _eras(cursor.eras)
     ended = "true" if cursor.exhausted else "false"
     left_out = f'"left_out_documents":{cursor.left_out_documents},"left_out_tokens":{cursor.left_out_tokens}'
     return (
@@ -131,5 +146,106 @@ def _source(cursor: Any, flat_era: Callable[[Any], Any]) -> Text:
 
 
 @lru_cache(maxsize=1 << 13)
-def _eras(eras: tuple[Era, ...], flat_era: Callable[[Any], Any]) -> str:
-    return as_written([flat_era(era) for era in eras])
+def _eras(eras: tuple[Era, ...]) -> str:
+    return _as_written([flat_era(era) for era in eras])
+
+
+def flat_era(era: Era) -> list[int]:
+    """Its fields; of one of the first stage without the number of that."""
+    fields: list[int] = [getattr(era, name) for name in Era.__slots__]
+    return fields if era.stage else fields[:-1]
+
+
+def _fingerprints(by_name: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {k: v for k in its.__slots__ if (v := getattr(its, k)) is not None or k != "trained"}
+        for name, its in by_name.items()
+    }
+
+
+def _packed(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain body of a state, packed; `unpack` reads it."""
+    config, order = body["config"], body["order"]
+    base = {key: value for key, value in config.items() if key not in NOT_IN_STAGE}
+    columns = {
+        **body,
+        "fingerprints": _columns(body["fingerprints"], order),
+        "sources": _differences(_columns(body["sources"], order), -1),
+        "config": config | {"sources": _columns(config["sources"], order)},
+        # Nearly always the config itself.
+        "stages": [[first, name, None if config == base else config] for first, name, config in body["stages"]],
+        "bins": [[opened_at, *_by_column(segments)] for opened_at, segments in body["bins"]],
+        "tails": _by_column(body["tails"]) if body["tails"] else [],
+    }
+    packed = base64.b85encode(zlib.compress(_as_written(columns).encode(), 6)).decode()
+    return {key: body[key] for key in READABLE} | {"packed": packed}
+
+
+def unpack(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of a state that was packed.
+
+    Raises:
+        ValueError, KeyError, TypeError: it was not packed here.
+    """
+    try:
+        columns = json.loads(zlib.decompress(base64.b85decode(body["packed"])))
+    except zlib.error as error:
+        raise ValueError(f"packed: {error}") from error
+    order = columns["order"]
+    config = columns["config"] | {"sources": _rows(columns["config"]["sources"], order)}
+    base = {key: value for key, value in config.items() if key not in NOT_IN_STAGE}
+    return {
+        **columns,
+        "fingerprints": _rows(columns["fingerprints"], order),
+        "sources": _rows(_differences(columns["sources"], 1), order),
+        "config": config,
+        "stages": [[first, name, base if config is None else config] for first, name, config in columns["stages"]],
+        "bins": [[opened_at, _by_segment(segments)] for opened_at, *segments in columns["bins"]],
+        "tails": _by_segment(columns["tails"]) if columns["tails"] else [],
+    }
+
+
+def _columns(by_name: Mapping[str, Mapping[str, Any]], order: Sequence[str]) -> dict[str, Any]:
+    """Field by field: a list of all values, hashes as one text; if some sources lack it, a map from number to value."""
+    fields = dict.fromkeys(field for name in order for field in by_name[name])
+    columns: dict[str, Any] = {}
+    for field in fields:
+        values = {str(k): by_name[name][field] for k, name in enumerate(order) if field in by_name[name]}
+        column = list(values.values())
+        if len(column) < len(order):
+            columns[field] = values
+        else:
+            hashes = all(isinstance(v, str) and v for v in column) and len({len(v) for v in column}) == 1
+            columns[field] = "".join(column) if hashes else column
+    return columns
+
+
+def _rows(columns: Mapping[str, Any], order: Sequence[str]) -> dict[str, dict[str, Any]]:
+    rows: list[dict[str, Any]] = [{} for _ in order]
+    for field, values in columns.items():
+        if isinstance(values, str):
+            size = len(values) // len(order)
+            values = [values[k : k + size] for k in range(0, len(values), size)]
+        for k, value in enumerate(values) if isinstance(values, list) else values.items():
+            rows[int(k)][field] = value
+    return dict(zip(order, rows, strict=True))
+
+
+def _differences(columns: Mapping[str, Any], sign: int) -> dict[str, Any]:
+    """The fields of `NEARLY` less (``sign`` -1) or plus (1) the one that each is nearly equal to."""
+    changed = {
+        field: [value + sign * other for value, other in zip(columns[field], columns[like], strict=True)]
+        for field, like in NEARLY.items()
+    }
+    return {**columns, **changed}
+
+
+def _by_column(segments: Sequence[Sequence[int]]) -> list[list[int]]:
+    """By column, positions as differences: documents of one source that follow each other are drawn one by one."""
+    source, position, offset, length = (list(column) for column in zip(*segments, strict=True))
+    return [source, [position[0], *(b - a for a, b in pairwise(position))], offset, length]
+
+
+def _by_segment(columns: Sequence[Sequence[int]]) -> list[list[int]]:
+    source, position, offset, length = columns
+    return [list(segment) for segment in zip(source, accumulate(position), offset, length, strict=True)]

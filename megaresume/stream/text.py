@@ -40,6 +40,13 @@ def _finite(text: str) -> float:
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
 
 
+def as_count(value: object) -> int:
+    """A count of a record, which is held in 64 bits with a sign; a ValueError for anything else."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63:
+        return value
+    raise ValueError(f"{value!r} is not a count")
+
+
 def parse_json(data: str | bytes) -> Any:
     """Read JSON: UTF-8, every number finite.
 

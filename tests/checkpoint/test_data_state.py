@@ -14,7 +14,8 @@ from megaresume.checkpoint.data_state import VERSION, Envelope, OpaqueState, str
 from megaresume.checkpoint.formats import NewerFormatError
 from megaresume.hosts.megatron.host import KEY, envelope_on
 from megaresume.stream.errors import StateError
-from megaresume.stream.state import StreamState, checksum
+from megaresume.stream.state import StreamState
+from megaresume.stream.state_text import checksum
 
 ORDER = OpaqueState(
     kind="order", samples=320, digest="0123456789abcdef", content={"since": 0, "weights": ["0.6", "0.4"]}

@@ -24,7 +24,7 @@ from megaresume.shards.index import COLUMNS, COLUMNS_AT, FORMAT, PREAMBLE_BYTES,
 from megaresume.sources.data_config import DataConfig
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import MegaresumeError, StateError
-from megaresume.stream.state import checksum
+from megaresume.stream.state_text import checksum
 from megaresume.stream.text import parse_json
 from tests.fuzz.mutate import json_file, yaml_file
 from tests.fuzz.target import Target, scratch

@@ -22,7 +22,8 @@ from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.step_file import Marker, StepFile, read_marker, read_step_file
 from megaresume.cli.main import main
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError
-from megaresume.stream.state import StreamState, checksum
+from megaresume.stream.state import StreamState
+from megaresume.stream.state_text import checksum
 from tests.checkpoint.conftest import MODEL, make_state, save_checkpoint
 from tests.fuzz.mutate import damage, json_file, reseal, sealed_file, sealed_lines
 from tests.fuzz.target import Target, scratch

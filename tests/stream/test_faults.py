@@ -9,7 +9,8 @@ import pytest
 from megaresume.stream import cursor
 from megaresume.stream.errors import StateError
 from megaresume.stream.faults import MAX_FAULTS, FaultRecord, Faults
-from megaresume.stream.state import StreamState, checksum
+from megaresume.stream.state import StreamState
+from megaresume.stream.state_text import checksum
 from megaresume.stream.stream import Stream
 
 DATA = {"seq_length": 8, "packing": "best_fit", "sources": {"a": {}}}

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from megaresume.stream import state as state_module
 from megaresume.stream.errors import StateError
 from megaresume.stream.skips import SkipConfig
 from megaresume.stream.state import VERSION, StreamState
+from megaresume.stream.state_text import checksum
 from megaresume.stream.stream import Stream
 
 DATA = {
@@ -51,8 +51,9 @@ def test_the_text_is_that_of_the_plain_json(stream_of: Callable[..., Stream], pa
     for sample in (0, 1, 2, 9, 12, 13, 14):
         for stream in streams:
             state = stream.state_at(sample, batches=[(0, 2)], faults=[(sample - 1, 'Ünï"code', 3, 0, "skip", "é")])
-            text = json.dumps(state.to_dict(), separators=(",", ":"))
-            assert state.to_json() == text
+            text = state.to_json()
+            assert text == json.dumps(json.loads(text), separators=(",", ":"))
+            assert StreamState.from_json(text) == state and state.to_dict() == json.loads(text)
             assert StreamState.from_json(text).to_json() == text
 
 
@@ -153,7 +154,7 @@ def test_edited_by_hand(state: StreamState) -> None:
 def _resealed(data: dict[str, Any]) -> dict[str, Any]:
     """With the checksum that belongs to the content: what a faulty writer would leave."""
     body = {k: v for k, v in data.items() if k != "checksum"}
-    return body | {"checksum": state_module.checksum(body)}
+    return body | {"checksum": checksum(body)}
 
 
 def test_every_field_is_needed(state: StreamState) -> None:
