@@ -21,8 +21,8 @@ from megaresume.batches.batch import Batch, make_batch, make_batches
 from megaresume.batches.cold import ColdPages
 from megaresume.corpora.base import Source
 from megaresume.stream.errors import ConfigError
-from megaresume.stream.growth import AbsentSource
 from megaresume.stream.planning.plan import Plan, concatenate
+from megaresume.stream.source import AbsentSource
 from megaresume.stream.stream import Stream
 
 # A worker that is forked while another thread compiles (the prefetch thread of another loader, at its first batch)

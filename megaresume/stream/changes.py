@@ -17,8 +17,7 @@ from megaresume.stream.aliases import renames, resolved
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import OnChange, SourceConfig, StageConfig, StreamConfig
 from megaresume.stream.errors import StateError
-from megaresume.stream.fingerprints import differences, listing
-from megaresume.stream.growth import Growth, check_corpora
+from megaresume.stream.fingerprints import Growth, check_corpora, differences, listing
 from megaresume.stream.planning.stages import Course, Stage, declared
 from megaresume.stream.ranges import Range
 from megaresume.stream.skips import SkipConfig, decide

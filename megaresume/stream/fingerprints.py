@@ -1,17 +1,29 @@
-"""What the sources are: fingerprints, and what differs between two."""
+"""What the sources are: fingerprints, and whether they are those of a state.
+
+    sources:
+      web: {path: corpora/web, append: next_epoch}    # or now
+
+A corpus that has grown is declared, and must still have the corpus of before at its beginning; what comes of it is for
+``order.py`` to say.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import xxhash
 
+from megaresume.stream.config import Append, StreamConfig
 from megaresume.stream.errors import CorpusError, StateError
 from megaresume.stream.source import LengthSource, chunks
-from megaresume.stream.state import Fingerprint
+from megaresume.stream.state import Fingerprint, StreamState
+
+#: (source, documents) -> the fingerprint of its first documents, as if there were no more.
+FirstOf = Callable[[str, int], Fingerprint]
 
 
 def hash_lengths(source: LengthSource) -> Fingerprint:
@@ -172,4 +184,71 @@ def _other_contents(name: str, before: Fingerprint, now: Fingerprint) -> str:
     return (
         "documents of the same lengths have other contents: the corpus was prepared again from other data, a file of "
         "it was replaced, or, of a Python object, get(i) does not give the same tokens each time"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """A corpus that has grown."""
+
+    source: str
+    append: Append
+    #: documents.
+    before: int
+    after: int
+
+    def __str__(self) -> str:
+        when = "at once" if self.append == "now" else "from its next epoch on"
+        return f"source '{self.source}' grew from {self.before:,} to {self.after:,} documents; the new ones come {when}"
+
+
+def check_corpora(
+    config: StreamConfig,
+    names: Mapping[str, str],
+    fingerprints: Mapping[str, Fingerprint],
+    state: StreamState,
+    first_of: FirstOf | None,
+) -> list[Growth]:
+    """Refuse a corpus that is not the one of the state, unless it has grown and that is declared.
+
+    Args:
+        config: of today.
+        names: of its sources -> those that the run knows them by.
+        fingerprints: by the names of today.
+        state: of the run.
+        first_of: by the names of today; None: no corpus is at hand.
+
+    Returns:
+        Those that have grown.
+
+    Raises:
+        StateError: naming what differs.
+    """
+    grown = []
+    for entry in config.sources:
+        name, now = names.get(entry.name, entry.name), fingerprints.get(entry.name)
+        before = state.fingerprints.get(name)
+        if name not in state.sources or now is None or now == before:
+            continue
+        if before is None or now.documents <= before.documents or entry.append is None or first_of is None:
+            check_fingerprint(name, before, now)
+            continue
+        _check_beginning(name, before, first_of(entry.name, before.documents), now.documents)
+        grown.append(Growth(source=name, append=entry.append, before=before.documents, after=now.documents))
+    return grown
+
+
+def _check_beginning(name: str, before: Fingerprint, now: Fingerprint, documents: int) -> None:
+    differ = list(differences(asdict(now), asdict(before)))
+    if not differ:
+        return
+    raise StateError(
+        f"source '{name}' has grown, but it does not begin with the corpus that the state was made with",
+        found=f"of the first {before.documents:,} of {documents:,} documents "
+        + listing((f"{name}.{field}", found) for field, found, _ in differ),
+        expected=listing((f"{name}.{field}", expected) for field, _, expected in differ),
+        cause="new documents were put before or between the old ones, old ones were changed, or a different tokenizer "
+        "made the new corpus",
+        action=f"append new documents after the old ones; or keep '{name}' as it was and add the new data as another "
+        "source",
     )

@@ -1,14 +1,15 @@
-"""What the stream asks of a source: how many documents, how long each is."""
+"""What the stream asks of a source: how many documents, how long each is; and one that is not there any more."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.stream.state import Fingerprint
+from megaresume.stream.errors import CorpusError
+from megaresume.stream.state import Fingerprint, StreamState
 
 #: documents whose lengths are asked for at a time.
 SCAN = 1 << 20
@@ -56,3 +57,45 @@ def count_trained(
     ask: Callable[[npt.NDArray[np.int64]], Any] | None = getattr(source, "trained_spans", None)
     spans = None if ask is None else ask(ids)
     return lengths if spans is None else np.asarray(spans.count(offsets, lengths), np.int64)
+
+
+class AbsentSource:
+    """A source that the data config of today does not have any more, which keeps its place.
+
+    Knows how many documents there were, and no more: nothing is drawn from it, nothing of it waits to be read.
+
+    Args:
+        name: of the source.
+        state: that the run goes on from; None: there was none with the source.
+    """
+
+    def __init__(self, name: str, state: StreamState | None) -> None:
+        self._name = name
+        if state is None or name not in state.fingerprints:
+            self._missing()
+        self._fingerprint = state.fingerprints[name]
+
+    def __len__(self) -> int:
+        return self._fingerprint.documents
+
+    def fingerprint(self, *, first: int | None = None) -> Fingerprint:
+        """As it was."""
+        if first is not None:
+            self._missing()
+        return self._fingerprint
+
+    def lengths(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Never known.
+
+        Raises:
+            CorpusError: always.
+        """
+        self._missing()
+
+    def _missing(self) -> NoReturn:
+        raise CorpusError(
+            f"source '{self._name}' is not in the data config any more",
+            found="samples of a time when it was",
+            expected=f"'{self._name}' with its path; weight 0 is enough",
+            action=f"add '{self._name}' to the data config",
+        )

@@ -28,7 +28,6 @@ from megaresume.stream.cursor import Anchors
 from megaresume.stream.errors import ConfigError, MegaresumeError, StateError, StreamExhausted
 from megaresume.stream.faults import NO_FAULTS, FaultRecord
 from megaresume.stream.fingerprints import fingerprint_of, first_documents
-from megaresume.stream.growth import AbsentSource
 from megaresume.stream.planning.checks import check_remaining, check_trained, check_whole
 from megaresume.stream.planning.kernel import Arrays
 from megaresume.stream.planning.plan import Plan, concatenate
@@ -37,7 +36,7 @@ from megaresume.stream.planning.stages import Course
 from megaresume.stream.progress import Progress, progress
 from megaresume.stream.ranges import Range
 from megaresume.stream.skips import NO_SKIP, NO_SKIPS, SkipConfig, Skips, check_documents, decide, no_schedule
-from megaresume.stream.source import LengthSource
+from megaresume.stream.source import AbsentSource, LengthSource
 from megaresume.stream.state import Fingerprint, StreamState
 
 #: Tokens and samples planned at a time, whichever is less: little, because `state_at` plans up to this much again.

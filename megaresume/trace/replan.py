@@ -28,12 +28,11 @@ from megaresume.stream.documents.order import Orders
 from megaresume.stream.documents.pieces import may_be_cut
 from megaresume.stream.errors import CheckpointError, ConfigError, StreamExhausted, UsageError
 from megaresume.stream.fingerprints import check_fingerprint, fingerprint_of
-from megaresume.stream.growth import AbsentSource
 from megaresume.stream.planning.plan import Plan
 from megaresume.stream.planning.planner import Planner, orders_of
 from megaresume.stream.planning.stages import Course
 from megaresume.stream.ranges import trained
-from megaresume.stream.source import LengthSource
+from megaresume.stream.source import AbsentSource, LengthSource
 from megaresume.stream.state import StreamState
 
 

@@ -22,7 +22,6 @@ from megaresume.stream.config import StreamConfig
 from megaresume.stream.documents.order import Orders, SourceOrder
 from megaresume.stream.documents.pieces import PieceLists, may_be_cut
 from megaresume.stream.errors import CorpusError
-from megaresume.stream.growth import AbsentSource
 from megaresume.stream.planning import kernel
 from megaresume.stream.planning.arrays import (
     enter,
@@ -38,7 +37,7 @@ from megaresume.stream.planning.kernel import Arrays
 from megaresume.stream.planning.plan import Plan, concatenate
 from megaresume.stream.planning.stages import Course, Stage
 from megaresume.stream.planning.tournament import NEVER
-from megaresume.stream.source import LengthSource
+from megaresume.stream.source import AbsentSource, LengthSource
 from megaresume.stream.state import StreamState
 
 #: Documents looked ahead in all sources together, and at least and at most in each.
