@@ -17,9 +17,9 @@ import numpy.typing as npt
 from benchmarks.setup import Setup
 from benchmarks.table import Row
 from benchmarks.timing import interleaved, median, ratio
+from megaresume.stream.batches import TOKEN_COST, Balance
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.dealing.balance import TOKEN_COST, Balance
-from megaresume.stream.dealing.deal import dealt_order
+from megaresume.stream.dealing import dealt_order
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList
 

@@ -24,8 +24,8 @@ from benchmarks.table import Row
 from benchmarks.timing import median, wall
 from megaresume.batches.dataset import StreamDataset
 from megaresume.batches.open import open_stream
-from megaresume.stream.dealing.balance import Balance
-from megaresume.stream.dealing.deal import costs, deal
+from megaresume.stream.batches import Balance
+from megaresume.stream.dealing import costs, deal
 from megaresume.stream.stream import Stream
 
 RANKS, BATCH, SEQ_LENGTH = 2, 8, 4096

@@ -69,9 +69,8 @@ if TYPE_CHECKING:
     from megaresume.hosts.verl.prompts import attach_verl_prompts
     from megaresume.session.settings import Checkpoints, DataOptions, Loader
     from megaresume.session.stopping import StopConditions, Stopped
-    from megaresume.stream.batches import BatchSchedule
+    from megaresume.stream.batches import Balance, BatchSchedule
     from megaresume.stream.config import StreamConfig
-    from megaresume.stream.dealing.balance import Balance
     from megaresume.stream.errors import MegaresumeError
     from megaresume.stream.state import StreamState
     from megaresume.stream.stream import Stream
@@ -110,7 +109,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Balance": "megaresume.stream.dealing.balance",
+    "Balance": "megaresume.stream.batches",
     "BatchSchedule": "megaresume.stream.batches",
     "Checkpoints": "megaresume.session.settings",
     "DataLoader": "megaresume.batches.data_loader",

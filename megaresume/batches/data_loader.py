@@ -40,9 +40,8 @@ from megaresume.batches.items.reader import reader
 from megaresume.batches.items.source import ItemSource
 from megaresume.batches.loader import data_parallel, outlive_signals
 from megaresume.batches.parcel import Inbox, Outbox
-from megaresume.stream.batches import BatchSchedule
+from megaresume.stream.batches import Balance, BatchSchedule
 from megaresume.stream.config import Append, BlendUnit, OnChange, StreamConfig
-from megaresume.stream.dealing.balance import Balance
 from megaresume.stream.errors import StateError, StreamExhausted, UsageError
 from megaresume.stream.skips import SkipConfig
 from megaresume.stream.state import StreamState

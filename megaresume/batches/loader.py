@@ -39,9 +39,8 @@ from megaresume.batches.items.epochs import available
 from megaresume.batches.parcel import Inbox, Outbox
 from megaresume.batches.pixels import shown
 from megaresume.batches.together import Together
-from megaresume.stream.batches import BatchSchedule, micro_batches
-from megaresume.stream.dealing.balance import Balance
-from megaresume.stream.dealing.deal import deal, deal_in_part, in_part
+from megaresume.stream.batches import Balance, BatchSchedule, micro_batches
+from megaresume.stream.dealing import deal, deal_in_part, in_part
 from megaresume.stream.errors import MegaresumeError, StreamExhausted, UsageError
 from megaresume.stream.stream import Stream
 

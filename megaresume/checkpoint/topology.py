@@ -6,7 +6,7 @@ import functools
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from megaresume.stream.dealing.balance import Balance
+from megaresume.stream.batches import Balance
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

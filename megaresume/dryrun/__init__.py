@@ -6,7 +6,7 @@
       |         -> `Launch`, which all others ask
     data.py     what of the data config changed                  stream.changes
     ending.py   last step, epochs left, the end of the stream    training.arguments, stream.outlook
-    balance.py  what balanced ranks gain                         stream.dealing
+    balance.py  what balanced ranks gain                         stream.batches, dealing
     guard.py    Megatron's own datasets                          hosts.megatron.guard.compare
       |
     dry_run.py  `dry_run` -> `DryRun`: a verdict, and findings with the flags that solve them

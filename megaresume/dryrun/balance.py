@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from megaresume.dryrun.data import Data
 from megaresume.dryrun.start import Launch
-from megaresume.stream.batches import BatchSchedule
-from megaresume.stream.dealing.balance import Balance, Objective
+from megaresume.stream.batches import Balance, BatchSchedule, Objective
 from megaresume.stream.errors import StreamExhausted
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def _expected(
     stream: Stream, schedule: BatchSchedule, balance: Balance, *, sample: int, micro: int, dp: int
 ) -> Gain | None:
     """The gain of the steps from a sample on; None: there is no such step, which other findings tell."""
-    from megaresume.stream.dealing.deal import costs, dealt_order
+    from megaresume.stream.dealing import costs, dealt_order
 
     waited, means, steps, first = [0, 0], 0.0, 0, sample
     while steps < _STEPS and (not steps or sample - first < _SAMPLES):

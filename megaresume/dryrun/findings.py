@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from megaresume.stream.batches import TOKEN_COST, Balance, Objective
 from megaresume.stream.config import OnChange
-from megaresume.stream.dealing.balance import TOKEN_COST, Balance, Objective
 from megaresume.stream.errors import MegaresumeError
 from megaresume.stream.skips import NO_SKIP, SkipConfig
 

@@ -30,7 +30,7 @@ import xxhash
 
 from megaresume.checkpoint.formats import seal
 from megaresume.checkpoint.system import utc
-from megaresume.stream.dealing.balance import Balance
+from megaresume.stream.batches import Balance
 from megaresume.stream.errors import SetupError
 
 FORMAT = "megaresume.ranks"

@@ -19,8 +19,7 @@ import numpy.typing as npt
 from megaresume.checkpoint.files import read_file
 from megaresume.checkpoint.formats import NewerFormatError, SealError, unseal
 from megaresume.runs.rank_log import VERSION, ranges_of
-from megaresume.stream.batches import micro_batches
-from megaresume.stream.dealing.balance import Balance
+from megaresume.stream.batches import Balance, micro_batches
 from megaresume.stream.errors import UsageError
 
 #: steps without a line that are named, of one launch: a faulty writer may give any number to a step.

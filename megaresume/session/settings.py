@@ -18,8 +18,8 @@ from megaresume.checkpoint.start import MAX_STARTS
 from megaresume.session.flags import described, setting
 from megaresume.session.retries import OnSaveFailure, Retries
 from megaresume.session.stopping import StopConditions
+from megaresume.stream.batches import TOKEN_COST, Balance, Objective
 from megaresume.stream.config import Append, OnChange
-from megaresume.stream.dealing.balance import TOKEN_COST, Balance, Objective
 
 
 @described

@@ -8,7 +8,7 @@
         weights.py          blend weights as exact integers
         skips.py            what a run leaves out: documents, and ranges.py: samples
         batches.py          which samples belong to which step, rank and micro-step
-        dealing/            the same, so that all ranks have as much to do
+        dealing.py          the same, so that all ranks have as much to do
         source.py           what is asked of a source: how many documents, how long each is; aliases.py: one renamed
         eras.py             where the epochs of a source begin and end
     from there
@@ -17,12 +17,10 @@
         stream.py           `Stream`: plan, state and digest of any sample
         compiled.py         how the loops of both are compiled, and kept
     going on
-        state.py            a cursor as plain JSON; state_text.py: as text, packed.py: a large one; faults.py: documents
-                            that failed
+        state.py            a cursor as plain JSON; state_text.py: as text; faults.py: documents that failed
         cursor.py           between the loop's arrays and the state; snapshots of the past, for going back
-        fingerprints.py     is this state one of this config and these corpora?
-        changes.py          what changed since a state, and what a change of the blend means; growth.py: a source that
-                            has grown, or is gone
+        fingerprints.py     is this state one of these corpora, and have they grown since?
+        changes.py          what changed since a state, and what a change of the blend means
     for everybody
         errors.py           errors, by who must act
         progress.py         a bar on a terminal, plain lines in a log

@@ -18,7 +18,7 @@ from megaresume.checkpoint.ledger import LedgerEntry
 from megaresume.runs.rank_log import hash_samples
 from megaresume.runs.rank_steps import RankStep, RankSteps, samples_of_rank
 from megaresume.runs.steps import Steps
-from megaresume.stream.dealing.deal import dealt_order
+from megaresume.stream.dealing import dealt_order
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 from megaresume.stream.planning.plan import Plan, concatenate
 from megaresume.trace.content import Contents

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from megaresume.runs.run import Run
 from megaresume.runs.steps import UNKNOWN, Span, Steps
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.dealing.deal import dealt_order
+from megaresume.stream.dealing import dealt_order
 from megaresume.stream.errors import StreamExhausted
 from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.stream.planning.plan import Plan, concatenate

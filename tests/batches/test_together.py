@@ -12,9 +12,8 @@ from megaresume.batches.dataset import StreamDataset
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
 from megaresume.corpora.indexed import IndexedSource
-from megaresume.stream.batches import BatchSchedule
+from megaresume.stream.batches import Balance, BatchSchedule
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.dealing.balance import Balance
 from megaresume.stream.errors import ConfigError, CorpusError, MegaresumeError
 from megaresume.stream.stream import Stream
 

@@ -18,8 +18,7 @@ from megaresume.shards import ShardSource, ahead, remote
 from megaresume.shards.ahead import Ahead, joined
 from megaresume.shards.files import Place, ShardFiles
 from megaresume.shards.prepare import prepare_shards
-from megaresume.stream.batches import BatchSchedule
-from megaresume.stream.dealing.balance import Balance
+from megaresume.stream.batches import Balance, BatchSchedule
 from megaresume.stream.errors import CorpusError, SetupError, UsageError
 from tests.shards.far import serve
 from tests.shards.kit import captions, encoder, write_shard, write_shards

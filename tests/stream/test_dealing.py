@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.balance import karmarkar_karp
+from megaresume.stream.batches import Balance, Objective
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.dealing.balance import Balance, Objective
-from megaresume.stream.dealing.deal import costs, deal, dealt_order
-from megaresume.stream.dealing.even import even_groups
+from megaresume.stream.dealing import costs, deal, dealt_order, even_groups
 from megaresume.stream.errors import StateError, UsageError
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from megaresume.batches.items.source import check_map_style
+from megaresume.stream.batches import Balance
 from megaresume.stream.config import Append, BlendUnit, OnChange
-from megaresume.stream.dealing.balance import Balance
 from megaresume.stream.errors import StateError, UsageError
 from megaresume.stream.schema import check_keys
 

@@ -13,8 +13,8 @@ import xxhash
 
 from megaresume.batches.items.epochs import Epochs, available
 from megaresume.batches.items.source import ItemSource
-from megaresume.stream.dealing.balance import Balance
-from megaresume.stream.dealing.deal import dealt_order
+from megaresume.stream.batches import Balance
+from megaresume.stream.dealing import dealt_order
 from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.stream.planning.plan import Plan
 from megaresume.stream.stream import Stream

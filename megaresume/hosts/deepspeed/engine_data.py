@@ -17,7 +17,7 @@ from megaresume.session.host import Resume
 from megaresume.session.random_state import RandomState
 from megaresume.session.session import Session
 from megaresume.session.stopping import Stopped
-from megaresume.stream.dealing.balance import Balance
+from megaresume.stream.batches import Balance
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 
 

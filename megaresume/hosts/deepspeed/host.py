@@ -30,8 +30,7 @@ from megaresume.session.host import Data, Reading, Save
 from megaresume.session.random_state import RandomState
 from megaresume.session.ranks import Meeting, is_rank_0, on_all_ranks
 from megaresume.session.session import Pick, Session
-from megaresume.stream.batches import BatchSchedule
-from megaresume.stream.dealing.balance import Balance
+from megaresume.stream.batches import Balance, BatchSchedule
 from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
 from megaresume.stream.state import StreamState
 

@@ -31,7 +31,7 @@ from megaresume.session.ranks import on_all_ranks
 from megaresume.session.session import Session
 from megaresume.session.settings import Loader
 from megaresume.stream.batches import BatchSchedule, check_sizes
-from megaresume.stream.dealing.deal import deal
+from megaresume.stream.dealing import deal
 from megaresume.stream.errors import MegaresumeError, StateError
 from megaresume.stream.faults import NO_FAULTS, Faults
 from megaresume.stream.state import StreamState

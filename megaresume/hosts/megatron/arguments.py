@@ -15,8 +15,8 @@ from typing import Any, TypeVar, get_args
 from megaresume.session.flags import PREFIX, add_settings, flag_of
 from megaresume.session.settings import GROUPS, Checkpoints, Loader, Mode
 from megaresume.session.stopping import SIGNALS, StopConditions, minutes_before_end
+from megaresume.stream.batches import Balance
 from megaresume.stream.config import OnChange
-from megaresume.stream.dealing.balance import Balance
 from megaresume.stream.errors import UsageError
 from megaresume.stream.ranges import union
 from megaresume.stream.skips import SkipConfig, parse_range, parse_steps

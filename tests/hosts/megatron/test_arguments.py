@@ -9,7 +9,7 @@ import pytest
 
 from megaresume.hosts.megatron.arguments import Settings, add_arguments, around_add_data_args
 from megaresume.session.retries import Retries
-from megaresume.stream.dealing.balance import Balance
+from megaresume.stream.batches import Balance
 from megaresume.stream.errors import UsageError
 
 

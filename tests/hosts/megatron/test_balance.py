@@ -21,8 +21,7 @@ from megaresume.hosts.megatron.data.order import StreamOrder
 from megaresume.hosts.megatron.data.provider import MicroBatches
 from megaresume.hosts.megatron.data.samples import HASH_KEY, SAMPLE_KEY, SampleDataset
 from megaresume.hosts.megatron.data.streams import open_streams
-from megaresume.stream.batches import BatchSchedule
-from megaresume.stream.dealing.balance import Balance
+from megaresume.stream.batches import Balance, BatchSchedule
 from megaresume.stream.errors import StateError, StreamExhausted, UsageError
 from megaresume.stream.skips import SkipConfig
 from megaresume.stream.state import StreamState

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megaresume.stream.dealing.balance import Balance
-from megaresume.stream.dealing.deal import Int64Array, dealt_order
+from megaresume.stream.batches import Balance
+from megaresume.stream.dealing import Int64Array, dealt_order
 from megaresume.stream.errors import UsageError
 from megaresume.stream.stream import Stream
 

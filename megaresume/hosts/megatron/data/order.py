@@ -17,8 +17,7 @@ from megaresume.checkpoint.data_state import DataState
 from megaresume.hosts.megatron.data.streams import Streams
 from megaresume.hosts.megatron.load_rules import without_state
 from megaresume.session.host import Data, change_lines
-from megaresume.stream.batches import BatchSchedule
-from megaresume.stream.dealing.balance import Balance
+from megaresume.stream.batches import Balance, BatchSchedule
 from megaresume.stream.errors import MegaresumeError, StateError
 from megaresume.stream.skips import NO_SKIP, SkipConfig
 from megaresume.stream.state import StreamState

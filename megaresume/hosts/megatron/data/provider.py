@@ -25,7 +25,7 @@ from megaresume.hosts.megatron.data.form import SampleForm
 from megaresume.hosts.megatron.data.order import StreamOrder
 from megaresume.hosts.megatron.data.samples import Item, SampleDataset
 from megaresume.hosts.megatron.project import Project
-from megaresume.stream.dealing.balance import Balance
+from megaresume.stream.batches import Balance
 from megaresume.stream.stream import Stream
 
 
