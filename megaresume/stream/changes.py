@@ -21,7 +21,7 @@ from megaresume.stream.fingerprints import Growth, check_corpora, differences, l
 from megaresume.stream.planning.stages import Course, Stage, declared
 from megaresume.stream.ranges import Range
 from megaresume.stream.skips import SkipConfig, decide
-from megaresume.stream.state import Fingerprint, StageRecord, StreamState
+from megaresume.stream.state import Fingerprint, StreamState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,12 +172,11 @@ def reconcile(
         StateError: a change that is refused, with every field that differs.
         ConfigError: a skip that cannot be.
     """
-    now = resolved(config, state.config["sources"])
-    names = {given.name: source.name for given, source in zip(config.sources, now.sources, strict=True)}
+    today, then = resolved(config, state.config["sources"]), StreamConfig.recorded(state.config)
+    names = {given.name: source.name for given, source in zip(config.sources, today.sources, strict=True)}
     grown = check_corpora(config, names, fingerprints, state, first_of)
-    going_on = _reconcile(now, grown, state, on_change)
-    then = StreamConfig.recorded(state.config)
-    going_on.course.skips, said = decide(
+    now, course, accepted = _reconcile(today, grown, state, on_change)
+    course.skips, said = decide(
         state.skips,
         state.samples,
         then=then.skip,
@@ -186,20 +185,20 @@ def reconcile(
         steps_to_samples=steps_to_samples,
         end=end,
     )
-    renamed = tuple(f"at sample {state.samples}: {words}" for words in renames(then, now))
-    return replace(going_on, accepted=(*going_on.accepted, *renamed, *said), grown=tuple(grown))
+    words = [f"at sample {state.samples}: {line}" for line in (*accepted, *grown, *renames(then, today))]
+    return Reconciled(config=now, course=course, accepted=(*words, *said), grown=tuple(grown))
 
 
-def _reconcile(config: StreamConfig, grown: Sequence[Growth], state: StreamState, on_change: OnChange) -> Reconciled:
+def _reconcile(
+    config: StreamConfig, grown: Sequence[Growth], state: StreamState, on_change: OnChange
+) -> tuple[StreamConfig, Course, list[str]]:
     """The same for the stages, when it is known which corpora have grown."""
-    recorded = StreamConfig.recorded(state.config)
-    now = extended(config, list(state.sources), recorded)
+    now, then = _over_all(config, state)
     order = [source.name for source in now.sources]
-    then = extended(recorded, order, now)
     history = [replace(r, config=extended(StreamConfig.recorded(r.config), order).to_dict()) for r in state.stages]
     passed = [_passed(c.stages, state) for c in (then, now)]
     to_come = now.stages[passed[1] :]
-    written, today = _plain_stages(then.stages), _plain_stages(now.stages)
+    written, today = ([stage.to_dict() for stage in c.stages] for c in (then, now))
     current = wanted = StreamConfig.recorded(history[-1].config)
     accepted = []
     if then.without_stages() == now.without_stages() and written[: passed[0]] == today[: passed[1]]:
@@ -216,37 +215,29 @@ def _reconcile(config: StreamConfig, grown: Sequence[Growth], state: StreamState
             for field, after, before in differences(_plain(wanted), _plain(current))
         ]
         accepted.append(", ".join(changes) or "stages of the past were declared anew")
-    stage: Stage | None = None
+    begun = [Stage.recorded(record) for record in history]
     if grown or _plain(wanted) != _plain(current):
         now_in = frozenset(growth.source for growth in grown if growth.append == "now")
         name = f"stage {len(history) + 1}"
-        stage = Stage(name=name, config=wanted, unit="samples", at=state.samples, grown_now=now_in)
-    words = [f"at sample {state.samples}: {line}" for line in (*accepted, *grown)]
-    return _go_on(now, history, stage, to_come, tuple(words))
+        begun.append(Stage(name=name, config=wanted, unit="samples", at=state.samples, grown_now=now_in))
+    course = Course((*begun, *declared(begun[-1].config, to_come)), [record.first for record in history])
+    return now, course, accepted
+
+
+def _over_all(config: StreamConfig, state: StreamState) -> tuple[StreamConfig, StreamConfig]:
+    """The config of today, and that of a state, over all sources that the run ever had."""
+    recorded = StreamConfig.recorded(state.config)
+    now = extended(config, list(state.sources), recorded)
+    return now, extended(recorded, [source.name for source in now.sources], now)
 
 
 def changes_since(config: StreamConfig, state: StreamState) -> list[tuple[str, Any, Any]]:
     """(field, then, now) wherever the data config of today differs from the one that a state was made with."""
-    recorded = StreamConfig.recorded(state.config)
-    now = extended(resolved(config, state.config["sources"]), list(state.sources), recorded)
-    then = extended(recorded, [source.name for source in now.sources], now)
-    return _changed(now, then)
+    return _changed(*_over_all(resolved(config, state.config["sources"]), state))
 
 
 def _changed(now: StreamConfig, then: StreamConfig) -> list[tuple[str, Any, Any]]:
     return [(field, before, after) for field, after, before in differences(_plain(now), _plain(then))]
-
-
-def _go_on(
-    config: StreamConfig,
-    history: Sequence[StageRecord],
-    stage: Stage | None,
-    to_come: Sequence[StageConfig],
-    accepted: tuple[str, ...],
-) -> Reconciled:
-    begun = [Stage.recorded(record) for record in history] + ([] if stage is None else [stage])
-    course = Course((*begun, *declared(begun[-1].config, to_come)), [r.first for r in history])
-    return Reconciled(config=config, course=course, accepted=accepted)
 
 
 def _passed(stages: Sequence[StageConfig], state: StreamState) -> int:
@@ -300,11 +291,6 @@ def _plain(config: StreamConfig) -> dict[str, Any]:
     for source in data["sources"].values():
         source.pop("names", None)
     return data | ({"stages": stages} if stages else {})
-
-
-def _plain_stages(stages: Sequence[StageConfig]) -> list[dict[str, Any]]:
-    """To be compared: the order in which sources are written says nothing."""
-    return [stage.to_dict() for stage in stages]
 
 
 def _check_removed(config: StreamConfig, state: StreamState) -> None:

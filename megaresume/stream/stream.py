@@ -15,6 +15,7 @@ import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,7 +34,7 @@ from megaresume.stream.planning.kernel import Arrays
 from megaresume.stream.planning.plan import Plan, concatenate
 from megaresume.stream.planning.planner import Planner
 from megaresume.stream.planning.stages import Course
-from megaresume.stream.progress import Progress, progress
+from megaresume.stream.progress import progress
 from megaresume.stream.ranges import Range
 from megaresume.stream.skips import NO_SKIP, NO_SKIPS, SkipConfig, Skips, check_documents, decide, no_schedule
 from megaresume.stream.source import AbsentSource, LengthSource
@@ -357,7 +358,7 @@ class Stream:
         """
         fields = self.fields_at(sample)
         before = self._base_state
-        plain, fingerprints = self._constants = self._constants or (self.config.to_dict(), self.fingerprints_of_all)
+        plain, fingerprints = self._constants = self._constants or (self.config.to_dict(), self._all_fingerprints())
         return StreamState(
             config=plain,
             # In the order of the sources; a source that is gone keeps the fingerprint that it had.
@@ -369,8 +370,7 @@ class Stream:
             **fields,
         )
 
-    @property
-    def fingerprints_of_all(self) -> dict[str, Fingerprint]:
+    def _all_fingerprints(self) -> dict[str, Fingerprint]:
         """Of all sources that the run ever had, by the names that it knows them by; those of the gone as they were."""
         before = {} if self._base_state is None else self._base_state.fingerprints
         return {
@@ -381,19 +381,16 @@ class Stream:
     def fields_at(self, sample: int) -> dict[str, Any]:
         """The fields of the state before ``sample`` that say where the stream is (see `cursor.fields_of`)."""
         with self._lock:
-            return self._fields(sample)
-
-    def _fields(self, sample: int) -> dict[str, Any]:
-        if sample > self._planner.position:
-            self._plan_up_to(sample - 1)  # no further: the stream may end here
-        if sample == self._planner.position:
-            return cursor.fields_of(self._planner.snapshot(), self._course)
-        self._check_start(sample)
-        planner, self._asked = self._planner_before(sample), None
-        while planner.position < sample:
-            planner.advance(min(sample - planner.position, self.block_samples))
-        self._asked = planner  # not if it stopped half-way
-        return cursor.fields_of(planner.snapshot(), self._course)
+            if sample > self._planner.position:
+                self._plan_up_to(sample - 1)  # no further: the stream may end here
+            planner = self._planner
+            if sample < planner.position:
+                self._check_start(sample)
+                planner, self._asked = self._planner_before(sample), None
+                while planner.position < sample:
+                    planner.advance(min(sample - planner.position, self.block_samples))
+                self._asked = planner  # not if it stopped half-way
+            return cursor.fields_of(planner.snapshot(), self._course)
 
     def _planner_before(self, sample: int) -> Planner:
         """One that stands not far before a sample before the front: the last one, if states are taken step by step."""
@@ -437,29 +434,30 @@ class Stream:
 
     def _plan_up_to(self, sample: int) -> _Block:
         distance = sample - self._planner.position
-        if distance <= LONG_SEEK:
-            return self._advance_to(sample, None)
-        with progress("seeking in the stream", distance, "samples") as bar:
-            return self._advance_to(sample, bar)
-
-    def _advance_to(self, sample: int, bar: Progress | None) -> _Block:
-        while self._planner.position <= sample:
-            snapshot = self._planner.snapshot()
-            # 8, 8, 16, 32, ..., 512, 1024, 1024, ...: so that longer blocks still begin at multiples of their length.
-            size = min(max(self._planner.position - self.start, FIRST_BLOCK), self.block_samples)
-            try:
-                plan = self._planner.advance(size)
-            except BaseException:  # half done, and whoever reads ahead may go on without the error
-                self._planner = Planner(self._course, self.sources, snapshot)
-                raise
-            if len(plan):
-                self._keep(_Block(snapshot, plan))
-                self._anchors.add(snapshot)
-            if len(plan) < size and self._planner.position <= sample:
-                raise self._exhausted(sample)
-            if bar is not None:
-                bar.update(len(plan))
+        shown = progress("seeking in the stream", distance, "samples") if distance > LONG_SEEK else nullcontext()
+        with shown as bar:
+            while self._planner.position <= sample:
+                num = self._plan_block(sample)
+                if bar is not None:
+                    bar.update(num)
         return self._blocks[-1]
+
+    def _plan_block(self, sample: int) -> int:
+        """Plan the next block on the way to a sample; how many samples it has."""
+        snapshot = self._planner.snapshot()
+        # 8, 8, 16, 32, ..., 512, 1024, 1024, ...: so that longer blocks still begin at multiples of their length.
+        size = min(max(self._planner.position - self.start, FIRST_BLOCK), self.block_samples)
+        try:
+            plan = self._planner.advance(size)
+        except BaseException:  # half done, and whoever reads ahead may go on without the error
+            self._planner = Planner(self._course, self.sources, snapshot)
+            raise
+        if len(plan):
+            self._keep(_Block(snapshot, plan))
+            self._anchors.add(snapshot)
+        if len(plan) < size and self._planner.position <= sample:
+            raise self._exhausted(sample)
+        return len(plan)
 
     def _keep(self, block: _Block) -> None:
         self._blocks.append(block)
