@@ -6,15 +6,10 @@ lies between is checked where it is used, and as a whole when the fingerprint is
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import functools
-import mmap
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from io import FileIO
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,14 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megaresume.checkpoint.files import open_file
 from megaresume.corpora import sidecar
-from megaresume.corpora.contents import PLACES, contents_hash
+from megaresume.corpora.files import CorpusIdentity, FileIdentity, changed, map_file
 from megaresume.corpora.layout import HEADER_BYTES, IndexHeader, idx_path, prefix_of
-from megaresume.corpora.long_documents import kept_list
+from megaresume.corpora.scan import PLACES, contents_hash
 from megaresume.corpora.spans import SpanFile, Spans, check_is_prepared, check_needs_none, spans_path
 from megaresume.stream.documents.pieces import LongDocuments
-from megaresume.stream.errors import CorpusError, SetupError
+from megaresume.stream.errors import CorpusError
 from megaresume.stream.progress import progress
 from megaresume.stream.state import Fingerprint
 
@@ -72,7 +66,7 @@ class IndexedDocuments(ABC):
                     action="check the path, or build the corpus: megaresume prepare",
                 )
         data, idx_identity = map_file(idx)
-        self._identity = sidecar.CorpusIdentity(idx=idx_identity, bin=sidecar.FileIdentity.of(self.tokens_path.stat()))
+        self._identity = CorpusIdentity(idx=idx_identity, bin=FileIdentity.of(self.tokens_path.stat()))
         header = IndexHeader.unpack(bytes(data[:HEADER_BYTES]), idx, len(data))
         #: dtype of the tokens as stored.
         self.dtype = header.dtype
@@ -250,7 +244,7 @@ class IndexedDocuments(ABC):
         """The fingerprint of documents start to stop.
 
         The first time, the .idx is read once and checked entirely, and so is the .spans if there is one; a few windows
-        of the tokens are read (see `megaresume.corpora.contents`), and the result is cached beside the corpus (see
+        of the tokens are read (see `megaresume.corpora.scan`), and the result is cached beside the corpus (see
         `megaresume.corpora.sidecar`); later it costs nothing while the files are untouched. With many processes, let
         one compute it first.
 
@@ -269,7 +263,7 @@ class IndexedDocuments(ABC):
             if self._spans is not None:
                 self._spans.check(self.lengths)
                 known = replace(known, trained=self._spans.hash(start, stop))
-            if sidecar.CorpusIdentity.of(self.prefix, self.suffix) != identity:
+            if CorpusIdentity.of(self.prefix, self.suffix) != identity:
                 raise changed(self.prefix)
             sidecar.write_fingerprint(self.prefix, identity, start, stop, known)
         tokenizer = self.tokenizer
@@ -286,16 +280,16 @@ class IndexedDocuments(ABC):
 
     def long_documents(self, piece: int) -> LongDocuments:
         """The documents that are longer than a piece of so many tokens; of a large corpus kept beside it."""
-        return kept_list(self, self.prefix, self._identity.idx, piece)
+        return sidecar.kept_list(self, self.prefix, self._identity.idx, piece)
 
-    def _unchanged(self, opened: sidecar.CorpusIdentity) -> sidecar.CorpusIdentity:
+    def _unchanged(self, opened: CorpusIdentity) -> CorpusIdentity:
         """The files as they are now, which must be those that were opened.
 
         Raises:
             CorpusError: one was removed or replaced.
         """
         try:
-            now = sidecar.CorpusIdentity.of(self.prefix, self.suffix)
+            now = CorpusIdentity.of(self.prefix, self.suffix)
         except FileNotFoundError as error:
             raise changed(Path(error.filename)) from error
         for path, found, before in (
@@ -345,9 +339,7 @@ class IndexedDocuments(ABC):
         )
 
 
-def reopened(
-    kind: Callable[[Path], IndexedDocuments], prefix: Path, identity: sidecar.CorpusIdentity
-) -> IndexedDocuments:
+def reopened(kind: Callable[[Path], IndexedDocuments], prefix: Path, identity: CorpusIdentity) -> IndexedDocuments:
     """The corpus that was pickled, not another one that has taken its place since.
 
     Raises:
@@ -356,49 +348,6 @@ def reopened(
     source = kind(prefix)
     source._unchanged(identity)
     return source
-
-
-def map_file(path: Path) -> tuple[mmap.mmap | bytes, sidecar.FileIdentity]:
-    """Map a file read-only; an empty one, which cannot be mapped, is empty bytes."""
-    with opened_file(path) as file:
-        stat = os.fstat(file.fileno())
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if stat.st_size else b""
-    return data, sidecar.FileIdentity.of(stat)
-
-
-@contextlib.contextmanager
-def opened_file(path: Path) -> Iterator[FileIO]:
-    """A file to read or to map; what goes wrong with it, in words."""
-    try:
-        with open_file(path) as file:
-            yield file
-    except FileNotFoundError as error:
-        raise changed(path) from error
-    except OSError as error:
-        many = error.errno in (errno.EMFILE, errno.ENFILE)
-        raise SetupError(
-            f"{path} cannot be opened",
-            found=error.strerror,
-            expected="a file that can be read and memory-mapped",
-            cause="every source holds two files open" if many else "permissions, or a file system without memory maps",
-            action="raise the limit: ulimit -n 65536" if many else f"check: ls -l {path}",
-        ) from error
-
-
-def changed(
-    path: Path, now: sidecar.FileIdentity | None = None, opened: sidecar.FileIdentity | None = None
-) -> CorpusError:
-    """For a file that is not the one that was opened."""
-    found = "no such file, or another one"
-    if now is not None and opened is not None:
-        found = f"{now.size} bytes" if now.size != opened.size else "a file of the same size that was written since"
-    return CorpusError(
-        f"{path} changed after the corpus was opened",
-        found=found,
-        expected="the same file" if opened is None else f"the same file of {opened.size} bytes, untouched",
-        cause="the corpus is being rebuilt, copied or removed",
-        action="wait until that is done and start again",
-    )
 
 
 def _siblings(prefix: Path) -> str:

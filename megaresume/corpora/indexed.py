@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.corpora.contents import Windows, hash_tokens
-from megaresume.corpora.index import REBUILD, IndexedDocuments, changed, map_file, opened_file
+from megaresume.corpora.files import changed, map_file, opened_file
+from megaresume.corpora.index import REBUILD, IndexedDocuments
+from megaresume.corpora.scan import Windows, hash_tokens
 from megaresume.stream.errors import CorpusError
 
 Int64Array = npt.NDArray[np.int64]

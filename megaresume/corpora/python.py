@@ -1,4 +1,6 @@
-"""Any Python object as a source: ``__len__``, ``length(i)`` and ``get(i)`` are enough.
+"""Sources that are no files of a corpus: any Python object, and ``kind: items``, which knows items by number alone.
+
+Of an object ``__len__``, ``length(i)`` and ``get(i)`` are enough:
 
     class Lines:
         def __init__(self, lines): self.lines = lines
@@ -16,6 +18,8 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +27,6 @@ import numpy.typing as npt
 
 from megaresume.corpora.base import DOCUMENT_MEMBERS, Source, is_document_source
 from megaresume.corpora.index import IndexedDocuments
-from megaresume.corpora.items import ItemNumbers
 from megaresume.corpora.scan import scan_fingerprint
 from megaresume.corpora.split import RangeSource
 from megaresume.stream.errors import ConfigError, CorpusError
@@ -234,3 +237,79 @@ def _mapping(given: object) -> Mapping[str, Any]:
     if isinstance(given, Mapping):
         return given
     raise TypeError(type(given).__name__)
+
+
+class ItemNumbers:
+    """As many documents as a dataset has items, of length 1 or of those in a file.
+
+    Args:
+        name: for errors.
+        items: how many.
+        contents: their hash, as the run knew it.
+        lengths: .npy file, int64[items] tokens of each; None: 1.
+    """
+
+    def __init__(self, name: str, items: object, contents: object = None, lengths: object = None) -> None:
+        is_count = isinstance(items, int) and not isinstance(items, bool) and items >= 1
+        if not is_count or not isinstance(contents, str | None) or not isinstance(lengths, str | Path | None):
+            raise ConfigError(
+                f"source '{name}' of kind items does not say how many there are",
+                found=f"items {items!r}, contents {contents!r}, lengths {lengths!r}",
+                expected="items: a number; contents: the hash that megaresume wrote; lengths, if items are packed: "
+                "their file",
+                action="take the data.yaml in the directory megaresume of the run's checkpoints",
+            )
+        self.name, self._items, self._contents = name, items, contents
+        self._lengths = None if lengths is None else _read_lengths(Path(lengths), name, items)
+
+    def __len__(self) -> int:
+        """Items."""
+        return self._items
+
+    def length(self, i: int) -> int:
+        """Tokens of an item, or 1."""
+        return 1 if self._lengths is None else int(self._lengths[i])
+
+    def lengths(self, ids: Int64Array) -> Int64Array:
+        """Tokens of each, or 1: int64[n] to int64[n]."""
+        return np.ones(len(ids), np.int64) if self._lengths is None else self._lengths[ids]
+
+    def get(self, i: int) -> Int64Array:
+        """Raise a CorpusError: only the program that trains has the dataset."""
+        raise CorpusError(
+            f"what item {i} of source '{self.name}' holds is not known here",
+            found="kind: items, which knows numbers alone",
+            expected="the dataset of the run",
+            action="read it in Python: dataset[i]",
+        )
+
+    def read(self, i: int, offset: int, length: int) -> Int64Array:
+        """As `get`."""
+        return self.get(i)
+
+    def fingerprint(self, *, first: int | None = None, recompute: bool = False) -> Fingerprint:
+        """As the run knew it; of its first items the contents are not known. ``recompute`` makes no difference."""
+        items = self._items if first is None else first
+        contents = self._contents if items == self._items else None
+        return replace(scan_fingerprint(self.lengths, items, f"fingerprint of {self.name}"), contents=contents)
+
+
+def _read_lengths(path: Path, name: str, items: int) -> Int64Array:
+    try:
+        lengths: Int64Array = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise CorpusError(
+            f"the lengths of the items of source '{name}' cannot be read",
+            found=f"{path}: {type(error).__name__}: {error}",
+            expected="the file that the run wrote into its lengths_dir",
+            cause="it was moved or deleted",
+            action="correct lengths in the data.yaml; or start the run again, which writes it",
+        ) from error
+    if lengths.shape != (items,) or lengths.dtype != np.int64:
+        raise CorpusError(
+            f"these are not the lengths of source '{name}'",
+            found=f"{lengths.dtype}{list(lengths.shape)} in {path}",
+            expected=f"int64[{items}]",
+            action="correct lengths in the data.yaml; or start the run again, which writes it",
+        )
+    return lengths

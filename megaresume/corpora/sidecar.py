@@ -1,4 +1,4 @@
-"""``<prefix>.megaresume.json``: what we know about a corpus and would rather not compute twice.
+"""What is known of a corpus and need not be computed twice: ``<prefix>.megaresume.json``, and lists of long documents.
 
     {"format": "megaresume.corpus", "version": 1,
      "tokenizer": {"fingerprint": ..., "vocabulary": ..., "name": ..., "vocab_size": ..., "eod": ...,
@@ -16,25 +16,43 @@ it holds for files of those sizes, so that it survives a copy, but not a rebuild
 cannot be written to, the cache goes to ``$MEGARESUME_CACHE`` or the XDG cache directory.
 
 Raise `VERSION` when a reader of the old version would misread the new one; older versions of the cache may be ignored.
+
+``<prefix>.megaresume.<piece>.pieces``: the documents of a large corpus that are longer than a piece. To find them takes
+seconds for 10^9 documents, and a resume must not wait for it; so the list is kept, and mapped into memory, where only
+what is looked up is read: with the guide, a page or two for a piece. Little-endian int64:
+
+    magic, version, .idx: size, time of change, inode; piece, k, later pieces in all
+    int64[k // STRIDE] the guide: every so many of the last list
+    int64[k] documents, ascending;  int64[k] later pieces up to and with each
+
+It holds as long as the .idx is untouched, and goes to the cache directory where the corpus cannot be written to.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import mmap
 import os
-import uuid
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+import numpy as np
 import xxhash
 
 from megaresume.checkpoint.files import read_file
-from megaresume.corpora.layout import idx_path
-from megaresume.corpora.spans import spans_path
+from megaresume.corpora.files import (
+    CorpusIdentity,
+    FileIdentity,
+    cache_directory,
+    write_json_atomically,
+    written_atomically,
+)
+from megaresume.stream.documents.pieces import STRIDE, LongDocuments, find_long
 from megaresume.stream.errors import CorpusError
+from megaresume.stream.progress import progress
+from megaresume.stream.source import LengthSource
 from megaresume.stream.state import Fingerprint
 from megaresume.stream.text import parse_json
 
@@ -43,70 +61,15 @@ VERSION = 1
 #: entries kept; train, valid and test of a few splits.
 MAX_FINGERPRINTS = 64
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FileIdentity:
-    """A file that is still the same one, as far as the file system can tell without reading it."""
-
-    #: bytes.
-    size: int
-    mtime_ns: int
-    ctime_ns: int
-    inode: int
-
-    @classmethod
-    def of(cls, stat: os.stat_result) -> FileIdentity:
-        """From `os.stat` or `os.fstat`."""
-        return cls(size=stat.st_size, mtime_ns=stat.st_mtime_ns, ctime_ns=stat.st_ctime_ns, inode=stat.st_ino)
-
-    def is_the_file(self, other: FileIdentity) -> bool:
-        """Whether a run may go on with it: a touch, a chmod or a hard link is no reason to stop one."""
-        return (self.size, self.inode) == (other.size, other.inode)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CorpusIdentity:
-    """The files of a corpus."""
-
-    idx: FileIdentity
-    #: the .bin, or what stands in its place.
-    bin: FileIdentity
-    #: None: it has none.
-    spans: FileIdentity | None = None
-
-    @classmethod
-    def of(cls, prefix: Path, tokens: str = ".bin") -> CorpusIdentity:
-        """As they are now.
-
-        Args:
-            prefix: of the corpus.
-            tokens: suffix of the file that says what the tokens are.
-
-        Raises:
-            OSError: one cannot be looked at.
-        """
-        spans = None
-        with contextlib.suppress(FileNotFoundError):
-            spans = FileIdentity.of(spans_path(prefix).stat())
-        bin_ = prefix.with_name(prefix.name + tokens)
-        return cls(idx=FileIdentity.of(idx_path(prefix).stat()), bin=FileIdentity.of(bin_.stat()), spans=spans)
+#: of fewer documents the long ones are looked for at every start: some milliseconds.
+MIN_DOCUMENTS = 1 << 22
+PIECES_MAGIC = int.from_bytes(b"mgrpiece", "little")
+PIECES_VERSION = 1
 
 
 def sidecar_path(prefix: Path) -> Path:
     """The file next to the corpus."""
     return prefix.with_name(prefix.name + ".megaresume.json")
-
-
-def cache_directory() -> Path | None:
-    """Of this user; None for one without a home."""
-    if base := os.environ.get("MEGARESUME_CACHE"):
-        return Path(base)
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "megaresume"
-    try:
-        return Path.home() / ".cache" / "megaresume"
-    except RuntimeError:  # a container that runs under a number that no user has
-        return None
 
 
 def cache_path(prefix: Path) -> Path | None:
@@ -144,13 +107,8 @@ def _is_of(entry: Mapping[str, Any], identity: CorpusIdentity) -> bool:
     return {name: entry.get(name) for name in CorpusIdentity.__slots__} == asdict(identity)
 
 
-def write_fingerprint(
-    prefix: Path, identity: CorpusIdentity, start: int, stop: int, fingerprint: Fingerprint
-) -> Path | None:
+def write_fingerprint(prefix: Path, identity: CorpusIdentity, start: int, stop: int, fingerprint: Fingerprint) -> None:
     """Cache a fingerprint next to the corpus, or in the user's cache directory, or not at all.
-
-    Returns:
-        the file that now holds it; None if no place could be written to.
 
     Raises:
         CorpusError: the file next to the corpus is damaged or of a newer version.
@@ -176,8 +134,7 @@ def write_fingerprint(
             write_json_atomically(path, data)
         except OSError:
             continue  # read-only, full or not ours: the next place, or without a cache
-        return path
-    return None
+        return
 
 
 def read_tokenizer(prefix: Path, *, idx_bytes: int, bin_bytes: int) -> Mapping[str, Any] | None:
@@ -202,7 +159,7 @@ def write_tokenizer(
     bin_bytes: int,
     spans_bytes: int | None = None,
     spans_hash: str | None = None,
-) -> Path:
+) -> None:
     """Start a new sidecar for a corpus that was just built.
 
     Args:
@@ -216,41 +173,9 @@ def write_tokenizer(
     Raises:
         OSError: it cannot be written.
     """
-    path = sidecar_path(prefix)
     sizes = {"idx_bytes": idx_bytes, "bin_bytes": bin_bytes, "spans_bytes": spans_bytes, "spans_hash": spans_hash}
-    identity = {**tokenizer, **sizes}
-    write_json_atomically(path, {"format": FORMAT, "version": VERSION, "tokenizer": identity, "fingerprints": []})
-    return path
-
-
-def write_json_atomically(path: Path, data: object) -> None:
-    """Write by temporary file, fsync and rename: a reader sees the old file or the new one, never a part.
-
-    Raises:
-        OSError: it cannot be written; the temporary file is gone.
-    """
-    with written_atomically(path) as file:
-        file.write(f"{json.dumps(data, indent=1)}\n".encode())
-
-
-@contextlib.contextmanager
-def written_atomically(path: Path) -> Iterator[BinaryIO]:
-    """A temporary file to write to, which replaces `path` at the end; see `write_json_atomically`.
-
-    Raises:
-        OSError: it cannot be written; the temporary file is gone.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+    known = {"format": FORMAT, "version": VERSION, "tokenizer": {**tokenizer, **sizes}, "fingerprints": []}
+    write_json_atomically(sidecar_path(prefix), known)
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -294,3 +219,61 @@ def _damaged(path: Path, found: str) -> CorpusError:
         cause="edited by hand, or a damaged disk",
         action=f"remove {path}: fingerprints are computed again, the identity of the tokenizer is lost",
     )
+
+
+def kept_list(source: LengthSource, prefix: Path, idx: FileIdentity, piece: int) -> LongDocuments:
+    """The documents of a corpus that are longer than a piece, from a file that an earlier start has left.
+
+    Args:
+        source: the corpus.
+        prefix: of it.
+        idx: its index as it was opened.
+        piece: tokens.
+    """
+    if len(source) < MIN_DOCUMENTS:
+        return find_long(source, piece)
+    header = [PIECES_MAGIC, PIECES_VERSION, idx.size, idx.mtime_ns, idx.inode, piece]
+    suffix = f".megaresume.{piece}.pieces"
+    cache = cache_path(prefix)
+    places = [prefix.with_name(prefix.name + suffix)]
+    if cache is not None:
+        places.append(cache.with_name(cache.stem + suffix))
+    for path in places:
+        if (found := _read_pieces(path, header)) is not None:
+            return found
+    with progress(f"long documents of {prefix.name}", len(source), "documents") as bar:
+        found = find_long(source, piece, update=bar.update)
+    for path in places:
+        with contextlib.suppress(OSError):  # read-only, full or not ours: the next place, or without
+            _write_pieces(path, header, found)
+            return _read_pieces(path, header) or found  # mapped: 0.2 bytes a document of the corpus are not held
+    return found
+
+
+def _read_pieces(path: Path, header: list[int]) -> LongDocuments | None:
+    """None: there is none, or of another corpus, or damaged."""
+    begin = len(header) + 2
+    try:
+        with open(path, "rb") as file:
+            head = np.fromfile(file, "<i8", begin)
+            if len(head) < begin or head[:-2].tolist() != header:
+                return None
+            num, later = head[-2:].tolist()
+            if os.fstat(file.fileno()).st_size != 8 * (begin + num // STRIDE + 2 * num):
+                return None
+            guide = np.fromfile(file, "<i8", num // STRIDE)
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError):
+        return None
+    if hasattr(mmap, "MADV_RANDOM"):
+        data.madvise(mmap.MADV_RANDOM)  # reading on after each look-up only delays
+    ids, ends = np.split(np.frombuffer(data, "<i8")[begin + len(guide) :], 2)
+    return None if num and ends[-1] != later else LongDocuments(ids, ends, guide)
+
+
+def _write_pieces(path: Path, header: list[int], found: LongDocuments) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    later = int(found.ends[-1]) if len(found.ends) else 0
+    with written_atomically(path) as file:
+        for part in ([*header, len(found.ids), later], found.guide, found.ids, found.ends):
+            np.asarray(part, "<i8").tofile(file)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from megaresume.corpora.index import IndexedDocuments, changed, map_file, reopened
+from megaresume.corpora.files import changed, map_file
+from megaresume.corpora.index import IndexedDocuments, reopened
 from megaresume.corpora.places import DocumentPlace, PlacesFile, checksum
 from megaresume.corpora.prepare.documents import Piece, documents_of
 from megaresume.corpora.prepare.tokens import DocumentEncoder, EncoderSpec, MadeDocument, library_versions

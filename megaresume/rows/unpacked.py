@@ -8,8 +8,8 @@ from pathlib import Path
 
 import xxhash
 
+from megaresume.corpora.files import cache_directory, written_atomically
 from megaresume.corpora.prepare.inputs import InputFile, InputStream
-from megaresume.corpora.sidecar import cache_directory, written_atomically
 from megaresume.stream.errors import SetupError
 from megaresume.stream.progress import progress
 

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.corpora.base import Source
-from megaresume.corpora.items import ItemNumbers
-from megaresume.corpora.python import as_source
+from megaresume.corpora.python import ItemNumbers, as_source
 from megaresume.corpora.split import PARTS, Part, range_of, split_part
 from megaresume.rows import open_corpus
 from megaresume.sources.vocabularies import check_vocabularies

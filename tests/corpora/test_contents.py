@@ -16,7 +16,7 @@ import pytest
 import xxhash
 
 from megaresume.corpora import IndexedSource, PythonSource, range_of
-from megaresume.corpora.contents import PLACES, WINDOW, Windows
+from megaresume.corpora.scan import PLACES, WINDOW, Windows
 from megaresume.corpora.sidecar import sidecar_path
 from megaresume.corpora.split import split_part
 from megaresume.stream.errors import CorpusError, StateError

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.corpora import write_corpus
-from megaresume.corpora import long_documents
+from megaresume.corpora import sidecar
 from megaresume.corpora.indexed import IndexedSource
 from megaresume.corpora.split import range_of
 from megaresume.stream.documents.pieces import find_long
@@ -20,7 +20,7 @@ LENGTHS = np.random.default_rng(4).integers(0, 40, 2000).astype(np.int32)
 
 @pytest.fixture
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(long_documents, "MIN_DOCUMENTS", 1)
+    monkeypatch.setattr(sidecar, "MIN_DOCUMENTS", 1)
     monkeypatch.setenv("MEGARESUME_CACHE", str(tmp_path / "cache"))
     return write_corpus(tmp_path / "web", LENGTHS, sparse=True)
 
@@ -71,5 +71,5 @@ def test_nowhere_to_write(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None
     def refuse(*_: object) -> None:
         raise PermissionError
 
-    monkeypatch.setattr(long_documents, "_write", refuse)
+    monkeypatch.setattr(sidecar, "_write_pieces", refuse)
     assert _same(corpus) and not list(corpus.parent.glob("*.pieces"))

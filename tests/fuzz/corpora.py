@@ -16,8 +16,9 @@ import numpy as np
 import xxhash
 
 from megaresume.checkpoint.data_state import Envelope, OpaqueState
+from megaresume.corpora.files import CorpusIdentity
 from megaresume.corpora.indexed import IndexedSource
-from megaresume.corpora.sidecar import CorpusIdentity, read_fingerprint, read_tokenizer, sidecar_path
+from megaresume.corpora.sidecar import read_fingerprint, read_tokenizer, sidecar_path
 from megaresume.hosts.megatron.guard.compare import describe
 from megaresume.patching.recipe import read_recipe
 from megaresume.shards.index import COLUMNS, COLUMNS_AT, FORMAT, PREAMBLE_BYTES, Preamble, ShardIndex, column_places

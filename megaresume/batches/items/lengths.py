@@ -24,7 +24,7 @@ import torch.utils.data
 import xxhash
 
 from megaresume.batches.items.source import generators_kept, items_hash
-from megaresume.corpora.sidecar import written_atomically
+from megaresume.corpora.files import written_atomically
 from megaresume.stream.errors import CorpusError, UsageError
 from megaresume.stream.progress import progress
 

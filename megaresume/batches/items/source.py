@@ -6,6 +6,7 @@ import contextlib
 import logging
 import random
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,7 @@ import torch
 import torch.utils.data
 import xxhash
 
-from megaresume.corpora.contents import contents_hash
-from megaresume.corpora.items import item_fingerprint
+from megaresume.corpora.scan import contents_hash, scan_fingerprint
 from megaresume.stream.errors import UsageError
 from megaresume.stream.state import Fingerprint
 
@@ -104,7 +104,7 @@ class ItemSource:
                 self.name,
                 " is" if self.tokens is None else " and lengths are",
             )
-        return item_fingerprint(items, contents, self.name, self.lengths)
+        return replace(scan_fingerprint(self.lengths, items, f"fingerprint of {self.name}"), contents=contents)
 
 
 def items_hash(dataset: Any, items: int) -> str | None:

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megaresume.corpora.sidecar import write_json_atomically
+from megaresume.corpora.files import write_json_atomically
 from megaresume.stream.errors import CorpusError, SetupError, UsageError
 
 FORMAT = "megaresume.prepare"
