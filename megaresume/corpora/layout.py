@@ -102,64 +102,41 @@ class IndexHeader:
         Raises:
             CorpusError: one for each kind of damage: too short, magic, version, dtype code, counts.
         """
-        rebuild = "copy the .idx again or rebuild the corpus: megaresume prepare"
+        interrupted = "a copy or the preprocessing was interrupted"
+        newer = "a damaged file, or a format newer than this release"
+
+        def bad(what: str, found: str, expected: str, cause: str) -> CorpusError:
+            action = "copy the .idx again or rebuild the corpus: megaresume prepare"
+            return CorpusError(f"{path} {what}", found=found, expected=expected, cause=cause, action=action)
+
         if len(data) < HEADER_BYTES and MAGIC.startswith(data[: len(MAGIC)]):
-            raise CorpusError(
-                f"{path} is truncated",
-                found=f"{size} bytes",
-                expected=f"a header of {HEADER_BYTES} bytes",
-                cause="a copy or the preprocessing was interrupted",
-                action=rebuild,
-            )
+            raise bad("is truncated", f"{size} bytes", f"a header of {HEADER_BYTES} bytes", interrupted)
         if data[: len(MAGIC)] != MAGIC:
-            raise CorpusError(
-                f"{path} is not the index of a Megatron corpus",
-                found=f"the first bytes are {data[: len(MAGIC)]!r}",
-                expected=f"{MAGIC!r}",
-                cause="another kind of file, a Git LFS pointer, or a corpus in an old format ('cached', 'lazy')",
-                action=rebuild,
+            raise bad(
+                "is not the index of a Megatron corpus",
+                f"the first bytes are {data[: len(MAGIC)]!r}",
+                f"{MAGIC!r}",
+                "another kind of file, a Git LFS pointer, or a corpus in an old format ('cached', 'lazy')",
             )
         _, version, code, sequences, boundaries = _HEADER.unpack(data[:HEADER_BYTES])
         if version != VERSION:
-            raise CorpusError(
-                f"{path} has an unknown version",
-                found=f"version {version}",
-                expected=f"version {VERSION}",
-                cause="a damaged file, or a format newer than this release",
-                action=rebuild,
-            )
+            raise bad("has an unknown version", f"version {version}", f"version {VERSION}", newer)
         if code not in DTYPES:
-            raise CorpusError(
-                f"{path} has an unknown code for the type of its tokens",
-                found=f"code {code}",
-                expected=", ".join(f"{c} ({d.name})" for c, d in DTYPES.items()),
-                cause="a damaged file, or a format newer than this release",
-                action=rebuild,
-            )
+            known = ", ".join(f"{c} ({d.name})" for c, d in DTYPES.items())
+            raise bad("has an unknown code for the type of its tokens", f"code {code}", known, newer)
         if boundaries < 1:
-            raise CorpusError(
-                f"{path} has counts that do not fit",
-                found="0 document boundaries",
-                expected="at least 1 (documents + 1)",
-                cause="the header is damaged",
-                action=rebuild,
-            )
+            expected = "at least 1 (documents + 1)"
+            raise bad("has counts that do not fit", "0 document boundaries", expected, "the header is damaged")
         header = cls(dtype=DTYPES[code], sequences=sequences, documents=boundaries - 1)
+        expected = f"{header.modes_at} bytes for {sequences} sequences and {header.documents} documents"
         if size < header.modes_at:
-            raise CorpusError(
-                f"{path} is shorter than its counts say",
-                found=f"{size} bytes",
-                expected=f"{header.modes_at} bytes for {sequences} sequences and {header.documents} documents",
-                cause="a copy or the preprocessing was interrupted, or the counts in the header are damaged",
-                action=rebuild,
-            )
+            cause = f"{interrupted}, or the counts in the header are damaged"
+            raise bad("is shorter than its counts say", f"{size} bytes", expected, cause)
         if size not in (header.modes_at, header.modes_at + sequences):
-            raise CorpusError(
-                f"{path} has counts that do not fit its size",
-                found=f"{size} bytes",
-                expected=f"{header.modes_at} bytes for {sequences} sequences and {header.documents} documents, "
-                f"or {header.modes_at + sequences} with a mode for each sequence",
-                cause="the counts in the header are damaged, or something was appended to the file",
-                action=rebuild,
+            raise bad(
+                "has counts that do not fit its size",
+                f"{size} bytes",
+                f"{expected}, or {header.modes_at + sequences} with a mode for each sequence",
+                "the counts in the header are damaged, or something was appended to the file",
             )
         return header
