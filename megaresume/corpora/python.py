@@ -249,9 +249,9 @@ class ItemNumbers:
         lengths: .npy file, int64[items] tokens of each; None: 1.
     """
 
-    def __init__(self, name: str, items: object, contents: object = None, lengths: object = None) -> None:
-        is_count = isinstance(items, int) and not isinstance(items, bool) and items >= 1
-        if not is_count or not isinstance(contents, str | None) or not isinstance(lengths, str | Path | None):
+    def __init__(self, name: str, items: Any, contents: Any = None, lengths: Any = None) -> None:
+        is_count = isinstance(items, int) and not isinstance(items, bool) and items > 0
+        if not (is_count and isinstance(contents, str | None) and isinstance(lengths, str | Path | None)):
             raise ConfigError(
                 f"source '{name}' of kind items does not say how many there are",
                 found=f"items {items!r}, contents {contents!r}, lengths {lengths!r}",
@@ -259,7 +259,8 @@ class ItemNumbers:
                 "their file",
                 action="take the data.yaml in the directory megaresume of the run's checkpoints",
             )
-        self.name, self._items, self._contents = name, items, contents
+        self.name, self._contents = name, contents
+        self._items: int = items
         self._lengths = None if lengths is None else _read_lengths(Path(lengths), name, items)
 
     def __len__(self) -> int:

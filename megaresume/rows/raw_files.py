@@ -10,9 +10,8 @@ from threading import RLock
 from typing import Any
 
 from megaresume.corpora.places import DocumentPlace, PlacesFile
-from megaresume.corpora.prepare.arrow import read_schema
 from megaresume.corpora.prepare.inputs import COMPRESSIONS, TABLES, find_inputs
-from megaresume.corpora.prepare.parquet import TableLines, columns_of, load_pyarrow, parquet_errors
+from megaresume.corpora.prepare.tables import TableLines, columns_of, load_pyarrow, parquet_errors, read_schema
 from megaresume.corpora.prepare.tokens import EncoderSpec
 from megaresume.rows.unpacked import unpacked
 from megaresume.shards.files import BlockFile, Place, ShardFiles

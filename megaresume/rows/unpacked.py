@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import xxhash
 
 from megaresume.corpora.files import cache_directory, written_atomically
-from megaresume.corpora.prepare.inputs import InputFile, InputStream
+from megaresume.corpora.prepare.inputs import InputFile
+from megaresume.corpora.prepare.streams import InputStream
 from megaresume.stream.errors import SetupError
 from megaresume.stream.progress import progress
 
@@ -50,14 +52,14 @@ def unpacked(file: InputFile, size: int) -> Path:
 
 
 def _unpack(file: InputFile, path: Path, size: int) -> None:
-    stream = InputStream(file)
-    try:
-        with written_atomically(path) as out, progress(f"unpacking {file.path.name}", size, "B") as bar:
-            while data := stream.read(CHUNK):
-                out.write(data)
-                bar.update(len(data))
-    finally:
-        stream.close()
+    with (
+        closing(InputStream(file)) as stream,
+        written_atomically(path) as out,
+        progress(f"unpacking {file.path.name}", size, "B") as bar,
+    ):
+        while data := stream.read(CHUNK):
+            out.write(data)
+            bar.update(len(data))
 
 
 def _no_room(file: InputFile, size: int, found: str, directory: Path | None) -> SetupError:

@@ -14,8 +14,7 @@ import numpy as np
 import xxhash
 
 from megaresume.corpora.image_text import Measure
-from megaresume.corpora.prepare.encode import disk_error
-from megaresume.corpora.prepare.workdir import WorkDirectory
+from megaresume.corpora.prepare.work import WorkDirectory, disk_error
 from megaresume.images.encoder import ImageTextEncoder
 from megaresume.shards.energon import Fields
 from megaresume.shards.files import BlockFile, ShardFiles
@@ -196,19 +195,3 @@ def _not_excluded(task: ShardTask, keys: list[str]) -> CorpusError:
         cause="a number instead of Energon's key: Energon itself would silently leave nothing out",
         action="correct exclude in .nv-meta/split.yaml",
     )
-
-
-_spec: IndexSpec | None = None
-
-
-def start_worker(spec: IndexSpec) -> None:
-    """Initialise a worker process."""
-    global _spec
-    _spec = spec
-
-
-def measure_in_worker(task: ShardTask) -> dict[str, Any]:
-    """`measure_shard` in a process that `start_worker` initialised."""
-    if _spec is None:
-        raise RuntimeError("start_worker was not called in this process")
-    return measure_shard(_spec, task)

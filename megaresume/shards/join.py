@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megaresume.corpora.prepare.encode import disk_error
+from megaresume.corpora.prepare.work import disk_error
 from megaresume.images.encoder import ImageTextEncoder
 from megaresume.shards.files import ShardFiles
 from megaresume.shards.index import ShardIndex, index_path

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaresume.corpora.prepare.encode import disk_error
-from megaresume.corpora.prepare.workdir import WorkDirectory
-from megaresume.corpora.prepare.workers import check_workers, run_in_processes
+from megaresume.corpora.prepare.work import WorkDirectory, check_workers, disk_error, run
 from megaresume.images.encoder import ImageTextEncoder
 from megaresume.shards.energon import EnergonDataset, read_energon
 from megaresume.shards.files import ShardFiles
@@ -27,10 +26,8 @@ from megaresume.shards.index_measure import (
     Invalid,
     ShardTask,
     find_part,
-    measure_in_worker,
     measure_shard,
     read_part,
-    start_worker,
 )
 from megaresume.shards.index_merge import merge_parts
 from megaresume.shards.paths import expand_shards, is_energon, join
@@ -233,26 +230,12 @@ def _make_parts(
                 bar.update(task.size)
         resumed = len(heads)
 
-        def done(head: Mapping[str, Any]) -> None:
-            task = next(remaining)
-            heads[task.part] = head
-            bar.update(task.size)
-
-        remaining: Iterator[ShardTask] = iter(missing.values())
         # A process takes longer to start than a small shard to measure.
-        wanted = min(workers, len(missing))
-        if wanted > 1:
-            run_in_processes(
-                ((task,) for task in missing.values()),
-                measure_in_worker,
-                done,
-                workers=wanted,
-                initializer=start_worker,
-                spec=spec,
-            )
-        else:
-            for task in missing.values():
-                done(measure_shard(spec, task))
+        work = ((task,) for task in missing.values())
+        with closing(run(work, measure_shard, spec, workers=min(workers, len(missing)))) as done:
+            for task, head in zip(missing.values(), done, strict=True):
+                heads[task.part] = head
+                bar.update(task.size)
     return [heads[task.part] for task in tasks], resumed
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from megaresume.corpora.prepare.conversations.encode import TOO_LONG, ConversationOptions, TooLong
 from megaresume.corpora.prepare.conversations.rows import KEYS, RowShape, shapes_of
 from megaresume.corpora.prepare.conversations.template import ChatTemplate, read_chat_template
 from megaresume.corpora.prepare.conversations.turns import Selection
-from megaresume.corpora.prepare.documents import MAX_DOCUMENT_BYTES, TextOptions
-from megaresume.corpora.prepare.inputs import InputFile, InputStream
+from megaresume.corpora.prepare.documents import TextOptions
+from megaresume.corpora.prepare.inputs import InputFile
+from megaresume.corpora.prepare.streams import MAX_DOCUMENT_BYTES, InputStream
 from megaresume.stream.errors import CorpusError, UsageError
 
 #: rows of a file that are looked at for the first one that is a JSON object.
@@ -110,8 +111,7 @@ def _first_shape(files: Sequence[InputFile]) -> RowShape:
     """Of the first row that has one: all others must have it, too."""
     keys: list[str] = []
     for file in files:
-        stream = InputStream(file)
-        try:
+        with closing(InputStream(file)) as stream:
             for _ in range(LOOKED_AT):
                 line = stream.readline(MAX_DOCUMENT_BYTES)
                 if not line:
@@ -123,25 +123,19 @@ def _first_shape(files: Sequence[InputFile]) -> RowShape:
                 if isinstance(row, dict):
                     shapes = shapes_of(row)
                     if len(shapes) > 1:
-                        raise _two_shapes(shapes, row)
+                        raise CorpusError(
+                            "the first row can be read in two ways",
+                            found=f"keys {', '.join(list(row)[:10])}: {' or '.join(shapes)}",
+                            expected="which of them is to be trained",
+                            action=" or ".join(f"--chat-rows {shape}" for shape in shapes),
+                        )
                     if shapes:
                         return shapes[0]
                     keys = keys or list(row)
-        finally:
-            stream.close()
     known = "; ".join(f"{shape}: {', '.join(names)}" for shape, names in KEYS.items())
     raise CorpusError(
         "the first rows are no conversations",
         found=f"keys {', '.join(keys[:10]) or 'none'}",
         expected=f"the keys of one of the shapes ({known})",
         action="say which key holds the messages: --json-key KEY",
-    )
-
-
-def _two_shapes(shapes: Sequence[RowShape], row: Mapping[str, Any]) -> CorpusError:
-    return CorpusError(
-        "the first row can be read in two ways",
-        found=f"keys {', '.join(list(row)[:10])}: {' or '.join(shapes)}",
-        expected="which of them is to be trained",
-        action=" or ".join(f"--chat-rows {shape}" for shape in shapes),
     )

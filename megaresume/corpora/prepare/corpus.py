@@ -21,16 +21,15 @@ import numpy as np
 
 from megaresume.corpora.layout import DTYPES, bin_path, idx_path, prefix_of
 from megaresume.corpora.places import places_path
-from megaresume.corpora.prepare.blocks import make_parts
+from megaresume.corpora.prepare.blocks import block_bytes, check_part, cut
 from megaresume.corpora.prepare.chat import ChatOptions, with_conversations
-from megaresume.corpora.prepare.documents import TextOptions, TextUnit, block_bytes, unit_of
-from megaresume.corpora.prepare.encode import SHOWN, BlockSpec, Part, PartFiles, disk_error
+from megaresume.corpora.prepare.documents import TextOptions, TextUnit, unit_of
+from megaresume.corpora.prepare.encode import SHOWN, Encoder, make_parts
 from megaresume.corpora.prepare.inputs import COMPRESSIONS, Format, InputFile, Store, find_inputs
-from megaresume.corpora.prepare.merge import merge_parts
-from megaresume.corpora.prepare.stretches import check_part, cut
+from megaresume.corpora.prepare.parts import Part, PartFiles, merge_parts
 from megaresume.corpora.prepare.tokenizers import Tokenizer, read_tokenizer_file, tokenizer_from_content
 from megaresume.corpora.prepare.tokens import EncoderSpec, library_versions
-from megaresume.corpora.prepare.workers import check_workers
+from megaresume.corpora.prepare.work import check_workers, disk_error
 from megaresume.corpora.sidecar import sidecar_path
 from megaresume.corpora.spans import spans_path
 from megaresume.stream.errors import CorpusError, UsageError
@@ -121,6 +120,10 @@ class PrepareSummary:
     resumed_blocks: int
 
 
+#: of all parts.
+_SUMS = ("documents", "tokens", "empty", "skipped", "bad_lines", "too_long", "shortened", "text_bytes")
+
+
 def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOptions) -> PrepareSummary:
     """Build ``OUTPUT.bin`` (or ``OUTPUT.places``), ``OUTPUT.idx`` and ``OUTPUT.megaresume.json``.
 
@@ -180,8 +183,8 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
     workers = _workers(options.workers, sum(stretch.size for stretch in stretches), size)
     try:
         with parts_files.locked(plan, restart=options.restart, machine=machine):
-            blocks = BlockSpec(prefix=prefix, encoder=spec, index_only=options.index_only)
-            made, resumed = make_parts(files, options.text_unit, size, stretches, blocks, workers)
+            encoder = Encoder(parts_files, spec, options.index_only)
+            made, resumed = make_parts(files, options.text_unit, size, stretches, encoder, workers)
             parts = list(made.values())
             if options.part is None:
                 _check_not_empty(parts, files)
@@ -195,17 +198,9 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
     return PrepareSummary(
         prefix=str(prefix),
         files=len(files),
-        documents=sum(p.documents for p in parts),
-        tokens=sum(p.tokens for p in parts),
-        empty=sum(p.empty for p in parts),
-        skipped=sum(p.skipped for p in parts),
-        bad_lines=sum(p.bad_lines for p in parts),
-        too_long=sum(p.too_long for p in parts),
-        shortened=sum(p.shortened for p in parts),
         trained=None if options.chat is None else sum(p.trained or 0 for p in parts),
         first_left_out=[why for part in parts for why in part.first_left_out][:SHOWN],
         linked_twice=[str(path) for path in found.linked_twice],
-        text_bytes=sum(p.text_bytes for p in parts),
         bin_bytes=None if unmerged or options.index_only else bin_path(prefix).stat().st_size,
         places_bytes=None if unmerged or not options.index_only else places_path(prefix).stat().st_size,
         to_unpack=sum(file.path.suffix in COMPRESSIONS for file in files) if options.index_only else 0,
@@ -217,6 +212,7 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
         seconds=time.monotonic() - begin,
         blocks=len(parts),
         resumed_blocks=resumed,
+        **{name: sum(getattr(part, name) for part in parts) for name in _SUMS},
     )
 
 

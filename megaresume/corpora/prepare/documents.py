@@ -1,30 +1,27 @@
-"""The input in blocks of work, and the bytes of a block as texts, or conversations: one for each document.
-
-Each block is a function of the position where it starts, and of nothing else.
-
-Therefore the blocks are the same whatever the number of workers, and a run that was killed goes on at the end of any
-block that is finished.
-"""
+"""The bytes of a file as its documents: texts, or conversations; where each lies, and which are left out."""
 
 from __future__ import annotations
 
 import codecs
 import json
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Literal
 
 from megaresume.corpora.prepare.conversations.encode import ConversationOptions
 from megaresume.corpora.prepare.conversations.rows import BadRow, Conversation, check_roles, conversation_of
-from megaresume.corpora.prepare.inputs import InputFile, InputStream
+from megaresume.corpora.prepare.inputs import InputFile
 from megaresume.stream.errors import CorpusError
 
 #: what to do with bytes that are not UTF-8 (and with half surrogates in JSON).
 InvalidText = Literal["error", "replace", "skip"]
 #: what to do with lines that are no JSON object with a text.
 BadLines = Literal["error", "skip"]
+#: what a document is in a text file.
+TextUnit = Literal["file", "line", "paragraph"]
+Unit = Literal["jsonl", "file", "line", "paragraph"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +34,24 @@ class TextOptions:
     conversations: ConversationOptions | None = None
     invalid: InvalidText = "error"
     bad_lines: BadLines = "error"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Whole documents of one file, not yet decoded."""
+
+    #: for errors.
+    name: str
+    unit: Unit
+    #: lines of the file before it.
+    line: int
+    data: bytes
+    #: which of the inputs.
+    file: int = 0
+    #: decompressed bytes of the file before it.
+    offset: int = 0
+    #: of a table: first row, from 0, and place of each row group, or record batch, that it has a row of.
+    chunks: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,173 +269,6 @@ def _excerpt(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-TextUnit = Literal["file", "line", "paragraph"]
-Unit = Literal["jsonl", "file", "line", "paragraph"]
-
-
 def unit_of(file: InputFile, text_unit: TextUnit) -> Unit:
     """What a document is in a file."""
     return "jsonl" if file.format == "jsonl" else text_unit
-
-
-#: a document larger than this is refused: it would have to be held in memory several times.
-MAX_DOCUMENT_BYTES = 1 << 30
-MIN_BLOCK_BYTES = 4 << 20
-MAX_BLOCK_BYTES = 64 << 20
-BLOCKS_WANTED = 4096
-#: bytes in which lines are counted at once.
-COUNTED = 1 << 20
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, order=True)
-class Position:
-    """A place in the input, between two documents; ordered as the input is."""
-
-    #: index into the files.
-    file: int = 0
-    #: decompressed bytes before it in the file.
-    offset: int = 0
-    #: lines before it in the file.
-    line: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """Whole documents of one file, not yet decoded."""
-
-    #: for errors.
-    name: str
-    unit: Unit
-    #: lines of the file before it.
-    line: int
-    data: bytes
-    #: which of the inputs.
-    file: int = 0
-    #: decompressed bytes of the file before it.
-    offset: int = 0
-    #: of a table: first row, from 0, and place of each row group, or record batch, that it has a row of.
-    chunks: tuple[tuple[int, int], ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
-    """One unit of work."""
-
-    pieces: tuple[Piece, ...] = field(repr=False)
-    #: where the next block starts.
-    end: Position
-    #: bytes on disk that were read for it (about).
-    raw_bytes: int
-
-
-def block_bytes(inputs: Sequence[InputFile]) -> int:
-    """Decompressed bytes for a block, so that there are some thousands of blocks, neither tiny nor huge."""
-    total = sum(file.size for file in inputs)
-    return min(max(total // BLOCKS_WANTED, MIN_BLOCK_BYTES), MAX_BLOCK_BYTES)
-
-
-class BlockReader:
-    """Reads blocks; keeps the file open between two that follow each other.
-
-    Args:
-        inputs: the files, in order.
-        text_unit: what a document is in a text file.
-        size: bytes a block holds at least, except the last.
-        stop: where the last block ends, at the start of a file or of a line; None: at the end of the input.
-    """
-
-    def __init__(
-        self, inputs: Sequence[InputFile], text_unit: TextUnit, size: int, stop: Position | None = None
-    ) -> None:
-        self._inputs = inputs
-        self._stop = stop or Position(file=len(inputs))
-        self._text_unit = text_unit
-        self._size = size
-        self._stream: InputStream | None = None
-        self._at = Position()
-
-    def read(self, start: Position) -> Block | None:
-        """The block that starts there; None at the end.
-
-        Raises:
-            CorpusError: a file is damaged or changed, or a document is too large.
-        """
-        if start != self._at:
-            self.close()
-            self._at = start
-        pieces: list[Piece] = []
-        size = raw_bytes = 0
-        while size < self._size and self._at < self._stop:
-            file = self._inputs[self._at.file]
-            unit = unit_of(file, self._text_unit)
-            if self._stream is None:
-                self._stream = InputStream(file, self._at.offset)
-            raw_before = self._stream.raw_position() if self._at.offset else 0
-            wanted = self._size - size
-            if self._at.file == self._stop.file:
-                # One byte less: what is read goes on to the end of its line.
-                wanted = min(wanted, self._stop.offset - self._at.offset - 1)
-            data = self._read_documents(self._stream, unit, wanted)
-            self._stream.check_unchanged()
-            raw_bytes += self._stream.raw_position() - raw_before
-            if data or unit == "file":  # an empty file is an empty document
-                at = self._at
-                chunks = self._stream.chunks_from(at.line)
-                piece = Piece(name=file.name, unit=unit, line=at.line, data=data, file=at.file, offset=at.offset)
-                pieces.append(replace(piece, chunks=chunks) if chunks else piece)
-                size += len(data)
-            if unit == "file" or not data:
-                self.close()
-                self._at = Position(file=self._at.file + 1)
-            else:
-                lines = data.count(b"\n")
-                self._at = Position(file=self._at.file, offset=self._at.offset + len(data), line=self._at.line + lines)
-        if not pieces:
-            return None
-        return Block(pieces=tuple(pieces), end=self._at, raw_bytes=raw_bytes)
-
-    def with_line(self, start: Position) -> Position:
-        """A place with its line counted: from the start of its file."""
-        if start.offset == 0:
-            return start
-        stream = InputStream(self._inputs[start.file])
-        try:
-            pieces = range(0, start.offset, COUNTED)
-            lines = sum(stream.read(min(COUNTED, start.offset - at)).count(b"\n") for at in pieces)
-        finally:
-            stream.close()
-        return replace(start, line=lines)
-
-    def close(self) -> None:
-        """Close the file that is open."""
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
-
-    def _read_documents(self, stream: InputStream, unit: Unit, wanted: int) -> bytes:
-        """Whole documents of at least ``wanted`` bytes; fewer, or none, only at the end of the file."""
-        if unit == "file":
-            data = stream.read(MAX_DOCUMENT_BYTES + 1)
-            _check_size(data, stream, self._at.line)
-            return data
-        parts = [stream.read(wanted)]
-        while line := stream.readline(MAX_DOCUMENT_BYTES + 1):
-            _check_size(line, stream, self._at.line)
-            parts.append(line)
-            # The first line is the rest of the one that read() stopped in: no blank line, even if it is empty.
-            if unit != "paragraph" or (len(parts) > 2 and not line.strip()):
-                break
-            if sum(map(len, parts)) > MAX_DOCUMENT_BYTES + wanted:
-                _check_size(b"".join(parts), stream, self._at.line)
-        return b"".join(parts)
-
-
-def _check_size(data: bytes, stream: InputStream, line: int) -> None:
-    if len(data) > MAX_DOCUMENT_BYTES:
-        raise CorpusError(
-            f"{stream.file.name} has a document that is too large",
-            found=f"more than {MAX_DOCUMENT_BYTES} bytes, after line {line}",
-            expected=f"documents of at most {MAX_DOCUMENT_BYTES} bytes",
-            cause="a text file with many documents, or one without line breaks",
-            action="cut it into documents: --text-unit line or paragraph, or JSON lines",
-        )

@@ -1,30 +1,22 @@
-"""The files that `megaresume prepare` reads: which, in which order, of which format; opened and decompressed.
+"""The files that `megaresume prepare` reads: which, in which order, of which format.
 
-Below a directory: those that match a pattern, through links, each directory once.
+Below a directory: those that match a pattern, through links, each directory once; or the files of a dataset of
+Hugging Face.
 """
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import io
-import lzma
+import json
 import os
-import zlib
-from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from operator import itemgetter
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, Literal, Protocol
+from typing import Literal, Protocol
 
-from megaresume.corpora.prepare.arrow import ArrowLines, saved_dataset
-from megaresume.corpora.prepare.binary import HEAD_BYTES, check_text
-from megaresume.corpora.prepare.parquet import ParquetLines, parquet_errors
-from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError, UsageError
+from megaresume.stream.errors import CorpusError, UsageError
 
 
 def files_below(directory: Path, pattern: str) -> tuple[list[Path], list[Path]]:
@@ -122,7 +114,7 @@ FORMATS: dict[str, Format] = {
     ".arrow": "jsonl",
 }
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
-TABLES: dict[str, type[ParquetLines | ArrowLines]] = {".parquet": ParquetLines, ".arrow": ArrowLines}
+TABLES = (".parquet", ".arrow")
 
 
 class Store(Protocol):
@@ -198,7 +190,7 @@ def find_inputs(
     for named in paths:
         path = Path(named)
         if store is not None and "://" in str(named):
-            inputs.append(remote_input(str(named), format or _known_format(path), store))
+            inputs.append(_remote(str(named), format or _known_format(path), store))
         elif path.is_dir():
             saved = saved_dataset(path)
             files, twice = (saved, []) if saved is not None else files_below(path, glob)
@@ -223,188 +215,12 @@ def find_inputs(
     return Inputs(inputs, linked_twice)
 
 
-_Peekable = io.BufferedReader | bz2.BZ2File | lzma.LZMAFile
-
-
-class InputStream:
-    """The decompressed bytes of a file from some offset on, read forwards.
-
-    Args:
-        file: the file.
-        offset: decompressed bytes to leave out: a seek in a plain file, otherwise they are read.
-
-    Raises:
-        CorpusError: the file is gone, changed since `find_inputs`, or its compression is damaged.
-        UsageError: it is no text: an archive, a table, an image.
-        SetupError: the library for its compression is missing.
-    """
-
-    def __init__(self, file: InputFile, offset: int = 0) -> None:
-        self.file = file
-        self._raw = _opened(file)
-        try:
-            self.check_unchanged()
-        except MegaresumeError:
-            self._raw.close()
-            raise
-        self._table: ParquetLines | ArrowLines | None = None
-        with self._errors():
-            if (lines := TABLES.get(file.path.suffix)) is not None:
-                self._table = lines(self._raw, file.size)
-                self._stream: _Peekable = io.BufferedReader(self._table, 1 << 20)
-            else:
-                self._stream = _decompressed(self._raw, file)
-            if offset == 0:
-                check_text(Path(file.name), self._stream.peek(HEAD_BYTES))
-            elif not file.compressed:
-                self._stream.seek(offset)
-            else:
-                while offset > 0:
-                    skipped = len(self._stream.read(min(offset, 1 << 20)))
-                    if not skipped:
-                        raise _changed_length(file)
-                    offset -= skipped
-
-    def check_unchanged(self) -> None:
-        """Refuse a file that changed since `find_inputs`: also after a read, of which a part may be another file's.
-
-        Raises:
-            CorpusError: it changed, or is gone.
-        """
-        said = self.file.identity or _stamp(self.file.size, self.file.mtime_ns)
-        if (found := _identity(self.file)) != said:
-            raise CorpusError(
-                f"{self.file.name} changed while it was being prepared",
-                found=found,
-                expected=said,
-                action="wait until it is complete and start again with --restart",
-            )
-
-    def read(self, size: int) -> bytes:
-        """Up to size bytes; fewer only at the end."""
-        with self._errors():
-            return self._stream.read(size)
-
-    def readline(self, limit: int) -> bytes:
-        """Up to and with the next newline, or limit bytes."""
-        with self._errors():
-            return self._stream.readline(limit)
-
-    def chunks_from(self, row: int) -> tuple[tuple[int, int], ...]:
-        """First row and place of each row group, or record batch, from that of a row on; of no table: none."""
-        chunks = [] if self._table is None else self._table.chunks
-        return tuple(chunks[max(bisect_right(chunks, row, key=itemgetter(0)) - 1, 0) :])
-
-    def raw_position(self) -> int:
-        """Bytes of the file on disk that were read so far (about)."""
-        return self._raw.tell() if self._table is None else self._table.raw_position()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._stream.close()
-        self._raw.close()
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        damaged: tuple[type[BaseException], ...] = (EOFError, zlib.error, lzma.LZMAError)
-        if self.file.path.suffix == ".zst":
-            damaged += (_zstandard().ZstdError,)
-        if self.file.path.suffix in TABLES:
-            damaged += parquet_errors()[:1]
-        try:
-            yield
-        except damaged as error:
-            raise _damaged(self.file, error) from error
-        except OSError as error:
-            # gzip and bz2 report damage as an OSError that does not come from the operating system
-            raise _unreadable(self.file, error) if error.errno else _damaged(self.file, error) from error
-
-
-def _opened(file: InputFile) -> io.BufferedReader[Any]:
-    if file.url is not None and file.store is not None:
-        return io.BufferedReader(file.store.scan(file.url, file.size), 1 << 20)
-    try:
-        return open(file.path, "rb")
-    except OSError as error:
-        raise _unreadable(file, error) from error
-
-
-def _identity(file: InputFile) -> str:
-    """What a file is now, as `InputFile.identity`; of a local one, as an error shows it."""
-    if file.url is not None and file.store is not None:
-        return file.store.identity(file.url)
-    try:
-        stat = file.path.stat()
-    except OSError as error:
-        raise _unreadable(file, error) from error
-    return _stamp(stat.st_size, stat.st_mtime_ns)
-
-
-def _stamp(size: int, mtime_ns: int) -> str:
-    return f"{size} bytes, changed at {mtime_ns}"
-
-
-def _decompressed(raw: io.BufferedReader, file: InputFile) -> _Peekable:
-    suffix = file.path.suffix
-    if suffix == ".gz":
-        return io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20)
-    if suffix == ".bz2":
-        return bz2.BZ2File(raw)
-    if suffix == ".xz":
-        return lzma.LZMAFile(raw)
-    if suffix == ".zst":
-        return io.BufferedReader(_ZstdReader(raw), 1 << 20)
-    return raw
-
-
-class _ZstdReader(io.RawIOBase):
-    """zstandard's own stream reader takes a file that was cut short for a complete one; this one does not."""
-
-    def __init__(self, raw: IO[bytes]) -> None:
-        self._raw = raw
-        self._context = _zstandard().ZstdDecompressor()
-        self._frame: Any = None
-        self._output = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._output:
-            data = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
-            data = data or self._raw.read(1 << 17)
-            if not data:
-                if self._frame is not None and not self._frame.eof:
-                    raise EOFError("compressed file ended before the end of its last frame")
-                return 0
-            if self._frame is None or self._frame.eof:
-                self._frame = self._context.decompressobj()
-            self._output = memoryview(self._frame.decompress(data))
-        size = min(len(buffer), len(self._output))
-        buffer[:size] = self._output[:size]
-        self._output = self._output[size:]
-        return size
-
-
-def _zstandard() -> Any:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise SetupError(
-            "the library 'zstandard' is missing",
-            found=str(error),
-            expected="it reads .zst",
-            action="pip install 'megaresume[text]', or decompress the files first",
-        ) from error
-    return zstandard
-
-
 def _input(path: Path, format: Format) -> InputFile:
     stat = path.stat()
     return InputFile(path=path, format=format, size=stat.st_size, mtime_ns=stat.st_mtime_ns)
 
 
-def remote_input(url: str, format: Format, store: Store) -> InputFile:
+def _remote(url: str, format: Format, store: Store) -> InputFile:
     """A file of an object store.
 
     Raises:
@@ -439,29 +255,32 @@ def _format(path: Path) -> Format | None:
     return FORMATS.get(suffixes[-1].lower()) if suffixes else None
 
 
-def _unreadable(file: InputFile, error: OSError) -> CorpusError:
-    return CorpusError(
-        f"{file.name} cannot be read",
-        found=error.strerror or str(error),
-        expected="a file that can be read",
-        action=f"check: ls -l {file.name}",
-    )
+def saved_dataset(directory: Path) -> list[Path] | None:
+    """The files of a dataset that ``save_to_disk`` wrote, in its order; None: the directory holds none.
 
-
-def _damaged(file: InputFile, error: BaseException) -> CorpusError:
-    return CorpusError(
-        f"{file.name} is damaged",
-        found=f"{type(error).__name__}: {error}",
-        expected=f"a complete {file.path.suffix} file",
-        cause="an interrupted download or copy, or a file with the wrong suffix",
-        action=f"fetch {file.path.name} again, then start again: --restart",
-    )
-
-
-def _changed_length(file: InputFile) -> CorpusError:
-    return CorpusError(
-        f"{file.name} is shorter than it was",
-        found="its end, before the point where an earlier run stopped",
-        expected="the same content as in the earlier run",
-        action="start again: --restart",
-    )
+    Raises:
+        UsageError: several datasets.
+        CorpusError: rows were selected or moved without being written; a file is missing.
+    """
+    if (directory / "dataset_dict.json").is_file():
+        splits = json.loads((directory / "dataset_dict.json").read_bytes())["splits"]
+        raise UsageError(
+            f"{directory} holds several datasets",
+            found=", ".join(splits),
+            expected="one, as a directory with state.json",
+            action=f"name it: {os.fspath(directory / splits[0])}",
+        )
+    if not ((state := directory / "state.json").is_file() and (directory / "dataset_info.json").is_file()):
+        return None
+    said = json.loads(state.read_bytes())
+    files = [directory / entry["filename"] for entry in said["_data_files"]]
+    missing = [file.name for file in files if not file.is_file()]
+    if said.get("_indices_files") or missing:
+        raise CorpusError(
+            f"{directory} is not a whole dataset",
+            found=f"without {', '.join(missing)}" if missing else "rows that were selected and not written",
+            expected="the files that state.json names, and no others",
+            cause="an interrupted copy" if missing else "an old version of datasets",
+            action="copy the directory again" if missing else "load it and write it again: save_to_disk",
+        )
+    return files

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megaresume.corpora import IndexedSource
 from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
 from megaresume.corpora.prepare.documents import TextOptions
-from megaresume.corpora.prepare.encode import PartFiles
+from megaresume.corpora.prepare.parts import PartFiles
 from megaresume.corpora.prepare.tokenizers import load_tokenizer
 from megaresume.rows import open_corpus
 from megaresume.stream.errors import CorpusError, SetupError, UsageError

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaresume.corpora.prepare import documents
-from megaresume.corpora.prepare.documents import BlockReader, LeftOut, Piece, Position, TextOptions, documents_of
+from megaresume.corpora.prepare import blocks
+from megaresume.corpora.prepare.blocks import BlockReader, Position
+from megaresume.corpora.prepare.documents import LeftOut, Piece, TextOptions, documents_of
 from megaresume.corpora.prepare.inputs import find_inputs
 from megaresume.stream.errors import CorpusError
 
@@ -80,7 +81,7 @@ def test_lines_are_numbered_across_blocks(tmp_path):
 
 @pytest.mark.parametrize("unit", ["file", "line", "paragraph"])
 def test_document_that_is_too_large(tmp_path, monkeypatch, unit):
-    monkeypatch.setattr(documents, "MAX_DOCUMENT_BYTES", 100)
+    monkeypatch.setattr(blocks, "MAX_DOCUMENT_BYTES", 100)
     (path,) = write(tmp_path, [["x" * 200] if unit != "paragraph" else ["x" * 9] * 40])
     with pytest.raises(CorpusError, match="has a document that is too large"):
         all_texts([path], unit, 10)

@@ -13,9 +13,10 @@ import PIL.Image
 import pytest
 import zstandard
 
+from megaresume.corpora.prepare.blocks import BlockReader, Position
 from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
-from megaresume.corpora.prepare.documents import BlockReader, Position
-from megaresume.corpora.prepare.inputs import InputStream, find_inputs
+from megaresume.corpora.prepare.inputs import find_inputs
+from megaresume.corpora.prepare.streams import InputStream
 from megaresume.stream.errors import CorpusError, SetupError, UsageError
 
 CONTENT = b"".join(b"line %d\n" % i for i in range(50_000))

@@ -12,7 +12,7 @@ import pytest
 
 from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
 from megaresume.corpora.prepare.documents import TextOptions
-from megaresume.corpora.prepare.encode import PartFiles
+from megaresume.corpora.prepare.parts import PartFiles
 from megaresume.stream.errors import CorpusError, SetupError, UsageError
 
 OUTPUTS = ("bin", "idx", "megaresume.json")

@@ -1,7 +1,8 @@
-"""The rows of a Parquet file as JSON lines: row 17 of it is line 17, counted from 1.
+"""The rows of Parquet and Arrow files as JSON lines: row 17 of a file is line 17, counted from 1.
 
-The rows of a row group that is damaged are lines that are no objects, so that they are named, or left out and counted,
-as bad lines are.
+The rows of a row group of Parquet that is damaged are lines that are no objects, so that they are named, or left out
+and counted, as bad lines are. What is damaged in Arrow ends the run: a part of such a file does not say how many rows
+it had.
 """
 
 from __future__ import annotations
@@ -15,6 +16,14 @@ from megaresume.stream.errors import SetupError
 
 #: rows turned into Python together.
 ROWS = 1000
+
+_FILE = b"ARROW1"
+#: where the stream begins that a file of Arrow in the file format is, but for this start and the footer.
+_START = 8
+#: how a stream of Arrow ends that is whole; pyarrow reads one that was cut between two batches as if it were.
+_END = b"\xff\xff\xff\xff\0\0\0\0"
+#: place of a record batch that cannot be read without others.
+NOT_ALONE = -1
 
 
 class TableLines(io.RawIOBase):
@@ -51,10 +60,6 @@ class TableLines(io.RawIOBase):
         buffer[:size] = self._left[:size]
         self._left = self._left[size:]
         return size
-
-    def raw_position(self) -> int:
-        """Bytes of the file that were read (about)."""
-        raise NotImplementedError
 
     @staticmethod
     def lines(batch: Any) -> bytes:
@@ -119,6 +124,69 @@ class ParquetLines(TableLines):
                     raise
                 yield (json.dumps(f"row group {group} is damaged: {error}") + "\n").encode() * left
                 self._done += left
+
+
+class ArrowLines(TableLines):
+    """A stream of JSON lines of an Arrow file, in the file format or the stream format.
+
+    Args:
+        file: open for reading, seekable.
+        size: bytes of it.
+
+    Raises:
+        SetupError: the library `pyarrow` is missing.
+        pyarrow.ArrowException: it is no Arrow file, or it is damaged.
+    """
+
+    def __init__(self, file: Any, size: int) -> None:
+        pyarrow = load_pyarrow()
+        from pyarrow import ipc
+
+        is_file = file.read(len(_FILE)) == _FILE
+        #: after the last batch and the end marker.
+        self._end = _footer(file, size) if is_file else size
+        file.seek(max(self._end - len(_END), 0))
+        if file.read(len(_END)) != _END:
+            raise pyarrow.ArrowInvalid("no end marker")
+        file.seek(_START if is_file else 0)
+        self._source = file
+        self._reader = ipc.open_stream(pyarrow.PythonFile(file, mode="r"))
+        super().__init__(self._reader.schema, self._read())
+
+    def raw_position(self) -> int:
+        """Bytes of the file that were read (about)."""
+        return int(self._source.tell())
+
+    def _read(self) -> Iterator[bytes]:
+        # What a dictionary means stands elsewhere than in the batch.
+        alone = not any("dictionary<" in str(field.type) for field in self._reader.schema)
+        rows, at = 0, self._source.tell()
+        for batch in self._reader:
+            batch.validate(full=True)
+            self.chunks.append((rows, at if alone else NOT_ALONE))
+            for start in range(0, batch.num_rows, ROWS):
+                yield self.lines(batch.slice(start, ROWS).select(self.columns))
+            rows, at = rows + batch.num_rows, self._source.tell()
+        if self._source.tell() != self._end:
+            raise load_pyarrow().ArrowInvalid("something follows its end, such as another file of Arrow")
+
+
+def _footer(file: Any, size: int) -> int:
+    """Where the footer of a file in the file format begins."""
+    file.seek(max(size - len(_FILE) - 4, 0))
+    nbytes, magic = int.from_bytes(file.read(4), "little", signed=True), file.read()
+    if magic != _FILE or not 0 < nbytes < size:
+        raise load_pyarrow().ArrowInvalid("no footer")
+    return size - len(_FILE) - 4 - nbytes
+
+
+def read_schema(file: Any) -> Any:
+    """Of an Arrow file; the next message follows."""
+    from pyarrow import ipc
+
+    file.seek(0)
+    file.seek(_START if file.read(len(_FILE)) == _FILE else 0)
+    return ipc.read_schema(ipc.read_message(file))
 
 
 def parquet_errors() -> tuple[type[Exception], ...]:

@@ -1,4 +1,6 @@
-"""``OUTPUT.prepare/``: what is finished of a prepare, so that a rerun after a kill goes on there.
+"""What preparing text and preparing shards share: a directory of finished parts, and worker processes.
+
+``OUTPUT.prepare/`` has what is finished, so that a rerun after a kill goes on there:
 
     plan.json     the input and the settings; another plan is refused
     lock          held while a prepare runs
@@ -13,13 +15,20 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import json
+import multiprocessing
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +36,8 @@ import xxhash
 
 from megaresume.corpora.files import write_json_atomically
 from megaresume.stream.errors import CorpusError, SetupError, UsageError
+
+T = TypeVar("T")
 
 FORMAT = "megaresume.prepare"
 VERSION = 1
@@ -91,7 +102,8 @@ class WorkDirectory:
             if is_new:
                 path.unlink()
             raise
-        write_json_atomically(path, plan)
+        if not is_new:  # a policy may be milder now
+            write_json_atomically(path, plan)
 
     def path(self, name: str) -> Path:
         """Where a part is when it is finished."""
@@ -181,6 +193,22 @@ class WorkDirectory:
         shutil.rmtree(self.directory)
 
 
+def disk_error(path: Path, error: OSError) -> SetupError:
+    """For what cannot be written."""
+    full = error.errno in (28, 122)  # ENOSPC, EDQUOT
+    return SetupError(
+        f"{path} cannot be written",
+        found=error.strerror or str(error),
+        expected="room for about twice the size of the corpus, until it is complete"
+        if full
+        else "a writable directory",
+        cause="the disk or the quota is full" if full else None,
+        action="free some space and run the same command again: it continues where it stopped"
+        if full
+        else "check the permissions of the directory, or give another --output",
+    )
+
+
 @contextmanager
 def _lock(directory: Path, how: int) -> Iterator[None]:
     with open(directory / "lock", "a+") as lock:
@@ -234,3 +262,82 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         found += [] if gone or added else ["the files are in another order"]
     found += [f"{p} changed" for p in [p for p in after if p in before and before[p] != after[p]][:3]]
     return found
+
+
+def check_workers(wanted: int) -> None:
+    """Refuse a number of workers that is none.
+
+    Raises:
+        UsageError: it is below 1.
+    """
+    if wanted < 1:
+        raise UsageError("bad --workers", found=wanted, expected="1 or more", action="correct --workers")
+
+
+def run(
+    work: Iterable[tuple[Any, ...]], function: Callable[..., T], shared: Any, *, workers: int
+) -> Generator[T, None, None]:
+    """``function(shared, *item)`` of every item, in the order of the work: in worker processes, or here if one is asked
+    for.
+
+    Args:
+        work: items; taken a few ahead of what is done, so that they may be large.
+        function: of a module, as it is sent to a new process.
+        shared: what every call needs; sent to each process once.
+        workers: processes.
+
+    Raises:
+        SetupError: a worker died.
+        MegaresumeError: what ``function`` raised, for the first item that failed.
+    """
+    if workers <= 1:
+        for item in work:
+            yield function(shared, *item)
+        return
+    pending: deque[Future[T]] = deque()
+    # spawn: a fork of a process with threads (tqdm, tokenizers) may hang.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(function, shared))
+    try:
+        for item in work:
+            pending.append(pool.submit(_call, *item))
+            while len(pending) > 2 * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise SetupError(
+            "a worker process died",
+            found=str(error),
+            expected="workers that finish their work",
+            cause="out of memory (see dmesg), or it was killed",
+            action="run the same command again, with fewer --workers: it continues where it stopped",
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+#: what a worker process calls, with what all calls share.
+_function: Callable[..., Any] | None = None
+
+
+def _start(function: Callable[..., Any], shared: Any) -> None:
+    global _function
+    _function = functools.partial(function, shared)
+    # One process a core: threads inside the tokenizer would only compete.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    parent = multiprocessing.parent_process()
+
+    def die_with_parent() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    # A parent that was killed says nothing: without this its workers would wait for work for ever.
+    threading.Thread(target=die_with_parent, daemon=True).start()
+
+
+def _call(*item: Any) -> Any:
+    assert _function is not None, "in a worker process"
+    return _function(*item)
