@@ -12,7 +12,8 @@ from benchmarks.corpora import SEQ_LENGTH, config
 from benchmarks.setup import Setup
 from benchmarks.table import Row
 from benchmarks.timing import interleaved, median, ratio
-from megaresume.batches.assemble import Arrays, Assembler
+from megaresume.batches.arrays import Arrays
+from megaresume.batches.assemble import Assembler
 from megaresume.stream.stream import Stream
 
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")

@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megaresume.batches.assemble import FIELDS, PAIRS, Arrays, Assembler, Field
+from megaresume.batches.arrays import FIELDS, PAIRS, Arrays, Field
+from megaresume.batches.assemble import Assembler
 from megaresume.batches.documents import FaultEntry, Images
-from megaresume.batches.pixels import pixels_of, room_of
+from megaresume.batches.memory import pixels_of, room_of
 from megaresume.images.processors.levels import Levels
 from megaresume.images.room import Room
 from megaresume.stream.errors import UsageError
@@ -136,7 +137,7 @@ def make_batch(
         fields: which of those that a loop can do without.
         attention_mask: add the document-diagonal mask.
         pin_memory: put tensors into page-locked memory.
-        levels: of images, 8-bit levels instead of pixels where they have such; `megaresume.batches.pixels.shown` makes
+        levels: of images, 8-bit levels instead of pixels where they have such; `megaresume.batches.memory.shown` makes
             pixels of them.
 
     Raises:

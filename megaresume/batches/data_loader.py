@@ -39,7 +39,7 @@ from megaresume.batches.items.planned import Places, Share
 from megaresume.batches.items.reader import reader
 from megaresume.batches.items.source import ItemSource
 from megaresume.batches.loader import data_parallel, outlive_signals
-from megaresume.batches.parcel import Inbox, Outbox
+from megaresume.batches.memory import Inbox, Outbox
 from megaresume.stream.batches import Balance, BatchSchedule
 from megaresume.stream.config import Append, BlendUnit, OnChange, StreamConfig
 from megaresume.stream.errors import StateError, StreamExhausted, UsageError

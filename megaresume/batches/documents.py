@@ -12,21 +12,19 @@ import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from megaresume.batches.arrays import Arrays, Layout
 from megaresume.corpora.base import DocumentSource
 from megaresume.corpora.image_text import EncodedDocument, Key
 from megaresume.images.processors.levels import Levels
 from megaresume.images.room import Room
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.planning.kernel import LENGTH, SOURCE
-
-if TYPE_CHECKING:
-    from megaresume.batches.assemble import Arrays, Layout
-    from megaresume.stream.planning.plan import Plan
+from megaresume.stream.planning.plan import Plan
 
 
 class FaultEntry(NamedTuple):

@@ -7,7 +7,7 @@ Sample numbers are computed here, in the consumer's process; what reads the samp
     nobody (``prefetch=0``)         on demand, in the consumer's thread
 
 and none of them can change what comes next. Batches that were read ahead are no part of any state. Small micro-batches
-of text are read several at once, but for those of workers and in page-locked memory: `megaresume.batches.together`.
+of text are read several at once, but for those of workers and in page-locked memory: `Together` in dataset.py.
 
 Worker processes outlive the signals that ask the run to stop.
 
@@ -32,13 +32,11 @@ import torch.distributed as dist
 import torch.utils.data
 
 from megaresume.batches.ahead import MEMORY, REQUESTS, ReadAhead, use_cache
-from megaresume.batches.assemble import FIELDS, Field
+from megaresume.batches.arrays import FIELDS, Field
 from megaresume.batches.batch import Batch
-from megaresume.batches.dataset import StreamDataset, whole
+from megaresume.batches.dataset import StreamDataset, Together, whole
 from megaresume.batches.items.epochs import available
-from megaresume.batches.parcel import Inbox, Outbox
-from megaresume.batches.pixels import shown
-from megaresume.batches.together import Together
+from megaresume.batches.memory import Inbox, Outbox, shown
 from megaresume.stream.batches import Balance, BatchSchedule, micro_batches
 from megaresume.stream.dealing import deal, deal_in_part, in_part
 from megaresume.stream.errors import MegaresumeError, StreamExhausted, UsageError

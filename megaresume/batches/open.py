@@ -1,19 +1,32 @@
-"""`open_stream`: from a data.yaml, a mapping or a Megatron ``--data-path`` to a `Stream` whose samples can be read."""
+"""From a data.yaml, a mapping or a Megatron ``--data-path`` to a `Stream` whose samples can be read.
+
+`open_validation` opens sets that stay put: the same samples of the same documents, whatever becomes of the training.
+How sets are declared: `megaresume.sources.data_config`. What a set does not say itself (seq_length, packing, blend,
+seed) is as the run began with, and so are the weights of `part:` sets: the first stage in the run's state says it, and
+a later data config does not move it.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megaresume.corpora.base import Source
 from megaresume.corpora.split import Part
 from megaresume.sources import open_sources
 from megaresume.sources.catalog import located
-from megaresume.sources.data_config import Data, DataConfig
+from megaresume.sources.data_config import INHERITED, Data, DataConfig, ValidationSet
+from megaresume.sources.overlap import check_no_overlap, check_not_seen
 from megaresume.stream.config import OnChange, StreamConfig
+from megaresume.stream.errors import ConfigError
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
+
+#: the set where no sets are declared.
+DEFAULT_SET = "valid"
 
 
 def open_stream(
@@ -66,3 +79,162 @@ def _origin(config: StreamConfig, directory: Path, split: str | None) -> dict[st
             options.setdefault("split", split)
         mapping["sources"][source.name] |= options
     return mapping
+
+
+def open_validation(
+    data: Data,
+    training: Stream,
+    *,
+    seq_length: int | None = None,
+    seed: int | None = None,
+    split: str | None = None,
+    base_dir: str | os.PathLike[str] = ".",
+    objects: Mapping[str, object] | None = None,
+    state: StreamState | None = None,
+) -> dict[str, Stream]:
+    """Open the validation sets of a data config.
+
+    Args:
+        data: as for `open_stream`; its key ``validation`` names the sets.
+        training: the training stream: what no set may hold.
+        seq_length, seed, split, base_dir, objects: as for `open_stream`.
+        state: of the run that goes on; default: what ``training`` was restored from.
+
+    Returns:
+        streams from sample 0, by name of the set.
+
+    Raises:
+        ConfigError: a set that is not one; a set that holds documents which are trained on, naming both ranges.
+        CorpusError, SetupError: see `open_stream`.
+    """
+    named = DataConfig.of(data, base_dir)
+    sets = {DEFAULT_SET: ValidationSet(part="valid")} if named.validation is None else named.validation
+    common: dict[str, Any] = {"seq_length": seq_length, "seed": seed, "state": state or training.base_state}
+    opened = {}
+    for name, one in sets.items():
+        if one.sources is not None:
+            stream = _open_set(named, one, **common)
+        else:
+            part: Part = one.part or "valid"
+            stream = open_part(named, part=part, own=one.settings, split=split, objects=objects, **common)
+        if one.overlap == "refuse":
+            check_held_out(training, stream, name, common["state"])
+        opened[name] = stream
+    return opened
+
+
+def check_held_out(training: Stream, held_out: Stream, name: str, state: StreamState | None) -> None:
+    """Refuse a validation stream that holds documents of the training stream's sources, or of those that it once had.
+
+    Args:
+        training, held_out: the streams.
+        name: of the validation set.
+        state: of the run that goes on; None: it begins.
+
+    Raises:
+        ConfigError: naming both ranges.
+    """
+    trained, held = (
+        dict(zip((s.name for s in stream.config.sources), stream.sources, strict=True))
+        for stream in (training, held_out)
+    )
+    check_no_overlap(trained, held, name)
+    seen = {}
+    if state is not None:
+        seen = {source: state.fingerprints[source] for source, cursor in state.sources.items() if cursor.documents}
+    check_not_seen(seen | training.fingerprints, held, name)
+
+
+def open_part(
+    data: Data,
+    *,
+    part: Part,
+    state: StreamState | None,
+    own: Mapping[str, Any] | None = None,
+    seq_length: int | None = None,
+    seed: int | None = None,
+    split: str | None = None,
+    base_dir: str | os.PathLike[str] = ".",
+    objects: Mapping[str, object] | None = None,
+    left_out: Sequence[str] = (),
+) -> Stream:
+    """The valid or test part of the training's own sources, blended and packed as the run began.
+
+    Args:
+        data, seq_length, seed, split, base_dir, objects: as for `open_stream`.
+        part: valid or test.
+        state: of the run; None: it begins.
+        own: seed, seq_length, packing and blend where they are not those of the training.
+        left_out: sources of the training that have no such part.
+    """
+    named = DataConfig.of(data, base_dir)
+    if named.words:
+        of_part, of_training = (named.of_part(p, split)["sources"] for p in (part, "train"))
+        if [s["weight"] for s in of_part.values()] != [s["weight"] for s in of_training.values()]:
+            state = None  # corpora without weights are weighed by their documents, which no flag moves
+    config = named.stream_config(part, split=split, seq_length=seq_length, seed=seed)
+    if state is not None:
+        config = as_begun(config, state, left_out)
+    if own:
+        said = StreamConfig.from_dict(config.to_dict() | dict(own))
+        config = replace(config, seed=said.seed, seq_length=said.seq_length, packing=said.packing, blend=said.blend)
+    # Validation has no end: epochs are counted for the training.
+    config = replace(config, sources=tuple(replace(s, max_epochs=None, on_exhausted="drop") for s in config.sources))
+    specs = {source.name: source.options for source in config.sources}
+    opened = open_sources(specs, base_dir=named.directory, split=split, part=part, objects=objects)
+    return Stream(config, list(opened.values()))
+
+
+def _open_set(
+    named: DataConfig, one: ValidationSet, *, seq_length: int | None, seed: int | None, state: StreamState | None
+) -> Stream:
+    """A set with sources of its own."""
+    if state is not None:
+        above = {key: state.stages[0].config[key] for key in INHERITED}
+    else:
+        above = {key: value for key in INHERITED if (value := named.mapping.get(key)) is not None}
+        above |= {} if seq_length is None else {"seq_length": seq_length}
+        above |= {} if seed is None else {"seed": above.get("seed", seed)}
+    own = DataConfig(mapping=above | one.settings | {"sources": one.sources}, directory=named.directory)
+    config = own.stream_config()
+    sources: list[Source] = []
+    for source in config.sources:
+        parted = "split" in source.options or source.options.get("kind") == "energon"
+        part = one.part or ("valid" if parted else "train")
+        sources += open_sources({source.name: source.options}, base_dir=named.directory, part=part).values()
+    return Stream(config, sources)
+
+
+def as_begun(config: StreamConfig, state: StreamState, left_out: Sequence[str] = ()) -> StreamConfig:
+    """The blend and the packing that a run began with, over the places that its data config names today.
+
+    Args:
+        config: of today.
+        state: of the run.
+        left_out: sources that have no part to be measured.
+
+    Raises:
+        ConfigError: a source that validation measures is gone.
+    """
+    begun = StreamConfig.from_dict(state.stages[0].config)
+    now = {source.name: source for source in config.sources}
+    measured = [source for source in begun.sources if source.weight and source.name not in left_out]
+    gone = [source.name for source in measured if source.name not in now]
+    if gone:
+        raise ConfigError(
+            "the data config lacks sources that validation measures",
+            found=", ".join(now),
+            expected=f"{', '.join(gone)} as well: validation stays what it was when the run began",
+            cause="the sources were removed from the training",
+            action=f"keep {gone[0]} with weight 0; or declare sets: validation: {{NAME: {{sources: ...}}}}",
+        )
+    sources = tuple(replace(source, options=now[source.name].options) for source in measured)
+    return replace(
+        config,
+        seed=begun.seed,
+        seq_length=begun.seq_length,
+        packing=begun.packing,
+        blend=begun.blend,
+        sources=sources,
+        stages=(),
+    )

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megaresume.batches.assemble import Arrays, Assembler
+from megaresume.batches.arrays import Arrays
+from megaresume.batches.assemble import Assembler
 from megaresume.batches.documents import Images
 from megaresume.corpora.base import Source
 from megaresume.corpora.spans import spans_of

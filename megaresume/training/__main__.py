@@ -73,8 +73,7 @@ def _run(args: Arguments) -> int:
     import torch.distributed as dist
 
     import megaresume.hosts.deepspeed.attach as integration
-    from megaresume.batches.open import open_stream
-    from megaresume.batches.validation import open_validation
+    from megaresume.batches.open import open_stream, open_validation
     from megaresume.hosts.deepspeed.elastic.load import prepare_load
     from megaresume.session.ranks import on_all_ranks
     from megaresume.session.stopping import Stopped

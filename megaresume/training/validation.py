@@ -37,7 +37,7 @@ class Validation:
 
     Args:
         args: the flags.
-        sets: name -> stream (`megaresume.batches.validation`).
+        sets: name -> stream (`megaresume.batches.open`).
         held_out: None: no accuracy is measured.
         global_batch_size: samples; the final one, so that a ramp-up does not change what is measured.
         vocab_size: token ids below this exist.

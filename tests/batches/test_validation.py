@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from megaresume.batches.open import open_stream
-from megaresume.batches.validation import open_validation
+from megaresume.batches.open import open_stream, open_validation
 from megaresume.sources.overlap import extent_of
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.state import StreamState

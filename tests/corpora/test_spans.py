@@ -14,7 +14,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaresume.batches.assemble import Arrays, Assembler
+from megaresume.batches.arrays import Arrays
+from megaresume.batches.assemble import Assembler
 from megaresume.batches.dataset import StreamDataset
 from megaresume.batches.open import open_stream
 from megaresume.corpora import IndexedSource, range_of

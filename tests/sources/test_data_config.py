@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 
-from megaresume.batches.open import open_stream
-from megaresume.batches.validation import open_validation
+from megaresume.batches.open import open_stream, open_validation
 from megaresume.corpora import yaml_text
 from megaresume.sources.data_config import DataConfig
 from megaresume.stream.errors import ConfigError

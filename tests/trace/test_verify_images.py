@@ -10,8 +10,7 @@ import pytest
 import yaml
 
 from megaresume.batches.loader import StreamLoader
-from megaresume.batches.open import open_stream
-from megaresume.batches.validation import open_validation
+from megaresume.batches.open import open_stream, open_validation
 from megaresume.checkpoint.saving.commit import begin_save, commit_save, write_data_config
 from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.topology import Topology

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 import torch.utils.data
 
-from megaresume.batches.assemble import Arrays, Layout
+from megaresume.batches.arrays import Arrays, Layout
 from megaresume.batches.dataset import StreamDataset
 from megaresume.batches.loader import outlive_signals
 from megaresume.corpora.base import Source

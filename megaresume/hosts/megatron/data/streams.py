@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaresume.batches.open import open_stream
-from megaresume.batches.validation import check_held_out, open_part, open_validation
+from megaresume.batches.open import check_held_out, open_part, open_stream, open_validation
 from megaresume.corpora.split import PARTS, Part, split_ranges
 from megaresume.hosts.megatron.load_rules import check_stages
 from megaresume.sources.data_config import DataConfig

@@ -1,0 +1,224 @@
+"""The arrays of a batch, where segments go in them, and the compiled loops that lay out and write whole batches.
+
+The loops do not hold the GIL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from megaresume.stream.compiled import compiled
+from megaresume.stream.errors import UsageError
+from megaresume.stream.planning.kernel import LENGTH, OFFSET, SOURCE
+
+Int64Array = npt.NDArray[np.int64]
+
+#: Fields of a batch that a loop can do without.
+Field = Literal["labels", "loss_mask", "position_ids", "pairs"]
+FIELDS: tuple[Field, ...] = ("labels", "loss_mask", "position_ids")
+#: and one that a loop has to ask for.
+PAIRS: Field = "pairs"
+
+
+def check_fields(fields: Collection[str]) -> None:
+    """Raise a UsageError for a field that there is none of."""
+    if isinstance(fields, str) or not {*fields} <= {*FIELDS, PAIRS}:
+        raise UsageError(
+            "no such field of a batch",
+            found=f"fields={fields!r}",
+            expected=f"some of {', '.join((*FIELDS, PAIRS))}, or none: () gives tokens and cu_seqlens alone",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrays:
+    """A batch of m samples of S tokens, before torch. Those that nobody asked for are empty: [0, 0]."""
+
+    #: int64[m, S].
+    tokens: Int64Array
+    #: int64[m, S]: the next token of the same document; 0 where there is none.
+    labels: Int64Array
+    #: float32[m, S]: 1 where the label counts: never at the last token of a document, never at padding; only where the
+    #: spans of a corpus, or the template of image-text documents, say so.
+    loss_mask: npt.NDArray[np.float32]
+    #: int64[m, S]: from 0 in every segment.
+    position_ids: Int64Array
+
+    @classmethod
+    def empty(cls, num_samples: int, seq_length: int, fields: Collection[Field] = FIELDS) -> Arrays:
+        """Not initialised: the tokens, and these fields."""
+        shape = (num_samples, seq_length)
+        return cls(
+            tokens=np.empty(shape, np.int64),
+            labels=np.empty(shape if "labels" in fields else (0, 0), np.int64),
+            loss_mask=np.empty(shape if "loss_mask" in fields else (0, 0), np.float32),
+            position_ids=np.empty(shape if "position_ids" in fields else (0, 0), np.int64),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where the n segments of m samples go."""
+
+    #: int64[n], in samples from the first of the batch.
+    rows: Int64Array
+    #: int64[n], in tokens.
+    columns: Int64Array
+    #: int32[sum of num_bounds]: of each sample the starts of its segments, of the padding after them if any, and S.
+    bounds: npt.NDArray[np.int32]
+    #: int64[m].
+    num_bounds: Int64Array
+    #: int64[n]: the segments grouped by source.
+    order: Int64Array
+    #: int64[sources]: segments of each source.
+    num_of_source: Int64Array
+
+
+@compiled
+def lay_out(table, starts, align, seq_length, rows, columns, bounds, num_bounds, order, num_of_source):  # type: ignore[no-untyped-def]
+    """Where each segment of a plan goes, and where attention must not look across.
+
+    Args:
+        table, starts: of the `Plan`: int64[n, SEGMENT_WIDTH], int64[m + 1].
+        align: tokens that a segment's place is a multiple of.
+        seq_length: S.
+        rows, columns: int64[n], written.
+        bounds: int32[n + 2 * m], written: for each sample the starts of its segments, that of the padding after
+            them if any, and S.
+        num_bounds: int64[m], written: how many of ``bounds`` are each sample's.
+        order: int64[n], written: the segments grouped by source.
+        num_of_source: int64[sources], zeros; written: segments of each source.
+
+    Returns:
+        How many of ``bounds`` were written.
+    """
+    written = 0
+    for row in range(starts.size - 1):
+        column = 0
+        before = written
+        for k in range(starts[row], starts[row + 1]):
+            rows[k], columns[k] = row, column
+            bounds[written] = column
+            written += 1
+            end = column + table[k, LENGTH]
+            column = -(-end // align) * align
+        if column < seq_length:  # also the padding begins at a multiple: kernels for packed attention count on it
+            bounds[written] = column
+            written += 1
+        bounds[written] = seq_length
+        written += 1
+        num_bounds[row] = written - before
+    for k in range(table.shape[0]):
+        num_of_source[table[k, SOURCE]] += 1
+    place = np.cumsum(num_of_source) - num_of_source
+    for k in range(table.shape[0]):
+        source = table[k, SOURCE]
+        order[place[source]] = k
+        place[source] += 1
+    return written
+
+
+@compiled
+def copy_segments(  # type: ignore[no-untyped-def]
+    stored, document_starts, document_lengths, which, table, rows, columns, tokens, labels, loss_mask
+):
+    """Copy the segments of one source into their places.
+
+    The label of a token is the next token of its document; the last token of a document has none.
+
+    Args:
+        stored: [tokens of the corpus], any integer dtype.
+        document_starts, document_lengths: int64[k], where each segment's document lies in ``stored``, in tokens.
+        which: int64[k], rows of ``table`` that are of this source.
+        table: int64[n, SEGMENT_WIDTH], all segments of the batch. rows, columns: int64[n], where they go.
+        tokens, labels: int64[m, S]. loss_mask: float32[m, S]. Labels and loss mask may be empty: they are left out.
+    """
+    for j in range(which.size):
+        k = which[j]
+        offset, length = table[k, OFFSET], table[k, LENGTH]
+        first = document_starts[j] + offset
+        source = stored[first : first + length]
+        row, column = rows[k], columns[k]
+        goes_on = offset + length < document_lengths[j]
+        to_tokens = tokens[row, column : column + length]
+        for i in range(length):
+            to_tokens[i] = source[i]
+        if labels.size:
+            to_labels = labels[row, column : column + length]
+            for i in range(length - 1):
+                to_labels[i] = source[i + 1]
+            to_labels[length - 1] = stored[first + length] if goes_on else 0
+        if loss_mask.size:
+            to_mask = loss_mask[row, column : column + length]
+            for i in range(length):
+                to_mask[i] = 1
+            if not goes_on:
+                to_mask[length - 1] = 0
+
+
+@compiled
+def mask_segments(starts, spans, which, table, rows, columns, loss_mask):  # type: ignore[no-untyped-def]
+    """Take the loss away where the label is not trained.
+
+    Args:
+        starts, spans: int64[k + 1], int32[s, 2]: of each segment's document, as in `Spans`.
+        which, table, rows, columns: as for `copy_segments`.
+        loss_mask: float32[m, S], written: at place i of a segment stands the loss of its token i + 1.
+    """
+    for j in range(which.size):
+        k = which[j]
+        first, length = table[k, OFFSET] + 1, table[k, LENGTH]
+        to_mask = loss_mask[rows[k], columns[k] : columns[k] + length]
+        done = np.int64(0)
+        for s in range(starts[j], starts[j + 1]):
+            for i in range(done, min(np.int64(spans[s, 0]) - first, length)):
+                to_mask[i] = 0
+            done = max(done, np.int64(spans[s, 1]) - first)
+        for i in range(done, length):
+            to_mask[i] = 0
+
+
+@compiled
+def finish_rows(starts, columns, table, align, pad_id, tokens, labels, loss_mask, position_ids):  # type: ignore[no-untyped-def]
+    """Write padding and position ids; positions start again at every segment, and at the padding at the end.
+
+    Args:
+        starts: int64[m + 1], the segments of each row. columns: int64[n], where each lies. table: of the `Plan`.
+        align: tokens that a segment's place is a multiple of.
+        pad_id: token written where there is no document.
+        tokens, labels, position_ids: int64[m, S]. loss_mask: float32[m, S]. All but the tokens may be empty.
+    """
+    seq_length = tokens.shape[1]
+    for row in range(tokens.shape[0]):
+        written = end = 0
+        for k in range(starts[row], starts[row + 1]):
+            # Padding up to an aligned column belongs to the segment before it.
+            _pad(row, written, columns[k], pad_id, tokens, labels, loss_mask)
+            written = columns[k] + table[k, LENGTH]
+            end = columns[k] + -(-table[k, LENGTH] // align) * align
+            if position_ids.size:
+                _count(position_ids[row, columns[k] : end])
+        _pad(row, written, seq_length, pad_id, tokens, labels, loss_mask)
+        if position_ids.size:
+            _count(position_ids[row, end:])
+
+
+@compiled
+def _count(out):  # type: ignore[no-untyped-def]
+    for i in range(out.size):
+        out[i] = i
+
+
+@compiled
+def _pad(row, start, stop, pad_id, tokens, labels, loss_mask):  # type: ignore[no-untyped-def]
+    for i in range(start, stop):
+        tokens[row, i] = pad_id
+    if labels.size:
+        labels[row, start:stop] = 0
+    if loss_mask.size:
+        loss_mask[row, start:stop] = 0
