@@ -31,12 +31,9 @@ import torch.utils.data
 import xxhash
 
 from megaresume.batches.items import options
-from megaresume.batches.items.collated import Collated
-from megaresume.batches.items.epochs import Epochs
 from megaresume.batches.items.lengths import lengths_of, token_count
-from megaresume.batches.items.packed import flatten
-from megaresume.batches.items.planned import Places, Share
-from megaresume.batches.items.reader import reader
+from megaresume.batches.items.planned import Epochs, Places, Share
+from megaresume.batches.items.reader import Collated, flatten, reader
 from megaresume.batches.items.source import ItemSource
 from megaresume.batches.loader import data_parallel, outlive_signals
 from megaresume.batches.memory import Inbox, Outbox
@@ -126,7 +123,15 @@ class DataLoader:
         options.check_torch_options(torch_options, shuffle=shuffle)
         named = options.named(dataset)
         self.dataset, self.num_workers = dataset, num_workers
-        self._share = _share(batch_size, accumulation, dp_rank, dp_size, drop_last=drop_last, balance=balance)
+        rank, ranks = data_parallel(dp_rank, dp_size)
+        self._share = Share(
+            batch_size=options.count("batch_size", batch_size),
+            accumulation=options.count("accumulation", accumulation),
+            dp_rank=rank,
+            dp_size=ranks,
+            drop_last=drop_last,
+            balance=balance,
+        )
         self._packing = options.Packing(seq_length=seq_length, how=packing)
         options.check_packing(self._packing, lengths, list(named))
         options.check_balance(balance, self._packing)
@@ -190,9 +195,8 @@ class DataLoader:
         """Samples that one epoch of all datasets makes; if they are packed, nearly."""
         size = sum(len(source) for source in sources.values())
         if (seq_length := self._packing.seq_length) is not None:
-            size = -(
-                -sum(int(source.tokens.sum()) for source in sources.values() if source.tokens is not None) // seq_length
-            )
+            tokens = sum(int(source.tokens.sum()) for source in sources.values() if source.tokens is not None)
+            size = -(-tokens // seq_length)
         if self.step_samples > size:
             what = "items" if seq_length is None else f"samples of {seq_length} tokens"
             share = self._share
@@ -406,23 +410,3 @@ def _begin_worker(worker_init_fn: Callable[[int], object] | None, worker: int) -
     outlive_signals()
     if worker_init_fn is not None:
         worker_init_fn(worker)
-
-
-def _share(
-    batch_size: int,
-    accumulation: int,
-    dp_rank: int | None,
-    dp_size: int | None,
-    *,
-    drop_last: bool,
-    balance: Balance | None,
-) -> Share:
-    rank, size = data_parallel(dp_rank, dp_size)
-    return Share(
-        batch_size=options.count("batch_size", batch_size),
-        accumulation=options.count("accumulation", accumulation),
-        dp_rank=rank,
-        dp_size=size,
-        drop_last=drop_last,
-        balance=balance,
-    )

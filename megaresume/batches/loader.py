@@ -35,7 +35,7 @@ from megaresume.batches.ahead import MEMORY, REQUESTS, ReadAhead, use_cache
 from megaresume.batches.arrays import FIELDS, Field
 from megaresume.batches.batch import Batch
 from megaresume.batches.dataset import StreamDataset, Together, whole
-from megaresume.batches.items.epochs import available
+from megaresume.batches.items.planned import available
 from megaresume.batches.memory import Inbox, Outbox, shown
 from megaresume.stream.batches import Balance, BatchSchedule, micro_batches
 from megaresume.stream.dealing import deal, deal_in_part, in_part

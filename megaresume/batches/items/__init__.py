@@ -3,9 +3,6 @@
 options.py  what `megaresume.DataLoader` is given, as a data config
 source.py   how many items there are, and what they are
 lengths.py  how long they are: a column, a function, or counted once and kept in a file
-planned.py  planned samples -> the places of the items of each batch
-epochs.py   where an epoch of a stream ends
-reader.py   places -> items, in the training process or in its workers
-packed.py   items of a packed batch -> one row, without padding
-collated.py a collate_fn that drops items
+planned.py  planned samples -> the places of the items of each batch; where an epoch of a stream ends
+reader.py   places -> items, in the training process or in its workers; packed ones -> one row, without padding
 """

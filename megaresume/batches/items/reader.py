@@ -1,4 +1,4 @@
-"""`ItemReader`: the places of the items of a batch -> these items. What torch's ``DataLoader`` reads from.
+"""`ItemReader`: the places of the items of a batch -> these items; and what becomes of them: `flatten`, `Collated`.
 
 A place is a number, if there is one dataset; else a list
 
@@ -8,19 +8,34 @@ A place is a number, if there is one dataset; else a list
 With keyed randomness, the generators of Python, NumPy and torch (of the CPU) are seeded before each ``dataset[item]``
 by (key, epoch, item), the key by the seed and the dataset, and are as they were after the batch: what an item draws
 then depends on nothing else.
+
+`flatten` makes one row without padding, with the keys that transformers takes for packed attention:
+
+    items        a a a | b b | c c c c          total = 9
+    position_ids 0 1 2   0 1   0 1 2 3
+    labels      -100 a a -100 b -100 c c c      a model shifts them: the first token of an item is no target
+    cu_seq_lens  0, 3, 5, 9
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
 import torch.utils.data
 
 from megaresume.batches.items.lengths import Measure, token_count, uncounted
-from megaresume.batches.items.packed import part_of
 from megaresume.batches.items.source import generators_kept, seed_generators
-from megaresume.stream.errors import CorpusError
+from megaresume.stream.errors import CorpusError, UsageError
+
+#: the label that is no target.
+IGNORED = -100
+
+log = logging.getLogger(__name__)
 
 
 def reader(datasets: Mapping[str, Any], measures: Mapping[str, Measure] | None, *, keyed: bool) -> Any:
@@ -119,3 +134,118 @@ class ItemReader(torch.utils.data.Dataset[Any]):
                 action="correct lengths=, or remove the files in lengths_dir",
             )
         return item if length == tokens else part_of(item, offset, length)
+
+
+def part_of(item: Any, offset: int, length: int) -> Any:
+    """Some of the tokens of an item that packing ``split`` cuts: of every list, array or tensor with one entry a token.
+
+    Args:
+        item: a mapping with ``input_ids``, or a sequence of tokens.
+        offset, length: tokens before the part, tokens in it.
+    """
+    if not isinstance(item, Mapping):
+        return item[offset : offset + length]
+    tokens = token_count(item)
+    return {key: value[offset : offset + length] if _entries(value) == tokens else value for key, value in item.items()}
+
+
+def _entries(value: Any) -> int | None:
+    """How many a list, array or tensor has."""
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return len(value) if value.ndim else None
+    return len(value) if isinstance(value, list | tuple) else None
+
+
+def flatten(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A batch of all items, as transformers' ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` gives it.
+
+    Args:
+        items: each with ``input_ids``, and ``labels`` of the same length if any has them.
+
+    Returns:
+        ``input_ids``, ``labels``, ``position_ids``: int64[1, total]; ``cu_seq_lens_q``, ``cu_seq_lens_k``:
+        int32[items + 1]; ``max_length_q``, ``max_length_k``: numbers.
+    """
+    tokens = [_array(item["input_ids"]) for item in items]
+    labels = [_array(item["labels"]) for item in items] if "labels" in items[0] else tokens
+    lengths = np.array([len(one) for one in tokens], np.int64)
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    targets = np.concatenate(labels)
+    targets[bounds[:-1]] = IGNORED
+    longest = int(lengths.max())
+    boundaries = torch.from_numpy(bounds.astype(np.int32))
+    return {
+        "input_ids": _row(np.concatenate(tokens)),
+        "labels": _row(targets),
+        "position_ids": _row(np.arange(bounds[-1]) - np.repeat(bounds[:-1], lengths)),
+        "cu_seq_lens_q": boundaries,
+        "cu_seq_lens_k": boundaries,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def _array(tokens: Any) -> npt.NDArray[np.int64]:
+    return np.asarray(tokens, np.int64)
+
+
+def _row(values: npt.NDArray[np.int64]) -> torch.Tensor:
+    return torch.from_numpy(values)[None]
+
+
+class Collated:
+    """Looks at every batch of a loader, by the rows of its first tensor: what a ``collate_fn`` drops would count as
+    trained, and never come again.
+
+    A batch with fewer rows than items, beside another one with as many, is said once. A ``collate_fn`` that always
+    makes one row of several items is none that drops any.
+
+    Args:
+        row_by_item: False: items are packed, so that rows say nothing.
+    """
+
+    def __init__(self, *, row_by_item: bool) -> None:
+        self._whole, self._said = False, not row_by_item
+        #: rows and items of the first batch that has fewer rows.
+        self._fewer: tuple[int, int] | None = None
+
+    def check(self, batch: Any, items: int) -> None:
+        """Of so many items.
+
+        Raises:
+            UsageError: there is no batch.
+        """
+        if batch is None:
+            raise UsageError(
+                "collate_fn gave nothing",
+                found=f"None for {items} items",
+                expected="a batch of all the items that it was given",
+                cause="it drops items that it cannot use: they would never be trained",
+                action="remove such items from the dataset before training",
+            )
+        if self._said or items < 2:
+            return
+        rows = _rows(batch)
+        if rows == items:
+            self._whole = True
+        elif rows is not None and rows < items:
+            self._fewer = self._fewer or (rows, items)
+        if self._whole and self._fewer is not None:
+            self._said = True
+            log.warning(
+                "megaresume: collate_fn made %d rows of %d items, and of others as many rows as items: items that it "
+                "drops count as trained, and do not come again; remove them from the dataset, or name them in skip=",
+                *self._fewer,
+            )
+
+
+def _rows(batch: Any) -> int | None:
+    """Of the first tensor; None: it has none."""
+    if not isinstance(batch, torch.Tensor):
+        if isinstance(batch, Mapping):
+            batch = next(iter(batch.values()), None)
+        elif isinstance(batch, list | tuple) and batch:
+            batch = batch[0]
+        if not isinstance(batch, torch.Tensor):
+            return None
+    return batch.shape[0] if batch.ndim else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megaresume.batches.items.packed import flatten
+from megaresume.batches.items.reader import flatten
 from megaresume.hosts.instances import kind_of
 from megaresume.stream.errors import UsageError
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.documents import FaultEntry
-from megaresume.batches.items.epochs import available
+from megaresume.batches.items.planned import available
 from megaresume.batches.loader import StreamLoader
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import DataState, stream_of
