@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -205,13 +205,13 @@ def merge_parts(
             idx.seek(header.pointers_at + 8 * done)
             idx.write(starts.astype("<i8").data)
             done += len(lengths)
-            pointer = int(starts[-1] + lengths[-1] * header.dtype.itemsize) if len(lengths) else pointer
+            pointer += int(ends[-1]) if len(ends) else 0
             tick(len(tokens))
         if raw is not None:
             write_header(tokens_file, documents, {**raw, "inputs": _counted(raw["inputs"], parts)})
         idx.seek(header.boundaries_at)
-        for boundaries in _ranges(documents + 1):
-            idx.write(boundaries.data)
+        for first in range(0, documents + 1, CHUNK):
+            idx.write(np.arange(first, min(first + CHUNK, documents + 1), dtype="<i8").data)
         if writer is not None:
             spans_hash = writer.finish(pointer // header.dtype.itemsize)
         for file in (tokens_file, idx, spans_file):
@@ -243,8 +243,3 @@ def _counted(inputs: Sequence[Mapping[str, Any]], parts: Mapping[str, Part]) -> 
         for file, count in part.places or []:
             documents[file] += count
     return [{**said, "documents": documents[number]} for number, said in enumerate(inputs)]
-
-
-def _ranges(stop: int) -> Iterator[np.ndarray[Any, Any]]:
-    for first in range(0, stop, CHUNK):
-        yield np.arange(first, min(first + CHUNK, stop), dtype="<i8")

@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaresume.corpora import IndexedSource
+from megaresume.corpora.indexed import IndexedSource
+from megaresume.corpora.places import PLACE
+from megaresume.corpora.prepare.blocks import Position
 from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
 from megaresume.corpora.prepare.documents import TextOptions
-from megaresume.corpora.prepare.parts import PartFiles
+from megaresume.corpora.prepare.parts import PartFiles, merge_parts
 from megaresume.corpora.prepare.tokenizers import load_tokenizer
 from megaresume.rows import open_corpus
 from megaresume.stream.errors import CorpusError, SetupError, UsageError
@@ -408,3 +410,29 @@ def test_full_disk(source, tmp_path, monkeypatch):
 def test_bad_workers(source, tmp_path):
     with pytest.raises(UsageError, match="bad --workers"):
         prepare([source], tmp_path / "out", PrepareOptions(workers=0))
+
+
+def test_a_document_of_more_bytes_than_int32_holds(tmp_path):
+    """Where the next document begins is counted in int64, although lengths are int32; of an index alone."""
+    files, length = PartFiles(tmp_path / "out"), 600_000_000
+    files.directory.mkdir()
+    counts = dict.fromkeys(("empty", "skipped", "bad_lines", "too_long", "shortened", "text_bytes", "raw_bytes"), 0)
+    parts = {
+        name: files.write_part(
+            name,
+            np.array([length], "<i4"),
+            np.zeros(1, PLACE),
+            None,
+            end=Position(),
+            places=[[0, 1]],
+            token_bytes=4,
+            first_left_out=[],
+            **counts,
+        )
+        for name in ("part-00000000", "part-00000001")
+    }
+    raw = {"encoder": {}, "made_with": {}, "root": "", "inputs": [{"path": "a", "unit": "jsonl"}]}
+    merge_parts(tmp_path / "out", files, parts, "int32", {"fingerprint": "0" * 32}, lambda _: None, raw=raw)
+    index = (tmp_path / "out.idx").read_bytes()
+    # After the header: int32[2] lengths, int64[2] byte offsets.
+    assert np.frombuffer(index, "<i8", 2, 34 + 8).tolist() == [0, 4 * length]
