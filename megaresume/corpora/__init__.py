@@ -15,20 +15,3 @@ image_text.py      records, encoded documents and images: what passes between sh
 yaml_text.py       YAML that people wrote, with one kind of error for whatever is wrong with it
 prepare/           text, JSON lines or directories to a .bin/.idx corpus
 """
-
-from megaresume.corpora.base import Source, TokenSource
-from megaresume.corpora.indexed import IndexedSource
-from megaresume.corpora.python import PythonSource, as_source
-from megaresume.corpora.split import RangeSource, range_of, split_part, split_ranges
-
-__all__ = [
-    "IndexedSource",
-    "PythonSource",
-    "RangeSource",
-    "Source",
-    "TokenSource",
-    "as_source",
-    "range_of",
-    "split_part",
-    "split_ranges",
-]

@@ -74,9 +74,6 @@ class IndexedDocuments(ABC):
         self._lengths: npt.NDArray[np.int32] = np.frombuffer(data, "<i4", header.sequences, header.lengths_at)
         self._pointers: Int64Array = np.frombuffer(data, "<i8", header.sequences, header.pointers_at)
         self._boundaries: Int64Array = np.frombuffer(data, "<i8", header.documents + 1, header.boundaries_at)
-        self._modes: npt.NDArray[np.int8] | None = None
-        if len(data) > header.modes_at:
-            self._modes = np.frombuffer(data, "i1", header.sequences, header.modes_at)
         #: of `document_lengths`.
         self._blocks: npt.NDArray[np.uint8] | None = None
         #: bytes of all tokens.
@@ -190,24 +187,6 @@ class IndexedDocuments(ABC):
         total = self.length(i)
         if offset < 0 or length < 0 or offset + length > total:
             raise IndexError(f"tokens {offset} to {offset + length} of document {i}, which has {total}")
-
-    def sequence_modes(self, i: int) -> npt.NDArray[np.int8] | None:
-        """The mode of each sequence of document i, int8[sequences of i]; None if the corpus has none.
-
-        Raises:
-            IndexError: i is not in [0, len).
-        """
-        self.length(i)
-        return None if self._modes is None else self._modes[self._boundaries[i] : self._boundaries[i + 1]]
-
-    def sequence_lengths(self, i: int) -> npt.NDArray[np.int32]:
-        """Tokens of each sequence of document i, int32[sequences of i].
-
-        Raises:
-            IndexError: i is not in [0, len).
-        """
-        self.length(i)
-        return self._lengths[self._boundaries[i] : self._boundaries[i + 1]]
 
     def trained_spans(self, ids: Int64Array) -> Spans | None:
         """Which tokens of each document are trained; None: the corpus has no .spans, and all are.

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -186,9 +185,9 @@ class PythonSource:
             tokenizer=None if given is None else given.tokenizer,
         )
 
-    def _checked_fingerprint(self, given: object) -> Fingerprint:
+    def _checked_fingerprint(self, given: Any) -> Fingerprint:
         try:
-            print_ = given if isinstance(given, Fingerprint) else Fingerprint(**_mapping(given))
+            print_ = given if isinstance(given, Fingerprint) else Fingerprint(**given)
             fits = (
                 isinstance(print_.tokens, int)
                 and print_.documents == len(self)
@@ -231,12 +230,6 @@ class PythonSource:
             expected="a number of tokens, 0 or more",
             action="correct length(i) of the class",
         )
-
-
-def _mapping(given: object) -> Mapping[str, Any]:
-    if isinstance(given, Mapping):
-        return given
-    raise TypeError(type(given).__name__)
 
 
 class ItemNumbers:

@@ -27,9 +27,9 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -104,9 +104,8 @@ def runs_of(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SpansHeader:
-    """The first 56 bytes."""
+class SpansHeader(NamedTuple):
+    """The first 56 bytes, after magic and version."""
 
     documents: int
     spans: int
@@ -115,10 +114,6 @@ class SpansHeader:
     trained: int
     #: xxh3_64 of what follows.
     hash: int
-
-    def pack(self) -> bytes:
-        """As it stands in the file."""
-        return _HEADER.pack(MAGIC, VERSION, self.documents, self.spans, self.tokens, self.trained, self.hash)
 
     @property
     def spans_at(self) -> int:
@@ -207,7 +202,7 @@ class SpanFile:
     def _read_header(self, data: bytes, size: int) -> SpansHeader:
         if len(data) < HEADER_BYTES or data[: len(MAGIC)] != MAGIC:
             raise self._damaged(f"{size} bytes that begin with {data[: len(MAGIC)]!r}")
-        _, version, documents, spans, tokens, trained, found = _HEADER.unpack(data)
+        _, version, *fields = _HEADER.unpack(data)
         if version != VERSION:
             raise CorpusError(
                 f"{self.path} has an unknown version",
@@ -216,9 +211,10 @@ class SpanFile:
                 cause="a damaged file, or one that a newer megaresume wrote",
                 action="upgrade: pip install --upgrade megaresume; or rebuild the corpus: megaresume prepare",
             )
-        header = SpansHeader(documents=documents, spans=spans, tokens=tokens, trained=trained, hash=found)
+        header = SpansHeader(*fields)
         if size != header.size:
-            raise self._damaged(f"{size} bytes for {documents} documents and {spans} spans, which take {header.size}")
+            counts = f"{header.documents} documents and {header.spans} spans"
+            raise self._damaged(f"{size} bytes for {counts}, which take {header.size}")
         return header
 
     def of(self, ids: Int64Array) -> Spans:
@@ -333,9 +329,9 @@ class SpansWriter:
         self._file.seek(HEADER_BYTES)
         while data := self._file.read(CHUNK):
             hasher.update(data)
-        header = replace(self._header, tokens=tokens, trained=self._trained, hash=hasher.intdigest())
+        header = self._header._replace(tokens=tokens, trained=self._trained, hash=hasher.intdigest())
         self._file.seek(0)
-        self._file.write(header.pack())
+        self._file.write(_HEADER.pack(MAGIC, VERSION, *header))
         return f"{header.hash:016x}"
 
     def _put(self, at: int, array: npt.NDArray[Any]) -> None:

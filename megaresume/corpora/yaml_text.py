@@ -6,7 +6,6 @@ aliases for ever: nine lines in which each names the line before nine times stan
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:
         yaml.YAMLError: it is no YAML, nested too deeply, within itself, or stands for too much.
     """
 
-    def load() -> Any:
+    try:
         reader = loader(text)
         try:
             node = reader.get_single_node()
@@ -54,8 +53,10 @@ def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:
             return reader.construct_document(node)
         finally:
             reader.dispose()
-
-    return load_yaml(load)
+    except RecursionError as error:
+        raise yaml.YAMLError("nested too deeply") from error
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
+        raise yaml.YAMLError(f"a value that its kind does not allow: {error}") from error
 
 
 def read_mapping(path: Path, what: str, holds: str) -> dict[str, Any]:
@@ -92,16 +93,6 @@ def read_mapping(path: Path, what: str, holds: str) -> dict[str, Any]:
 def read_encoder(path: Path) -> dict[str, Any]:
     """The options of an encoder in a YAML file. Raises ConfigError as `read_mapping`."""
     return read_mapping(path, "an encoder", "a mapping with processor, template, tokenizer and so on")
-
-
-def load_yaml(load: Callable[[], Any]) -> Any:
-    """Call one of PyYAML's functions; whatever it raises becomes a `yaml.YAMLError`."""
-    try:
-        return load()
-    except RecursionError as error:
-        raise yaml.YAMLError("nested too deeply") from error
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
-        raise yaml.YAMLError(f"a value that its kind does not allow: {error}") from error
 
 
 def _check_size(node: yaml.Node) -> None:

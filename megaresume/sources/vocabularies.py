@@ -56,4 +56,4 @@ def _of_shards(source: Source) -> tuple[str, str] | None:
     if not isinstance(source, ShardSource):
         return None
     packed = source.index.header["encoder"]["spec"]["tokenizer"]
-    return packed_vocabulary(packed), str(packed["name"])
+    return packed_vocabulary(packed["content"]), str(packed["name"])

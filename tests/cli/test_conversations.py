@@ -17,7 +17,7 @@ from megaresume.batches.open import open_stream
 from megaresume.checkpoint.saving.commit import begin_save, commit_save, write_data_config
 from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.topology import Topology
-from megaresume.corpora import IndexedSource
+from megaresume.corpora.indexed import IndexedSource
 from megaresume.corpora.prepare.chat import ChatOptions
 from megaresume.corpora.prepare.conversations.turns import Selection
 from megaresume.corpora.prepare.corpus import PrepareOptions, prepare

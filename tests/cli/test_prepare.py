@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.corpora import IndexedSource
+from megaresume.corpora.indexed import IndexedSource
 
 pytestmark = pytest.mark.process
 

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 import xxhash
 
-from megaresume.corpora import IndexedSource, PythonSource, range_of
+from megaresume.corpora.indexed import IndexedSource
+from megaresume.corpora.python import PythonSource
 from megaresume.corpora.scan import PLACES, WINDOW, Windows
 from megaresume.corpora.sidecar import sidecar_path
-from megaresume.corpora.split import split_part
+from megaresume.corpora.split import range_of, split_part
 from megaresume.stream.errors import CorpusError, StateError
 from megaresume.stream.fingerprints import check_fingerprint
 

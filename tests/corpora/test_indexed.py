@@ -12,7 +12,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaresume.corpora import IndexedSource
+from megaresume.corpora.indexed import IndexedSource
 from megaresume.corpora.layout import DTYPES
 from megaresume.stream.errors import CorpusError
 
@@ -39,7 +39,6 @@ def test_every_dtype_and_shape_of_document_reads_back(write_corpus, documents, d
         ids = np.arange(len(documents))[::-1].copy()
         assert source.lengths(ids).tolist() == [len(flat[i]) for i in ids]
         starts = source.token_starts(ids)
-        mode = 0
         for i, tokens in enumerate(flat):
             assert source.get(i).tolist() == tokens
             assert source.get(i).dtype == np.dtype(dtype)
@@ -49,12 +48,6 @@ def test_every_dtype_and_shape_of_document_reads_back(write_corpus, documents, d
             assert (
                 source.read(i, len(tokens) // 2, len(tokens) - len(tokens) // 2).tolist() == tokens[len(tokens) // 2 :]
             )
-            assert source.sequence_lengths(i).tolist() == [len(s) for s in documents[i]]
-            if not modes:  # none, or no sequence that could have one
-                assert source.sequence_modes(i) is None
-            else:
-                assert source.sequence_modes(i).tolist() == modes[mode : mode + len(documents[i])]
-            mode += len(documents[i])
         lengths = np.array([len(tokens) for tokens in flat], "<i8")
         fingerprint = source.fingerprint()
         assert (fingerprint.documents, fingerprint.tokens) == (len(flat), lengths.sum())

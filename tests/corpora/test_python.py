@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from megaresume.corpora import PythonSource, as_source
+from megaresume.corpora.python import PythonSource, as_source
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.state import Fingerprint
 

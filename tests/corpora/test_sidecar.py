@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import megaresume.corpora.index as index
-from megaresume.corpora import IndexedSource, range_of
+from megaresume.corpora.indexed import IndexedSource
 from megaresume.corpora.sidecar import cache_path, sidecar_path, write_tokenizer
+from megaresume.corpora.split import range_of
 from megaresume.stream.errors import CorpusError
 
 

@@ -18,9 +18,10 @@ from megaresume.batches.arrays import Arrays
 from megaresume.batches.assemble import Assembler
 from megaresume.batches.dataset import StreamDataset
 from megaresume.batches.open import open_stream
-from megaresume.corpora import IndexedSource, range_of
+from megaresume.corpora.indexed import IndexedSource
 from megaresume.corpora.sidecar import read_tokenizer, sidecar_path, write_tokenizer
 from megaresume.corpora.spans import SpansWriter, runs_of, spans_of, spans_path
+from megaresume.corpora.split import range_of
 from megaresume.stream.errors import CorpusError, StateError, UsageError
 
 LENGTHS = [7, 0, 12, 30, 1, 9]

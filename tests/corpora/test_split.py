@@ -5,7 +5,10 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from megaresume.corpora import IndexedSource, PythonSource, TokenSource, range_of, split_part, split_ranges
+from megaresume.corpora.base import TokenSource
+from megaresume.corpora.indexed import IndexedSource
+from megaresume.corpora.python import PythonSource
+from megaresume.corpora.split import range_of, split_part, split_ranges
 from megaresume.sources.overlap import extent_of
 from megaresume.stream.errors import ConfigError
 

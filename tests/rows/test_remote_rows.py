@@ -9,7 +9,7 @@ import pytest
 
 from megaresume.batches.ahead import ReadAhead, use_cache
 from megaresume.cli.main import main
-from megaresume.corpora import IndexedSource
+from megaresume.corpora.indexed import IndexedSource
 from megaresume.rows import open_corpus
 from megaresume.shards import remote
 from megaresume.shards.remote import RemoteStore

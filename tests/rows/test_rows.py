@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megaresume.corpora import IndexedSource, range_of
+from megaresume.corpora.indexed import IndexedSource
 from megaresume.corpora.layout import bin_path, idx_path
 from megaresume.corpora.places import places_path
 from megaresume.corpora.prepare.chat import ChatOptions
 from megaresume.corpora.prepare.conversations.turns import Selection
 from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
 from megaresume.corpora.prepare.documents import TextOptions
+from megaresume.corpora.split import range_of
 from megaresume.rows import RowSource, open_corpus
 from megaresume.rows.raw_files import RawFiles
 from megaresume.sources import open_sources

@@ -12,8 +12,9 @@ import pytest
 import xxhash
 
 from megaresume.batches.open import open_stream
-from megaresume.corpora import as_source, range_of
 from megaresume.corpora.base import DocumentSource, Source
+from megaresume.corpora.python import as_source
+from megaresume.corpora.split import range_of
 from megaresume.shards import ShardIndex, ShardSource
 from megaresume.shards.index import column_places
 from megaresume.shards.prepare import prepare_shards

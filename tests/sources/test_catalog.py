@@ -5,7 +5,8 @@ import sys
 import numpy as np
 import pytest
 
-from megaresume.corpora import IndexedSource, PythonSource
+from megaresume.corpora.indexed import IndexedSource
+from megaresume.corpora.python import PythonSource
 from megaresume.sources import open_sources, register_kind
 from megaresume.sources.data_config import DataConfig
 from megaresume.stream.errors import ConfigError, CorpusError

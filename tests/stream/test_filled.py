@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from benchmarks.corpora import write_corpus
 from megaresume.batches.loader import StreamLoader
 from megaresume.cli.main import main
-from megaresume.corpora import IndexedSource
+from megaresume.corpora.indexed import IndexedSource
 from megaresume.corpora.layout import bin_path
 from megaresume.corpora.spans import Spans, runs_of
 from megaresume.stream.batches import BatchSchedule

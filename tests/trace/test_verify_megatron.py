@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from megaresume.corpora import IndexedSource
+from megaresume.corpora.indexed import IndexedSource
 from tests.corpora.test_spans import write_spans
 from tests.hosts.conftest import data_yaml as data_yaml
 from tests.hosts.conftest import write_corpus

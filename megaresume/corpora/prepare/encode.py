@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, groupby, repeat
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
@@ -144,13 +145,14 @@ class Encoder:
         body = np.array([place[1:] for place in places], PLACE)
         if not self.index_only:
             body = np.concatenate(arrays, dtype=dtype, casting="unsafe") if arrays else np.zeros(0, dtype)
+        in_files = Counter(place[0] for place in places)
         try:
             part = self.files.write_part(
                 name,
                 np.array(lengths, "<i4"),
                 body,
                 None if self.spec.text.conversations is None else SpansOfPart.of(spans),
-                places=_runs([place[0] for place in places]) if self.index_only else None,
+                places=[list(run) for run in in_files.items()] if self.index_only else None,
                 token_bytes=np.dtype(dtype).itemsize,
                 skipped=sum(entry.option == "invalid" for entry in omitted),
                 bad_lines=sum(entry.option == "bad_lines" for entry in omitted),
@@ -187,8 +189,3 @@ class Encoder:
                         action="prepare it without --index-only, or write it as Parquet",
                     )
                 yield piece.file, at, extent
-
-
-def _runs(files: Sequence[int]) -> list[list[int]]:
-    """Each number that is there, and how often."""
-    return [[file, len(list(same))] for file, same in groupby(files)]

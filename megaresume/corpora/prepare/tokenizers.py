@@ -270,13 +270,9 @@ def unpack_tokenizer(packed: Mapping[str, Any], eod_token: str | None) -> Tokeni
     return tokenizer_from_content(unpacked_content(packed["content"]), packed["name"], eod_token=eod_token)
 
 
-def packed_vocabulary(packed: Mapping[str, Any]) -> str:
-    """`vocabulary_of` what `pack_tokenizer` packed, without building the tokenizer."""
-    return _packed_vocabulary(packed["content"])
-
-
 @functools.lru_cache(maxsize=4)  # the sources of a blend have one, as a rule
-def _packed_vocabulary(content: str | None) -> str:
+def packed_vocabulary(content: str | None) -> str:
+    """`vocabulary_of` what `pack_tokenizer` packed under ``content``, without building the tokenizer."""
     return vocabulary_of(unpacked_content(content))
 
 

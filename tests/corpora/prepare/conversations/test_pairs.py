@@ -13,7 +13,7 @@ from megaresume.batches.arrays import FIELDS
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
 from megaresume.cli.main import main
-from megaresume.corpora import IndexedSource
+from megaresume.corpora.indexed import IndexedSource
 from megaresume.corpora.prepare.chat import ChatOptions
 from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
 from megaresume.corpora.prepare.documents import TextOptions

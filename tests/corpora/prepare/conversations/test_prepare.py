@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megaresume.cli.main import main
-from megaresume.corpora import IndexedSource
+from megaresume.corpora.indexed import IndexedSource
 from megaresume.corpora.prepare.chat import ChatOptions
 from megaresume.corpora.prepare.conversations.turns import Selection
 from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
