@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ def read_rank_steps(path: str | Path) -> RankSteps:
     path = Path(path)
     files = sorted(p for p in path.iterdir() if _NAME.fullmatch(p.name)) if path.is_dir() else [path]
     problems: list[tuple[bool, str]] = []
-    launches: dict[tuple[int, int], _Launch] = {}
+    launches: dict[Key, _Launch] = {}
     try:
         for file in files:
             read = _read_file if path.is_dir() else _read_gathered
@@ -151,8 +151,24 @@ class _Launch:
     lines: list[RankStep]
 
 
-def _read_file(path: Path, launches: dict[tuple[int, int], _Launch], problems: list[tuple[bool, str]]) -> None:
-    start: dict[str, Any] | None = None
+#: (launch, how often its process has begun again in it).
+Key = tuple[int, int]
+
+
+def lines_of(
+    path: Path, problems: list[tuple[bool, str]]
+) -> Iterator[tuple[Key, Mapping[str, Any], Mapping[str, Any] | None]]:
+    """What a rank wrote: its launch, the fields of its start there, and those of a step; None: of the start itself.
+
+    Args:
+        path: of its file.
+        problems: told of every line that cannot be used: whether it was changed after it was written, and in words.
+
+    Raises:
+        NewerFormatError: it was written by a newer megaresume.
+        OSError: it cannot be read.
+    """
+    start: Mapping[str, Any] | None = None
     again = 0
     for number, line in enumerate(read_file(path).split(b"\n"), start=1):
         if not line:
@@ -167,10 +183,18 @@ def _read_file(path: Path, launches: dict[tuple[int, int], _Launch], problems: l
             # A process that loads another checkpoint, without being started anew, begins once more.
             again = again + 1 if start is not None and start["launch"] == fields["launch"] else 0
             start = fields
-            key = fields["launch"], again
-            launches.setdefault(key, _Launch(int(fields["step"]), int(fields["samples"]), []))
+            yield (int(fields["launch"]), again), start, None
         elif start is not None:
-            launches[start["launch"], again].lines.append(
+            yield (int(start["launch"]), again), start, fields
+        else:
+            problems.append((True, f"{path.name} line {number} is of a step, and no start is before it"))
+
+
+def _read_file(path: Path, launches: dict[Key, _Launch], problems: list[tuple[bool, str]]) -> None:
+    for key, start, fields in lines_of(path, problems):
+        launch = launches.setdefault(key, _Launch(int(start["step"]), int(start["samples"]), []))
+        if fields is not None:
+            launch.lines.append(
                 RankStep(
                     step=int(fields["step"]),
                     rank=int(start["rank"]),
@@ -186,11 +210,9 @@ def _read_file(path: Path, launches: dict[tuple[int, int], _Launch], problems: l
                     seen=bool(fields["seen"]),
                 )
             )
-        else:
-            problems.append((True, f"{path.name} line {number} is of a step, and no start is before it"))
 
 
-def _check_version(path: Path, fields: dict[str, Any]) -> None:
+def _check_version(path: Path, fields: Mapping[str, Any]) -> None:
     if fields.get("version", 0) > VERSION:
         raise NewerFormatError(
             "the log of samples was written by a newer megaresume",
@@ -200,7 +222,7 @@ def _check_version(path: Path, fields: dict[str, Any]) -> None:
         )
 
 
-def _read_gathered(path: Path, launches: dict[tuple[int, int], _Launch], problems: list[tuple[bool, str]]) -> None:
+def _read_gathered(path: Path, launches: dict[Key, _Launch], problems: list[tuple[bool, str]]) -> None:
     """Rank 0 of the reference program writes for all: a line a step, the hashes of the ranks within."""
     number = 0
     lines = path.read_bytes().split(b"\n")

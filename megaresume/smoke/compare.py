@@ -18,8 +18,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.formats import SealError, unseal
 from megaresume.runs.losses import read_losses
+from megaresume.runs.rank_steps import lines_of
 from megaresume.stream.errors import UsageError
 from megaresume.training.records import Comparison, RunRecords, assemble, compare_all, read_records
 
@@ -52,7 +52,14 @@ def with_losses(records: RunRecords, log: Path) -> RunRecords:
 def _read_directory(path: Path) -> RunRecords | None:
     launches: dict[tuple[int, int], dict[str, Any]] = {}
     for file in sorted(path.glob("rank_*.jsonl")):
-        _read_rank(file, launches)
+        # A line that was cut short by a kill is passed over: its step is missing then.
+        for key, start, fields in lines_of(file, []):
+            layout = {name: int(start[name]) for name in ("dp", "micro_batch_size")}
+            common = {name: start[name] for name in ("event", "step", "samples", "digest", "time")}
+            launch = launches.setdefault(key, {"start": common | {"topology": layout}, "steps": {}})
+            if fields is not None:
+                line = {**fields, **layout, "dp_rank": int(start["dp_rank"])}
+                launch["steps"].setdefault(int(fields["step"]), []).append(line)
     events: list[dict[str, Any]] = []
     for number, (_, launch) in enumerate(sorted(launches.items()), start=1):
         events.append(launch["start"] | {"attempt": number})
@@ -61,28 +68,6 @@ def _read_directory(path: Path) -> RunRecords | None:
             if len(ranks) == launch["start"]["topology"]["dp"]:  # otherwise a kill came first
                 events.append(_step(step, ranks) | {"attempt": number})
     return assemble(events) if events else None
-
-
-def _read_rank(path: Path, launches: dict[tuple[int, int], dict[str, Any]]) -> None:
-    start: dict[str, Any] | None = None
-    again = 0
-    key = 0, 0
-    for line in path.read_bytes().split(b"\n"):
-        try:
-            fields = unseal(line)
-        except SealError:
-            continue  # empty, or cut short by a kill: its step is missing then
-        if fields["event"] == "start":
-            # A process that loads again, without being started anew, begins once more.
-            again = again + 1 if start is not None and start["launch"] == fields["launch"] else 0
-            start = fields
-            key = int(fields["launch"]), again
-            common = {name: fields[name] for name in ("event", "step", "samples", "digest", "time")}
-            topology = {name: int(fields[name]) for name in ("dp", "micro_batch_size")}
-            launches.setdefault(key, {"start": common | {"topology": topology}, "steps": {}})
-        elif start is not None:
-            line_of_rank = fields | {name: int(start[name]) for name in ("dp_rank", "dp", "micro_batch_size")}
-            launches[key]["steps"].setdefault(int(fields["step"]), []).append(line_of_rank)
 
 
 def _step(step: int, ranks: dict[int, dict[str, Any]]) -> dict[str, Any]:
