@@ -12,8 +12,8 @@ from benchmarks.setup import Setup
 from benchmarks.table import Row
 from benchmarks.timing import interleaved, median, ratio
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.planning.reference import reference_samples
 from megaresume.stream.stream import Stream
+from tests.stream.reference import reference_samples
 
 #: Samples asked for at a time.
 BLOCK = 128

@@ -12,7 +12,7 @@ from fractions import Fraction
 from math import ceil
 from typing import Any
 
-from megaresume.stream.planning.reference import permute
+from tests.stream.reference import permute
 
 #: source, position, offset, tokens.
 Piece = tuple[str, int, int, int]

@@ -10,11 +10,11 @@ import pytest
 from megaresume.stream.config import OnChange, ShuffleConfig, StreamConfig
 from megaresume.stream.documents.permutation import items_at
 from megaresume.stream.errors import ConfigError, StateError
-from megaresume.stream.planning.reference import epoch_order
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList, assert_exact_resume
 from tests.stream.orders import document_at, order_of, position_of
+from tests.stream.reference import epoch_order
 
 
 @pytest.mark.parametrize(("block", "window"), list(product([1, 2, 3, 7, 16], [1, 2, 5])))

@@ -28,12 +28,12 @@ from megaresume.stream.config import OnChange, StreamConfig
 from megaresume.stream.errors import ConfigError, StateError, StreamExhausted
 from megaresume.stream.planning.kernel import LENGTH, SOURCE
 from megaresume.stream.planning.planner import Planner
-from megaresume.stream.planning.reference import reference_samples
 from megaresume.stream.planning.stages import Course
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList, assert_exact_resume
 from tests.corpora.test_spans import write_spans
+from tests.stream.reference import reference_samples
 
 SEQ = 32
 RANDOM = random.Random(18)

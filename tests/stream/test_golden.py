@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.planning.reference import reference_digests, reference_samples
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
+from tests.stream.reference import reference_digests, reference_samples
 
 HERE = Path(__file__).parent
 StreamOf = Callable[..., Stream]

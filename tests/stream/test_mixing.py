@@ -7,7 +7,7 @@ import random
 import numpy as np
 
 from megaresume.stream.documents.permutation import GOLDEN, mix
-from megaresume.stream.planning.reference import splitmix64
+from tests.stream.reference import splitmix64
 
 
 def test_published_outputs() -> None:

@@ -9,8 +9,8 @@ import numpy.typing as npt
 import pytest
 
 from megaresume.stream.documents.permutation import permute_range, round_keys
-from megaresume.stream.planning.reference import permute
 from tests.stream.orders import document_at, order_of, position_of
+from tests.stream.reference import permute
 
 
 def _is_permutation(documents: npt.NDArray[np.int64]) -> bool:

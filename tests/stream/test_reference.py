@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.planning.planner import Planner
-from megaresume.stream.planning.reference import reference_digests, reference_samples
 from megaresume.stream.planning.stages import Course
 from megaresume.testing import LengthList
+from tests.stream.reference import reference_digests, reference_samples
 
 Configs = Callable[..., st.SearchStrategy[tuple[dict[str, Any], dict[str, list[int]]]]]
 
@@ -134,5 +134,5 @@ def test_nothing_but_empty_documents_but_one(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.process
 def test_the_reference_needs_no_numpy() -> None:
     heavy = "{'numpy', 'numba', 'torch'}"
-    code = f"import sys, megaresume.stream.planning.reference; sys.exit(bool({heavy} & set(sys.modules)))"
+    code = f"import sys, tests.stream.reference; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import ConfigError, StateError, StreamExhausted
-from megaresume.stream.planning.reference import reference_digests, reference_samples
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList, assert_exact_resume, assert_same_samples
+from tests.stream.reference import reference_digests, reference_samples
 
 Configs = Callable[..., st.SearchStrategy[tuple[dict[str, Any], dict[str, list[int]]]]]
 StreamOf = Callable[..., Stream]

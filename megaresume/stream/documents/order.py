@@ -13,8 +13,8 @@ the epoch with what is new by a permutation of its own (`Era.rest`):
     slot j < rest      what would have come at position first + j of the era before
     slot j >= rest     new piece j - rest: the first pieces of the new documents, then their later ones
 
-Everything is O(1) for a position, and O(log) in the number of long documents. ``reference.py`` says the same with
-lists.
+Everything is O(1) for a position, and O(log) in the number of long documents. ``tests/stream/reference.py`` says the
+same with lists.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@
     tournament.py       which of many sources is next; knapsack.py: what fills a bin best
     stages.py           stages that were, and those that are declared to come
     plan.py             what a run of samples holds: segments
-    reference.py        the same in plain Python, to hold the loop against
 
 Arrays of numbers only: no tokens are read.
 """

@@ -1,7 +1,7 @@
 """The planning loop: draw documents by the blend, pack them, emit samples. One compiled function, no allocation.
 
-It works on ids and lengths alone and is a pure function of its arrays. ``reference.py`` says the same in plain
-Python; the tests hold this loop against it, sample by sample.
+It works on ids and lengths alone and is a pure function of its arrays. ``tests/stream/reference.py`` says the same in
+plain Python; the tests hold this loop against it, sample by sample.
 
 Blend. Source i with integer weight ``w`` of ``W`` parts has drawn ``c`` units (tokens, or documents) of the ``T`` of
 all sources since its stage began, and its next document has ``l`` units. In the ideal blend that document occupies
