@@ -1,11 +1,10 @@
 """From what a data config names to opened sources.
 
 data_config.py  data.yaml, the mapping in it, or ``--data-path``: read once
-catalog.py      source name -> ``{path, kind, split, ...}`` to source name -> `megaresume.corpora.Source`
+catalog.py      name -> ``{path, kind, split, ...}`` to name -> `megaresume.corpora.Source`, of one vocabulary
 shards.py       ``kind: webdataset`` and ``kind: energon``
 metadataset.py  Energon's metadatasets: one source of the config becomes several
 data_path.py    the classic ``--data-path``: weights and paths in one list
-vocabularies.py whether the sources of a blend were made with one vocabulary
 overlap.py      whether documents that are held out are, or were, trained on
 """
 

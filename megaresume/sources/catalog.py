@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.corpora.base import Source
+from megaresume.corpora.index import IndexedDocuments
 from megaresume.corpora.python import ItemNumbers, as_source
-from megaresume.corpora.split import PARTS, Part, range_of, split_part
+from megaresume.corpora.split import PARTS, Part, RangeSource, range_of, split_part
 from megaresume.rows import open_corpus
-from megaresume.sources.vocabularies import check_vocabularies
 from megaresume.stream.config import SOURCE_KEYS
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.schema import check_keys, near
@@ -73,7 +73,7 @@ def open_sources(
                 action="add the source to the data config or correct the name",
             )
     opened = {name: _open(name, dict(options), Path(base_dir), split, part, objects) for name, options in specs.items()}
-    check_vocabularies(opened)
+    _check_vocabularies(opened)
     return opened
 
 
@@ -223,6 +223,51 @@ def _open_items(options: Mapping[str, Any], name: str, base_dir: Path) -> object
     if isinstance(lengths, str):
         lengths = base_dir / expanded(lengths)
     return ItemNumbers(name, options.get("items"), options.get("contents"), lengths)
+
+
+def _check_vocabularies(sources: Mapping[str, Source]) -> None:
+    """Refuse a blend of tokens of several vocabularies.
+
+    Compared are the vocabularies of the tokenizers that `megaresume prepare` recorded. Special tokens that were added
+    to one of them, as to a chat model's, do not count. Corpora of other programs and Python objects do not say.
+
+    Args:
+        sources: by name, as `open_sources` returns them.
+
+    Raises:
+        ConfigError: two vocabularies differ.
+    """
+    if len(sources) < 2:
+        return
+    known = {name: found for name, source in sources.items() if (found := _vocabulary(source)) is not None}
+    first = next(iter(known), "")
+    for name, (vocabulary, tokenizer) in known.items():
+        if vocabulary != known[first][0]:
+            raise ConfigError(
+                f"sources '{first}' and '{name}' were prepared with different tokenizers",
+                found=f"'{first}': {known[first][1]}; '{name}': {tokenizer}",
+                expected="one vocabulary: in a blend the same token means the same text everywhere",
+                cause="megaresume prepare ran without --tokenizer, or with another model's, for one of them",
+                action=f"prepare '{name}' or '{first}' again, with the tokenizer of the other",
+            )
+
+
+def _vocabulary(source: Source) -> tuple[str, str] | None:
+    """The hash of a source's vocabulary and, for people, its tokenizer; None: nobody knows."""
+    while isinstance(source, RangeSource):
+        source = source.source
+    if isinstance(source, IndexedDocuments):
+        tokenizer = source.tokenizer
+        if tokenizer is None or "vocabulary" not in tokenizer:
+            return None
+        return str(tokenizer["vocabulary"]), f"{tokenizer.get('name')} ({tokenizer.get('vocab_size'):,} tokens)"
+    from megaresume.corpora.prepare.tokenizers import packed_vocabulary
+    from megaresume.shards.source import ShardSource
+
+    if not isinstance(source, ShardSource):
+        return None
+    packed = source.index.header["encoder"]["spec"]["tokenizer"]
+    return packed_vocabulary(packed["content"]), str(packed["name"])
 
 
 _KINDS: dict[str, Opener] = {

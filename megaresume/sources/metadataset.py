@@ -24,13 +24,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from megaresume.corpora.yaml_text import parse_yaml
+from megaresume.corpora.yaml_text import read_mapping
 from megaresume.shards.energon import OUR_PARTS
 from megaresume.shards.index import SUFFIX
 from megaresume.shards.paths import is_energon, join
+from megaresume.sources.catalog import expanded, open_sources
 from megaresume.sources.data_path import source_names
+from megaresume.stream.config import SOURCE_KEYS
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.weights import parse_weight
 
@@ -77,18 +77,18 @@ def expand_metadatasets(
     if not isinstance(sources, Mapping):
         return dict(data)
     shares: dict[str, dict[str, Fraction]] = {}
-    expanded: dict[Any, Any] = {}
+    replaced: dict[Any, Any] = {}
     for name, entry in sources.items():
         if isinstance(entry, Mapping) and entry.get("kind") == "energon" and is_metadataset(entry.get("path")):
             entries = _entries(str(name), entry, str(base_dir), part, _unit(data))
             shares[name] = {leaf: weight for leaf, (weight, _) in entries.items()}
             whole = parse_weight(entry.get("weight", 1), str(name))
-            expanded |= {leaf: {**options, "weight": str(whole * share)} for leaf, (share, options) in entries.items()}
+            replaced |= {leaf: {**options, "weight": str(whole * share)} for leaf, (share, options) in entries.items()}
         else:
-            expanded[name] = entry
+            replaced[name] = entry
     if not shares:
         return dict(data)
-    result = {**data, "sources": expanded}
+    result = {**data, "sources": replaced}
     if isinstance(data.get("stages"), list | tuple):
         result["stages"] = [_stage(stage, shares) for stage in data["stages"]]
     return result
@@ -100,7 +100,8 @@ def index_files(path: str | os.PathLike[str], directory: Path) -> dict[str, Path
     splits = _splits(path)
     leaves = [leaf for split in splits for leaf in _leaves(path, split, "metadataset")[1]]
     paths = list(dict.fromkeys(leaf.path for leaf in leaves))
-    return {found: directory / (_flat(name) + SUFFIX) for found, name in zip(paths, _names(paths, path), strict=True)}
+    names = (name.replace("/", "_") for name in _names(paths, path))
+    return {found: directory / (name + SUFFIX) for found, name in zip(paths, names, strict=True)}
 
 
 def _entries(
@@ -112,10 +113,17 @@ def _entries(
     kind, leaves = _leaves(full, OUR_PARTS[part], name)
     files = None
     if entry.get("index") is not None:
-        files = index_files(full, Path(os.path.expanduser(os.path.expandvars(str(entry["index"])))))
+        files = index_files(full, expanded(str(entry["index"])))
     sized = kind == "blend_epochized" or part != "train"
     if unit is None and not sized and len(leaves) > 1:
-        raise _no_unit(full, name)
+        raise ConfigError(
+            f"{full}, of source '{name}': what its weights count is not said",
+            found="a blend of data sets, and no blend.unit in the data config",
+            expected="blend: {unit: documents}, as Energon counts, or blend: {unit: tokens}",
+            cause="weights count tokens by default: data sets of long documents would be seen less often than "
+            "under Energon",
+            action="add blend: {unit: documents} to the data config; it applies to all sources, text too",
+        )
     repetitions = {leaf: leaf.weight if kind == "blend_epochized" else Fraction(1) for leaf in leaves}
     names = _names([leaf.path for leaf in leaves], full)
     found: dict[str, tuple[Fraction, dict[str, Any]]] = {}
@@ -220,48 +228,29 @@ def _reference(
 
 
 def _splits(path: str) -> Mapping[str, Any]:
-    try:
-        data = parse_yaml(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read",
-            found=error.strerror,
-            expected="a metadataset of Energon",
-            action="check the path",
-        ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{path} is not YAML", found=str(error), expected="a metadataset of Energon", action=f"correct {path}"
-        ) from error
     known = ("Metadataset", "MetadatasetV2")
-    if (
-        not isinstance(data, Mapping)
-        or data.get("__class__", "Metadataset") not in known
-        or not isinstance(data.get("splits"), Mapping)
-    ):
-        found = data.get("__class__", list(data)) if isinstance(data, Mapping) else type(data).__name__
+    holds = f"__class__: {' or '.join(known)}, with splits"
+    data = read_mapping(Path(path), "a metadataset of Energon", holds)
+    splits = data.get("splits")
+    if data.get("__class__", "Metadataset") not in known or not isinstance(splits, Mapping):
         raise ConfigError(
             f"{path} is not a metadataset of Energon",
-            found=f"{found}",
-            expected=f"__class__: {' or '.join(known)}, with splits",
+            found=f"{data.get('__class__', list(data))}",
+            expected=holds,
             action="check the path: pass a data.yaml to the command itself",
         )
-    splits: Mapping[str, Any] = data["splits"]
     return splits
 
 
 def _check_keys(node: Mapping[str, Any], known: Sequence[str], path: str, name: str) -> None:
     for key, value in node.items():
-        if key not in known and value is not None and key not in ("shuffle_over_epochs_multiplier",):
+        if key not in known and value is not None and key != "shuffle_over_epochs_multiplier":
             raise _refused(path, f"{key}: {value!r:.60}", f"{', '.join(known)}", name)
 
 
 def _size(options: Mapping[str, Any], name: str, base_dir: str, part: str, unit: str) -> int:
     """Documents or tokens of a data set, from its index."""
-    from megaresume.sources.catalog import open_sources
-
-    ours = {"weight", "max_epochs", "on_exhausted", "shuffle"}
-    specs = {name: {key: value for key, value in options.items() if key not in ours}}
+    specs = {name: {key: value for key, value in options.items() if key not in SOURCE_KEYS}}
     source = open_sources(specs, base_dir=base_dir, part=part)[name]  # type: ignore[arg-type]
     fingerprint = source.fingerprint()
     return fingerprint.tokens if unit == "tokens" else fingerprint.documents
@@ -285,17 +274,6 @@ def _unit(data: Mapping[str, Any]) -> str | None:
     return str(blend["unit"]) if isinstance(blend, Mapping) and "unit" in blend else None
 
 
-def _no_unit(path: str, name: str) -> ConfigError:
-    return ConfigError(
-        f"{path}, of source '{name}': what its weights count is not said",
-        found="a blend of data sets, and no blend.unit in the data config",
-        expected="blend: {unit: documents}, as Energon counts, or blend: {unit: tokens}",
-        cause="weights count tokens by default: data sets of long documents would be seen less often than "
-        "under Energon",
-        action="add blend: {unit: documents} to the data config; it applies to all sources, text too",
-    )
-
-
 def _stage(stage: Any, shares: Mapping[str, Mapping[str, Fraction]]) -> Any:
     """A stage whose weights name the data sets instead of the metadatasets."""
     if not isinstance(stage, Mapping) or not isinstance(stage.get("weights"), Mapping):
@@ -313,10 +291,6 @@ def _stage(stage: Any, shares: Mapping[str, Mapping[str, Fraction]]) -> Any:
 def _names(paths: Sequence[str], metadataset: str) -> list[str]:
     """Names of data sets that do not depend on where the metadataset lies: they key the order of each."""
     return source_names([os.path.relpath(path, os.path.dirname(metadataset) or ".") for path in paths])
-
-
-def _flat(name: str) -> str:
-    return name.replace("/", "_")
 
 
 def _refused(path: str, found: str, expected: str, name: str) -> ConfigError:

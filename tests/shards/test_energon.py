@@ -297,6 +297,9 @@ def test_repetitions_are_epochs_of_each_data_set(several):
     found = expand_metadatasets(data, several)
     assert weights(found) == {"pairs/coco": Fraction(33, 38) * Fraction(3, 10), "pairs/coyo:val": Fraction(15, 380)}
     assert [entry["max_epochs"] for entry in found["sources"].values()] == [6, 2]
+    # Their sizes are asked of the data sets alone, whatever the blend says of the source.
+    growing = expand_metadatasets(config(append="next_epoch") | {"blend": {"unit": "documents"}}, several)
+    assert weights(growing) == weights(found)
     tokens = [open_sources({"a": {"kind": "energon", "path": str(several / n)}}, part=p)["a"].fingerprint().tokens
               for n, p in (("coco", "train"), ("coyo", "valid"))]  # fmt: skip
     by_tokens = weights(expand_metadatasets(config(), several))
