@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from megaresume.stream.errors import MegaresumeError, UsageError
 from megaresume.stream.planning.kernel import DOCUMENT, SOURCE
@@ -82,7 +82,7 @@ def use_cache(sources: Iterable[object], directory: str | os.PathLike[str], *, g
         raise UsageError(
             "a cache of records has no room like this", found=f"cache_gib={gib}", expected="more than 0 GiB"
         )
-    shards: list[Any] = [source for source in sources if hasattr(source, "place")]
+    shards: list[Any] = [source for source in sources if hasattr(source, "places")]
     if shards:
         from megaresume.shards.disk import DiskCache
 
@@ -114,7 +114,7 @@ class ReadAhead:
         self._upcoming: Iterator[Sequence[int]] = iter(upcoming or ())
         self._memory = memory
         self._window = min(FIRST, memory)
-        self._sources = {i: source for i, source in enumerate(stream.sources) if hasattr(source, "place")}
+        self._sources = {i: source for i, source in enumerate(stream.sources) if hasattr(source, "places")}
         #: (samples, segments, places of their records) of each micro-batch that is planned and not yet read.
         self._planned: deque[tuple[list[int], int, list[Place]]] = deque()
         self._segments = 0
@@ -188,12 +188,12 @@ class ReadAhead:
         ahead.want(wanted)
 
     def _places(self, samples: Sequence[int]) -> tuple[int, list[Place]]:
-        segments, places = 0, []
+        segments = 0
+        places: list[Place] = []
         for sample in samples:
             table = self._stream.plan(sample, sample + 1).table
             segments += len(table)
             for source, document in table[:, [SOURCE, DOCUMENT]].tolist():
-                place: Any = self._sources[source].place(document) if source in self._sources else None
-                if place is not None:
-                    places.append(place)
+                if source in self._sources:
+                    places += cast(Any, self._sources[source]).places(document)
         return segments, places

@@ -20,7 +20,14 @@ if TYPE_CHECKING:
 
 def add_shard_arguments(parser: argparse.ArgumentParser) -> list[str]:
     """Flags that hold for shards alone; gives their names in the namespace."""
-    group = parser.add_argument_group("image-text records in tar shards (.tar, or a directory that Energon prepared)")
+    group = parser.add_argument_group(
+        "image-text records in tar shards (.tar, or a directory that Energon prepared), or JSON lines and images"
+    )
+    group.add_argument(
+        "--image-folder",
+        metavar="DIR",
+        help="the inputs are JSON lines whose rows name images below this directory or URL: they stay as they are",
+    )
     group.add_argument(
         "--encoder", metavar="FILE", help="YAML file with tokenizer, processor, template, image_token, images"
     )
@@ -63,7 +70,11 @@ def wants_shards(args: argparse.Namespace) -> bool:
     from megaresume.sources.metadataset import is_metadataset
 
     kinds = [
-        is_shards(path) or is_index(path) or is_metadataset(path) or (is_url(path) and not is_text(path))
+        args.image_folder is not None
+        or is_shards(path)
+        or is_index(path)
+        or is_metadataset(path)
+        or (is_url(path) and not is_text(path))
         for path in args.inputs
     ]
     if any(kinds) and not all(kinds):
@@ -79,7 +90,8 @@ def wants_shards(args: argparse.Namespace) -> bool:
         raise UsageError(
             f"{flag} does not hold for {'tar shards' if shards else 'text'}",
             found=f"{flag} {getattr(args, flag[2:].replace('-', '_'))}, with {args.inputs[0]}",
-            expected="flags of " + ("shards" if shards else "text: inputs that end in .tar are shards"),
+            expected="flags of "
+            + ("shards" if shards else "text: inputs that end in .tar are shards, and JSON lines with --image-folder"),
             action=f"remove {flag}",
         )
     return shards
@@ -98,6 +110,8 @@ def run_shards(args: argparse.Namespace) -> int:
     if any(is_index(path) for path in args.inputs):
         return _run_join(args)
     encoder = _encoder(args)
+    if args.image_folder is not None:
+        _check_lines(args, encoder)
     jobs: list[tuple[list[str], str | Path]] = [(args.inputs, args.output)]
     if is_metadataset(args.inputs[0]):
         if len(args.inputs) > 1:
@@ -108,6 +122,7 @@ def run_shards(args: argparse.Namespace) -> int:
             inputs,
             output,
             encoder,
+            folder=args.image_folder,
             invalid=args.invalid or "error",
             decode=args.decode,
             workers=args.workers,
@@ -120,6 +135,26 @@ def run_shards(args: argparse.Namespace) -> int:
     ]
     _print(args, summaries)
     return 0
+
+
+def _check_lines(args: argparse.Namespace, encoder: ImageTextEncoder) -> None:
+    from megaresume.corpora.prepare.inputs import is_text
+
+    if other := [path for path in args.inputs if not is_text(path)]:
+        raise UsageError(
+            "--image-folder is for JSON lines",
+            found=other[0],
+            expected="files of JSON lines (.jsonl, .json, .ndjson)",
+            action="remove --image-folder: tar shards hold their images",
+        )
+    template = encoder.to_spec()["template"]
+    if template["kind"] == "caption" and template["json_key"] is None:
+        raise UsageError(
+            "no key of the caption",
+            found="--template caption, of rows of JSON",
+            expected="the key under which a row has its text",
+            action="for example --template '{kind: caption, json_key: text}'",
+        )
 
 
 def _run_join(args: argparse.Namespace) -> int:
@@ -202,9 +237,11 @@ def _text(summary: ShardSummary) -> str:
     s = summary
     rate = s.bytes / max(s.seconds, 1e-9) / 1e6
     share = 100 * s.image_tokens / max(s.tokens, 1)
-    resumed = f", {s.resumed_shards} of {s.shards} shards from an earlier run" if s.resumed_shards else ""
+    what = "shards" if s.folder is None else "files"
+    of_all = f"{s.resumed_shards} of {s.shards} shards" if s.folder is None else f"{s.resumed_shards} pieces of files"
+    resumed = f", {of_all} from an earlier run" if s.resumed_shards else ""
     lines = [
-        f"{s.index}: {s.records:,} records in {s.shards:,} shards, {s.tokens:,} tokens",
+        f"{s.index}: {s.records:,} records in {s.shards:,} {what}, {s.tokens:,} tokens",
         f"  {s.images:,} images with {s.image_tokens:,} tokens ({share:.1f} %); the longest document has {s.longest:,}",
         f"  encoder {s.encoder}",
     ]

@@ -32,6 +32,8 @@ class Record:
     path: str
     #: extension in lower case, without the first dot ("jpg", "0.png", "json") to content.
     members: Mapping[str, bytes]
+    #: of a row beside a folder of images: their names, as members, in the order in which the row has them.
+    images: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

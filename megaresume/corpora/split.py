@@ -87,7 +87,7 @@ def range_of(source: Source, start: int, stop: int) -> RangeSource:
         return TokenRangeSource(source, start, stop)
     if is_document_source(source):
         return DocumentRangeSource(source, start, stop)
-    if hasattr(source, "place"):
+    if hasattr(source, "places"):
         return PlacedRangeSource(source, start, stop)
     return RangeSource(source, start, stop)
 
@@ -199,10 +199,10 @@ class PlacedRangeSource(RangeSource):
         """What reads them."""
         return cast(Any, self.source).files
 
-    def place(self, i: int) -> Any:
-        """Where the bytes of document i of the range lie; None: the source does not say, or does not read it."""
-        place = getattr(self.source, "place", None)
-        return None if place is None else place(self._inner(i))
+    def places(self, i: int) -> list[Any]:
+        """Where the bytes of document i of the range lie; nothing: the source does not say, or does not read it."""
+        places = getattr(self.source, "places", None)
+        return [] if places is None else list(places(self._inner(i)))
 
 
 class DocumentRangeSource(PlacedRangeSource):

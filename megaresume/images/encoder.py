@@ -32,7 +32,7 @@ from megaresume.images.processors import Grid, Pixels, processor_from_options
 from megaresume.images.processors.levels import Levels
 from megaresume.images.processors.pattern import pattern_of
 from megaresume.images.spec import check_spec, spec_from_options
-from megaresume.images.templates import Image, Missing, Piece, Text, template_from_options
+from megaresume.images.templates import Image, Missing, Piece, Template, Text, template_from_options
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.schema import read
 
@@ -109,6 +109,11 @@ class ImageTextEncoder:
     def augmentation(self) -> list[dict[str, Any]]:
         """The steps, normalised, as plain JSON."""
         return augmentation_options(self._steps)
+
+    @property
+    def template(self) -> Template:
+        """What it makes of a record."""
+        return self._template
 
     @property
     def pixel_shape(self) -> tuple[int, ...]:

@@ -24,8 +24,6 @@ KEPT = 64 << 20
 OPEN = 64
 #: bytes fetched at once of a table, at least.
 BLOCK = 64 << 10
-#: bytes in which lines are counted, for an error.
-COUNTED = 1 << 20
 
 
 class RawFiles:
@@ -71,22 +69,18 @@ class RawFiles:
         return self._range(place, path, int(self._places.inputs[place.file]["size"]))
 
     def read(self, place: DocumentPlace, *, again: bool = False) -> bytes:
-        """A document: its text, or its row as a JSON line. ``again``: not from the cache, see `ShardFiles.read_kept`.
+        """A document: its text, or its row as a JSON line. ``again``: not from the cache, see `ShardFiles.fetch`.
 
         Raises:
             CorpusError: its file is missing, damaged, or of another size than when the index was made.
             SetupError: the store does not answer; no room to unpack.
         """
-        lies = self.bytes_of(place)
-        ahead = None if again else self.files.ahead
-        if lies is not None and ahead is not None and (data := ahead.take(lies)) is not None:
-            return data
         self._check(place.file)
         suffix = Path(self.path(place.file)).suffix
         if suffix in TABLES:
             return self._row(place, self._row_group if suffix == ".parquet" else self._record_batch)
-        lies = lies or self._range(place, *self._unpacked(place.file))
-        return self.files.read_kept(lies.path, lies.offset, lies.nbytes, again=again)
+        lies = self.bytes_of(place) or self._range(place, *self._unpacked(place.file))
+        return self.files.fetch(lies, again=again)
 
     def where(self, place: DocumentPlace) -> str:
         """A document, for people: file and line, or row, from 1."""
@@ -102,9 +96,7 @@ class RawFiles:
                 return f"{path} (row {place.extent + 1} of the record batch at byte {place.at})"
             if not is_url(path):
                 plain = self._unpacked(place.file)[0] if Path(path).suffix in COMPRESSIONS else path
-                parts = range(0, place.at, COUNTED)
-                read = (self.files.read(plain, at, min(COUNTED, place.at - at)) for at in parts)
-                return f"{path}:{sum(data.count(bytes([10])) for data in read) + 1}"
+                return f"{path}:{self.files.line_at(plain, place.at)}"
         except MegaresumeError:
             pass
         return f"{path} (at byte {place.at})"

@@ -97,9 +97,10 @@ class RowSource(IndexedDocuments):
             self._keep(i, tokens)
         return tokens[offset : offset + length]
 
-    def place(self, i: int) -> Place | None:
-        """Where the bytes of document i lie; None: they are not read by themselves, as those of Parquet."""
-        return self.raw_files.bytes_of(self._places.place(i))
+    def places(self, i: int) -> list[Place]:
+        """Where the bytes of document i lie; nothing: they are not read by themselves, as those of Parquet."""
+        place = self.raw_files.bytes_of(self._places.place(i))
+        return [] if place is None else [place]
 
     def _keep(self, i: int, tokens: npt.NDArray[Any]) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""Image-text records in tar shards, as webdataset and Energon have them.
+"""Image-text records in tar shards, as webdataset and Energon have them; or in JSON lines and a folder of images.
 
 shards -- megaresume prepare --> NAME.shards.idx -- data.yaml --> ShardSource -- one range read --> record
 
@@ -7,6 +7,7 @@ join.py         the indexes of several machines to one
 index.py        the bytes of an index, and opening one
 source.py       `ShardSource`: records as documents
 tar.py          members to records, and the damage that archives can have
+folder.py       rows of JSON lines, with the images that they name, to records
 ahead.py        what comes next is read before it is needed
 files.py        range reads: local descriptors, object stores (remote.py)
 disk.py         records of object stores on a local disk, for the next epoch

@@ -1,9 +1,9 @@
-"""`Ahead`: places of shards that are read before they are needed, several requests at a time.
+"""`Ahead`: places of shards, and images of folders, that are read before they are needed, several at a time.
 
     wanted, in the order of need -> neighbours joined -> threads: cache, request -> bytes, until they are released
 
 Nothing here can change what is read: a place that is not here, or whose request failed, is read by whoever needs it,
-who then meets the error. Local files are not read: the kernel is told what will be needed, and reads it into its cache.
+who then meets the error. Local shards are not read: the kernel is told what will be needed, to have it in its cache.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megaresume.shards.files import Place, ShardFiles
-from megaresume.shards.remote import is_url
+from megaresume.shards.files import Place, RecordError, ShardFiles
 from megaresume.stream.errors import MegaresumeError
 
 log = logging.getLogger(__name__)
@@ -66,7 +65,7 @@ class Ahead:
                     self.held += place.nbytes
                     new.append(place)
                 entry.users += 1
-            remote = [place for place in new if is_url(place.path)]
+            remote = [place for place in new if place.held]
             self._waiting += joined(remote)
             self._readers |= {place.files for place in remote}
             for files in self._readers:
@@ -77,7 +76,7 @@ class Ahead:
                     self._entries[place].done = True
             self._changed.notify_all()
         for place in new:
-            if not is_url(place.path):
+            if not place.held:
                 place.files.will_need(place.path, place.offset, place.nbytes)
 
     def take(self, place: Place) -> bytes | None:
@@ -86,7 +85,7 @@ class Ahead:
             return None
         with self._changed:
             entry = self._entries.get(place)
-            if entry is None or not is_url(place.path):
+            if entry is None or not place.held:
                 return None
             while not entry.done and not self._closed:
                 self._changed.wait()
@@ -148,24 +147,24 @@ class Ahead:
 
     def _fetch(self, places: Sequence[Place]) -> None:
         """What the cache has not, by one request; if it fails, for good, its places are done without bytes."""
-        files, path, missing = places[0].files, places[0].path, places
+        missing = places
         read: dict[Place, bytes] = {}
         try:
             self._check(places[0])
             missing = [place for place in places if not self._kept(place)]
             if missing:
-                start, stop = missing[0].offset, max(place.stop for place in missing)
-                data = files.read(path, start, stop - start)
-                read = {place: data[place.offset - start : place.stop - start] for place in missing}
+                read = _read(missing)
+        except RecordError:
+            pass  # which is for its reader to say
         except Exception as error:  # noqa: BLE001  whatever it is: who needs the bytes must not wait for ever
             what = error.headline if isinstance(error, MegaresumeError) else repr(error)
             log.warning("megaresume: %s (read ahead; it is read again when it is needed)", what)
         self._done(missing, read)
         for place, data in read.items():
-            files.keep(path, place.offset, data)
+            place.files.keep(place, data)
 
     def _kept(self, place: Place) -> bool:
-        data = place.files.kept(place.path, place.offset, place.nbytes)
+        data = place.files.kept(place)
         if data is not None:
             self._done([place], {place: data})
         return data is not None
@@ -179,6 +178,8 @@ class Ahead:
 
     def _check(self, place: Place) -> None:
         """Ask for the size of a shard, but not in two threads at once."""
+        if place.whole:
+            return
         shard = (place.files, place.path)
         with self._changed:
             while shard in self._checking:
@@ -190,6 +191,16 @@ class Ahead:
             with self._changed:
                 self._checking.discard(shard)
                 self._changed.notify_all()
+
+
+def _read(places: Sequence[Place]) -> dict[Place, bytes]:
+    """Places of one request."""
+    first = places[0]
+    if first.whole:
+        return {first: first.files.read_whole(first.path)}
+    start = first.offset
+    data = first.files.read(first.path, start, max(place.stop for place in places) - start)
+    return {place: data[place.offset - start : place.stop - start] for place in places}
 
 
 def joined(places: Sequence[Place]) -> list[list[Place]]:

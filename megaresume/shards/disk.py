@@ -56,15 +56,15 @@ class DiskCache:
     began: float = field(default_factory=time.time)
     _write_again: float = 0.0
 
-    def get(self, key: str, nbytes: int) -> bytes | None:
-        """So many bytes, if they were kept under this key."""
+    def get(self, key: str, nbytes: int | None) -> bytes | None:
+        """So many bytes (None: however many), if they were kept under this key."""
         digest = xxhash.xxh3_128_digest(key.encode())
         path = self._path(digest)
         try:
             with open_file(path) as file:
                 checksum, data = file.read(_CHECKSUM), file.readall()
                 written = os.fstat(file.fileno()).st_mtime
-            if len(data) != nbytes or checksum != _checksum(digest, data):
+            if nbytes not in (None, len(data)) or checksum != _checksum(digest, data):
                 os.unlink(path)
                 return None
             if written < self.began:

@@ -31,9 +31,9 @@ import yaml
 
 from megaresume.corpora.image_text import Record
 from megaresume.corpora.yaml_text import parse_yaml
+from megaresume.shards.files import RecordError
 from megaresume.shards.paths import META, braces, join
 from megaresume.shards.remote import RemoteStore, is_url
-from megaresume.shards.tar import RecordError
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.text import parse_json
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from megaresume.checkpoint.files import open_file
 from megaresume.shards.disk import DiskCache
+from megaresume.shards.index import MAX_RECORD_BYTES
 from megaresume.shards.remote import RemoteStore, is_url
 from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError
 
@@ -23,6 +24,14 @@ from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError
 MAX_OPEN = 64
 #: bytes read at once when a whole shard is read.
 SCAN_BLOCK = 8 << 20
+#: bytes in which lines are counted, for an error.
+COUNTED = 1 << 20
+#: of what is named as a file: nothing is there, or it is none.
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ENAMETOOLONG, errno.ELOOP)
+
+
+class RecordError(CorpusError):
+    """One record cannot be read, the shard around it can: what a fault policy may answer to."""
 
 
 def local_path(path: str) -> str:
@@ -98,27 +107,62 @@ class ShardFiles:
             )
         self._checked[path] = identity
 
-    def kept(self, path: str, offset: int, nbytes: int) -> bytes | None:
-        """What `keep` was given of a shard, which was checked; None: nothing."""
-        key = self._key(path, offset)
-        return None if self.cache is None or key is None else self.cache.get(key, nbytes)
+    def fetch(self, place: Place, *, again: bool = False) -> bytes:
+        """The bytes of a place: those that were read ahead, those of the cache, or read now, and then kept by it.
 
-    def keep(self, path: str, offset: int, data: bytes) -> None:
-        """Have the cache keep these bytes of a shard, which was checked."""
-        key = self._key(path, offset)
+        What is kept may have been read while the file was another one for a time: ``again`` replaces it.
+
+        Raises:
+            CorpusError: the file is missing, shorter, or of another size than when its index was made.
+            SetupError: it cannot be reached.
+        """
+        data = None if again or self.ahead is None else self.ahead.take(place)
+        if data is None:
+            if not place.whole:
+                self.check(place.path, place.size)
+            data = None if again else self.kept(place)
+        if data is None:
+            data = self.read_whole(place.path) if place.whole else self.read(place.path, place.offset, place.nbytes)
+            self.keep(place, data)
+        return data
+
+    def kept(self, place: Place) -> bytes | None:
+        """What `keep` was given of a place, whose shard was checked; None: nothing."""
+        key = self._key(place)
+        return None if self.cache is None or key is None else self.cache.get(key, None if place.whole else place.nbytes)
+
+    def keep(self, place: Place, data: bytes) -> None:
+        """Have the cache keep the bytes of a place, whose shard was checked."""
+        key = self._key(place)
         if self.cache is not None and key is not None:
             self.cache.put(key, data)
 
-    def read_kept(self, path: str, offset: int, nbytes: int, *, again: bool = False) -> bytes:
-        """As `read`, of a shard that was checked; by the cache, which keeps what it did not have.
+    def read_whole(self, path: str) -> bytes:
+        """A whole file.
 
-        What is kept may have been read while the shard was another one for a time: ``again`` replaces it.
+        Raises:
+            RecordError: it is missing, no file, or too large for a record.
+            SetupError: it cannot be reached.
         """
-        data = None if again else self.kept(path, offset, nbytes)
-        if data is None:
-            data = self.read(path, offset, nbytes)
-            self.keep(path, offset, data)
-        return data
+        if is_url(path):
+            try:
+                return self._store(path).read_all(path)
+            except CorpusError as error:
+                raise RecordError(error.headline, found=error.found, expected="a file") from error
+        try:
+            with open_file(local_path(path)) as file:
+                if (size := os.fstat(file.fileno()).st_size) > MAX_RECORD_BYTES:
+                    raise OSError(errno.EINVAL, f"{size} bytes", path)
+                return file.readall()
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                raise RecordError(f"{path} cannot be read", found=error.strerror, expected="a file") from error
+            raise _cannot_open(path, error) from error
+
+    def line_at(self, path: str, offset: int) -> int:
+        """Number of the line at a byte of a file, from 1: all before it is read."""
+        parts = range(0, offset, COUNTED)
+        return 1 + sum(self.read(path, at, min(COUNTED, offset - at)).count(b"\n") for at in parts)
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         """Exactly ``nbytes`` bytes of a shard, by one range read; the cache is not asked.
@@ -156,10 +200,14 @@ class ShardFiles:
         """The shard as a file to be read from front to back."""
         return BlockFile(lambda offset, nbytes: self.read(path, offset, nbytes), size, SCAN_BLOCK)
 
-    def _key(self, path: str, offset: int) -> str | None:
+    def _key(self, place: Place) -> str | None:
+        if not is_url(place.path):
+            return None
+        if place.whole:  # each reader compares it with the index, which spares a request
+            return f"{place.path} whole"
         # What was written again is another file. Without a stamp nobody could tell.
-        size, _, stamp = self._checked.get(path, "").partition(":")
-        return f"{path} {size} {stamp} {offset}" if is_url(path) and stamp else None
+        size, _, stamp = self._checked.get(place.path, "").partition(":")
+        return f"{place.path} {size} {stamp} {place.offset}" if stamp else None
 
     def _store(self, path: str) -> RemoteStore:
         protocol = path.partition("://")[0]
@@ -180,19 +228,27 @@ class ShardFiles:
 
 
 class Place(NamedTuple):
-    """Where a record lies."""
+    """Where a record lies, or a file that belongs to one."""
 
     files: ShardFiles
     path: str
     #: bytes of the whole shard, as indexed.
     size: int
     offset: int
+    #: of a whole file, about so many.
     nbytes: int
+    #: of which no index knows the size: it is read to its end.
+    whole: bool = False
 
     @property
     def stop(self) -> int:
         """The byte after the last one."""
         return self.offset + self.nbytes
+
+    @property
+    def held(self) -> bool:
+        """Whether it is read ahead into memory. Of local shards the kernel does that."""
+        return self.whole or is_url(self.path)
 
 
 class ReadBefore(Protocol):

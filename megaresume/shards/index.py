@@ -145,7 +145,7 @@ class ShardInfo:
 
 
 class ShardIndex:
-    """An index of tar shards. Safe to share between threads, to fork and to pickle (it is opened again).
+    """An index of tar shards or JSON lines. Safe to share between threads, to fork and to pickle (it is opened again).
 
     Args:
         path: of the ``.shards.idx``.
@@ -216,6 +216,10 @@ def _header(path: Path, content: bytes, records: int) -> Mapping[str, Any]:
             ):
                 raise ValueError(f"shard {shard!r:.200}")
             counted += shard["records"]
+        if (folder := header.get("folder")) is not None and (
+            not isinstance(folder["path"], str) or type(folder["bytes"]) is not int
+        ):
+            raise ValueError(f"folder {folder!r:.200}")
         if counted != records:
             raise ValueError(f"{counted} records in its shards, {records} in its columns")
         if not all(isinstance(header["columns"][name], str) for name in COLUMNS):

@@ -17,7 +17,8 @@ from megaresume.corpora.image_text import Measure
 from megaresume.corpora.prepare.work import WorkDirectory, disk_error
 from megaresume.images.encoder import ImageTextEncoder
 from megaresume.shards.energon import Fields
-from megaresume.shards.files import BlockFile, ShardFiles
+from megaresume.shards.files import BlockFile, Place, ShardFiles
+from megaresume.shards.folder import Folder, walk_rows
 from megaresume.shards.index import COLUMNS, MAX_RECORD_BYTES
 from megaresume.shards.source import UNMEASURED
 from megaresume.shards.tar import Extent, content_hash, parse_record, walk
@@ -46,6 +47,8 @@ class IndexSpec:
     decode: bool = False
     #: of an Energon data set.
     fields: Fields | None = None
+    #: of images that rows of JSON lines name; None: tar shards.
+    folder: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,15 +63,24 @@ class ShardTask:
     identity: str
     #: keys of records to leave out.
     excluded: frozenset[str] = frozenset()
+    #: of JSON lines, the piece: rows that begin in these bytes.
+    start: int = 0
+    stop: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to be measured."""
+        return (self.size if self.stop is None else self.stop) - self.start
 
     @property
     def part(self) -> str:
         """Name of its part: by its path, so that a part survives when shards are added to the list."""
-        return f"shard-{xxhash.xxh3_64_hexdigest(self.path.encode())}"
+        return f"shard-{xxhash.xxh3_64_hexdigest(f'{self.path} {self.start}'.encode())}"
 
     def head(self) -> dict[str, Any]:
         """What a part must say of itself to be used for this task."""
-        return {"path": self.path, "identity": self.identity, "excluded": sorted(self.excluded)}
+        excluded, piece = sorted(self.excluded), [self.start, self.stop]
+        return {"path": self.path, "identity": self.identity, "excluded": excluded, "piece": piece}
 
 
 @dataclass(slots=True)
@@ -80,11 +92,16 @@ class _Columns:
     first_invalid: list[dict[str, Any]] = field(default_factory=list)
     ignored: int = 0
     missing_images: int = 0
+    image_bytes: int = 0
+    lines: int = 0
     split: int = 0
     excluded: list[str] = field(default_factory=list)
 
     def ignore(self, name: str) -> None:
         self.ignored += 1
+
+    def count(self, lines: int) -> None:
+        self.lines = lines
 
 
 def find_part(directory: WorkDirectory, task: ShardTask) -> dict[str, Any] | None:
@@ -105,12 +122,17 @@ def measure_shard(spec: IndexSpec, task: ShardTask) -> dict[str, Any]:
     files = ShardFiles()
     file = files.scan(task.path, task.size)
     columns = _Columns()
-    for number, extent in enumerate(walk(file, task.path, columns.ignore)):
+    folder = None
+    extents = walk(file, task.path, columns.ignore)
+    if spec.folder is not None:
+        folder = Folder(path=spec.folder, template=spec.encoder.template, files=files)
+        extents = walk_rows(file, task.path, task.start, task.start + task.nbytes, columns.count)
+    for number, extent in enumerate(extents):
         measures, content = [Measure(tokens=0, num_images=0, image_tokens=0)], 0
         if extent.key in task.excluded:
             columns.excluded.append(extent.key)
         else:
-            measures, content = _measured(spec, task, number, extent, file, columns)
+            measures, content = _measured(spec, task, number, extent, file, columns, folder)
         columns.split += len(measures) - 1
         for measure in measures:
             columns.missing_images += measure.missing_images
@@ -126,6 +148,8 @@ def measure_shard(spec: IndexSpec, task: ShardTask) -> dict[str, Any]:
         "invalid": columns.invalid,
         "first_invalid": columns.first_invalid,
         "missing_images": columns.missing_images,
+        "image_bytes": columns.image_bytes,
+        "lines": columns.lines,
         "split": columns.split,
         "ignored": columns.ignored,
         "left_out": len(columns.excluded),
@@ -156,7 +180,13 @@ def _body_bytes(head: Mapping[str, Any]) -> int:
 
 
 def _measured(
-    spec: IndexSpec, task: ShardTask, number: int, extent: Extent, file: BlockFile, columns: _Columns
+    spec: IndexSpec,
+    task: ShardTask,
+    number: int,
+    extent: Extent,
+    file: BlockFile,
+    columns: _Columns,
+    folder: Folder | None,
 ) -> tuple[list[Measure], int]:
     """Lengths of the documents of a record, and the hash of its content."""
     try:
@@ -166,13 +196,22 @@ def _measured(
                 found=f"{extent.nbytes} bytes",
                 expected=f"at most {MAX_RECORD_BYTES}",
             )
-        raw = parse_record(file.read_at(extent.offset, extent.nbytes), task.path)
+        data = file.read_at(extent.offset, extent.nbytes)
+        if folder is None:
+            raw = parse_record(data, task.path)
+        else:
+            place = Place(folder.files, task.path, task.size, extent.offset, extent.nbytes)
+            raw = folder.record(data, place)
+            columns.image_bytes += sum(map(len, raw.members.values())) - len(data)
         record = raw if spec.fields is None else spec.fields.apply(raw)
         return spec.encoder.measures(record, decoded=spec.decode), content_hash(raw)
     except CorpusError as error:
         if spec.invalid == "error":
+            where = f"{task.path}, record {number} ('{extent.key}')"
+            if folder is not None:
+                where = f"{task.path}:{folder.files.line_at(task.path, extent.offset)}"
             raise CorpusError(
-                f"{task.path}, record {number} ('{extent.key}'): {error.headline}",
+                f"{where}: {error.headline}",
                 found=error.found,
                 expected=error.expected,
                 cause=error.cause,
@@ -182,7 +221,8 @@ def _measured(
         columns.invalid += 1
         if len(columns.first_invalid) < SHOWN:
             reason = error.headline if error.found is None else f"{error.headline}; found {error.found}"
-            columns.first_invalid.append({"record": len(columns.rows), "key": extent.key, "reason": reason})
+            entry = {"record": len(columns.rows), "key": extent.key, "reason": reason, "line": extent.line}
+            columns.first_invalid.append(entry)
         tokens = MASKED_TOKENS if spec.invalid == "mask" else 0
         return [Measure(tokens=tokens, num_images=UNMEASURED, image_tokens=0)], 0
 

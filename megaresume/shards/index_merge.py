@@ -10,6 +10,7 @@ The header holds
     fingerprints   range, tokens, hash of the lengths, hash of the contents: of all documents, and of each part of an
                    Energon data set
     columns        hash of each
+    folder         of JSON lines: path of the folder of images (as those of shards), bytes of the images that rows name
     energon        hash of the metadata, and part -> [first, stop) (Energon data sets only), with fields
 
 and nothing of the machine, the time or the workers: the same shards and encoder give the same bytes.
@@ -17,6 +18,7 @@ and nothing of the machine, the time or the workers: the same shards and encoder
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,6 +43,7 @@ class _Totals:
     image_tokens: int = 0
     images: int = 0
     missing_images: int = 0
+    image_bytes: int = 0
     split: int = 0
     longest: int = 0
     invalid: int = 0
@@ -106,8 +109,9 @@ def merge_parts(
     hashers = {name: xxhash.xxh3_128() for name in COLUMNS}
     totals, at = _Totals(), 0
     new = index.with_name(f".{index.name}.new")
+    numbers = _numbers(tasks)
     with open(new, "wb") as file:
-        for k, (task, (head, columns)) in enumerate(zip(tasks, parts, strict=True)):
+        for k, task, (head, columns) in zip(numbers, tasks, parts, strict=True):
             columns["shard"] = np.full(head["records"], k, COLUMNS["shard"])
             for name, dtype in COLUMNS.items():
                 file.seek(places[name] + at * dtype.itemsize)
@@ -141,12 +145,19 @@ def merge_parts(
     return header
 
 
+def _numbers(tasks: Sequence[ShardTask]) -> list[int]:
+    """The shard of each task: pieces of one file follow one another."""
+    others = (task.path != before.path for before, task in itertools.pairwise(tasks))
+    return list(itertools.accumulate(others, initial=0)) if tasks else []
+
+
 def _add(totals: _Totals, columns: Mapping[str, Any], head: Mapping[str, Any], at: int, task: ShardTask) -> None:
     tokens = columns["tokens"]
     totals.tokens += int(tokens.sum(dtype=np.int64))
     totals.image_tokens += int(columns["image_tokens"].sum(dtype=np.int64))
     totals.images += int(np.maximum(columns["num_images"], 0).sum(dtype=np.int64))
     totals.missing_images += head["missing_images"]
+    totals.image_bytes += head["image_bytes"]
     totals.split += head["split"]
     totals.longest = max(totals.longest, int(tokens.max(initial=0)))
     totals.invalid += head["invalid"]
@@ -163,10 +174,11 @@ def _header(
     totals: _Totals,
     energon: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    shards: list[dict[str, Any]] = [
-        {"path": portable(task.path, index), "size": task.size, "records": head["records"]}
-        for task, head in zip(tasks, heads, strict=True)
-    ]
+    shards: list[dict[str, Any]] = []
+    for k, task, head in zip(_numbers(tasks), tasks, heads, strict=True):
+        if k == len(shards):
+            shards.append({"path": portable(task.path, index), "size": task.size, "records": 0})
+        shards[k]["records"] += head["records"]
     header = {
         "format": FORMAT,
         "version": VERSION,
@@ -181,6 +193,8 @@ def _header(
         "encoder": {"fingerprint": spec.encoder.fingerprint, "spec": spec.encoder.to_spec()},
         "shards": shards,
     }
+    if spec.folder is not None:
+        header["folder"] = {"path": portable(spec.folder, index), "bytes": totals.image_bytes}
     if spec.fields is not None:
         header["fields"] = spec.fields.options()
     if energon is not None:

@@ -17,6 +17,7 @@ import numpy as np
 from megaresume.corpora.prepare.work import disk_error
 from megaresume.images.encoder import ImageTextEncoder
 from megaresume.shards.files import ShardFiles
+from megaresume.shards.folder import folder_of
 from megaresume.shards.index import ShardIndex, index_path
 from megaresume.shards.index_measure import PART_COLUMNS, IndexSpec, ShardTask
 from megaresume.shards.index_merge import merge_parts
@@ -56,7 +57,7 @@ def join_indexes(
     header = indexes[0].header
     invalid = header["invalid"]["policy"]
     encoder = ImageTextEncoder.from_spec(header["encoder"]["spec"])
-    spec = IndexSpec(output=target, encoder=encoder, invalid=invalid)
+    spec = IndexSpec(output=target, encoder=encoder, invalid=invalid, folder=folder_of(indexes[0]))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with progress("writing the index", sum(head["records"] for head in heads), "records") as bar:
@@ -91,6 +92,7 @@ def _heads(index: ShardIndex) -> list[dict[str, Any]]:
                 "invalid": int(np.count_nonzero(unmeasured[shard.first : stop] == UNMEASURED)),
                 "first_invalid": [{**entry, "record": entry["document"] - shard.first} for entry in first],
                 "missing_images": 0 if k else index.header["missing_images"],
+                "image_bytes": 0 if k else index.header.get("folder", {}).get("bytes", 0),
                 "split": 0 if k else index.header["split"],
                 "ignored": 0,
                 "left_out": 0,
@@ -115,8 +117,7 @@ def _check_alike(indexes: Sequence[ShardIndex]) -> None:
                 expected="indexes of tar shards",
                 action="keep it as a source of its own, or prepare its shards: 'DATASET/*.tar'",
             )
-        made = {"encoder": first.header["encoder"]["fingerprint"], "--invalid": first.header["invalid"]["policy"]}
-        found = {"encoder": index.header["encoder"]["fingerprint"], "--invalid": index.header["invalid"]["policy"]}
+        made, found = _made(first), _made(index)
         for what in made:
             if found[what] != made[what]:
                 raise UsageError(
@@ -125,3 +126,12 @@ def _check_alike(indexes: Sequence[ShardIndex]) -> None:
                     expected="the same in all",
                     action="make one of them again, or keep them as two sources",
                 )
+
+
+def _made(index: ShardIndex) -> dict[str, Any]:
+    header = index.header
+    return {
+        "encoder": header["encoder"]["fingerprint"],
+        "--invalid": header["invalid"]["policy"],
+        "--image-folder": folder_of(index),
+    }

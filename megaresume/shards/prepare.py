@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from megaresume.corpora.prepare.work import WorkDirectory, check_workers, disk_e
 from megaresume.images.encoder import ImageTextEncoder
 from megaresume.shards.energon import EnergonDataset, read_energon
 from megaresume.shards.files import ShardFiles
+from megaresume.shards.folder import Folder
 from megaresume.shards.index import index_path
 from megaresume.shards.index_measure import (
     IndexSpec,
@@ -35,6 +36,9 @@ from megaresume.shards.remote import is_url
 from megaresume.stream.errors import CorpusError, UsageError
 from megaresume.stream.progress import progress
 
+#: bytes of JSON lines that are measured at a time; their images are some hundred times as many.
+PIECE = 1 << 20
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardSummary:
@@ -42,7 +46,7 @@ class ShardSummary:
 
     index: str
     shards: int
-    #: of the shards, bytes.
+    #: of the shards; of JSON lines, with the images: bytes.
     bytes: int
     records: int
     #: more than records if pages were split (template.split).
@@ -62,13 +66,15 @@ class ShardSummary:
     ignored_files: int
     #: records that the split of an Energon data set leaves out.
     excluded: int
+    #: of images that rows of JSON lines name; None: of tar shards.
+    folder: str | None
     #: part of an Energon data set -> documents.
     parts: Mapping[str, int]
     #: fingerprint of the encoder.
     encoder: str
     #: wall clock of this run.
     seconds: float
-    #: shards that an earlier run had finished.
+    #: shards, or pieces of JSON lines, that an earlier run had finished.
     resumed_shards: int
 
 
@@ -77,6 +83,7 @@ def prepare_shards(
     output: str | Path,
     encoder: ImageTextEncoder,
     *,
+    folder: str | None = None,
     invalid: Invalid = "error",
     decode: bool = False,
     workers: int = 1,
@@ -88,9 +95,10 @@ def prepare_shards(
     """Build ``OUTPUT.shards.idx``.
 
     Args:
-        inputs: patterns of tar shards, in order; or one directory that Energon has prepared.
+        inputs: patterns of tar shards, or of JSON lines, in order; or one directory that Energon has prepared.
         output: where the index goes, with or without ``.shards.idx``.
         encoder: measures the records; the index keeps its spec.
+        folder: of the images that rows of JSON lines name: a directory or URL; None: the inputs are tar shards.
         invalid: what becomes of a record that cannot be measured: ``error``, ``mask`` (one token, masked), ``drop``
             (length 0: the stream passes over it).
         decode: decode every image, so that truncated ones are found here and not in training.
@@ -109,23 +117,30 @@ def prepare_shards(
     check_workers(workers)
     index = index_path(output)
     check_free(index, overwrite)
-    dataset = _energon(inputs, split_config, dataset_config)
-    tasks, names = _tasks(inputs, dataset)
+    dataset = None if folder else _energon(inputs, split_config, dataset_config)
+    if folder is not None:
+        folder = join(os.getcwd(), os.path.expanduser(folder))
+        Folder(path=folder, template=encoder.template, files=ShardFiles()).check()
+    tasks, names = _tasks(inputs, dataset) if folder is None else (_pieces(inputs), [])
     fields = None if dataset is None else dataset.fields
-    spec = IndexSpec(output=index, encoder=encoder, invalid=invalid, decode=decode, fields=fields)
+    spec = IndexSpec(output=index, encoder=encoder, invalid=invalid, decode=decode, fields=fields, folder=folder)
     directory = WorkDirectory(index)
     plan = {
         "encoder": encoder.fingerprint,
         "invalid": invalid,
         "decode": decode,
         "fields": None if fields is None else fields.options(),
+        "folder": folder,
     }
     try:
         index.parent.mkdir(parents=True, exist_ok=True)
         with directory.locked(plan, restart=restart):
             heads, resumed = _make_parts(directory, spec, tasks, workers)
             energon = None if dataset is None else _energon_header(dataset, tasks, names, heads)
-            parts = (read_part(directory, task) for task in tasks)
+            if folder is not None:
+                _number_rows(tasks, heads)
+            # Not the head that the part has: its rows have no numbers yet.
+            parts = ((head, read_part(directory, task)[1]) for head, task in zip(heads, tasks, strict=True))
             with progress("writing the index", sum(head["records"] for head in heads), "records") as bar:
                 header = merge_parts(index, spec, tasks, heads, parts, energon, bar.update)
             directory.remove()
@@ -158,8 +173,9 @@ def summary_of(
     parts = header.get("energon", {}).get("parts", {})
     return ShardSummary(
         index=str(index),
-        shards=len(tasks),
-        bytes=sum(task.size for task in tasks),
+        shards=len(header["shards"]),
+        bytes=sum(task.nbytes for task in tasks) + header.get("folder", {}).get("bytes", 0),
+        folder=header.get("folder", {}).get("path"),
         invalid=header["invalid"]["count"],
         invalid_policy=header["invalid"]["policy"],
         first_invalid=tuple(header["invalid"]["first"]),
@@ -214,12 +230,39 @@ def _task(files: ShardFiles, path: str, excluded: frozenset[str]) -> ShardTask:
     return ShardTask(path=path, size=int(identity.partition(":")[0]), identity=identity, excluded=excluded)
 
 
+def _pieces(inputs: Sequence[str | os.PathLike[str]]) -> list[ShardTask]:
+    """Files of JSON lines in pieces: what one process measures, and a kill loses."""
+    whole = [_task(ShardFiles(), path, frozenset()) for path in expand_shards(inputs)]
+    return [
+        replace(task, start=start, stop=min(start + PIECE, task.size))
+        for task in whole
+        for start in range(0, max(task.size, 1), PIECE)
+    ]
+
+
+def _number_rows(tasks: Sequence[ShardTask], heads: Sequence[Mapping[str, Any]]) -> None:
+    """Call rows that could not be measured by their line in the whole file; refuse a file without a row."""
+    lines = records = 0
+    for k, (task, head) in enumerate(zip(tasks, heads, strict=True)):
+        lines, records = (0, 0) if not task.start else (lines, records)
+        for entry in head["first_invalid"]:
+            entry["key"] = f"line {lines + entry['line']}"
+        lines, records = lines + head["lines"], records + head["records"]
+        if not records and (k + 1 == len(tasks) or not tasks[k + 1].start):
+            raise CorpusError(
+                f"{task.path} has no row",
+                found=f"{task.size} bytes, white space alone" if task.size else "an empty file",
+                expected="rows of JSON, one on each line",
+                action="leave the file out",
+            )
+
+
 def _make_parts(
     directory: WorkDirectory, spec: IndexSpec, tasks: Sequence[ShardTask], workers: int
 ) -> tuple[list[Mapping[str, Any]], int]:
     """Heads of all parts in order, and how many of them were there already."""
     heads: dict[str, Mapping[str, Any]] = {}
-    with progress("measuring", sum(task.size for task in tasks), "B") as bar:
+    with progress("measuring", sum(task.nbytes for task in tasks), "B") as bar:
         missing: dict[str, ShardTask] = {}
         for task in tasks:
             found = find_part(directory, task)
@@ -227,7 +270,7 @@ def _make_parts(
                 missing[task.part] = task
             else:
                 heads[task.part] = found
-                bar.update(task.size)
+                bar.update(task.nbytes)
         resumed = len(heads)
 
         # A process takes longer to start than a small shard to measure.
@@ -235,7 +278,7 @@ def _make_parts(
         with closing(run(work, measure_shard, spec, workers=min(workers, len(missing)))) as done:
             for task, head in zip(missing.values(), done, strict=True):
                 heads[task.part] = head
-                bar.update(task.size)
+                bar.update(task.nbytes)
     return [heads[task.part] for task in tasks], resumed
 
 

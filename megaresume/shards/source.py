@@ -19,10 +19,12 @@ import numpy.typing as npt
 import xxhash
 
 from megaresume.corpora.scan import scan_fingerprint
-from megaresume.shards.files import Place, ShardFiles
+from megaresume.shards.files import Place, RecordError, ShardFiles
+from megaresume.shards.folder import Folder, folder_of
 from megaresume.shards.index import ShardIndex, ShardInfo
 from megaresume.shards.paths import resolved
-from megaresume.shards.tar import RecordError, content_hash, parse_record
+from megaresume.shards.remote import is_url
+from megaresume.shards.tar import content_hash, parse_record
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.state import Fingerprint
 
@@ -48,6 +50,7 @@ class ShardSource:
         index: path of the ``.shards.idx``, or the index.
         name: of the source, for errors.
         shards: where the shards lie, in the order of the index; by default where the index says.
+        folder: where the images lie that rows of JSON lines name; by default where the index says.
         policy: what becomes of a record that is not as the index announced it.
         max_tokens: length above which ``too_long`` applies; None: no limit.
         too_long: ``error``: refuse when the source is opened; ``truncate``: cut to max_tokens, text at its end, an
@@ -69,6 +72,7 @@ class ShardSource:
         *,
         name: str = "source",
         shards: Sequence[str] | None = None,
+        folder: str | None = None,
         policy: FaultPolicy = "error",
         max_tokens: int | None = None,
         too_long: TooLong = "error",
@@ -91,6 +95,9 @@ class ShardSource:
         # A wrong path shows at once; that every shard is there is asked when it is first read.
         for k in {0, len(infos) - 1} if infos else ():
             self.files.check(self._paths[k], infos[k].size)
+        self._folder_path = folder_of(self.index) if folder is None else folder
+        if self._folder is not None:
+            self._folder.check()
         if augment is not None:
             from megaresume.images.augment import augmentation_from_options
 
@@ -217,9 +224,12 @@ class ShardSource:
             except RecordError as error:
                 record = error
         indexed = int(self._tokens[i])
-        document = encode_as_indexed(
-            self.encoder, record, key, tokens=indexed, policy=policy, changed=changed, part=self.part(i)
-        )
+        try:
+            document = encode_as_indexed(
+                self.encoder, record, key, tokens=indexed, policy=policy, changed=changed, part=self.part(i)
+            )
+        except CorpusError as error:
+            raise error if self._folder is None else self._with_line(error, i) from error
         return document if length == indexed else fit_document(document, length, self.encoder.filler)
 
     def record(self, i: int) -> Record:
@@ -245,15 +255,20 @@ class ShardSource:
             first -= 1
         return i - first
 
-    def place(self, i: int) -> Place | None:
-        """Where the bytes of document i lie; None: it is not read.
+    def places(self, i: int) -> list[Place]:
+        """Where the bytes of document i lie, or its images, if it is a row; nothing: it is not read.
 
         Raises:
             IndexError: no such document.
             CorpusError: the index is damaged.
         """
         unread = self.index.column("num_images")[i] == UNMEASURED or not self.length(i)
-        return None if unread else self._place(i)
+        if unread:
+            return []
+        place = self._place(i)
+        if self._folder is None or is_url(place.path):
+            return [place]
+        return self._folder.places(self.files.fetch(place), place)
 
     def _compared(self, i: int) -> tuple[Record, bool]:
         """Record i, and whether it is the indexed one; of the shard itself if the cache has another one."""
@@ -267,10 +282,9 @@ class ShardSource:
 
     def _raw(self, i: int, *, again: bool = False) -> Record:
         place = self._place(i)
-        data = None if again or self.files.ahead is None else self.files.ahead.take(place)
-        if data is None:
-            self.files.check(place.path, place.size)
-            data = self.files.read_kept(place.path, place.offset, place.nbytes, again=again)
+        data = self.files.fetch(place, again=again)
+        if self._folder is not None:
+            return self._folder.record(data, place, again=again)
         return parse_record(data, place.path)
 
     def _place(self, i: int) -> Place:
@@ -348,6 +362,24 @@ class ShardSource:
             contents = xxhash.xxh3_64_hexdigest(self.index.column("content")[start:stop].tobytes())
             known = self._scanned[start, stop] = replace(lengths, contents=contents)
         return known
+
+    @functools.cached_property
+    def _folder(self) -> Folder | None:
+        """Of JSON lines: what reads the images."""
+        if self._folder_path is None:
+            return None
+        from megaresume.images.templates import template_from_options
+
+        header = self.index.header
+        template = template_from_options(header["encoder"]["spec"]["template"])
+        average = header["folder"]["bytes"] // max(header["images"], 1)
+        return Folder(path=self._folder_path, template=template, files=self.files, image_bytes=average)
+
+    def _with_line(self, error: CorpusError, i: int) -> CorpusError:
+        place = self._place(i)
+        line = "" if is_url(place.path) else f":{self.files.line_at(place.path, place.offset)}"
+        told = {name: getattr(error, name) for name in ("found", "expected", "cause", "action")}
+        return CorpusError(f"{place.path}{line}: {error.headline}", **told)
 
     @functools.cached_property
     def _fields(self) -> Any:

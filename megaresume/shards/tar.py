@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from megaresume.corpora.image_text import Record
-from megaresume.shards.files import BlockFile
+from megaresume.shards.files import BlockFile, RecordError
 from megaresume.stream.errors import CorpusError
 
 BLOCK = tarfile.BLOCKSIZE
@@ -105,10 +105,6 @@ _META = re.compile(r"__[^/]*__(?:$|/)")
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
-class RecordError(CorpusError):
-    """One record cannot be read, the shard around it can: what a fault policy may answer to."""
-
-
 @dataclass(slots=True)
 class Extent:
     """Where a record lies."""
@@ -120,6 +116,8 @@ class Extent:
     nbytes: int
     #: number of members.
     members: int = field(default=1)
+    #: of a row of JSON lines, its line in what was walked, from 1.
+    line: int = 0
 
 
 def walk(file: BlockFile, shard: str, ignored: Callable[[str], object] = lambda name: None) -> Iterator[Extent]:
@@ -133,7 +131,7 @@ def walk(file: BlockFile, shard: str, ignored: Callable[[str], object] = lambda 
     Raises:
         CorpusError: not a plain tar; cut, damaged or empty; a member that points out of it or is no file.
     """
-    _check_plain(file, shard)
+    check_plain(file, shard, "a plain .tar: records are read by their offset")
     current: Extent | None = None
     count = 0
     for header in _members(file, shard):
@@ -228,14 +226,15 @@ def _members(file: BlockFile, shard: str) -> Iterator[Header]:
         raise _damaged(shard, file.size, str(error)) from error
 
 
-def _check_plain(file: BlockFile, shard: str) -> None:
+def check_plain(file: BlockFile, shard: str, expected: str) -> None:
+    """Raises CorpusError: a compressed file, by its first bytes; ``expected`` says why that will not do."""
     head = file.read_at(0, min(8, file.size))
     kind = next((name for magic, name in _COMPRESSED.items() if head.startswith(magic)), None)
     if kind is not None:
         raise CorpusError(
             f"{shard} is compressed",
             found=f"a {kind} file",
-            expected="a plain .tar: records are read by their offset",
+            expected=expected,
             cause="images are compressed already: compressing the shard saves next to nothing",
             action=f"decompress it, for example: {'gunzip' if kind == 'gzip' else kind + ' -d'} FILE",
         )

@@ -6,6 +6,8 @@
     python      factory ("package.module:callable"), kwargs (mapping); or an object passed by name
 webdataset  index (``.shards.idx``), path (tar shards, where they are not where the index says), on_fault, too_long,
             max_tokens, augment, encoder: see `megaresume.shards`
+image_folder  index, path (JSON lines) and image_folder (their images), where they are not where the index says, and as
+            webdataset
 energon     path (a directory with .nv-meta), index, split_part, and as webdataset; it has a split of its own
 items       items (how many), contents, lengths (a file), keyed: of a dataset that only the training program has, for
             trace and verify
@@ -31,7 +33,7 @@ from megaresume.stream.errors import ConfigError
 from megaresume.stream.schema import check_keys, near
 
 #: options that are paths, of all kinds.
-PATHS = ("path", "index", "encoder", "inputs")
+PATHS = ("path", "index", "encoder", "inputs", "image_folder")
 #: keys of a source, whatever its kind.
 OF_EVERY_KIND = ("kind", "split", *SOURCE_KEYS)
 #: options of a source (without kind and split), its name, the directory that paths are relative to -> the source.
@@ -211,6 +213,12 @@ def _open_webdataset(options: Mapping[str, Any], name: str, base_dir: Path) -> o
     return open_webdataset(options, name, base_dir)
 
 
+def _open_image_folder(options: Mapping[str, Any], name: str, base_dir: Path) -> object:
+    from megaresume.sources.shards import open_image_folder
+
+    return open_image_folder(options, name, base_dir)
+
+
 def _open_energon(options: Mapping[str, Any], name: str, base_dir: Path) -> object:
     from megaresume.sources.shards import open_energon
 
@@ -274,6 +282,7 @@ _KINDS: dict[str, Opener] = {
     "megatron": _open_megatron,
     "python": _open_python,
     "webdataset": _open_webdataset,
+    "image_folder": _open_image_folder,
     "energon": _open_energon,
     "items": _open_items,
 }

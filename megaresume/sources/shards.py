@@ -1,4 +1,4 @@
-"""``kind: webdataset`` and ``kind: energon`` in a data.yaml: options to `ShardSource`."""
+"""``kind: webdataset``, ``image_folder`` and ``energon`` in a data.yaml: options to `ShardSource`."""
 
 from __future__ import annotations
 
@@ -35,6 +35,14 @@ class ShardOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ImageFolderOptions(ShardOptions):
+    """Of ``kind: image_folder``: ``path`` are JSON lines."""
+
+    #: directory or URL of the images, if it is not where the index says.
+    image_folder: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EnergonOptions(ShardOptions):
     """Of ``kind: energon``: ``path`` is a directory with .nv-meta."""
 
@@ -51,20 +59,25 @@ def open_webdataset(options: Mapping[str, Any], name: str, base_dir: Path) -> Sh
         CorpusError: index or shards are missing, damaged or others.
     """
     said: ShardOptions = read(ShardOptions, options, f"source '{name}'", inside=f"sources.{name}")
-    path = said.path
     index = _index(said, name, base_dir)
-    if "energon" in index.header:
-        raise ConfigError(
-            f"source '{name}' is an Energon data set",
-            found=f"kind: webdataset with {index.path}, which was made from a directory with .nv-meta",
-            expected="kind: energon, which knows its train, val and test part",
-            action=f"write kind: energon in source '{name}'",
-        )
-    shards = None
-    if path is not None:
-        patterns = [path] if isinstance(path, str | os.PathLike) else list(path)
-        shards = _same_shards(expand_shards(patterns, base_dir), index, name)
-    return _source(index, said, name, base_dir, shards=shards)
+    _check_kind(index, name, "webdataset")
+    return _source(index, said, name, base_dir, shards=_moved(said.path, index, name, base_dir))
+
+
+def open_image_folder(options: Mapping[str, Any], name: str, base_dir: Path) -> ShardSource:
+    """The source of ``{kind: image_folder, index: ..., path: ..., image_folder: ...}``.
+
+    Raises:
+        ConfigError: an unknown option, or one that does not fit the index.
+        CorpusError: index, JSON lines or the folder are missing, damaged or others.
+    """
+    said: ImageFolderOptions = read(ImageFolderOptions, options, f"source '{name}'", inside=f"sources.{name}")
+    index = _index(said, name, base_dir)
+    _check_kind(index, name, "image_folder")
+    folder = said.image_folder
+    if folder is not None:
+        folder = join(base_dir, os.path.expanduser(os.path.expandvars(os.fspath(folder))))
+    return _source(index, said, name, base_dir, shards=_moved(said.path, index, name, base_dir), folder=folder)
 
 
 def open_energon(options: Mapping[str, Any], name: str, base_dir: Path) -> ShardSource:
@@ -85,6 +98,8 @@ def open_energon(options: Mapping[str, Any], name: str, base_dir: Path) -> Shard
         )
     directory = join(base_dir, os.path.expanduser(os.path.expandvars(os.fspath(path))))
     index = _index(said, name, base_dir)
+    if "folder" in index.header:
+        _check_kind(index, name, "energon")
     found = index.header.get("energon")
     configs = {"split_config": said.split_config, "dataset_config": said.dataset_config}
     if found is None or found["hash"] != read_energon(directory, **configs).hash:
@@ -183,6 +198,27 @@ def _index(said: ShardOptions, name: str, base_dir: Path) -> ShardIndex:
             action=f"run megaresume prepare SHARDS --output NAME ..., then add index: NAME{SUFFIX} to source '{name}'",
         )
     return ShardIndex(base_dir / index_path(os.path.expanduser(os.path.expandvars(given))))
+
+
+def _check_kind(index: ShardIndex, name: str, kind: str) -> None:
+    made = {"energon": "energon", "folder": "image_folder"}
+    right = next((right for key, right in made.items() if key in index.header), "webdataset")
+    if right != kind:
+        of = {"energon": "a directory with .nv-meta", "image_folder": "JSON lines and a folder of images"}
+        raise ConfigError(
+            f"source '{name}' is of another kind",
+            found=f"kind: {kind} with {index.path}, which was made from {of.get(right, 'tar shards')}",
+            expected=f"kind: {right}",
+            action=f"write kind: {right} in source '{name}'",
+        )
+
+
+def _moved(path: Any, index: ShardIndex, name: str, base_dir: Path) -> Sequence[str] | None:
+    """The files of an index at another place, if there is one."""
+    if path is None:
+        return None
+    patterns = [path] if isinstance(path, str | os.PathLike) else list(path)
+    return _same_shards(expand_shards(patterns, base_dir), index, name)
 
 
 def _same_shards(shards: Sequence[str], index: ShardIndex, name: str) -> Sequence[str]:

@@ -36,7 +36,7 @@ Append = Literal["next_epoch", "now"]
 OnChange = Literal["refuse", "stage"]
 
 #: kinds of sources whose documents hold images.
-IMAGE_KINDS = ("webdataset", "energon")
+IMAGE_KINDS = ("webdataset", "energon", "image_folder")
 #: keys of a source that only some kinds have.
 OF_SOME_KINDS = {"augment": IMAGE_KINDS, "keyed": ("items",)}
 MAX_OPEN_BINS = 1024

@@ -81,7 +81,7 @@ def test_it_reads_what_this_rank_needs_from_where_it_goes_on(shards, options):
     for samples in made.indices():
         for sample in samples:
             for document in made.stream.plan(sample, sample + 1).table[:, 2].tolist():
-                place = made.stream.sources[0].place(document)
+                (place,) = made.stream.sources[0].places(document)
                 needed.add((place.path.rpartition("/")[2], place.offset))
     assert {(r.name, r.start) for r in far.reads} <= needed
 
@@ -292,5 +292,5 @@ def test_killed_while_it_reads_ahead_and_gone_on(shards):
 
 def test_a_source_says_where_its_documents_lie(shards):
     source = ShardSource(shards.parent / "pairs.shards.idx")
-    place = source.place(31)
+    (place,) = source.places(31)
     assert (place.path, place.offset, place.nbytes) == (str(shards / "pairs-000001.tar"), 2048, 2048)

@@ -11,8 +11,8 @@ import yaml
 from megaresume.batches.open import open_stream
 from megaresume.corpora.image_text import Record
 from megaresume.shards.energon import Fields
+from megaresume.shards.files import RecordError
 from megaresume.shards.prepare import prepare_shards
-from megaresume.shards.tar import RecordError
 from megaresume.sources import open_sources
 from megaresume.sources.data_config import DataConfig
 from megaresume.sources.metadataset import expand_metadatasets

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.shards.files import ShardFiles
-from megaresume.shards.tar import RecordError, parse_record, walk
+from megaresume.shards.files import RecordError, ShardFiles
+from megaresume.shards.tar import parse_record, walk
 from megaresume.stream.errors import CorpusError
 from tests.shards.kit import add, captions, write_shard
 

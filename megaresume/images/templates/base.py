@@ -6,7 +6,7 @@ members of a record  --template.pieces-->  [Image("jpg"), Text("\\n"), Text("a c
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,6 +15,8 @@ from megaresume.stream.errors import CorpusError
 
 #: the last part of the names of members that are images.
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif", "bmp")
+#: under which a row names its images: in lists; LLaVA; folders of Hugging Face.
+IMAGE_KEYS = ("images", "image", "file_name")
 #: of those that are video or sound.
 MEDIA_EXTENSIONS = (
     *("mp4", "m4v", "mov", "avi", "mkv", "webm", "mpg", "mpeg"),
@@ -61,13 +63,28 @@ class Template(Protocol):
         ...
 
     @property
+    def missing_images(self) -> bool:
+        """Whether an image that the record names and does not have is left out; otherwise it is an error."""
+        ...
+
+    @property
     def damaged_images(self) -> bool:
         """Whether a damaged image is left out, or its place masked; otherwise it is an error of the record."""
+        ...
+
+    def image_names(self, row: Mapping[str, Any]) -> list[Any]:
+        """What a row of JSON calls its images, which are files beside it, in order; nothing is checked."""
         ...
 
     def pieces(self, record: Record) -> list[Piece]:
         """The document. Raises CorpusError when the record is not what the template expects."""
         ...
+
+
+def row_images(row: Mapping[str, Any]) -> list[Any]:
+    """What stands under the first of `IMAGE_KEYS` that a row has."""
+    named: Any = next((row[key] for key in IMAGE_KEYS if row.get(key) is not None), [])
+    return list(named) if isinstance(named, list) else [named]
 
 
 def json_member(record: Record, names: Collection[str]) -> dict[str, Any]:
@@ -128,7 +145,9 @@ def checked_text(record: Record, value: object, where: str) -> str:
 
 
 def image_members(record: Record) -> list[str]:
-    """Names of the members that are images, "2.jpg" before "10.jpg"."""
+    """Names of the members that are images, "2.jpg" before "10.jpg"; of a row, in its order."""
+    if record.images is not None:
+        return [name for name in record.images if name in record.members]
     names = [name for name in record.members if name.rpartition(".")[2] in IMAGE_EXTENSIONS]
     return sorted(names, key=_natural)
 
@@ -169,6 +188,8 @@ def find_image(record: Record, name: object) -> str | None:
     text = checked_text(record, name, "the name of an image")
     if _extension(text) in MEDIA_EXTENSIONS:
         raise no_media(record, text)
+    if record.images is not None:
+        return text if text in record.members else None
     file = text.rpartition("/")[2]
     own = record.key.rpartition("/")[2]
     for candidate in (text.lower(), file.lower(), file.removeprefix(f"{own}.").lower()):

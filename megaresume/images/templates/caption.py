@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megaresume.corpora.image_text import Record
 from megaresume.images.templates.base import (
@@ -21,6 +22,7 @@ from megaresume.images.templates.base import (
     json_member,
     missing,
     no_text,
+    row_images,
     text_member,
 )
 from megaresume.stream.schema import Options, Texts, Truth
@@ -33,6 +35,7 @@ class Caption(Options):
     kind: ClassVar[str] = "caption"
     split: ClassVar[int | None] = None
     damaged_images: ClassVar[bool] = False
+    missing_images: ClassVar[bool] = False
 
     #: member of the image: the first of these that is there.
     image: Texts = IMAGE_EXTENSIONS
@@ -51,9 +54,14 @@ class Caption(Options):
     #: other images of the record, video and audio are left out; otherwise they are errors.
     unused_images: Truth = False
 
+    def image_names(self, row: Mapping[str, Any]) -> list[Any]:
+        """Under ``images``, ``image`` or ``file_name``."""
+        return row_images(row)
+
     def pieces(self, record: Record) -> list[Piece]:
         """Raises CorpusError: no image, several, no text, not UTF-8, not JSON."""
-        member = next((name for name in self.image if name in record.members), None)
+        names = self.image if record.images is None else record.images
+        member = next((name for name in names if name in record.members), None)
         shown: list[Piece] = [] if member is None else [Image(member=member)]
         if member is not None or self.text_only or not image_members(record):
             check_shown(record, shown, unused=self.unused_images)

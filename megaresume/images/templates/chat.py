@@ -34,12 +34,14 @@ from megaresume.images.templates.base import (
     named_image,
     no_media,
     no_text,
+    row_images,
 )
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.schema import Options, Texts, Truth, near, refused
 
 #: keys beside the turns, and types of their parts, that are neither text nor image.
 _MEDIA_KEYS = ("video", "videos", "audio", "audios")
+_IMAGE_PARTS = ("image", "image_url")
 _MEDIA_PARTS = ("video", "video_url", "audio", "audio_url", "input_audio")
 
 RoleName = Literal["system", "user", "assistant", "tool"]
@@ -101,6 +103,7 @@ class Chat(Options):
     kind: ClassVar[str] = "chat"
     split: ClassVar[int | None] = None
     damaged_images: ClassVar[bool] = False
+    missing_images: ClassVar[bool] = False
 
     #: member of the conversation: the first of these that is there.
     json: Texts = ("json",)
@@ -114,6 +117,18 @@ class Chat(Options):
     mark: str = "<image>"
     #: images, video and audio of the record that no turn shows are left out; otherwise they are errors.
     unused_images: Truth = False
+
+    def image_names(self, row: Mapping[str, Any]) -> list[Any]:
+        """Under ``images``, ``image`` or ``file_name``; and those that only a part of a turn names."""
+        names = row_images(row)
+        turns = next((row[key] for key in self.turns if key in row), None)
+        for turn in turns if isinstance(turns, list) else ():
+            content = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
+            for part in content if isinstance(content, list) else ():
+                if isinstance(part, dict) and part.get("type") in _IMAGE_PARTS:
+                    name = _name_in(part)
+                    names += [name] if name is not None and name not in names else []
+        return names
 
     def pieces(self, record: Record) -> list[Piece]:
         """Raises CorpusError: no JSON, no turns, an unknown role, no answer, images and marks that do not agree."""
@@ -164,7 +179,7 @@ class Chat(Options):
             kind = part.get("type") if isinstance(part, dict) else None
             if kind == "text":
                 yield Text(text=checked_text(record, part.get("text"), "a part of a turn"), trained=is_trained)
-            elif kind in ("image", "image_url"):
+            elif kind in _IMAGE_PARTS:
                 yield Image(member=images.take(_name_in(part)))
             elif kind in _MEDIA_PARTS:
                 raise no_media(record, f"type {kind!r} in a turn")

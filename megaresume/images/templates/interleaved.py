@@ -8,6 +8,7 @@ A cat. <image> It sleeps. <eod>        an image stands before the text of its in
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -53,6 +54,15 @@ class Interleaved(Options):
     damaged_images: Truth = False
     #: tokens of the longest document: a longer page becomes several, cut between its parts; None: one document a page.
     split: Annotated[int, Within(2, 2**31 - 1)] | None = None
+
+    def image_names(self, row: Mapping[str, Any]) -> list[Any]:
+        """In the list of images, or in ``image_info``."""
+        matched = self.texts not in row and "text_list" in row
+        named = row.get("image_info" if matched else self.images)
+        items = named if isinstance(named, list) else ()
+        if matched:
+            return [info.get("image_name") for info in items if isinstance(info, dict)]
+        return [item for item in items if item is not None]
 
     def pieces(self, record: Record) -> list[Piece]:
         """Raises CorpusError: no JSON, no lists, lists of two lengths, an unknown image, no text."""

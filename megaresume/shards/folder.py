@@ -1,0 +1,198 @@
+"""Rows of JSON lines, and below a folder the images that they name, as records: nothing is converted.
+
+    chats.jsonl   {"image": "a/1.jpg", "conversations": [...]}      walk_rows  ->  Extent("byte 0", 0, 58), ...
+    images/       a/1.jpg  a/2.jpg ...                         Folder.record  ->  members json, "a/1.jpg"
+
+The row is the member ``json``, an image is called as the row calls it. What names images is the template's to say.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import posixpath
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megaresume.corpora.image_text import Record
+from megaresume.shards.files import SCAN_BLOCK, BlockFile, Place, RecordError, ShardFiles, local_path
+from megaresume.shards.paths import join, resolved
+from megaresume.shards.remote import is_url
+from megaresume.shards.tar import Extent, check_plain
+from megaresume.stream.errors import CorpusError
+
+if TYPE_CHECKING:
+    from megaresume.images.templates import Template
+    from megaresume.shards.index import ShardIndex
+
+#: bytes of the longest row.
+LONGEST = 1 << 28
+_MARK = b"\xef\xbb\xbf"
+
+
+def folder_of(index: ShardIndex) -> str | None:
+    """Where the images lie that the rows of an index name: a directory or URL; None: it is one of tar shards."""
+    folder = index.header.get("folder")
+    return None if folder is None else resolved(folder["path"], index.path)
+
+
+def walk_rows(
+    file: BlockFile, path: str, start: int, stop: int, counted: Callable[[int], object] = lambda lines: None
+) -> Iterator[Extent]:
+    """The rows of JSON lines that begin in [start, stop), bytes of the file; lines of white space are passed over.
+
+    Args:
+        file: of the lines.
+        path: for errors.
+        start, stop: a piece of it.
+        counted: called at the end with the number of its lines.
+
+    Raises:
+        CorpusError: compressed, a list of JSON instead of lines, or a line that is too long.
+    """
+    lines, number = io.BufferedReader(file, SCAN_BLOCK), 0
+    if start:  # the row that begins before is another piece's
+        lines.seek(start - 1)
+        start += len(lines.readline(stop - start + 1)) - 1
+    else:
+        _check_lines(file, path)
+        start = len(_MARK) if file.read_at(0, min(3, file.size)) == _MARK else 0
+        lines.seek(start)
+    while start < stop and (line := lines.readline(LONGEST + 1)):
+        if len(line) > LONGEST:
+            raise CorpusError(
+                f"{path} has a row that is too long",
+                found=f"more than {LONGEST} bytes from byte {start} on",
+                expected="one row of JSON on each line",
+                action="check that it is a file of JSON lines",
+            )
+        number += 1
+        if line.strip():
+            yield Extent(f"byte {start}", start, len(line.rstrip(b"\r\n")), line=number)
+        start += len(line)
+    counted(number)
+
+
+def _check_lines(file: BlockFile, path: str) -> None:
+    check_plain(file, path, "JSON lines that are not compressed: rows are read by their offset")
+    head = file.read_at(0, min(1 << 10, file.size)).removeprefix(_MARK).lstrip()
+    if head.startswith(b"["):
+        raise CorpusError(
+            f"{path} is one list, not JSON lines",
+            found="[ at its start",
+            expected="one row, {...}, on each line",
+            cause="a data set as LLaVA is published",
+            action=f"write each row on a line: jq -c '.[]' {path} > NAME.jsonl",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folder:
+    """Reads the images that rows name. Safe to share between threads, to fork and to pickle.
+
+    Args:
+        path: directory or URL.
+        template: says which images a row names.
+        files: reads them.
+        image_bytes: of an image on average, for reading ahead.
+    """
+
+    path: str
+    template: Template
+    files: ShardFiles
+    image_bytes: int = 1
+
+    def check(self) -> None:
+        """Raises CorpusError: a local folder is not there. Of that no policy for records makes anything."""
+        if not is_url(self.path) and not os.path.isdir(local_path(self.path)):
+            raise CorpusError(
+                f"{self.path} is missing",
+                found="no such directory",
+                expected="the folder of the images that the rows name",
+                cause="a wrong path, or a file system that is not mounted",
+                action="check the path, or give the folder's new location: image_folder in data.yaml",
+            )
+
+    def record(self, data: bytes, place: Place, *, again: bool = False) -> Record:
+        """The record of a row.
+
+        Args:
+            data: the line, without its end.
+            place: where it lies.
+            again: read images anew, past the cache.
+
+        Raises:
+            RecordError: no JSON, or an image that it names cannot be read. Its words are the same wherever they lie.
+            CorpusError: the folder is missing.
+            SetupError: the store does not answer.
+        """
+        row, names = self._row(data, place)
+        members: dict[str, bytes] = {}
+        for name in names:
+            try:
+                members[name] = members[name] if name in members else self.files.fetch(self._image(name), again=again)
+            except RecordError as error:
+                self.check()
+                if not self.template.missing_images:
+                    raise RecordError(
+                        f"record '{row.key}' has no image '{name}'",
+                        found=error.found,
+                        expected="a file below the folder of images",
+                        cause="an image that was not downloaded, was renamed or deleted",
+                        action=f"put it there: {self._image(name).path}",
+                    ) from error
+        members["json"] = data
+        return Record(key=row.key, path=place.path, members=members, images=names)
+
+    def places(self, data: bytes, place: Place) -> list[Place]:
+        """Where the images of a row are; of a row that cannot be read, nothing."""
+        try:
+            return [self._image(name) for name in dict.fromkeys(self._row(data, place)[1])]
+        except CorpusError:
+            return []
+
+    def _image(self, name: str) -> Place:
+        return Place(self.files, join(self.path, posixpath.normpath(name)), 0, 0, self.image_bytes, whole=True)
+
+    def _row(self, data: bytes, place: Place) -> tuple[Record, tuple[str, ...]]:
+        record = Record(key=f"byte {place.offset}", path=place.path, members={"json": data})
+        try:
+            row = json.loads(data, object_pairs_hook=_unique)
+            if not isinstance(row, dict):
+                raise ValueError(f"{type(row).__name__}, not an object")
+        except (ValueError, RecursionError) as error:
+            raise RecordError(
+                f"record '{record.key}' is no row of JSON",
+                found=f"{data[:40]!r}{' ...' if len(data) > 40 else ''}: {error}",
+                expected='one object on the line, {"image": ...}',
+                cause="a damaged file, one that was written again, or an object on several lines",
+                action="correct the line",
+            ) from error
+        return record, tuple(_checked(record, name) for name in self.template.image_names(row))
+
+
+def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands there twice")
+    return row
+
+
+def _checked(record: Record, name: object) -> str:
+    """A name that stays in the folder."""
+    from megaresume.images.templates.base import checked_text
+
+    text = checked_text(record, name, "the name of an image")
+    is_path = text.strip("./") and text != "json" and "\0" not in text
+    if not is_path or text.startswith(("/", "data:")) or "://" in text or ".." in text.split("/"):
+        raise RecordError(
+            f"record '{record.key}' names an image that is not in the folder",
+            found=f"{text!r:.80}",
+            expected="a path relative to the folder of images, without '..'",
+            cause="an absolute path, an address, or the image itself, in the row",
+            action="write names below one folder into the rows, and name that folder",
+        )
+    return text
