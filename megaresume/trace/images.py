@@ -113,7 +113,7 @@ def write_images(
         raise UsageError(
             "this run has no images",
             found=f"sources {', '.join(trace.names)}, none of them tar shards",
-            expected="a source of kind webdataset or energon",
+            expected="a source of kind webdataset, image_folder or energon",
             action="--text shows what they say" if not with_images else None,
         )
     directory = directory.resolve()

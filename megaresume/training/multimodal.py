@@ -177,7 +177,7 @@ def image_encoder(args: Arguments, sources: Sequence[Any]) -> Any | None:
         raise UsageError(
             "the data has no images for the vision encoder",
             found=f"--vision-num-layers {args.vision_num_layers}, and sources of text alone",
-            expected="a source of kind webdataset or energon in --megaresume-data",
+            expected="a source of kind webdataset, image_folder or energon in --megaresume-data",
             action="remove the --vision flags, or add the source with weight 0 for a stage to come",
         )
     return encoders[0] if encoders else None

@@ -33,22 +33,21 @@ def test_commands_and_scripts_as_they_stand(tmp_path, monkeypatch, capsys):
     (tmp_path / "data.yaml").write_text(DATA)
     (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "line {i} of a text corpus"}}\n' for i in range(300)))
     _write_chats(tmp_path)
-    exec(SCRIPTS[1], {})
     local = [
         shlex.split(c, comments=True)
         for c in COMMANDS
         if "s3://" not in c and "DATASET" not in c and "metadataset" not in c
     ]
-    assert [c[1] for c in local] == [*["prepare"] * 7, "stream"]
+    assert [c[1] for c in local] == [*["prepare"] * 6, "stream", "prepare"]
     for command in local:
         capsys.readouterr()
         workers = ["--workers", "1"] if command[1] == "prepare" else []
         assert main([*command[1:], *workers]) == 0
-        if "chats" in command:
-            assert "2 records in 1 shards" in (said := capsys.readouterr().out) and "2 images" in said
-    out = capsys.readouterr().out
-    assert "pairs:" in out and "text:" in out and "samples 0 to 3" in out
-    exec(SCRIPTS[2], {})
+        said = capsys.readouterr().out
+        if command[1] == "stream":
+            assert "pairs:" in said and "text:" in said and "samples 0 to 3" in said
+    assert "2 records in 1 files" in said and "2 images" in said
+    exec(SCRIPTS[1], {})
     assert "280" in (out := capsys.readouterr().out) and "'key': '000269'" in out
     assert yaml.safe_load(json.dumps(yaml.safe_load(DATA)))["sources"]["pairs"]["on_fault"] == "mask"
 
@@ -65,7 +64,7 @@ def _write_chats(directory: Path) -> None:
 
 
 def test_options_in_the_tables_are_those_of_the_code():
-    from megaresume.sources.shards import ShardOptions
+    from megaresume.sources.shards import ImageFolderOptions
 
     named = set(re.findall(r"^\| `(\w+)` \|", TEXT, flags=re.MULTILINE))
-    assert {field.name for field in dataclasses.fields(ShardOptions)} <= named
+    assert {field.name for field in dataclasses.fields(ImageFolderOptions)} <= named

@@ -5,18 +5,27 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megaresume.shards import ShardIndex, ShardSource
+from megaresume.batches.loader import StreamLoader
+from megaresume.batches.open import open_stream
+from megaresume.shards import ShardSource, folder, remote
 from megaresume.shards import prepare as prepare_module
 from megaresume.shards.join import join_indexes
 from megaresume.shards.prepare import prepare_shards
-from megaresume.stream.errors import CorpusError, UsageError
+from megaresume.sources import open_sources
+from megaresume.stream.batches import BatchSchedule
+from megaresume.stream.errors import ConfigError, CorpusError, UsageError
 from tests.images.kit import file, picture
-from tests.shards.kit import encoder, key, same, write_shard
+from tests.shards.far import serve
+from tests.shards.kit import OPTIONS, encoder, key, same, write_shard
 
 CHAT = {"kind": "chat", "style": "plain"}
 
@@ -96,3 +105,342 @@ def test_documents_are_those_of_the_same_records_in_tar(both):
         assert np.array_equal(lines.index.column(name), tar.index.column(name)), name
     assert all(same(lines.encoded(i, key(i)), tar.encoded(i, key(i))) for i in range(40))
     assert sum(len(lines.encoded(i, key(i)).images) for i in range(40)) == 60
+
+
+AUGMENT = [{"flip": 0.5}, {"crop": {"scale": [0.6, 1.0]}}]
+
+
+def loader(directory: Path, kind: str, *, start: int = 0, stop: int = 24, dp=(0, 1), **options) -> StreamLoader:
+    """Of the conversations of `both`; ``kind``: lines or tar; further options of the source and of the loader."""
+    source = {"kind": {"lines": "image_folder", "tar": "webdataset"}[kind], "index": f"{kind}.shards.idx"}
+    of_source = {name: options.pop(name) for name in ("path", "image_folder", "split", "on_fault") if name in options}
+    source |= {"augment": AUGMENT, **of_source}
+    config = {"seed": 3, "seq_length": 256, "packing": {"mode": "best_fit", "open_bins": 4}, "sources": {"c": source}}
+    stream = open_stream(config, base_dir=directory)
+    layout = {"micro_batch_size": 2, "dp_rank": dp[0], "dp_size": dp[1]}
+    return StreamLoader(stream, BatchSchedule.constant(4), start=start, stop=stop, **layout, **options)
+
+
+def batches(*args, **options) -> list[tuple[object, ...]]:
+    """Samples, tokens, masks and pixels of each micro-batch, in order."""
+    names = ("tokens", "labels", "loss_mask", "pixel_values")
+    return [
+        (batch["samples"].tolist(), *(batch[name].numpy().tobytes() for name in names))
+        for batch in loader(*args, **options)
+    ]
+
+
+@pytest.mark.parametrize("options", [{}, {"read_ahead": 0}, {"dp": (1, 2), "start": 8}, {"split": "80,20"}])
+def test_batches_are_those_of_tar_shards(both, tmp_path, options):
+    made = batches(tmp_path, "lines", **options)
+    assert made == batches(tmp_path, "tar", **options) and len(made) > 3
+
+
+@pytest.mark.process
+def test_in_workers_too(both, tmp_path):
+    assert batches(tmp_path, "lines", num_workers=2) == batches(tmp_path, "tar")
+
+
+def test_images_of_a_store_are_read_ahead_once_each(both, tmp_path, monkeypatch):
+    pytest.importorskip("aiohttp")
+    monkeypatch.setattr(remote, "FIRST_WAIT", 0.01)
+    expected = batches(tmp_path, "lines")
+    with serve(tmp_path / "images", latency=0.01) as far:
+        assert batches(tmp_path, "lines", image_folder=far.url, requests=8) == expected
+        assert far.most > 2 and {request.method for request in far.requests} == {"GET"}
+        asked = len(far.requests)
+        source = ShardSource(tmp_path / "lines.shards.idx", folder=far.url)
+        assert same(source.encoded(7, key(7)), both[0].encoded(7, key(7)))
+    documents = loader(tmp_path, "lines").stream.plan(0, 24).table[:, 2].tolist()
+    assert asked < sum(len(both[0].places(i)) for i in documents)
+
+
+def test_what_the_cache_has_of_another_image_is_read_again(both, tmp_path):
+    from megaresume.batches.ahead import use_cache
+
+    pytest.importorskip("aiohttp")
+    images, good = tmp_path / "images", both[0].encoded(1, key(1))
+    name = both[0].record(1).images[0]
+    kept = (images / name).read_bytes()
+    with serve(images) as far:
+        for content in (file(picture(21, 16, seed=99), "PNG"), kept, kept):
+            (images / name).write_bytes(content)
+            source = ShardSource(tmp_path / "lines.shards.idx", folder=far.url, policy="mask")
+            use_cache([source], tmp_path / "cache", gib=1)
+            assert same(source.encoded(1, key(1)), good) == (content == kept)
+        assert len(far.requests) == 2 + 1  # twice what was bad (once past the cache), once anew, then the cache
+
+
+@pytest.mark.parametrize("piece", [11, 700])
+def test_any_pieces_give_the_same_index(both, tmp_path, monkeypatch, piece):
+    whole = (tmp_path / "lines.shards.idx").read_bytes()
+    monkeypatch.setattr(prepare_module, "PIECE", piece)
+    made = encoder(template=CHAT)
+    prepare_shards([tmp_path / "*.jsonl"], tmp_path / "again", made, folder=str(tmp_path / "images"))
+    assert (tmp_path / "again.shards.idx").read_bytes() == whole
+
+
+def test_indexes_of_several_machines_are_joined(both, tmp_path):
+    for k in range(2):
+        prepare_shards(
+            [tmp_path / f"{k}.jsonl"], tmp_path / f"part{k}", encoder(template=CHAT), folder=str(tmp_path / "images")
+        )
+    join_indexes([tmp_path / f"part{k}.shards.idx" for k in range(2)], tmp_path / "joined")
+    assert (tmp_path / "joined.shards.idx").read_bytes() == (tmp_path / "lines.shards.idx").read_bytes()
+    shutil.copytree(tmp_path / "images", tmp_path / "others")
+    prepare_shards([tmp_path / "1.jsonl"], tmp_path / "part2", encoder(template=CHAT), folder=str(tmp_path / "others"))
+    with pytest.raises(UsageError, match="two ways: --image-folder"):
+        join_indexes([tmp_path / "part0.shards.idx", tmp_path / "part2.shards.idx"], tmp_path / "no")
+
+
+def test_lines_and_images_that_were_moved(both, tmp_path):
+    expected = batches(tmp_path, "lines")
+    (tmp_path / "there").mkdir()
+    for name in ("images", "0.jsonl", "1.jsonl"):
+        (tmp_path / name).rename(tmp_path / "there" / name)
+    with pytest.raises(CorpusError, match=r"0\.jsonl is missing"):
+        batches(tmp_path, "lines")
+    with pytest.raises(CorpusError, match="images is missing"):
+        batches(tmp_path, "lines", path="there/{0..1}.jsonl")
+    assert batches(tmp_path, "lines", path="there/{0..1}.jsonl", image_folder="there/images") == expected
+
+
+@pytest.mark.parametrize(("kind", "index"), [("webdataset", "lines"), ("energon", "lines"), ("image_folder", "tar")])
+def test_a_source_of_another_kind_is_told(both, tmp_path, kind, index):
+    options = {"kind": kind, "index": f"{index}.shards.idx"} | ({"path": "."} if kind == "energon" else {})
+    with pytest.raises(ConfigError, match="is of another kind"):
+        open_sources({"c": options}, base_dir=tmp_path)
+
+
+CAPTION = {"kind": "caption", "json_key": "text"}
+
+
+def prepared(tmp_path: Path, *rows: object, template: object = CAPTION, **options: object) -> ShardSource:
+    """Rows (bytes: as they are) beside a folder with one image, a.png."""
+    (tmp_path / "images").mkdir(exist_ok=True)
+    (tmp_path / "images/a.png").write_bytes(file(picture()))
+    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() + b"\n" for row in rows]
+    (tmp_path / "rows.jsonl").write_bytes(b"".join(lines))
+    made = encoder(template=template)
+    prepare_shards([tmp_path / "rows.jsonl"], tmp_path / "rows", made, folder=str(tmp_path / "images"), **options)
+    return ShardSource(tmp_path / "rows.shards.idx")
+
+
+GOOD = {"image": "a.png", "text": "good"}
+BAD = {
+    "is missing": {"image": "b.png", "text": "x"},
+    "no such image: a folder": {"image": ".", "text": "x"},
+    "a folder": {"image": "sub", "text": "x"},
+    "a pipe": {"image": "pipe", "text": "x"},
+    "leaves the folder": {"image": "../rows.jsonl", "text": "x"},
+    "leaves it deeper": {"image": "a/../../rows.jsonl", "text": "x"},
+    "absolute": {"image": "/etc/passwd", "text": "x"},
+    "an address": {"image": "http://127.0.0.1/a.png", "text": "x"},
+    "the image itself": {"image": "data:image/png;base64,aaaa", "text": "x"},
+    "too long a name": {"image": "a" * 5000, "text": "x"},
+    "no name": {"image": 7, "text": "x"},
+    "half a letter": {"image": "\ud800.png", "text": "x"},
+    "a byte of 0": {"image": "a\0.png", "text": "x"},
+    "damaged": {"image": "bad.png", "text": "x"},
+    "empty": {"image": "empty.png", "text": "x"},
+    "not JSON": b'{"image": "a.png", "text": "x"\n',
+    "twice a key": b'{"image": "a.png", "image": "a.png", "text": "x"}\n',
+    "a list": b"[1]\n",
+    "not UTF-8": b'{"image": "a.png", "text": "\xff"}\n',
+    "too deep": b"[" * 100_000 + b"\n",
+    "no image": {"text": "x"},
+    "no text": {"image": "a.png"},
+    "two images of a caption": {"image": ["a.png", "link.png"], "text": "x"},
+    "a video": {"image": "a.mp4", "text": "x"},
+}
+
+
+@pytest.fixture
+def odd(tmp_path: Path) -> Path:
+    images = tmp_path / "images"
+    (images / "sub").mkdir(parents=True)
+    os.mkfifo(images / "pipe")
+    (images / "bad.png").write_bytes(b"<html>")
+    (images / "empty.png").touch()
+    (images / "a.mp4").write_bytes(b"x")
+    (images / "link.png").symlink_to("a.png")
+    return tmp_path
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_row_is_named_by_file_and_line(odd, what):
+    with pytest.raises(CorpusError) as error:
+        prepared(odd, GOOD, b" \r\n", GOOD, BAD[what], GOOD)
+    assert f"{odd}/rows.jsonl:4: record 'byte " in str(error.value), str(error.value)
+    assert "--invalid mask" in str(error.value)
+
+
+def test_bad_rows_are_left_out_and_listed_by_their_lines(odd, monkeypatch):
+    monkeypatch.setattr(prepare_module, "PIECE", 100)
+    rows = [row for bad in BAD.values() for row in (GOOD, bad, b"\n")]
+    source = prepared(odd, *rows, invalid="drop")
+    first = source.index.header["invalid"]["first"]
+    assert [entry["key"] for entry in first] == [f"line {3 * k + 2}" for k in range(len(BAD))]
+    assert source.lengths(np.arange(2 * len(BAD))).tolist() == [4 + 4 + 1, 0] * len(BAD)
+
+
+def test_rows_that_are_good(odd):
+    """A mark at the start, a line without an end, an end of Windows, links, an image twice, a row without one."""
+    turns = [{"from": "human", "value": "<image><image>"}, {"from": "gpt", "value": "x"}]
+    text = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "x"}]
+    rows = [
+        b"\xef\xbb\xbf" + json.dumps({"image": ["a.png", "./a.png"], "conversations": turns}).encode() + b"\r\n",
+        {"image": ["link.png", "link.png"], "conversations": turns},
+        {"image": None, "conversations": text},
+        json.dumps({"images": [], "conversations": text}).encode(),
+    ]
+    source = prepared(odd, *rows, template=CHAT)
+    assert source.index.column("num_images").tolist() == [2, 2, 0, 0]
+    documents = [source.encoded(i, key(0)) for i in range(4)]
+    assert same(documents[0], documents[1]) and same(documents[2], documents[3])
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (b"", "has no row"),
+        (b"\n \n", "has no row"),
+        (b'[\n{"image": "a.png"}]', "is one list, not JSON lines"),
+        (b"\x1f\x8b" + bytes(20), "is compressed"),
+        (b"x" * 2000, "is too long"),
+    ],
+)
+def test_files_that_are_no_rows(tmp_path, monkeypatch, content, match):
+    monkeypatch.setattr(folder, "LONGEST", 1000)
+    with pytest.raises(CorpusError, match=match):
+        prepared(tmp_path, content)
+    assert not (tmp_path / "rows.shards.idx").exists()
+
+
+def test_a_page_is_kept_without_images_that_are_missing(tmp_path):
+    """An image of the same name in another place is not taken for it."""
+    page = {"texts": ["x", None, None, "y"], "images": [None, "sub/a.png", "a.png", None]}
+    with pytest.raises(CorpusError, match=r"no image 'sub/a\.png'"):
+        prepared(tmp_path, page, template="interleaved")
+    source = prepared(tmp_path, page, template={"kind": "interleaved", "missing_images": True}, restart=True)
+    document = source.encoded(0, key(0))
+    assert len(document.images) == 1 and len(document.tokens) == 1 + 4 + 1 + 1
+    (tmp_path / "images/sub").mkdir()
+    shutil.copy(tmp_path / "images/a.png", tmp_path / "images/sub/a.png")
+    with pytest.raises(CorpusError, match=r"is not as long as its index says"):
+        source.encoded(0, key(0))
+
+
+CHANGES = {
+    "other pixels in as many bytes": ("is not the indexed one", lambda d: swap(d / "images/a.png")),
+    "another size": (
+        "is not as long as its index says|not the indexed",
+        lambda d: shutil.copy(d / "c.png", d / "images/a.png"),
+    ),
+    "deleted": ("has no image 'a.png'", lambda d: (d / "images/a.png").unlink()),
+    "another row": ("is not the indexed one", lambda d: edit(d / "rows.jsonl", b"good", b"evil")),
+    "a damaged row": ("is no row of JSON", lambda d: edit(d / "rows.jsonl", b'"text"', b"'text'")),
+}
+
+
+def swap(path: Path) -> None:
+    """Another image of the same size and bytes."""
+    content = path.read_bytes()
+    seeds = (file(picture(seed=seed)) for seed in range(5, 1000))
+    path.write_bytes(next(other for other in seeds if len(other) == len(content) and other != content))
+
+
+def edit(path: Path, old: bytes, new: bytes) -> None:
+    assert path.read_bytes().count(old)
+    path.write_bytes(path.read_bytes().replace(old, new))
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_changed_since_is_refused_or_masked(tmp_path, what):
+    source = prepared(tmp_path, b"\n", GOOD)
+    (tmp_path / "c.png").write_bytes(file(picture(40, 90, seed=8)))
+    match, change = CHANGES[what]
+    change(tmp_path)
+    with pytest.raises(CorpusError, match=match) as error:
+        source.encoded(0, key(0))
+    assert f"{tmp_path}/rows.jsonl:2: " in str(error.value)
+    document = ShardSource(source.index, policy="mask").encoded(0, key(0))
+    assert document.fault.policy == "mask" and not document.trained.any() and len(document.tokens) == 9
+    assert str(tmp_path) not in document.fault.reason
+
+
+def test_what_no_policy_covers(tmp_path):
+    source = prepared(tmp_path, GOOD)
+    (tmp_path / "images").rename(tmp_path / "gone")
+    with pytest.raises(CorpusError, match="images is missing"):
+        ShardSource(source.index, policy="mask")
+    source.policy = "mask"
+    with pytest.raises(CorpusError, match="images is missing"):
+        source.encoded(0, key(0))
+    with open(tmp_path / "rows.jsonl", "ab") as file:
+        file.write(b'{"image": "a.png", "text": "more"}\n')
+    with pytest.raises(CorpusError, match=r"rows\.jsonl is not the"):
+        ShardSource(source.index, policy="mask")
+
+
+def command(tmp_path: Path, *more: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "megaresume.cli.main", "prepare", str(tmp_path / "rows.jsonl"), "--image-folder"),
+        *(str(tmp_path / "images"), "--output", str(tmp_path / "out"), "--processor", json.dumps(OPTIONS["processor"])),
+        *("--template", json.dumps(CHAT), *more),
+    ]
+
+
+@pytest.mark.process
+def test_killed_and_run_again_gives_the_same_bytes(tmp_path):
+    rows = chats(write_images(tmp_path / "images"), 40)
+    for row in rows:
+        row["padding"] = "x" * 100_000
+    write_rows(tmp_path / "rows.jsonl", rows * 5)
+    made = encoder(template=CHAT)
+    whole = prepare_shards([tmp_path / "rows.jsonl"], tmp_path / "whole", made, folder=str(tmp_path / "images"))
+    process = subprocess.Popen(command(tmp_path, "--workers", "2"), start_new_session=True)
+    try:
+        begin = time.monotonic()
+        while len(list(tmp_path.glob("out.shards.idx.prepare/shard-*"))) < 2 and time.monotonic() - begin < 60:
+            assert process.poll() is None
+            time.sleep(0.005)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "out.shards.idx").exists()
+    result = subprocess.run(command(tmp_path, "--json"), capture_output=True, text=True, check=True)
+    summary = json.loads(result.stdout)
+    assert summary["resumed_shards"] >= 2 and summary["records"] == whole.records == 200
+    assert (tmp_path / "out.shards.idx").read_bytes() == (tmp_path / "whole.shards.idx").read_bytes()
+
+
+READ = """
+import json, sys
+from pathlib import Path
+from tests.shards.test_folder import loader
+
+directory, start, workers = sys.argv[1:]
+for batch in loader(Path(directory), "lines", start=int(start), stop=80, num_workers=int(workers)):
+    samples, tokens = batch["samples"].tolist(), batch["tokens"].tolist()
+    print(json.dumps([samples, tokens, float(batch["pixel_values"].sum())]), flush=True)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.release
+def test_killed_in_training_and_gone_on(both, tmp_path):
+    expected = [
+        [batch["samples"].tolist(), batch["tokens"].tolist(), float(batch["pixel_values"].sum())]
+        for batch in loader(tmp_path, "tar", stop=80)
+    ]
+    got, workers = [], [0, 2, 1]
+    for k, num_workers in enumerate(workers):
+        words = [sys.executable, "-c", READ, str(tmp_path), str(2 * len(got)), str(num_workers)]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+            for line in process.stdout:
+                got.append(json.loads(line))
+                if k < len(workers) - 1 and not len(got) % 10:
+                    process.kill()
+                    break
+    assert got == expected
