@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from megaresume.images.encoder import ImageTextEncoder
     from megaresume.shards.prepare import ShardSummary
 
+#: what files of JSON lines are called, beside a folder of images.
+_LINES = (".jsonl", ".ndjson", ".json")
+
 
 def add_shard_arguments(parser: argparse.ArgumentParser) -> list[str]:
     """Flags that hold for shards alone; gives their names in the namespace."""
@@ -138,14 +141,12 @@ def run_shards(args: argparse.Namespace) -> int:
 
 
 def _check_lines(args: argparse.Namespace, encoder: ImageTextEncoder) -> None:
-    from megaresume.corpora.prepare.inputs import is_text
-
-    if other := [path for path in args.inputs if not is_text(path)]:
+    if other := [path for path in args.inputs if not path.endswith(_LINES)]:
         raise UsageError(
             "--image-folder is for JSON lines",
             found=other[0],
-            expected="files of JSON lines (.jsonl, .json, .ndjson)",
-            action="remove --image-folder: tar shards hold their images",
+            expected=f"files that end in {', '.join(_LINES)}, not compressed",
+            action="remove --image-folder (tar shards hold their images), decompress the file, or rename it",
         )
     template = encoder.to_spec()["template"]
     if template["kind"] == "caption" and template["json_key"] is None:

@@ -138,9 +138,8 @@ class Folder:
                 if not self.template.missing_images:
                     raise RecordError(
                         f"record '{row.key}' has no image '{name}'",
-                        found=error.found,
                         expected="a file below the folder of images",
-                        cause="an image that was not downloaded, was renamed or deleted",
+                        cause=f"an image that was not downloaded, was renamed or deleted ({error.found})",
                         action=f"put it there: {self._image(name).path}",
                     ) from error
         members["json"] = data
