@@ -20,8 +20,8 @@ from megaresume.render import text_table
 from megaresume.session.flags import add_settings
 from megaresume.session.settings import Checkpoints, DataOptions, Loader
 from megaresume.stream.errors import ConfigError, UsageError
-from megaresume.stream.ranges import union
-from megaresume.stream.skips import SkipConfig, parse_range, parse_steps
+from megaresume.stream.ranges import parse_range, parse_steps, union
+from megaresume.stream.skips import SkipConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

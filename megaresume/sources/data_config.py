@@ -28,7 +28,6 @@ from megaresume.sources.metadataset import expand_metadatasets
 from megaresume.stream.config import IMAGE_KINDS, StreamConfig
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.schema import Options, read, refused
-from megaresume.stream.skips import with_skip_files
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,6 +168,23 @@ class DataConfig:
         if seed is not None:
             mapping.setdefault("seed", seed)
         return StreamConfig.from_dict(mapping, seq_length=seq_length)
+
+
+def with_skip_files(mapping: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """The mapping of a data.yaml with the files of ``skip`` under paths that hold from anywhere."""
+    skip = mapping.get("skip")
+    documents = skip.get("documents") if isinstance(skip, Mapping) else None
+    if not isinstance(skip, Mapping) or not isinstance(documents, Mapping):
+        return dict(mapping)
+
+    def absolute_path(entry: Any) -> Any:
+        if isinstance(entry, list | tuple):
+            return [absolute_path(item) for item in entry]
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("file"), str):
+            return entry
+        return {**entry, "file": str((directory / entry["file"]).resolve())}
+
+    return {**mapping, "skip": {**skip, "documents": {name: absolute_path(e) for name, e in documents.items()}}}
 
 
 #: what `DataConfig.of` takes.

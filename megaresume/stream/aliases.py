@@ -26,47 +26,35 @@ def check_names(sources: Sequence[SourceConfig]) -> None:
     Raises:
         ConfigError: an alias to itself, to a source that is still there, a cycle, or two to one.
     """
-    labels = {source.label for source in sources}
+    by_label = {source.label: source for source in sources}
     seen: dict[str, str] = {}
-    for source in sources:
-        if not source.renamed:
-            if source.name in seen:
-                raise _taken(source.name, seen[source.name], source.label)
-            seen[source.name] = source.label
-    for source in sources:
-        earlier = (source.name, *source.names[:-1])
-        if not source.renamed:
-            continue
-        if source.label in earlier:
+    for source in sorted(sources, key=lambda s: s.renamed):  # those that say that they were renamed come last
+        label, earlier = source.label, (source.name, *source.names[:-1])
+        if source.renamed and label in earlier:
             raise ConfigError(
-                f"source '{source.label}' is said to have been itself",
-                found=f"sources.{source.label}.was: {', '.join(earlier)}",
+                f"source '{label}' is said to have been itself",
+                found=f"sources.{label}.was: {', '.join(earlier)}",
                 expected="the name that it had before",
-                action=f"remove sources.{source.label}.was",
+                action=f"remove sources.{label}.was",
             )
-        for name in earlier:
-            if name in labels:
-                others = [s for s in sources if s.label == name]
-                cycle = others[0].renamed and source.label in (others[0].name, *others[0].names)
+        for name in earlier if source.renamed else (source.name,):
+            if source.renamed and (other := by_label.get(name)):
+                cycle = other.renamed and label in (other.name, *other.names)
                 raise ConfigError(
-                    f"source '{source.label}' cannot have been '{name}': that one is still there",
-                    found=f"sources.{source.label}.was: {name}, and a source '{name}'"
-                    + (f", which was '{source.label}': a cycle" if cycle else ""),
+                    f"source '{label}' cannot have been '{name}': that one is still there",
+                    found=f"sources.{label}.was: {name}, and a source '{name}'"
+                    + (f", which was '{label}': a cycle" if cycle else ""),
                     expected="a name that no source of today has",
                     action="give each source a name that was never used" if cycle else f"remove or rename '{name}'",
                 )
             if name in seen:
-                raise _taken(name, seen[name], source.label)
-            seen[name] = source.label
-
-
-def _taken(name: str, one: str, other: str) -> ConfigError:
-    return ConfigError(
-        f"two sources are said to have been '{name}'",
-        found=f"'{one}' and '{other}'",
-        expected="one source that continues where it was",
-        action=f"remove was: {name} from the new one",
-    )
+                raise ConfigError(
+                    f"two sources are said to have been '{name}'",
+                    found=f"'{seen[name]}' and '{label}'",
+                    expected="one source that continues where it was",
+                    action=f"remove was: {name} from the new one",
+                )
+            seen[name] = label
 
 
 def resolved(config: StreamConfig, known: Mapping[str, Mapping[str, Any]]) -> StreamConfig:
@@ -104,7 +92,10 @@ def resolved(config: StreamConfig, known: Mapping[str, Mapping[str, Any]]) -> St
             )
         taken[name] = source.label
         first[source.name] = name
-        sources.append(replace(source, name=name, names=_names(name, source.label, known.get(name, {}))))
+        names = tuple(known.get(name, {}).get("names", ()))
+        if source.label != (names[-1] if names else name):
+            names = (*names, source.label)
+        sources.append(replace(source, name=name, names=names))
     stages = tuple(
         stage
         if stage.weights is None
@@ -112,13 +103,6 @@ def resolved(config: StreamConfig, known: Mapping[str, Mapping[str, Any]]) -> St
         for stage in config.stages
     )
     return replace(config, sources=tuple(sources), stages=stages, skip=config.skip.renamed(first))
-
-
-def _names(name: str, label: str, entry: Mapping[str, Any]) -> tuple[str, ...]:
-    before = tuple(entry.get("names", ()))
-    if label == (before[-1] if before else name):
-        return before
-    return (*before, label)
 
 
 def renames(then: StreamConfig, now: StreamConfig) -> tuple[str, ...]:

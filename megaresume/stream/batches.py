@@ -7,7 +7,7 @@ rank r of D, micro-step k of size m takes ``c + k*(D*m) + r*m .. + m`` of them, 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -104,14 +104,17 @@ class BatchSchedule:
 
     def step_of(self, sample: int) -> tuple[int, int]:
         """[first, stop) samples of the step that trains ``sample``."""
+        begin, size, _ = [run for run in self._runs(sample + 1) if run[2]][-1]
+        first = begin + (sample - begin) // size * size
+        return first, first + size
+
+    def _runs(self, stop: int) -> Iterator[tuple[int, int, int]]:
+        """(first sample, size, how many) of the steps of each segment, those that begin before ``stop``."""
         begin = 0
-        for (_, size), end in zip(self.segments, [*(f for f, _ in self.segments[1:]), sample + 1], strict=True):
-            num = max(-(-(end - begin) // size), 0)
-            if sample < begin + num * size:
-                first = begin + (sample - begin) // size * size
-                return first, first + size
+        for (_, size), end in zip(self.segments, [*(f for f, _ in self.segments[1:]), stop], strict=True):
+            num = max(-(-(min(end, stop) - begin) // size), 0)
+            yield begin, size, num
             begin += num * size
-        raise AssertionError("the last segment has no end")
 
     def steps_before(self, sample: int) -> int:
         """Steps that end at or before ``sample``, counted from sample 0.
@@ -119,11 +122,8 @@ class BatchSchedule:
         Raises:
             StateError: ``sample`` is not the end of a step.
         """
-        steps, position = 0, 0
-        for (_, size), end in zip(self.segments, [*(f for f, _ in self.segments[1:]), sample], strict=True):
-            num = max(-(-(min(end, sample) - position) // size), 0)
-            steps += num
-            position += num * size
+        runs = list(self._runs(sample))
+        position = sum(size * num for _, size, num in runs)
         if position != sample:
             raise StateError(
                 f"sample {sample} is inside a step",
@@ -132,7 +132,7 @@ class BatchSchedule:
                 cause="the schedule of batch sizes differs from the run's",
                 action="check the batch sizes recorded in the state: megaresume inspect DIR",
             )
-        return steps
+        return sum(num for *_, num in runs)
 
     def until(self, sample: int) -> tuple[tuple[int, int], ...]:
         """The segments that begin before ``sample``: what a state at ``sample`` records."""

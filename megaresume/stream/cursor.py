@@ -237,20 +237,12 @@ def _rows_of(segments: Sequence[Segment], orders: Orders) -> npt.NDArray[np.int6
 
 def _check_sums(state: StreamState) -> None:
     """Every token and document drawn is trained, left out, in an open bin, or being placed."""
-    waiting = state.waiting
-    drawn = {
-        "tokens": (
-            sum(c.tokens - c.left_out_tokens for c in state.sources.values()),
-            state.tokens,
-            sum(s.length for s in waiting),
-        ),
-        "documents": (
-            sum(c.documents - c.left_out_documents for c in state.sources.values()),
-            state.documents,
-            sum(s.offset == 0 for s in waiting),
-        ),
-    }
-    for what, (num_drawn, num_trained, num_waiting) in drawn.items():
+    cursors, waiting = state.sources.values(), state.waiting
+    tokens, documents = sum(s.length for s in waiting), sum(s.offset == 0 for s in waiting)
+    for what, num_drawn, num_trained, num_waiting in (
+        ("tokens", sum(c.tokens - c.left_out_tokens for c in cursors), state.tokens, tokens),
+        ("documents", sum(c.documents - c.left_out_documents for c in cursors), state.documents, documents),
+    ):
         if num_drawn != num_trained + num_waiting:
             raise _contradiction(
                 f"{num_drawn} {what} drawn from the sources and not left out",

@@ -7,19 +7,6 @@ from __future__ import annotations
 
 from megaresume.stream.text import visible
 
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "CorpusError",
-    "MegaresumeError",
-    "NoFileError",
-    "SetupError",
-    "StateError",
-    "StreamExhausted",
-    "UsageError",
-    "missing_package",
-]
-
 #: package that is imported -> the extra of ours that installs it.
 EXTRAS = {
     "torch": "torch",

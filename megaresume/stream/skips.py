@@ -12,7 +12,6 @@ Imports neither numpy nor numba, as `megaresume.stream.state`.
 
 from __future__ import annotations
 
-import re
 import zlib
 from array import array
 from base64 import b64decode, b64encode
@@ -26,7 +25,7 @@ from typing import Any, Literal
 import xxhash
 
 from megaresume.stream.errors import ConfigError
-from megaresume.stream.ranges import Range, Ranges, absolute, common, length, minus, reached, union
+from megaresume.stream.ranges import Range, Ranges, absolute, common, length, minus, parse_range, reached, union
 from megaresume.stream.text import as_count
 
 #: Documents of a list that a state writes out; a longer one it packs.
@@ -168,65 +167,6 @@ class SkipConfig:
 NO_SKIP = SkipConfig()
 
 
-def parse_range(text: object, where: str) -> Range:
-    """``A:B`` as [A, B).
-
-    Raises:
-        ConfigError: something else, or backward.
-    """
-    match = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", text) if isinstance(text, str) else None
-    first, stop = map(int, match.groups()) if match else (0, 0)
-    if not first < stop or stop >= 1 << 62:
-        raise ConfigError(
-            f"bad range in {where}",
-            found=repr(text),
-            expected='"A:B" with A < B: from A to B-1, counted from 0 (quoted: YAML reads 1:30 as 90)',
-            cause="it is backward or empty" if match else None,
-            action=f'for example "{stop}:{first}"' if match and stop < first else 'for example "1000:1200"',
-        )
-    return first, stop
-
-
-def with_skip_files(mapping: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """The mapping of a data.yaml with the files of ``skip`` under paths that hold from anywhere."""
-    skip = mapping.get("skip")
-    documents = skip.get("documents") if isinstance(skip, Mapping) else None
-    if not isinstance(skip, Mapping) or not isinstance(documents, Mapping):
-        return dict(mapping)
-
-    def absolute_path(entry: Any) -> Any:
-        if isinstance(entry, list | tuple):
-            return [absolute_path(item) for item in entry]
-        if not isinstance(entry, Mapping) or not isinstance(entry.get("file"), str):
-            return entry
-        return {**entry, "file": str((directory / entry["file"]).resolve())}
-
-    return {**mapping, "skip": {**skip, "documents": {name: absolute_path(e) for name, e in documents.items()}}}
-
-
-def parse_steps(entry: object, where: str) -> Range:
-    """``101-200``, ``(101, 200)`` or ``101`` as (first, last), counted from 1, the last included.
-
-    Raises:
-        ConfigError: something else, or backward.
-    """
-    numbers = [int(n) for n in re.findall(r"\d+", entry)] if isinstance(entry, str) else entry
-    well_formed = not isinstance(entry, str) or re.fullmatch(r"\s*\d+(\s*-\s*\d+)?\s*", entry)
-    numbers = [numbers] if isinstance(numbers, int) else list(numbers) if isinstance(numbers, Iterable) else []
-    if not well_formed or len(numbers) not in (1, 2) or not all(isinstance(n, int) for n in numbers):
-        numbers = [1, 0]
-    first, last = numbers[0], numbers[-1]
-    if not 1 <= first <= last:
-        raise ConfigError(
-            f"bad range in {where}",
-            found=repr(entry),
-            expected="FIRST-LAST, steps counted from 1, the last one included",
-            cause="it is backward" if first > last >= 1 else None,
-            action="for example 101-200",
-        )
-    return first, last
-
-
 def _is_list_of(value: object, kind: type) -> bool:
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(item, kind) for item in value)
 
@@ -235,14 +175,9 @@ def _document_list(source: str, entry: object, where: str) -> DocumentList:
     data = {"ids": entry} if isinstance(entry, int | list | tuple) else entry
     if not isinstance(data, Mapping) or set(data) - {"ids", "file", "epochs", "count", "digest"}:
         raise _bad_documents(where, entry)
-    epochs = None if data.get("epochs") is None else parse_range(data["epochs"], f"{where}.epochs")
-    if epochs is not None and epochs[1] > MOST_EPOCHS:
-        raise ConfigError(
-            f"bad range in {where}.epochs",
-            found=repr(data["epochs"]),
-            expected=f"epochs up to {MOST_EPOCHS:,}",
-            action="leave epochs out: the documents are then skipped in all of them",
-        )
+    epochs = None
+    if data.get("epochs") is not None:
+        epochs = parse_range(data["epochs"], f"{where}.epochs", most=MOST_EPOCHS)
     file, ids = data.get("file"), data.get("ids")
     if file is not None:
         ids = _read(Path(str(file)), where)

@@ -183,8 +183,8 @@ def _run(args: Arguments) -> int:
 
 def _skip(args: Arguments) -> Any:
     """What flags want left out."""
-    from megaresume.stream.ranges import union
-    from megaresume.stream.skips import SkipConfig, parse_range, parse_steps
+    from megaresume.stream.ranges import parse_range, parse_steps, union
+    from megaresume.stream.skips import SkipConfig
 
     samples = [parse_range(word, "--megaresume-skip-samples") for word in args.data_options.skip or ()]
     steps = [parse_steps(word, "--skip-train-iteration-range") for word in args.skip_train_iteration_range or ()]

@@ -9,8 +9,9 @@ import numpy as np
 import yaml
 
 from megaresume.hosts.megatron.arguments import parse_steps
+from megaresume.sources.data_config import with_skip_files
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.skips import MOST_WRITTEN, with_skip_files
+from megaresume.stream.skips import MOST_WRITTEN
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList
 

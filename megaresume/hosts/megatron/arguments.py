@@ -18,8 +18,8 @@ from megaresume.session.stopping import SIGNALS, StopConditions, minutes_before_
 from megaresume.stream.batches import Balance
 from megaresume.stream.config import OnChange
 from megaresume.stream.errors import UsageError
-from megaresume.stream.ranges import union
-from megaresume.stream.skips import SkipConfig, parse_range, parse_steps
+from megaresume.stream.ranges import parse_range, parse_steps, union
+from megaresume.stream.skips import SkipConfig
 
 G = TypeVar("G", Checkpoints, Loader)
 
