@@ -7,7 +7,8 @@
     where this batch and the next ones lie -> neighbours joined -> the kernel reads all of them at once
 
 Tokens are read through memory maps, a few KB here and a few there. Without this each waits for the one before, and the
-kernel reads all around it as well.
+kernel reads megabytes around it as well. Of a source that is shuffled in blocks, what lies around is wanted soon: there
+it is asked for, a region at a time.
 
 Nobody says which samples come next: not Megatron's loader, not torch's. So it is guessed from those that came, and a
 wrong guess costs time and nothing else.
@@ -20,15 +21,17 @@ import ctypes
 import mmap
 import sys
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from megaresume.batches.ahead import Guess
 from megaresume.corpora.base import TokenSource
+from megaresume.stream.config import ShuffleConfig
 from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.stream.planning.plan import Plan
 from megaresume.stream.stream import Stream
@@ -83,8 +86,8 @@ class ColdPages:
         self._guess = Guess()
         #: all samples that are expected before this one were asked for.
         self._told = 0
-        #: whether to ask: at the start nobody knows.
-        self._cold = sys.platform == "linux"
+        #: whether to ask: at the start nobody knows, so it does.
+        self._cold = False
         self._clean = self._pause = 0
         self._patience = 1
         #: of the batch that is being read: when, waits of this thread before it, segments, whether they were asked for.
@@ -93,6 +96,14 @@ class ColdPages:
         self._was_told = False
         self._ignored = 0
         self._threads: ThreadPoolExecutor | None = None
+        #: of the sources that are shuffled in blocks.
+        self._blocks = {
+            i: _Blocks(said.shuffle, source.token_view, len(source), seq_length)
+            for i, (said, source) in enumerate(zip(stream.config.sources, stream.sources, strict=True))
+            if said.shuffle is not None and isinstance(source, TokenSource)
+        }
+        if sys.platform == "linux":
+            self._expect(cold=True)
 
     def begin(self, plan: Plan, samples: Sequence[int]) -> None:
         """Before the tokens of a plan are read."""
@@ -108,8 +119,9 @@ class ColdPages:
             return
         before, self._before = self._before, _waits()
         if not self._cold and self._before != before:
-            self._cold, self._clean, self._patience, self._pause = True, 0, 1, 0
-        elif self._was_told and self._threads is None and self._before - before > self._segments // 4:
+            self._clean, self._patience, self._pause = 0, 1, 0
+            self._expect(cold=True)
+        elif self._was_told and self._threads is None and self._before - before >= self._segments:
             self._ignored += 1
             if self._ignored == IGNORED:
                 self._threads = ThreadPoolExecutor(THREADS, "megaresume-cold")
@@ -144,14 +156,20 @@ class ColdPages:
             mine = table[table[:, SOURCE] == i]
             view = source.token_view
             starts = source.token_starts(mine[:, DOCUMENT]) + mine[:, OFFSET]
-            if not looked:
-                looked = True
-                self._look(view, int(starts[0]))
-                if not self._cold:
-                    break
             stops = np.minimum(starts + mine[:, LENGTH] + 1, len(view))  # and the label of the last one
             base, width = view.ctypes.data, view.itemsize
-            for start, stop in joined(base + starts * width, base + stops * width):
+            starts, stops = base + starts * width, base + stops * width
+            if i in self._blocks:
+                # Pieces of long documents lie among those of other blocks.
+                alone = source.lengths(mine[:, DOCUMENT]) > self._blocks[i].piece
+                around = self._blocks[i].around(starts[~alone], stops[~alone])
+                starts, stops = np.concatenate([starts[alone], around[0]]), np.concatenate([stops[alone], around[1]])
+            if not looked and len(starts):
+                looked = True
+                self._look(view, int(starts[0] - base) // width)
+                if not self._cold:
+                    break
+            for start, stop in joined(starts, stops):
                 if self._threads is None:
                     _libc.madvise(start, stop - start, mmap.MADV_WILLNEED)
                 else:
@@ -170,11 +188,53 @@ class ColdPages:
             self._patience = min(2 * self._patience, PATIENCE)
         else:
             self._clean += 1
-            self._cold = self._clean < CLEAN
+            if self._clean == CLEAN:
+                self._expect(cold=False)
+
+    def _expect(self, *, cold: bool) -> None:
+        """Ask from now on, and have the kernel read nothing that is not asked for; or neither."""
+        self._cold = cold
+        for source in self._stream.sources:
+            if isinstance(source, TokenSource) and source.token_view.nbytes:
+                first = source.token_view.ctypes.data
+                start = first // mmap.PAGESIZE * mmap.PAGESIZE
+                how = mmap.MADV_RANDOM if cold else mmap.MADV_NORMAL
+                _libc.madvise(start, first + source.token_view.nbytes - start, how)
+
+
+class _Blocks:
+    """Of a source that is shuffled in blocks: its file in regions, each of them asked for once, as a whole.
+
+    The documents of a block are read a few at a time while those of others are; a region is a part of a block.
+    """
+
+    def __init__(self, shuffle: ShuffleConfig, view: npt.NDArray[Any], documents: int, seq_length: int) -> None:
+        self.piece = seq_length
+        block = shuffle.block * view.itemsize * min(len(view) // max(documents, 1), seq_length)
+        self._base, self._end = view.ctypes.data, view.ctypes.data + view.nbytes
+        self._size = max(min(block // 4, LONGEST) // mmap.PAGESIZE, 1) * mmap.PAGESIZE
+        #: those asked for last, of two windows.
+        self._asked: OrderedDict[int, None] = OrderedDict()
+        self._most = 2 * shuffle.window * (block // self._size + 2)
+
+    def around(self, starts: Int64Array, stops: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """The regions of these bytes that were not asked for: int64[n] twice, addresses."""
+        if not len(starts):
+            return starts, stops
+        first, last = (starts - self._base) // self._size, (stops - 1 - self._base) // self._size
+        touched = np.unique(np.minimum(first[:, None] + np.arange((last - first).max() + 1), last[:, None]))
+        new = [region for region in touched.tolist() if region not in self._asked]
+        self._asked.update(dict.fromkeys(new))
+        while len(self._asked) > self._most:
+            self._asked.popitem(last=False)
+        begin = self._base + np.array(new, np.int64) * self._size
+        return begin, np.minimum(begin + self._size, self._end)
 
 
 def joined(starts: Int64Array, stops: Int64Array) -> Iterator[tuple[int, int]]:
     """Ranges of bytes as whole pages, neighbours in one, none of them too long; in ascending order."""
+    if not len(starts):
+        return
     starts, order = starts // mmap.PAGESIZE * mmap.PAGESIZE, np.argsort(starts)
     starts, ends = starts[order], np.maximum.accumulate(stops[order])
     apart = np.flatnonzero(starts[1:] > ends[:-1] + GAP)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,6 +32,8 @@ Int64Array = npt.NDArray[np.int64]
 
 #: documents whose lengths are hashed at once: 8 MB.
 SCAN_CHUNK = 1 << 20
+#: documents read at a time.
+AT_ONCE = 16
 REBUILD = "copy the corpus again or rebuild it: megaresume prepare"
 
 
@@ -249,13 +252,22 @@ class IndexedDocuments(ABC):
         return replace(known, tokenizer=None if tokenizer is None else str(tokenizer["fingerprint"]))
 
     def _contents(self, start: int, stop: int) -> str:
-        with progress(f"contents of {self.prefix.name}", min(PLACES, stop - start), "documents") as bar:
+        documents = stop - start
+        # Each may be a request to a store.
+        with (
+            ThreadPoolExecutor(AT_ONCE) as pool,
+            progress(f"contents of {self.prefix.name}", min(PLACES, documents), "documents") as bar,
+        ):
 
             def read(i: int, offset: int, count: int) -> npt.NDArray[Any]:
-                bar.update(1)
                 return self.read(start + i, offset, count)
 
-            return contents_hash(stop - start, lambda ids: self.lengths(start + ids), read, PLACES)
+            def mapped(*work: Any) -> Iterator[npt.NDArray[Any]]:
+                for tokens in pool.map(*work):
+                    bar.update(1)
+                    yield tokens
+
+            return contents_hash(documents, lambda ids: self.lengths(start + ids), read, mapped=mapped)
 
     def long_documents(self, piece: int) -> LongDocuments:
         """The documents that are longer than a piece of so many tokens; of a large corpus kept beside it."""

@@ -105,16 +105,19 @@ def contents_hash(
     lengths: Callable[[Int64Array], Int64Array],
     read: Callable[[int, int, int], npt.NDArray[Any]],
     places: int = PLACES,
+    *,
+    mapped: Callable[..., Iterable[npt.NDArray[Any]]] = map,
 ) -> str:
     """The hash of a source that is read document by document.
 
     Args:
         documents, lengths, places: see `Windows.choose`.
         read: (document, offset, count) to its tokens.
+        mapped: as ``map``, which calls ``read`` for all windows.
     """
     windows = Windows.choose(documents, lengths, places)
     columns = (windows.documents.tolist(), windows.offsets.tolist(), windows.counts.tolist())
-    return hash_tokens(read(*window) for window in zip(*columns, strict=True))
+    return hash_tokens(mapped(read, *columns))
 
 
 def hash_tokens(windows: Iterable[npt.NDArray[Any]]) -> str:

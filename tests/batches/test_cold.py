@@ -45,6 +45,11 @@ class Kernel:
         self.told.append((start, start + size, advice))
         return 0 if self.deaf and advice == mmap.MADV_WILLNEED else libc.madvise(start, size, advice)
 
+    @property
+    def asked(self) -> list[range]:
+        """Addresses that it was told to read."""
+        return [range(start, stop) for start, stop, how in self.told if how in (mmap.MADV_WILLNEED, cold.POPULATE_READ)]
+
 
 @pytest.fixture
 def kernel(monkeypatch):
@@ -57,7 +62,8 @@ def kernel(monkeypatch):
 
 
 def loader_of(corpus, *, micro=4, dp=(0, 1), **options):
-    data = {"seed": 3, "seq_length": LENGTH, "packing": "split", "sources": {"web": {"path": str(corpus)}}}
+    source = {"path": str(corpus), "shuffle": options.pop("shuffle", "full")}
+    data = {"seed": 3, "seq_length": LENGTH, "packing": "split", "sources": {"web": source}}
     schedule = BatchSchedule.constant(micro * dp[1])
     layout = {"micro_batch_size": micro, "dp_rank": dp[0], "dp_size": dp[1]}
     return StreamLoader(open_stream(data), schedule, **layout, **({"prefetch": 0} | options))
@@ -94,7 +100,7 @@ def test_all_is_asked_for_before_it_is_read(corpus, kernel, dp):
     loader = loader_of(corpus, dp=dp, num_workers=0)
     batches = iter(loader)
     samples = [sample for batch in islice(batches, 40) for sample in batch["samples"].tolist()]
-    told = [range(start, stop) for start, stop, _ in kernel.told]
+    told = kernel.asked
     step = dp[1] * 4
     next_ones = [samples[-1] + dp[1] * 4 - 3 + k + i * step for i in range(8) for k in range(4)] if dp[1] > 1 else []
     next_ones = next_ones or range(samples[-1] + 1, samples[-1] + 33)
@@ -102,6 +108,31 @@ def test_all_is_asked_for_before_it_is_read(corpus, kernel, dp):
         assert any(first in asked for asked in told) and any(last in asked for asked in told)
     bound = [place for sample in [samples[-1] + 5000] for place in places(loader.stream, [sample])]
     assert not all(any(first in asked for asked in told) for first, _ in bound), "not all of the corpus"
+
+
+def test_documents_of_a_block_are_asked_for_together(corpus, kernel):
+    loader = loader_of(corpus, shuffle={"block": 64, "window": 8})
+    samples = [sample for batch in islice(loader, 100) for sample in batch["samples"].tolist()]
+    ends, asked = list(places(loader.stream, samples)), kernel.asked
+    for first, last in ends:
+        assert any(first in told for told in asked) and any(last in told for told in asked)
+    assert len(asked) < len(ends) // 2
+    once = np.unique(np.concatenate([np.arange(told.start, told.stop, mmap.PAGESIZE) for told in asked]))
+    assert sum(map(len, asked)) < 2 * mmap.PAGESIZE * len(once)
+
+
+def test_nothing_is_read_around_what_is_asked_for(corpus, monkeypatch):
+    monkeypatch.setattr(cold.ColdPages, "_ask", lambda *_: None)
+    batches = iter(loader := loader_of(corpus))
+    view = loader.stream.sources[0].token_view
+    pages = range(view.ctypes.data, view.ctypes.data + view.nbytes, mmap.PAGESIZE)
+    drop(corpus)
+    before = sum(map(resident, pages))
+    if before == len(pages):
+        pytest.skip("a file system that keeps its files in memory")
+    rows(batches, 4)
+    wanted = [(last - first) // mmap.PAGESIZE + 2 for first, last in places(loader.stream, range(16))]
+    assert sum(map(resident, pages)) - before <= 2 * sum(wanted)
 
 
 @pytest.mark.parametrize("deaf", [False, True], ids=["told", "a file system that does nothing if told"])
