@@ -31,10 +31,9 @@ import torch.utils.data
 import xxhash
 
 from megaresume.batches.items import options
-from megaresume.batches.items.lengths import lengths_of, token_count
+from megaresume.batches.items.lengths import token_count
 from megaresume.batches.items.planned import Epochs, Places, Share
 from megaresume.batches.items.reader import Collated, flatten, reader
-from megaresume.batches.items.source import ItemSource
 from megaresume.batches.loader import data_parallel, outlive_signals
 from megaresume.batches.memory import Inbox, Outbox
 from megaresume.stream.batches import Balance, BatchSchedule
@@ -137,8 +136,8 @@ class DataLoader:
         options.check_balance(balance, self._packing)
         of_each = lengths if isinstance(lengths, Mapping) else dict.fromkeys(named, lengths)
         directory = None if lengths_dir is None else Path(lengths_dir)
-        sources = {name: self._source(name, one, of_each[name], directory) for name, (one, _) in named.items()}
-        self._sources, self._items = sources, self._size(sources)
+        sources = options.sources_of(named, of_each, self._packing, directory=directory, num_workers=num_workers)
+        self._sources, self._items = sources, options.samples_of(sources, self._packing, self._share)
         config = options.config_of(
             named,
             self._packing,
@@ -184,30 +183,6 @@ class DataLoader:
             generator=self._generator,
             **torch_options,
         )
-
-    def _source(self, name: str, dataset: Any, lengths: Any, directory: Path | None) -> ItemSource:
-        if self._packing.seq_length is None or not len(dataset):
-            return ItemSource(dataset, name)
-        tokens, kept = lengths_of(dataset, name, lengths, directory=directory, num_workers=self.num_workers)
-        return ItemSource(dataset, name, tokens, whole=not self._packing.cuts, kept=kept)
-
-    def _size(self, sources: Mapping[str, ItemSource]) -> int:
-        """Samples that one epoch of all datasets makes; if they are packed, nearly."""
-        size = sum(len(source) for source in sources.values())
-        if (seq_length := self._packing.seq_length) is not None:
-            tokens = sum(int(source.tokens.sum()) for source in sources.values() if source.tokens is not None)
-            size = -(-tokens // seq_length)
-        if self.step_samples > size:
-            what = "items" if seq_length is None else f"samples of {seq_length} tokens"
-            share = self._share
-            raise UsageError(
-                "a step is larger than the dataset",
-                found=f"{share.step} {what} a step ({share.batch_size} * {share.dp_size} ranks * "
-                f"{share.accumulation} micro-batches), of {size}",
-                expected=f"at most {size}",
-                action="use a smaller batch_size, fewer ranks or fewer micro-batches a step",
-            )
-        return size
 
     @property
     def origin(self) -> dict[str, Any] | None:

@@ -5,6 +5,9 @@ They live in ``stream`` because it is the lowest package: everything else may im
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 from megaresume.stream.text import visible
 
 #: package that is imported -> the extra of ours that installs it.
@@ -117,3 +120,16 @@ def missing_package(error: ModuleNotFoundError, what: str, extra: str | None = N
         expected=f"an environment with {package}",
         action=f"pip install 'megaresume[{extra or EXTRAS[package]}]'",
     )
+
+
+def require(library: str, expected: str, action: str) -> Any:
+    """A library that is needed now, imported.
+
+    Raises:
+        SetupError: it is not installed.
+    """
+    try:
+        return importlib.import_module(library)
+    except ImportError as error:
+        what = f"the library '{library.partition('.')[0]}' is missing"
+        raise SetupError(what, found=str(error), expected=expected, action=action) from error

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from megaresume.runs.steps import UNKNOWN
 from megaresume.stream.compiled import compiled
-from megaresume.stream.errors import CheckpointError, SetupError
+from megaresume.stream.errors import CheckpointError, require
 from megaresume.stream.text import one_line
 from megaresume.trace.trace import ABSOLUTE, RECORD_COLUMNS, SAMPLE_COLUMNS, SEGMENT_COLUMNS, Piece
 
@@ -283,16 +283,9 @@ def require_pyarrow() -> Any:
     Raises:
         SetupError: it is not installed.
     """
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise SetupError(
-            "the library 'pyarrow' is missing",
-            found=str(error),
-            expected="it writes Parquet files",
-            action="pip install pyarrow, or write --csv or --json",
-        ) from error
+    require("pyarrow.parquet", "it writes Parquet files", "pip install pyarrow, or write --csv or --json")
+    import pyarrow
+
     return pyarrow
 
 

@@ -1,4 +1,4 @@
-"""What `megaresume.DataLoader` is given, checked, and as the data config of a stream."""
+"""What `megaresume.DataLoader` is given, checked, and as the sources and the data config of a stream."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from megaresume.batches.items.source import check_map_style
+from megaresume.batches.items.lengths import lengths_of
+from megaresume.batches.items.planned import Share
+from megaresume.batches.items.source import ItemSource, check_map_style
 from megaresume.stream.batches import Balance
 from megaresume.stream.config import Append, BlendUnit, OnChange
 from megaresume.stream.errors import StateError, UsageError
@@ -53,14 +55,11 @@ class Packing:
     how: str | Mapping[str, Any]
 
     @property
-    def mode(self) -> str:
-        """Its mode."""
-        return "none" if self.seq_length is None else self.how if isinstance(self.how, str) else self.how["mode"]
-
-    @property
     def cuts(self) -> bool:
         """Whether items are cut."""
-        return self.mode == "split"
+        if self.seq_length is None:
+            return False
+        return (self.how if isinstance(self.how, str) else self.how["mode"]) == "split"
 
 
 def named(dataset: Any) -> dict[str, tuple[Any, Mapping[str, Any]]]:
@@ -88,6 +87,45 @@ def named(dataset: Any) -> dict[str, tuple[Any, Mapping[str, Any]]]:
         check_keys(options, OF_A_DATASET, f"dataset '{name}'")
         datasets[name] = one, options
     return datasets
+
+
+def sources_of(
+    datasets: Mapping[str, tuple[Any, Mapping[str, Any]]],
+    lengths: Mapping[str, Any],
+    packing: Packing,
+    *,
+    directory: Path | None,
+    num_workers: int,
+) -> dict[str, ItemSource]:
+    """The datasets as sources, with the tokens of their items if they are packed: see `lengths_of`."""
+    sources = {}
+    for name, (one, _) in datasets.items():
+        tokens, kept = None, None
+        if packing.seq_length is not None and len(one):
+            tokens, kept = lengths_of(one, name, lengths[name], directory=directory, num_workers=num_workers)
+        sources[name] = ItemSource(one, name, tokens, whole=tokens is not None and not packing.cuts, kept=kept)
+    return sources
+
+
+def samples_of(sources: Mapping[str, ItemSource], packing: Packing, share: Share) -> int:
+    """Samples that one epoch of all datasets makes; if they are packed, nearly.
+
+    Raises:
+        UsageError: a step takes more.
+    """
+    size, what = sum(len(source) for source in sources.values()), "items"
+    if packing.seq_length is not None:
+        tokens = sum(int(source.tokens.sum()) for source in sources.values() if source.tokens is not None)
+        size, what = -(-tokens // packing.seq_length), f"samples of {packing.seq_length} tokens"
+    if share.step > size:
+        raise UsageError(
+            "a step is larger than the dataset",
+            found=f"{share.step} {what} a step ({share.batch_size} * {share.dp_size} ranks * "
+            f"{share.accumulation} micro-batches), of {size}",
+            expected=f"at most {size}",
+            action="use a smaller batch_size, fewer ranks or fewer micro-batches a step",
+        )
+    return size
 
 
 def config_of(

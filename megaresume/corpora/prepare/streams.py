@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from megaresume.corpora.prepare.inputs import TABLES, InputFile
 from megaresume.corpora.prepare.tables import ArrowLines, ParquetLines, parquet_errors
-from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError, UsageError
+from megaresume.stream.errors import CorpusError, MegaresumeError, UsageError, require
 
 #: bytes of a file that are looked at: enough for every mark below, and for a NUL in most files that have any.
 HEAD_BYTES = 8192
@@ -65,7 +65,12 @@ class InputStream:
                 while offset > 0:
                     skipped = len(self._stream.read(min(offset, 1 << 20)))
                     if not skipped:
-                        raise _changed_length(file)
+                        raise CorpusError(
+                            f"{file.name} is shorter than it was",
+                            found="its end, before the point where an earlier run stopped",
+                            expected="the same content as in the earlier run",
+                            action="start again: --restart",
+                        )
                     offset -= skipped
 
     def check_unchanged(self) -> None:
@@ -190,16 +195,7 @@ class _ZstdReader(io.RawIOBase):
 
 
 def _zstandard() -> Any:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise SetupError(
-            "the library 'zstandard' is missing",
-            found=str(error),
-            expected="it reads .zst",
-            action="pip install 'megaresume[text]', or decompress the files first",
-        ) from error
-    return zstandard
+    return require("zstandard", "it reads .zst", "pip install 'megaresume[text]', or decompress the files first")
 
 
 def _unreadable(file: InputFile, error: OSError) -> CorpusError:
@@ -218,15 +214,6 @@ def _damaged(file: InputFile, error: BaseException) -> CorpusError:
         expected=f"a complete {file.path.suffix} file",
         cause="an interrupted download or copy, or a file with the wrong suffix",
         action=f"fetch {file.path.name} again, then start again: --restart",
-    )
-
-
-def _changed_length(file: InputFile) -> CorpusError:
-    return CorpusError(
-        f"{file.name} is shorter than it was",
-        found="its end, before the point where an earlier run stopped",
-        expected="the same content as in the earlier run",
-        action="start again: --restart",
     )
 
 

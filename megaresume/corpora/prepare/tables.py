@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from megaresume.stream.errors import SetupError
+from megaresume.stream.errors import require
 
 #: rows turned into Python together.
 ROWS = 1000
@@ -196,13 +196,5 @@ def parquet_errors() -> tuple[type[Exception], ...]:
 
 def load_pyarrow() -> Any:
     """The library; raises SetupError if it is missing."""
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise SetupError(
-            "the library 'pyarrow' is missing",
-            found=str(error),
-            expected="it reads .parquet and .arrow",
-            action="pip install pyarrow, or write the rows as JSON lines first",
-        ) from error
-    return pyarrow
+    action = "pip install pyarrow, or write the rows as JSON lines first"
+    return require("pyarrow", "it reads .parquet and .arrow", action)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megaresume.stream.errors import CorpusError, SetupError, UsageError
+from megaresume.stream.errors import CorpusError, UsageError, require
 
 TokenArray = npt.NDArray[Any]
 
@@ -122,15 +122,8 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, content: bytes, *, name: str, eod_token: str | None = None) -> None:
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise SetupError(
-                "the library 'tokenizers' is missing",
-                found=str(error),
-                expected="it reads tokenizer.json",
-                action="pip install 'megaresume[text]', or leave out --tokenizer for byte tokens",
-            ) from error
+        action = "pip install 'megaresume[text]', or leave out --tokenizer for byte tokens"
+        tokenizers = require("tokenizers", "it reads tokenizer.json", action)
         self.name = name
         description = _description(content, name)
         # A tokenizer.json often carries the padding and truncation of its last user: Megatron's documents are whole.

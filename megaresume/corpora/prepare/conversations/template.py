@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaresume.corpora.prepare.conversations.rows import Message
-from megaresume.stream.errors import MegaresumeError, SetupError, UsageError
+from megaresume.stream.errors import MegaresumeError, UsageError, require
 
 if TYPE_CHECKING:
     import jinja2
@@ -45,15 +45,8 @@ class ChatTemplate:
     def __init__(self, text: str, tokens: Mapping[str, str], date: str | None = None) -> None:
         self._tokens = dict(tokens)
         self._date = None if date is None else datetime.datetime.fromisoformat(date)
-        try:
-            self._environment = _environment(self._today)
-        except ModuleNotFoundError as error:
-            raise SetupError(
-                "the library 'jinja2' is missing",
-                found=str(error),
-                expected="it renders chat templates",
-                action="pip install 'megaresume[chat]'",
-            ) from error
+        require("jinja2", "it renders chat templates", "pip install 'megaresume[chat]'")
+        self._environment = _environment(self._today)
         import jinja2
 
         try:
