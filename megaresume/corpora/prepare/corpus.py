@@ -222,7 +222,7 @@ def _machines(parts_files: PartFiles, options: PrepareOptions) -> int:
         check_part(options.part)
         return options.part[1]
     plans = [] if options.restart else parts_files.plans()
-    with suppress(ValueError, KeyError):  # an unreadable plan is refused when all are compared
+    with suppress(ValueError, KeyError, TypeError):  # an unreadable plan is refused when all are compared
         return max((int(json.loads(plan.read_bytes())["parts"]) for plan in plans), default=1)
     return 1
 

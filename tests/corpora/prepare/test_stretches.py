@@ -150,6 +150,15 @@ def test_parts_after_one_machine_began_and_the_other_way_round(inputs, tmp_path)
     assert prepare(inputs, tmp_path / "out", PrepareOptions(restart=True, overwrite=True)).resumed_blocks == 0
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", "7", '{"parts": null}', '{"parts": []}'])
+def test_a_damaged_plan_is_refused(inputs, tmp_path, content):
+    (tmp_path / "out.prepare").mkdir()
+    (tmp_path / "out.prepare" / "plan.json").write_text(content)
+    with pytest.raises(UsageError, match="was left by") as caught:
+        prepare(inputs, tmp_path / "out", PrepareOptions())
+    assert "--restart" in caught.value.action
+
+
 def test_parts_at_once_share_the_directory_and_the_merge_has_it_alone(inputs, tmp_path):
     plan = {"inputs": []}
     with PartFiles(tmp_path / "out").locked(plan, restart=False, machine="00001-of-00002"):
