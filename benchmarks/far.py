@@ -21,7 +21,7 @@ from benchmarks.table import Row
 from benchmarks.timing import interleaved, median, ratio, wall
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
-from megaresume.corpora.image_text import Key
+from megaresume.corpora.base import Key
 from megaresume.shards.prepare import prepare_shards
 from megaresume.shards.source import ShardSource
 from megaresume.shards.tar import parse_record

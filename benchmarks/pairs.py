@@ -22,7 +22,7 @@ from PIL import Image
 from benchmarks.timing import cpu
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
-from megaresume.corpora.image_text import Key, Record
+from megaresume.corpora.base import Key, Record
 from megaresume.images.encoder import ImageTextEncoder
 from megaresume.images.processors.backends import Backend
 from megaresume.shards.prepare import prepare_shards

@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaresume.batches.arrays import Arrays, Layout
-from megaresume.corpora.base import DocumentSource
-from megaresume.corpora.image_text import EncodedDocument, Key
+from megaresume.corpora.base import DocumentSource, EncodedDocument, Key
 from megaresume.images.processors.levels import Levels
 from megaresume.images.room import Room
 from megaresume.stream.errors import ConfigError, CorpusError

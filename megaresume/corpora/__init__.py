@@ -1,6 +1,6 @@
 """Documents of text: where they lie, how long they are, what they hold.
 
-base.py            `Source`: what loading asks of any source of documents
+base.py            `Source`: what loading asks of any source; records, encoded documents, images
 index.py           `IndexedDocuments`: documents whose lengths stand in an .idx
 indexed.py         `IndexedSource`: a Megatron .bin/.idx corpus
 layout.py          the bytes of .bin/.idx, for its reader and its writer; kernels.py reads its arrays
@@ -11,7 +11,6 @@ split.py           `RangeSource`: the train, valid or test part of a source, as 
 scan.py            the fingerprint of any source, and what it sees of the tokens
 files.py           whether files are those that were opened; files mapped, and written without a half one
 sidecar.py         ``<prefix>.megaresume.json`` and .pieces: what need not be computed twice
-image_text.py      records, encoded documents and images: what passes between shards, encoder and batches
 yaml_text.py       YAML that people wrote, with one kind of error for whatever is wrong with it
 prepare/           text, JSON lines or directories to a .bin/.idx corpus
 """

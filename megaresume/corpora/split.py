@@ -8,21 +8,26 @@ floating point included: a range that differs by one document would be another c
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.corpora.base import DocumentSource, Source, TokenSource, VisionEncoder, is_document_source
+from megaresume.corpora.base import (
+    DocumentSource,
+    EncodedDocument,
+    Key,
+    Source,
+    TokenSource,
+    VisionEncoder,
+    is_document_source,
+)
 from megaresume.corpora.indexed import IndexedSource
 from megaresume.corpora.scan import scan_fingerprint
 from megaresume.corpora.spans import Spans, spans_of
 from megaresume.stream.documents.pieces import LongDocuments, find_long
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.state import Fingerprint
-
-if TYPE_CHECKING:
-    from megaresume.corpora.image_text import EncodedDocument, Key
 
 Part = Literal["train", "valid", "test"]
 PARTS = cast(tuple[Part, ...], get_args(Part))

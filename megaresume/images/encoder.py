@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import xxhash
 
-from megaresume.corpora.image_text import EncodedDocument, EncodedImage, Fault, Key, Measure, Record
+from megaresume.corpora.base import EncodedDocument, EncodedImage, Fault, Key, Measure, Record
 from megaresume.corpora.prepare.tokenizers import ByteTokenizer, Tokenizer, unpack_tokenizer
 from megaresume.images.augment import augmentation_from_options, augmentation_options
 from megaresume.images.checks import check_processor

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 
-from megaresume.corpora.image_text import EncodedDocument, Fault, FaultPolicy, Key, Record
+from megaresume.corpora.base import EncodedDocument, Fault, FaultPolicy, Key, Record
 from megaresume.images.encoder import ImageTextEncoder
 from megaresume.images.fit import fit_document, masked_document
 from megaresume.stream.errors import CorpusError

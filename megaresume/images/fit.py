@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from megaresume.corpora.image_text import EncodedDocument
+from megaresume.corpora.base import EncodedDocument
 
 
 def fit_document(document: EncodedDocument, tokens: int, filler: int) -> EncodedDocument:

@@ -29,7 +29,7 @@ from typing import Any
 import xxhash
 import yaml
 
-from megaresume.corpora.image_text import Record
+from megaresume.corpora.base import Record
 from megaresume.corpora.yaml_text import parse_yaml
 from megaresume.shards.files import RecordError
 from megaresume.shards.paths import META, braces, join

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megaresume.corpora.image_text import Record
+from megaresume.corpora.base import Record
 from megaresume.shards.files import SCAN_BLOCK, BlockFile, Place, RecordError, ShardFiles, local_path
 from megaresume.shards.paths import join, resolved
 from megaresume.shards.remote import is_url

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import xxhash
 
-from megaresume.corpora.image_text import Measure
+from megaresume.corpora.base import Measure
 from megaresume.corpora.prepare.work import WorkDirectory, disk_error
 from megaresume.images.encoder import ImageTextEncoder
 from megaresume.shards.energon import Fields

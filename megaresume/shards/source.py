@@ -29,7 +29,7 @@ from megaresume.stream.errors import CorpusError
 from megaresume.stream.state import Fingerprint
 
 if TYPE_CHECKING:
-    from megaresume.corpora.image_text import EncodedDocument, FaultPolicy, Key, Record
+    from megaresume.corpora.base import EncodedDocument, FaultPolicy, Key, Record
     from megaresume.images.encoder import ImageTextEncoder
     from megaresume.images.processors.levels import Levels
 
@@ -181,7 +181,7 @@ class ShardSource:
 
     def get(self, i: int) -> npt.NDArray[Any]:
         """Tokens of document i, shape (length(i),); see `encoded` for its images."""
-        from megaresume.corpora.image_text import Key
+        from megaresume.corpora.base import Key
 
         # Tokens do not depend on the key: augmentation preserves sizes.
         return self.encoded(i, Key(seed=0, source=self.name, document=i, epoch=0)).tokens

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from megaresume.corpora.image_text import Record
+from megaresume.corpora.base import Record
 from megaresume.shards.files import BlockFile, RecordError
 from megaresume.stream.errors import CorpusError
 

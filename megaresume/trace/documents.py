@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from megaresume.corpora.base import DocumentSource, Source, is_document_source
-from megaresume.corpora.image_text import EncodedDocument, Key, Record
+from megaresume.corpora.base import DocumentSource, EncodedDocument, Key, Record, Source, is_document_source
 from megaresume.corpora.prepare.tokenizers import ByteTokenizer, Tokenizer
 from megaresume.corpora.spans import runs_of, spans_of
 from megaresume.stream.config import StreamConfig

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megaresume.batches.open import open_stream
-from megaresume.corpora.image_text import EncodedDocument, EncodedImage, Fault, Key
+from megaresume.corpora.base import EncodedDocument, EncodedImage, Fault, Key
 from megaresume.corpora.scan import scan_fingerprint
 from megaresume.stream.state import Fingerprint, StreamState
 from megaresume.stream.stream import Stream

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import PIL.Image
 
-from megaresume.corpora.image_text import EncodedDocument, Key, Record
+from megaresume.corpora.base import EncodedDocument, Key, Record
 from megaresume.corpora.scan import scan_fingerprint
 from megaresume.images.encoder import ImageTextEncoder
 from megaresume.stream.state import Fingerprint

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from megaresume.corpora.image_text import EncodedDocument, EncodedImage, Fault, Key
+from megaresume.corpora.base import EncodedDocument, EncodedImage, Fault, Key
 from megaresume.corpora.scan import scan_fingerprint
 from megaresume.stream.state import Fingerprint
 

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from megaresume.corpora.image_text import Key, Record
+from megaresume.corpora.base import Key, Record
 from megaresume.images.encoder import ImageTextEncoder
 from megaresume.shards import ShardSource
 from megaresume.shards.join import join_indexes

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megaresume.corpora.image_text import Key
+from megaresume.corpora.base import Key
 from megaresume.images.encoder import ImageTextEncoder
 from tests.images.kit import file, picture
 

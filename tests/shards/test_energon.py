@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megaresume.batches.open import open_stream
-from megaresume.corpora.image_text import Record
+from megaresume.corpora.base import Record
 from megaresume.shards.energon import Fields
 from megaresume.shards.files import RecordError
 from megaresume.shards.prepare import prepare_shards

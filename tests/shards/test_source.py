@@ -26,7 +26,7 @@ from tests.shards.kit import add, captions, encoder, key, same, write_shard, wri
 
 def expected(i: int, k=None):
     """Document i, encoded without shards and index."""
-    from megaresume.corpora.image_text import Record
+    from megaresume.corpora.base import Record
 
     name, members = captions(1, i)[0]
     return encoder().encode(Record(key=name, path="", members=members), k or key(i))

@@ -12,7 +12,7 @@ from megaresume.batches.open import open_stream
 from megaresume.checkpoint.saving.commit import begin_save, commit_save, write_data_config
 from megaresume.checkpoint.start import record_start
 from megaresume.checkpoint.topology import Topology
-from megaresume.corpora.image_text import Record
+from megaresume.corpora.base import Record
 from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
 from megaresume.images.encoder import ImageTextEncoder
 from megaresume.shards.prepare import prepare_shards

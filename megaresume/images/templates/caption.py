@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megaresume.corpora.image_text import Record
+from megaresume.corpora.base import Record
 from megaresume.images.templates.base import (
     IMAGE_EXTENSIONS,
     Image,

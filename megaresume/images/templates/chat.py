@@ -20,7 +20,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BeforeValidator
 
-from megaresume.corpora.image_text import Record
+from megaresume.corpora.base import Record
 from megaresume.corpora.prepare.conversations.rows import ROLES
 from megaresume.images.templates.base import (
     Image,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from megaresume.corpora.image_text import Record
+from megaresume.corpora.base import Record
 from megaresume.images.templates.base import (
     Image,
     Missing,
