@@ -10,7 +10,7 @@ from megaresume.stream import errors
 from megaresume.stream.errors import MegaresumeError, StateError
 
 
-@pytest.mark.parametrize("name", [name for name, value in vars(errors).items() if isinstance(value, type)])
+@pytest.mark.parametrize("name", [name for name in vars(errors) if name.endswith(("Error", "Exhausted"))])
 def test_through_a_worker_process(name: str) -> None:
     error = getattr(errors, name)("it broke", found=3, expected="4", cause="rain", action="wait")
     again = pickle.loads(pickle.dumps(error))
