@@ -155,7 +155,12 @@ def test_a_ramp_up_moves_only_the_boundaries(open_it, expected):
 
 @pytest.mark.parametrize(
     "how",
-    [{}, {"prefetch": 0}, {"num_workers": 1, "start_method": "fork"}, {"num_workers": 1, "start_method": "spawn"}],
+    [
+        pytest.param({}, id="thread"),
+        pytest.param({"prefetch": 0}, id="in-process"),
+        pytest.param({"num_workers": 1, "start_method": "fork"}, id="fork"),
+        pytest.param({"num_workers": 1, "start_method": "spawn"}, id="spawn", marks=pytest.mark.release),
+    ],
 )
 def test_a_stream_restored_after_the_loader_was_built(open_it, how):
     """The loader still begins at sample 0, which the stream has left: never the samples of a fresh start instead."""

@@ -190,7 +190,7 @@ def test_processes_that_are_killed_at_any_moment_leave_nothing_wrong(cache):
     """Four write, read and delete at a time, and are killed after moments of all lengths."""
     context, rng = multiprocessing.get_context("fork"), random.Random(1)
     processes: list[multiprocessing.process.BaseProcess] = []
-    for seed in range(60):
+    for seed in range(30):
         process = context.Process(target=_work, args=(cache, seed), daemon=True)
         process.start()
         processes.append(process)
