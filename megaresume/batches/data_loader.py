@@ -31,9 +31,9 @@ import torch.utils.data
 import xxhash
 
 from megaresume.batches.items import options
-from megaresume.batches.items.lengths import token_count
 from megaresume.batches.items.planned import Epochs, Places, Share
 from megaresume.batches.items.reader import Collated, flatten, reader
+from megaresume.batches.items.source import token_count
 from megaresume.batches.loader import data_parallel, outlive_signals
 from megaresume.batches.memory import Inbox, Outbox
 from megaresume.stream.batches import Balance, BatchSchedule

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from megaresume.batches.items.lengths import lengths_of
 from megaresume.batches.items.planned import Share
-from megaresume.batches.items.source import ItemSource, check_map_style
+from megaresume.batches.items.source import ItemSource, check_map_style, lengths_of
 from megaresume.stream.batches import Balance
 from megaresume.stream.config import Append, BlendUnit, OnChange
 from megaresume.stream.errors import StateError, UsageError

@@ -28,8 +28,7 @@ import numpy.typing as npt
 import torch
 import torch.utils.data
 
-from megaresume.batches.items.lengths import Measure, token_count, uncounted
-from megaresume.batches.items.source import generators_kept, seed_generators
+from megaresume.batches.items.source import Measure, generators_kept, seed_generators, token_count, uncounted
 from megaresume.stream.errors import CorpusError, UsageError
 
 #: the label that is no target.

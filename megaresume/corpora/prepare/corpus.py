@@ -150,27 +150,7 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
     found = find_inputs(inputs, glob=options.glob, format=options.format, store=options.store)
     # --output may lie in a directory that is read
     files = [file for file in found.files if file.url or not _is_output(file.path, prefix)]
-    content, name = read_tokenizer_file(options.tokenizer)
-    tokenizer = tokenizer_from_content(content, name, eod_token=options.eod_token)
-    dtype = _dtype(options.dtype, tokenizer)
-    append_eod = options.chat is None if options.append_eod is None else options.append_eod
-    if append_eod and tokenizer.eod is None:
-        raise UsageError(
-            f"tokenizer {name} has no end-of-document token that we know",
-            found=f"a vocabulary of {tokenizer.vocab_size} tokens",
-            expected="<|endoftext|>, </s> or the like",
-            action="name it: --eod-token TEXT, or leave it out: --no-append-eod",
-        )
-    spec = EncoderSpec(
-        tokenizer=content,
-        tokenizer_name=name,
-        eod_token=options.eod_token,
-        append_eod=append_eod,
-        dtype=dtype,
-        text=options.text
-        if options.chat is None
-        else with_conversations(options.text, options.chat, options.tokenizer, files),
-    )
+    spec, tokenizer = _spec(options, files)
     parts_files = PartFiles(prefix)
     _check_output(prefix, parts_files, overwrite=options.overwrite)
     size = options.block_bytes or block_bytes(files)
@@ -190,7 +170,7 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
                 _check_not_empty(parts, files)
                 raw = _raw(files, spec, options) if options.index_only else None
                 with progress("writing the corpus", sum(p.tokens * p.token_bytes for p in parts), "B") as bar:
-                    merge_parts(prefix, parts_files, made, dtype, _identity(tokenizer, spec), bar.update, raw=raw)
+                    merge_parts(prefix, parts_files, made, spec.dtype, _identity(tokenizer, spec), bar.update, raw=raw)
                 parts_files.remove()
     except OSError as error:
         raise disk_error(prefix.parent, error) from error
@@ -205,8 +185,8 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
         places_bytes=None if unmerged or not options.index_only else places_path(prefix).stat().st_size,
         to_unpack=sum(file.path.suffix in COMPRESSIONS for file in files) if options.index_only else 0,
         part=options.part,
-        dtype=dtype,
-        tokenizer=name,
+        dtype=spec.dtype,
+        tokenizer=tokenizer.name,
         vocab_size=tokenizer.vocab_size,
         eod=tokenizer.eod,
         seconds=time.monotonic() - begin,
@@ -214,6 +194,32 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
         resumed_blocks=resumed,
         **{name: sum(getattr(part, name) for part in parts) for name in _SUMS},
     )
+
+
+def _spec(options: PrepareOptions, files: Sequence[InputFile]) -> tuple[EncoderSpec, Tokenizer]:
+    """What decides what the tokens are."""
+    content, name = read_tokenizer_file(options.tokenizer)
+    tokenizer = tokenizer_from_content(content, name, eod_token=options.eod_token)
+    dtype, text = _dtype(options.dtype, tokenizer), options.text
+    append_eod = options.chat is None if options.append_eod is None else options.append_eod
+    if append_eod and tokenizer.eod is None:
+        raise UsageError(
+            f"tokenizer {name} has no end-of-document token that we know",
+            found=f"a vocabulary of {tokenizer.vocab_size} tokens",
+            expected="<|endoftext|>, </s> or the like",
+            action="name it: --eod-token TEXT, or leave it out: --no-append-eod",
+        )
+    if options.chat is not None:
+        text = with_conversations(text, options.chat, options.tokenizer, files)
+    spec = EncoderSpec(
+        tokenizer=content,
+        tokenizer_name=name,
+        eod_token=options.eod_token,
+        append_eod=append_eod,
+        dtype=dtype,
+        text=text,
+    )
+    return spec, tokenizer
 
 
 def _machines(parts_files: PartFiles, options: PrepareOptions) -> int:
