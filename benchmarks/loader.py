@@ -93,7 +93,7 @@ def _steady(setup: Setup, micro_batch: int, *, ours: bool) -> float:
     )
     others = DataLoader(
         loader.dataset,
-        batch_sampler=list(loader.indices()),
+        batch_sampler=[list(numbers) for numbers in loader.indices()],
         num_workers=WORKERS,
         prefetch_factor=ahead,
         collate_fn=whole,

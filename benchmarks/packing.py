@@ -233,7 +233,7 @@ def _efficiency(lengths: npt.NDArray[np.int64], num_samples: int) -> float:
     return 100 * int(lengths.sum()) / (num_samples * SEQ_LENGTH)
 
 
-def _cut(plan: Plan, sources: list) -> float:  # type: ignore[type-arg]
+def _cut(plan: Plan, sources: list) -> float:
     """Per cent of the documents of at most a sample that do not lie whole in one."""
     cut = fits = 0
     for i, source in enumerate(sources):

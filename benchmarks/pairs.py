@@ -138,7 +138,7 @@ def _task_encoder(encoder: ImageTextEncoder, work: Work) -> Any:
     if work != "nothing":
         encoded = _by_ours(encoder) if work == "ours" else _by_transformers(encoder, work)
 
-    class Task(DefaultTaskEncoder):  # type: ignore[type-arg]
+    class Task(DefaultTaskEncoder):
         decoder = None  # raw bytes: who encodes decodes
 
         @stateless

@@ -111,7 +111,7 @@ def _checksums(tag: Path, size: int, repetitions: int) -> Row:
     from megaresume.checkpoint.manifest import checksum_files
 
     names = [file.name for file in tag.iterdir()]
-    found = interleaved({"all": lambda _: checksum_files(tag, names, threads=1)}, repetitions, clock=cpu)
+    found = interleaved({"all": lambda _: checksum_files(tag, names)}, repetitions, clock=cpu)
     speed = size / max(median(found["all"]), 1e-9) / 1e9
     return Row(
         what="checksums of a checkpoint, one core",

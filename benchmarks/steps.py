@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import nn
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks.balance import MIXES, Mix
 from benchmarks.setup import Setup
@@ -47,7 +47,7 @@ def rows(setup: Setup) -> Iterator[Row]:
     for mix in MIXES[1:]:
         folder = setup.directory / f"steps-{mix.name.split()[0]}"
         folder.mkdir()
-        torch.multiprocessing.spawn(_train, (mix.name, steps, folder, sorted(setup.cores)), nprocs=RANKS)
+        spawn(_train, (mix.name, steps, folder, sorted(setup.cores)), nprocs=RANKS)
         measured: Measured = torch.load(folder / "measured", weights_only=False)
         times = [plain / ours for plain, ours in zip(measured.seconds[False], measured.seconds[True], strict=True)]
         predicted = [plain / ours for plain, ours in zip(measured.work[False], measured.work[True], strict=True)]
@@ -65,7 +65,7 @@ def _train(rank: int, name: str, steps: int, folder: Path, cores: list[int]) -> 
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     torch.manual_seed(0)
     model = Model()
     stream = _stream(next(mix for mix in MIXES if mix.name == name), BATCH * (steps + 1))
@@ -134,16 +134,16 @@ class Layer(nn.Module):
 
     def forward(self, hidden: torch.Tensor, bounds: list[int]) -> torch.Tensor:
         """float[S, HIDDEN] to the same."""
-        parts = [
-            nn.functional.scaled_dot_product_attention(*document[None, None].chunk(3, dim=-1), is_causal=True)[0, 0]
-            for document in self.qkv(hidden).split(np.diff(bounds).tolist())
-        ]
+        parts = []
+        for document in self.qkv(hidden).split(np.diff(bounds).tolist()):
+            query, key, value = document[None, None].chunk(3, dim=-1)
+            parts.append(nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)[0, 0])
         hidden = hidden + self.out(torch.cat(parts))
         return hidden + self.mlp(hidden)
 
 
 def _step(model: Model, stream: Stream, sample: int, rank: int, balance: Balance | None) -> None:
-    dataset = StreamDataset(stream, fields=("labels",))
+    dataset = StreamDataset(stream, fields=["labels"])
     for numbers in deal(stream, sample, BATCH, micro_batch_size=1, dp_rank=rank, dp_size=RANKS, balance=balance):
         batch = dataset.read(numbers)
         model(batch["tokens"][0], batch["labels"][0], batch["cu_seqlens"][0].tolist()).backward()

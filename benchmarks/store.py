@@ -252,7 +252,7 @@ def _energon(setup: Setup, shards: Shards, store: Any, source: ShardSource) -> O
     storage = {"base_path": BUCKET, "endpoint_url": os.environ["AWS_ENDPOINT_URL"], "region_name": "us-east-1"}
     config.write_text(json.dumps({"profiles": {"far": {"storage_provider": {"type": "s3", "options": storage}}}}))
 
-    class Task(DefaultTaskEncoder):  # type: ignore[type-arg]
+    class Task(DefaultTaskEncoder):
         decoder = None
 
         @stateless

@@ -6,7 +6,7 @@ Both sides read the same shards (`benchmarks.pairs`), in turn. Processor time.
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -55,7 +55,7 @@ AGAINST: tuple[tuple[Backend, str, Work, float, float], ...] = (
 def _throughput(shards: Shards, repetitions: int) -> Iterator[Row]:
     against = [row for row in AGAINST if row[2] != "torchvision" or find_spec("torchvision")]
     for packing, mode, words in ((False, "none", "no packing"), (True, "best_fit", f"packed into {SEQ_LENGTH}")):
-        counts = {backend: shards.ours(mode, backend) for backend, *_ in against}
+        counts: dict[str, Iterator[int]] = {backend: shards.ours(mode, backend) for backend, *_ in against}
         counts |= {name: shards.theirs(packing=packing, work=work) for _, name, work, *_ in against}
         seconds = _per_record(counts, shards.records, repetitions)
         for backend, name, _, *least in against:
@@ -150,7 +150,7 @@ def _reading(shards: Shards, repetitions: int) -> Iterator[Row]:
     )
 
 
-def _per_record(counts: dict[str, Iterator[int]], records: int, repetitions: int) -> dict[str, list[float]]:
+def _per_record(counts: Mapping[str, Iterator[int]], records: int, repetitions: int) -> dict[str, list[float]]:
     """Seconds a record, of every epoch but the first, which warms up and fills buffers.
 
     Those compared take turns of a few records: what other programs do to the caches changes in seconds, and an epoch
@@ -239,7 +239,7 @@ class Lengths:
 def _efficiency(documents: int) -> Iterator[Row]:
     source = Lengths(documents)
     for mode in ("best_fit", "knapsack"):
-        config = {"seed": 1, "seq_length": SEQ_LENGTH, "packing": mode}
+        config: dict[str, Any] = {"seed": 1, "seq_length": SEQ_LENGTH, "packing": mode}
         config["sources"] = {"pairs": {"kind": "python", "object": "pairs"}}
         stream = open_stream(config, objects={"pairs": source})
         samples = int(source.tokens.sum() * 0.95) // SEQ_LENGTH
