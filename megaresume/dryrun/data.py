@@ -18,7 +18,7 @@ from megaresume.stream.aliases import resolved
 from megaresume.stream.changes import Reconciled, changes_since, reconcile
 from megaresume.stream.config import OnChange, StreamConfig
 from megaresume.stream.errors import ConfigError, CorpusError, MegaresumeError, SetupError, StateError, UsageError
-from megaresume.stream.fingerprints import fingerprint_of, first_documents, same_corpora
+from megaresume.stream.fingerprints import fingerprint_of, same_corpora
 from megaresume.stream.planning.checks import check_remaining
 from megaresume.stream.planning.stages import Stage
 from megaresume.stream.ranges import Range
@@ -185,7 +185,7 @@ def _go_on(data: Data, launch: Launch, on_change: OnChange, end: int | None) -> 
         skip=(launch.flags.skip,),
         steps_to_samples=samples_of,
         end=end,
-        first_of=lambda name, documents: first_documents(data.sources[name], name, documents),
+        sources=data.sources,
     )
     check_documents(going_on.course.skips, {name: f.documents for name, f in data.fingerprints.items()})
     check_remaining(going_on.course, data.sources, launch.state)

@@ -21,6 +21,7 @@ from megaresume.stream.fingerprints import Growth, check_corpora, differences, l
 from megaresume.stream.planning.stages import Course, Stage, declared
 from megaresume.stream.ranges import Range
 from megaresume.stream.skips import SkipConfig, decide
+from megaresume.stream.source import LengthSource
 from megaresume.stream.state import Fingerprint, StreamState
 
 
@@ -156,7 +157,7 @@ def reconcile(
     skip: Sequence[SkipConfig] = (),
     steps_to_samples: Callable[[Range], Range] | None = None,
     end: int | None = None,
-    first_of: Callable[[str, int], Fingerprint] | None = None,
+    sources: Mapping[str, LengthSource] | None = None,
 ) -> Reconciled:
     """Decide how to go on from a state.
 
@@ -166,7 +167,7 @@ def reconcile(
         state: the state.
         on_change: what to do where the stage at hand would not go on as it was.
         skip, steps_to_samples, end: what is skipped by other ways than the config; see `skips.decide`.
-        first_of: the fingerprint of the first documents of a source, for corpora that have grown.
+        sources: by their names in ``config``, for corpora that have grown; None: no corpus is at hand.
 
     Raises:
         StateError: a change that is refused, with every field that differs.
@@ -174,7 +175,7 @@ def reconcile(
     """
     today, then = resolved(config, state.config["sources"]), StreamConfig.recorded(state.config)
     names = {given.name: source.name for given, source in zip(config.sources, today.sources, strict=True)}
-    grown = check_corpora(config, names, fingerprints, state, first_of)
+    grown = check_corpora(config, names, fingerprints, state, sources or {})
     now, course, accepted = _reconcile(today, grown, state, on_change)
     course.skips, said = decide(
         state.skips,

@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, Field
 
 from megaresume.stream.aliases import check_names
 from megaresume.stream.errors import ConfigError
-from megaresume.stream.schema import Expected, Items, ListOf, Options, Truth, Within, check_keys, read, refused
+from megaresume.stream.schema import Items, ListOf, Options, Truth, Within, check_keys, read, refused
 from megaresume.stream.skips import NO_SKIP, SkipConfig
 from megaresume.stream.weights import integer_weights, parse_weight
 
@@ -369,8 +369,7 @@ class _Source(Options):
     was: (
         Annotated[
             tuple[Annotated[str, Field(min_length=1)], ...],
-            Items(),
-            Expected("the name that the source had before; or all that it had, the first one first"),
+            Items("the name that the source had before; or all that it had, the first one first"),
         ]
         | None
     ) = None

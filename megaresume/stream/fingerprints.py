@@ -10,7 +10,7 @@ A corpus that has grown is declared, and must still have the corpus of before at
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,9 +21,6 @@ from megaresume.stream.config import Append, StreamConfig
 from megaresume.stream.errors import CorpusError, StateError
 from megaresume.stream.source import LengthSource, chunks
 from megaresume.stream.state import Fingerprint, StreamState
-
-#: (source, documents) -> the fingerprint of its first documents, as if there were no more.
-FirstOf = Callable[[str, int], Fingerprint]
 
 
 def hash_lengths(source: LengthSource) -> Fingerprint:
@@ -207,7 +204,7 @@ def check_corpora(
     names: Mapping[str, str],
     fingerprints: Mapping[str, Fingerprint],
     state: StreamState,
-    first_of: FirstOf | None,
+    sources: Mapping[str, LengthSource],
 ) -> list[Growth]:
     """Refuse a corpus that is not the one of the state, unless it has grown and that is declared.
 
@@ -216,7 +213,7 @@ def check_corpora(
         names: of its sources -> those that the run knows them by.
         fingerprints: by the names of today.
         state: of the run.
-        first_of: by the names of today; None: no corpus is at hand.
+        sources: those that are at hand, by the names of today.
 
     Returns:
         Those that have grown.
@@ -230,10 +227,11 @@ def check_corpora(
         before = state.fingerprints.get(name)
         if name not in state.sources or now is None or now == before:
             continue
-        if before is None or now.documents <= before.documents or entry.append is None or first_of is None:
+        if before is None or now.documents <= before.documents or entry.append is None or entry.name not in sources:
             check_fingerprint(name, before, now)
             continue
-        _check_beginning(name, before, first_of(entry.name, before.documents), now.documents)
+        first = first_documents(sources[entry.name], entry.name, before.documents)
+        _check_beginning(name, before, first, now.documents)
         grown.append(Growth(source=name, append=entry.append, before=before.documents, after=now.documents))
     return grown
 

@@ -56,21 +56,18 @@ def _short(amount: float, unit: str) -> str:
 
 
 @contextmanager
-def progress(what: str, total: int, unit: str, *, done: int = 0) -> Iterator[Progress]:
+def progress(what: str, total: int, unit: str) -> Iterator[Progress]:
     """Show progress on standard error while the block runs.
 
     Args:
         what: what is being done, a few words.
         total: all the work, in ``unit``.
         unit: "documents" or "B" (shown with k, M, G).
-        done: what an earlier run has already done, in ``unit``.
     """
     if not sys.stderr.isatty():
-        lines = _Lines(what, total, unit)
-        lines.update(done)
-        yield lines
+        yield _Lines(what, total, unit)
         return
     from tqdm import tqdm
 
-    with tqdm(desc=what, total=total, initial=done, unit=unit, unit_scale=True, delay=QUIET_SECONDS) as bar:
+    with tqdm(desc=what, total=total, unit=unit, unit_scale=True, delay=QUIET_SECONDS) as bar:
         yield bar

@@ -67,17 +67,11 @@ class Within:
 
 
 @dataclasses.dataclass(frozen=True)
-class Expected:
-    """Whatever is wrong with the value, its error says that this was expected."""
-
-    words: str
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return _expecting(handler(source), self.words)
-
-
 class Items:
     """A tuple from a list that is not empty; a single value stands for a list of one."""
+
+    #: what was expected, whatever is wrong with it.
+    expected: str | None = None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         length = None if Ellipsis in get_args(source) else len(get_args(source))
@@ -88,7 +82,8 @@ class Items:
                 raise refused(expected=f"a list of {length or 'one or more'} values")
             return found
 
-        return core_schema.no_info_before_validator_function(items, handler(source))
+        schema = core_schema.no_info_before_validator_function(items, handler(source))
+        return schema if self.expected is None else _expecting(schema, self.expected)
 
 
 def ListOf(expected: str) -> BeforeValidator:

@@ -71,6 +71,10 @@ class DocumentList:
             raise _bad_documents(f"skip.documents.{self.source}", f"{self.count} documents, digest {self.digest}")
         return self.ids
 
+    def holds_in(self, epoch: int) -> bool:
+        """Whether they are left out in an epoch."""
+        return self.epochs is None or self.epochs[0] <= epoch < self.epochs[1]
+
     def to_plain(self, *, whole: bool = False) -> dict[str, Any]:
         """Plain JSON, without the file. A long list is named, or packed if ``whole``."""
         plain: dict[str, Any] = {"count": self.count, "digest": self.digest}

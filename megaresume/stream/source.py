@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,6 @@ from megaresume.stream.state import Fingerprint, StreamState
 SCAN = 1 << 20
 
 
-@runtime_checkable
 class LengthSource(Protocol):
     """Lengths by document number. Reading the documents is the business of ``sources/``."""
 

@@ -28,7 +28,7 @@ from megaresume.stream.config import OnChange, StreamConfig
 from megaresume.stream.cursor import Anchors
 from megaresume.stream.errors import ConfigError, MegaresumeError, StateError, StreamExhausted
 from megaresume.stream.faults import NO_FAULTS, FaultRecord
-from megaresume.stream.fingerprints import fingerprint_of, first_documents
+from megaresume.stream.fingerprints import fingerprint_of
 from megaresume.stream.planning.checks import check_remaining, check_trained, check_whole
 from megaresume.stream.planning.kernel import Arrays
 from megaresume.stream.planning.plan import Plan, concatenate
@@ -249,22 +249,17 @@ class Stream:
             self._asked: Planner | None = None
 
     def _reconcile(self, state: StreamState) -> Reconciled:
+        config, sources, _ = self._given
         return reconcile(
-            self._given[0],
+            config,
             self.fingerprints,
             state,
             self.on_change,
             skip=self._skip,
             steps_to_samples=self._samples_of,
             end=self._end,
-            first_of=self._first_of,
+            sources=dict(zip((s.name for s in config.sources), sources, strict=True)),
         )
-
-    def _first_of(self, name: str, documents: int) -> Fingerprint:
-        """The fingerprint of the first documents of a source, which has more."""
-        config, sources, _ = self._given
-        source = next(s for s, entry in zip(sources, config.sources, strict=True) if entry.name == name)
-        return first_documents(source, name, documents)
 
     def _samples_of(self, steps: Range) -> Range:
         """The samples of steps (first, last): those of the schedule when they were first asked for."""

@@ -226,9 +226,7 @@ def _skipped(trace: Trace, name: str, document: int, epoch: int) -> list[Documen
     return [
         skip
         for skip in trace.replan.skips.documents
-        if skip.documents.source == name
-        and (skip.documents.epochs is None or skip.documents.epochs[0] <= epoch < skip.documents.epochs[1])
-        and document in skip.documents.numbers()
+        if skip.documents.source == name and skip.documents.holds_in(epoch) and document in skip.documents.numbers()
     ]
 
 

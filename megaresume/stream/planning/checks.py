@@ -128,7 +128,7 @@ def check_remaining(course: Course, sources: Mapping[str, LengthSource], state: 
         bounds = {epoch, *(b for documents in of_source for b in documents.epochs or () if b > epoch)}
         # From the last bound on every epoch is the same one, for ever.
         asked = [max(bounds)] if end is None else sorted(b for b in bounds if b < end)
-        if not any(_remains(sources[name], [d for d in of_source if _holds(d, e)]) for e in asked):
+        if not any(_remains(sources[name], [d for d in of_source if d.holds_in(e)]) for e in asked):
             raise ConfigError(
                 f"nothing of source '{name}' is left to train on",
                 found=f"{len(sources[name]):,} documents; those that have a token are skipped: "
@@ -153,10 +153,6 @@ def _drawn(course: Course, name: str, state: StreamState | None) -> tuple[bool, 
             drawn = True
             ends.append(None if entry.on_exhausted == "repeat" else entry.max_epochs)
     return drawn, None if None in ends else max((end for end in ends if end is not None), default=None)
-
-
-def _holds(documents: DocumentList, epoch: int) -> bool:
-    return documents.epochs is None or documents.epochs[0] <= epoch < documents.epochs[1]
 
 
 def _remains(source: LengthSource, lists: Sequence[DocumentList]) -> bool:
