@@ -17,7 +17,8 @@ from megaresume.checkpoint.manifest import FileEntry
 from megaresume.checkpoint.saving.commit import PendingCheckpoint, commit_save
 from megaresume.checkpoint.step_file import StepFile
 from megaresume.checkpoint.topology import Topology
-from megaresume.stream.changes import outlook_lines
+from megaresume.render import text_table
+from megaresume.stream.changes import outlook
 from megaresume.stream.errors import StateError
 from megaresume.stream.state import StreamState
 
@@ -173,8 +174,14 @@ def change_lines(stream: Stream, global_batch_size: int) -> list[str]:
     if not stream.accepted:
         return []
     state = stream.state_at(stream.start)
-    table = outlook_lines(state, stream.config_at(stream.start), global_batch_size)
-    return [f"megaresume: {line}" for line in (*stream.accepted, *table)]
+    rows = [["source", "share", "seen", "epoch", "remaining", "epoch lasts until"]]
+    for row in outlook(state, stream.config_at(stream.start)):
+        until = "not drawn"
+        if row.samples_left is not None:
+            sample = state.samples + row.samples_left
+            until = f"about sample {sample:,}, {row.samples_left // global_batch_size:,} steps from here"
+        rows.append([row.name, f"{row.share:.4f}", f"{row.documents:,}", f"{row.epoch}", f"{row.remaining:,}", until])
+    return [f"megaresume: {line}" for line in (*stream.accepted, *text_table(rows).splitlines())]
 
 
 def check_same(envelope: Envelope, read: Reading, beside: StepFile | None, choice: Choice) -> None:

@@ -103,21 +103,6 @@ def _seq_length(state: StreamState) -> int:
     return max(weighted // max(state.samples, 1), 1)
 
 
-def outlook_lines(state: StreamState, config: StreamConfig, global_batch_size: int) -> list[str]:
-    """The outlook as a table, for logs."""
-    rows = outlook(state, config)
-    width = max(len(row.name) for row in rows)
-    lines = [f"{'source':<{width}}  {'share':>7}  {'seen':>12}  {'epoch':>5}  {'remaining':>12}  epoch lasts until"]
-    for row in rows:
-        seen = f"{row.documents:>12,}  {row.epoch:>5}  {row.remaining:>12,}"
-        until = "not drawn"
-        if row.samples_left is not None:
-            sample = state.samples + row.samples_left
-            until = f"about sample {sample:,}, {row.samples_left // global_batch_size:,} steps from here"
-        lines.append(f"{row.name:<{width}}  {row.share:>7.4f}  {seen}  {until}")
-    return lines
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reconciled:
     """How a stream goes on from a state."""

@@ -120,7 +120,10 @@ class Stream:
         self._steps: dict[Range, Range] = dict(copied.get("steps", {}))
         self._fingerprints = fingerprints
         self._lock = threading.RLock()
-        self._base_state: StreamState | None = None
+        #: the state that the stream goes on from; None: it began at sample 0.
+        self.base_state: StreamState | None = None
+        #: differences between that and the config of today, that were accepted, in words.
+        self.accepted: tuple[str, ...] = ()
         self._schedule: BatchSchedule | None = copied.get("schedule")
         self._restore(state)
 
@@ -130,7 +133,7 @@ class Stream:
         config, sources, past = self._given
         again = partial(
             Stream,
-            state=self._base_state,
+            state=self.base_state,
             origin=self.origin,
             fingerprints=self._fingerprints,
             on_change=self.on_change,
@@ -160,17 +163,12 @@ class Stream:
             if self._planner.position == self.start:
                 self._steps.clear()  # nobody has seen what follows
             if any(stage.unit == "step" for stage in self._course.stages) or any(s.steps for s in self._skip):
-                self._restore(self._base_state)  # what was planned may belong to another stage now
-
-    @property
-    def base_state(self) -> StreamState | None:
-        """The state that the stream goes on from; None: it began at sample 0."""
-        return self._base_state
+                self._restore(self.base_state)  # what was planned may belong to another stage now
 
     @property
     def start(self) -> int:
         """The sample at which the stream was begun or restored: going back further is refused."""
-        return self._base_state.samples if self._base_state is not None else 0
+        return self.base_state.samples if self.base_state is not None else 0
 
     def restore(self, state: StreamState | None) -> None:
         """Go on from a state (None: from sample 0). O(1): no sample before it is planned.
@@ -197,7 +195,7 @@ class Stream:
             before = self._skip, self._end
             self._skip, self._end = tuple(dict.fromkeys((*self._skip, *skip))), end
             try:
-                self._restore(self._base_state)
+                self._restore(self.base_state)
             except MegaresumeError:
                 self._skip, self._end = before
                 raise
@@ -236,10 +234,10 @@ class Stream:
             base = cursor.arrays_of(state, course, here)
         with self._lock:
             planner = Planner(course, here, base)
-            self.config, self.sources, self._course, self._accepted = config, here, course, accepted
+            self.config, self.sources, self._course, self.accepted = config, here, course, accepted
             #: of the sources that are here: the name that the run knows them by -> that of the config as it was given.
             self._first_names = dict(zip(names, (s.name for s in self._given[0].sources), strict=True))
-            self._base_state, self._planner = state, planner
+            self.base_state, self._planner = state, planner
             #: config and fingerprints of every state: always the same objects, so that their text is made once.
             self._constants: tuple[dict[str, Any], dict[str, Fingerprint]] | None = None
             self._blocks: deque[_Block] = deque()
@@ -299,11 +297,6 @@ class Stream:
         """What is left out."""
         return self._course.skips
 
-    @property
-    def accepted(self) -> tuple[str, ...]:
-        """Differences between the state resumed from and the config of today, that were accepted, in words."""
-        return self._accepted
-
     def plan(self, first: int, stop: int) -> Plan:
         """What samples ``first .. stop`` hold.
 
@@ -352,7 +345,7 @@ class Stream:
                 ranks; later ones, and repeated ones, are passed over. Added to those of the state resumed from.
         """
         fields = self.fields_at(sample)
-        before = self._base_state
+        before = self.base_state
         plain, fingerprints = self._constants = self._constants or (self.config.to_dict(), self._all_fingerprints())
         return StreamState(
             config=plain,
@@ -360,14 +353,14 @@ class Stream:
             fingerprints=fingerprints,
             batches=tuple(batches) or (before.batches if before is not None else ()),
             skips=self._course.skips,
-            overrides=(*(before.overrides if before is not None else ()), *self._accepted, *overrides),
+            overrides=(*(before.overrides if before is not None else ()), *self.accepted, *overrides),
             faults=(before.faults if before is not None else NO_FAULTS).with_new(faults, self.start, sample),
             **fields,
         )
 
     def _all_fingerprints(self) -> dict[str, Fingerprint]:
         """Of all sources that the run ever had, by the names that it knows them by; those of the gone as they were."""
-        before = {} if self._base_state is None else self._base_state.fingerprints
+        before = {} if self.base_state is None else self.base_state.fingerprints
         return {
             s.name: self.fingerprints[self._first_names[s.name]] if s.name in self._first_names else before[s.name]
             for s in self.config.sources

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from megaresume.stream.changes import outlook, outlook_lines
+from megaresume.session.host import change_lines
+from megaresume.stream.changes import outlook
 from megaresume.stream.stream import Stream
 
 LENGTHS = {"web": [40 + i % 50 for i in range(900)], "code": [100 + i % 9 for i in range(150)], "rest": [7] * 30}
@@ -31,11 +32,15 @@ def test_an_epoch_ends_about_where_it_is_said_to(stream_of: Callable[..., Stream
 
 
 def test_in_words(stream_of: Callable[..., Stream]) -> None:
+    state = stream_of(_data("tokens", web=1, code=1), LENGTHS).state_at(60)
+    assert change_lines(stream_of(_data("tokens", web=1, code=1), LENGTHS, state), 4) == []
     stream = stream_of(_data("tokens", web=3, code=1), LENGTHS)
-    lines = outlook_lines(stream.state_at(60), stream.config_at(60), 4)
-    assert lines[0].split()[:3] == ["source", "share", "seen"]
-    assert "0.7500" in lines[1] and "steps from here" in lines[1]
-    assert lines[3].startswith("rest") and lines[3].endswith("not drawn")
+    stream.on_change = "stage"
+    stream.restore(state)
+    _, head, web, _, rest = change_lines(stream, 4)
+    assert head.split()[1:4] == ["source", "share", "seen"]
+    assert "0.7500" in web and "steps from here" in web
+    assert rest.split()[:2] == ["megaresume:", "rest"] and rest.endswith("not drawn")
 
 
 def test_after_the_last_epoch(stream_of: Callable[..., Stream]) -> None:
