@@ -2,21 +2,14 @@
 
     permutation of each source -> blend -> lengths -> packer -> samples 0, 1, 2, ...
 
-A stream plans forward in blocks, keeps the last blocks and a snapshot at the start of each, and answers three
-questions about any sample near the front: what is in it (`plan`), what is the state before it (`state_at`), what is
-the digest up to it (`digest_at`). Samples before the kept blocks are planned again from a snapshot not far before them.
+It answers three questions about any sample: what is in it (`plan`), what is the state before it (`state_at`), what is
+the digest up to it (`digest_at`). What it plans, keeps and plans again is in `Blocks`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 import threading
-from bisect import bisect_right
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,44 +18,18 @@ from megaresume.stream.aliases import resolved
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.changes import Reconciled, extended, reconcile
 from megaresume.stream.config import OnChange, StreamConfig
-from megaresume.stream.cursor import Anchors
-from megaresume.stream.errors import ConfigError, MegaresumeError, StateError, StreamExhausted
+from megaresume.stream.errors import ConfigError, MegaresumeError
 from megaresume.stream.faults import NO_FAULTS, FaultRecord
 from megaresume.stream.fingerprints import fingerprint_of
+from megaresume.stream.planning.blocks import Blocks
 from megaresume.stream.planning.checks import check_remaining, check_trained, check_whole
 from megaresume.stream.planning.kernel import Arrays
-from megaresume.stream.planning.plan import Plan, concatenate
-from megaresume.stream.planning.planner import Planner
+from megaresume.stream.planning.plan import Plan
 from megaresume.stream.planning.stages import Course
-from megaresume.stream.progress import progress
 from megaresume.stream.ranges import Range
 from megaresume.stream.skips import NO_SKIP, NO_SKIPS, SkipConfig, Skips, check_documents, decide, no_schedule
 from megaresume.stream.source import AbsentSource, LengthSource
 from megaresume.stream.state import Fingerprint, StreamState
-
-#: Tokens and samples planned at a time, whichever is less: little, because `state_at` plans up to this much again.
-BLOCK_TOKENS, BLOCK = 1 << 22, 1024
-#: The same where a sample is an item: they are cheap, and a loader hands out thousands of them in a second.
-ITEM_BLOCK = 4096
-#: Samples planned at first, doubled until they are `BLOCK`: a resume must not wait for an index that lies on disk.
-FIRST_BLOCK = 8
-#: Blocks kept before the front, and bytes; what lies before them is planned again from an anchor.
-KEPT_BLOCKS, KEPT_BYTES = 32, 24 << 20
-#: A seek over more samples than this shows a progress bar.
-LONG_SEEK = 200_000
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    snapshot: Arrays
-    plan: Plan
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its arrays, nearly."""
-        return sum(array.nbytes for array in self.snapshot) + self.plan.table.nbytes
 
 
 class Stream:
@@ -160,7 +127,7 @@ class Stream:
     def schedule(self, schedule: BatchSchedule | None) -> None:
         with self._lock:
             self._schedule = schedule
-            if self._planner.position == self.start:
+            if self._blocks.front == self.start:
                 self._steps.clear()  # nobody has seen what follows
             if any(stage.unit == "step" for stage in self._course.stages) or any(s.steps for s in self._skip):
                 self._restore(self.base_state)  # what was planned may belong to another stage now
@@ -233,18 +200,13 @@ class Stream:
         if state is not None:
             base = cursor.arrays_of(state, course, here)
         with self._lock:
-            planner = Planner(course, here, base)
+            self._blocks = Blocks(course, here, base, config)
             self.config, self.sources, self._course, self.accepted = config, here, course, accepted
             #: of the sources that are here: the name that the run knows them by -> that of the config as it was given.
             self._first_names = dict(zip(names, (s.name for s in self._given[0].sources), strict=True))
-            self.base_state, self._planner = state, planner
+            self.base_state = state
             #: config and fingerprints of every state: always the same objects, so that their text is made once.
             self._constants: tuple[dict[str, Any], dict[str, Fingerprint]] | None = None
-            self._blocks: deque[_Block] = deque()
-            self._kept_bytes = 0
-            self._anchors = Anchors(planner.snapshot())
-            #: where the last state was taken, if that was before the front.
-            self._asked: Planner | None = None
 
     def _reconcile(self, state: StreamState) -> Reconciled:
         config, sources, _ = self._given
@@ -270,9 +232,7 @@ class Stream:
     @property
     def block_samples(self) -> int:
         """Samples that are planned at a time."""
-        most = ITEM_BLOCK if self.config.packing.mode == "none" and self.config.seq_length == 1 else BLOCK
-        # A snapshot grows with the sources: the more there are, the longer the blocks.
-        return min(max(BLOCK_TOKENS // self.config.seq_length, 1), most) * (1 + len(self.sources) // BLOCK)
+        return self._blocks.size
 
     def check(self, state: StreamState) -> None:
         """Raise a `StateError` naming what differs unless the stream can go on from the state."""
@@ -283,8 +243,8 @@ class Stream:
         if len(self._course.stages) == 1:
             return self._course.config(0)
         with self._lock:
-            if sample >= self._planner.position and len(self._course.began) < len(self._course.stages):
-                self._plan_up_to(sample)
+            if sample >= self._blocks.front and len(self._course.began) < len(self._course.stages):
+                self._blocks.reach(sample)
             return self._course.config(self._course.index_at(sample))
 
     def shape_at(self, sample: int) -> tuple[int, int]:
@@ -305,27 +265,19 @@ class Stream:
             StateError: ``first`` lies before the state that the stream was restored from.
         """
         with self._lock:
-            parts = []
-            while first < stop:
-                block = self._block(first)
-                end = min(stop, block.plan.stop)
-                parts.append(block.plan.slice(first, end))
-                first = end
-            return concatenate(parts) if parts else dataclasses.replace(self._planner.advance(0), first=first)
+            return self._blocks.plan(first, stop)
 
     def check_reaches(self, stop: int) -> None:
         """Raise StreamExhausted if the stream ends before ``stop``."""
         with self._lock:
-            if stop > self._planner.position:
-                self._plan_up_to(stop - 1)
+            if stop > self._blocks.front:
+                self._blocks.reach(stop - 1)
 
     def digest_at(self, sample: int) -> str:
         """Rolling digest of all samples before ``sample``: 16 hex digits."""
         with self._lock:
-            block = self._blocks[-1] if self._blocks else None
-            if block is not None and block.plan.first < sample <= block.plan.stop:
-                return f"{int(block.plan.digests[sample - block.plan.first - 1]):016x}"
-            return str(self.fields_at(sample)["digest"])
+            digest = self._blocks.digest_at(sample)
+            return str(self.fields_at(sample)["digest"]) if digest is None else f"{digest:016x}"
 
     def state_at(
         self,
@@ -369,100 +321,4 @@ class Stream:
     def fields_at(self, sample: int) -> dict[str, Any]:
         """The fields of the state before ``sample`` that say where the stream is (see `cursor.fields_of`)."""
         with self._lock:
-            if sample > self._planner.position:
-                self._plan_up_to(sample - 1)  # no further: the stream may end here
-            planner = self._planner
-            if sample < planner.position:
-                self._check_start(sample)
-                planner, self._asked = self._planner_before(sample), None
-                while planner.position < sample:
-                    planner.advance(min(sample - planner.position, self.block_samples))
-                self._asked = planner  # not if it stopped half-way
-            return cursor.fields_of(planner.snapshot(), self._course)
-
-    def _planner_before(self, sample: int) -> Planner:
-        """One that stands not far before a sample before the front: the last one, if states are taken step by step."""
-        last = self._asked
-        if last is not None and 0 <= sample - last.position <= self.block_samples:
-            return last
-        if self._blocks and sample >= self._blocks[0].plan.first:
-            feeds, snapshot = self._planner.feeds, self._kept(sample).snapshot
-        else:
-            # Feeds of their own: beside the front, which a loader goes on from.
-            feeds, snapshot = None, self._anchors.before(sample)
-        return Planner(self._course, self.sources, snapshot, feeds=feeds)
-
-    def _block(self, sample: int) -> _Block:
-        """The block that holds ``sample``; plans forward, or again from an anchor."""
-        self._check_start(sample)
-        if self._blocks and sample >= self._blocks[0].plan.first:
-            if sample < self._planner.position:
-                return self._kept(sample)
-        elif sample < self._planner.position:
-            self._planner = Planner(self._course, self.sources, self._anchors.before(sample))
-            self._blocks.clear()
-            self._kept_bytes = 0
-            log.info("planning samples %d to %d again", self._planner.position, sample)
-        return self._plan_up_to(sample)
-
-    def _check_start(self, sample: int) -> None:
-        if sample < self.start:
-            raise StateError(
-                f"sample {sample} is before the state that the stream continues from",
-                found=f"a stream restored at sample {self.start}",
-                expected=f"a sample from {self.start} on",
-                cause="a step counter went back, or a loader was built for a different position",
-                action="restore the state of an earlier checkpoint, or none for the start of the stream",
-            )
-
-    def _kept(self, sample: int) -> _Block:
-        if sample >= self._blocks[-1].plan.first:
-            return self._blocks[-1]
-        return self._blocks[bisect_right(self._blocks, sample, key=lambda block: block.plan.first) - 1]
-
-    def _plan_up_to(self, sample: int) -> _Block:
-        distance = sample - self._planner.position
-        shown = progress("seeking in the stream", distance, "samples") if distance > LONG_SEEK else nullcontext()
-        with shown as bar:
-            while self._planner.position <= sample:
-                num = self._plan_block(sample)
-                if bar is not None:
-                    bar.update(num)
-        return self._blocks[-1]
-
-    def _plan_block(self, sample: int) -> int:
-        """Plan the next block on the way to a sample; how many samples it has."""
-        snapshot = self._planner.snapshot()
-        # 8, 8, 16, 32, ..., 512, 1024, 1024, ...: so that longer blocks still begin at multiples of their length.
-        size = min(max(self._planner.position - self.start, FIRST_BLOCK), self.block_samples)
-        try:
-            plan = self._planner.advance(size)
-        except BaseException:  # half done, and whoever reads ahead may go on without the error
-            self._planner = Planner(self._course, self.sources, snapshot)
-            raise
-        if len(plan):
-            self._keep(_Block(snapshot, plan))
-            self._anchors.add(snapshot)
-        if len(plan) < size and self._planner.position <= sample:
-            raise self._exhausted(sample)
-        return len(plan)
-
-    def _keep(self, block: _Block) -> None:
-        self._blocks.append(block)
-        self._kept_bytes += block.nbytes
-        while len(self._blocks) > KEPT_BLOCKS or (self._kept_bytes > KEPT_BYTES and len(self._blocks) > 1):
-            self._kept_bytes -= self._blocks.popleft().nbytes
-
-    def _exhausted(self, sample: int) -> StreamExhausted:
-        ended = [
-            f"{s.name} ({s.max_epochs} epochs, {s.on_exhausted})"
-            for s in self.config.sources
-            if s.max_epochs is not None and s.on_exhausted != "repeat"
-        ]
-        return StreamExhausted(
-            "the stream has ended",
-            found=f"sample {sample} was asked for, the stream has {self._planner.position} samples",
-            expected=f"at most {self._planner.position} samples",
-            cause=f"sources with an end: {', '.join(ended)}",
-            action="train fewer samples, raise max_epochs, or set on_exhausted: repeat",
-        )
+            return cursor.fields_of(self._blocks.arrays_at(sample), self._course)

@@ -157,7 +157,7 @@ def test_no_more_is_planned_ahead_than_at_once(text, blocks):
     loader = loader_of(text, BatchSchedule.constant(256), dp_rank=3, dp_size=256)
     for step, batch in enumerate(islice(loader, 40)):
         assert batch["samples"].tolist() == [256 * step + 3]
-        assert loader.stream._planner.position <= 256 * (step + 1) + 2 * loader.stream.block_samples
+        assert loader.stream._blocks.front <= 256 * (step + 1) + 2 * loader.stream.block_samples
     assert max(map(len, blocks)) == 4
 
 

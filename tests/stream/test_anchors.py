@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.cursor import DENSITY, Anchors
+from megaresume.stream.planning.blocks import DENSITY, Anchors
 from megaresume.stream.planning.planner import Planner
 from megaresume.stream.planning.stages import Course
 from megaresume.stream.stream import Stream
@@ -34,8 +34,8 @@ def test_distance_to_the_anchor_grows_with_the_distance_back_and_no_faster():
 
 def test_every_sample_of_a_long_past_is_the_same_again(monkeypatch):
     """State and plan, far behind the kept blocks, while the front goes on undisturbed."""
-    monkeypatch.setattr("megaresume.stream.stream.KEPT_BLOCKS", 2)
-    monkeypatch.setattr("megaresume.stream.stream.BLOCK", 8)
+    monkeypatch.setattr("megaresume.stream.planning.blocks.KEPT_BLOCKS", 2)
+    monkeypatch.setattr("megaresume.stream.planning.blocks.BLOCK", 8)
     forward = Stream(CONFIG, SOURCES)
     states = [forward.state_at(n).to_json() for n in range(400)]
     stream = Stream(CONFIG, SOURCES)
@@ -48,13 +48,13 @@ def test_every_sample_of_a_long_past_is_the_same_again(monkeypatch):
 
 
 def test_a_state_behind_the_front_does_not_move_the_front(monkeypatch):
-    monkeypatch.setattr("megaresume.stream.stream.KEPT_BLOCKS", 2)
-    monkeypatch.setattr("megaresume.stream.stream.BLOCK", 8)
+    monkeypatch.setattr("megaresume.stream.planning.blocks.KEPT_BLOCKS", 2)
+    monkeypatch.setattr("megaresume.stream.planning.blocks.BLOCK", 8)
     stream = Stream(CONFIG, SOURCES)
     stream.plan(0, 1000)
-    front = stream._planner
+    front = stream._blocks._planner
     stream.state_at(17)
-    assert stream._planner is front and front.position >= 1000
+    assert stream._blocks._planner is front and front.position >= 1000
 
 
 def test_blocks_hold_fewer_samples_where_samples_are_long():

@@ -106,5 +106,5 @@ def test_best_fit_holds_few_tiny_documents(open_bins: int) -> None:
     for sample in range(190, 200):
         state = stream.state_at(sample)
         assert sum(len(b.segments) for b in state.bins) < 16_000 and len(state.to_json()) < 1 << 16
-    kept = sum(block.nbytes for block in stream._blocks)
+    kept = sum(block.nbytes for block in stream._blocks.kept)
     assert kept <= 32 << 20

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaresume.stream.config import StreamConfig
+from megaresume.stream.planning.blocks import BLOCK
 from megaresume.stream.planning.planner import Planner
 from megaresume.stream.planning.stages import Course
 from megaresume.stream.state import StreamState
-from megaresume.stream.stream import BLOCK, Stream
+from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList, assert_exact_resume, assert_same_samples
 
 Lengths = dict[str, list[int]]

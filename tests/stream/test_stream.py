@@ -12,10 +12,11 @@ import pytest
 
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import MegaresumeError, StateError, StreamExhausted
+from megaresume.stream.planning.blocks import BLOCK, FIRST_BLOCK, KEPT_BLOCKS
 from megaresume.stream.planning.plan import Plan
 from megaresume.stream.planning.planner import Planner
 from megaresume.stream.planning.stages import Course
-from megaresume.stream.stream import BLOCK, FIRST_BLOCK, KEPT_BLOCKS, Stream
+from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList, assert_same_samples
 
 StreamOf = Callable[..., Stream]

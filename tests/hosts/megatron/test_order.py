@@ -113,9 +113,9 @@ def test_a_save_has_little_left_to_plan(config: dict[str, Any]) -> None:
     order.follow(args)
     args.consumed_train_samples = 5_000
     deadline = time.monotonic() + 120
-    while order.stream._planner.position < 5_000 and time.monotonic() < deadline:
+    while order.stream._blocks.front < 5_000 and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert 5_000 <= order.stream._planner.position < 6_000
+    assert 5_000 <= order.stream._blocks.front < 6_000
     assert order.snapshot(5_000) == order_of(stream_of(config)).snapshot(5_000)
     del order  # as an in-process restart does
     gc.collect()
