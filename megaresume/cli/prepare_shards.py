@@ -141,12 +141,15 @@ def run_shards(args: argparse.Namespace) -> int:
 
 
 def _check_lines(args: argparse.Namespace, encoder: ImageTextEncoder) -> None:
-    if other := [path for path in args.inputs if not path.endswith(_LINES)]:
+    from megaresume.corpora.prepare.inputs import COMPRESSIONS
+
+    endings = tuple(line + end for line in _LINES for end in ("", *COMPRESSIONS))
+    if other := [path for path in args.inputs if not path.endswith(endings)]:
         raise UsageError(
             "--image-folder is for JSON lines",
             found=other[0],
-            expected=f"files that end in {', '.join(_LINES)}, not compressed",
-            action="remove --image-folder (tar shards hold their images), decompress the file, or rename it",
+            expected=f"files that end in {', '.join(_LINES)}, alone or with {', '.join(COMPRESSIONS)}",
+            action="remove --image-folder (tar shards hold their images), or rename the file",
         )
     template = encoder.to_spec()["template"]
     if template["kind"] == "caption" and template["json_key"] is None:

@@ -4,7 +4,6 @@ raw files -- megaresume prepare --index-only --> .idx, .places -- data.yaml --> 
 
 source.py    `RowSource`: rows as documents, each compared with the index
 raw_files.py a row by its place, wherever the files lie
-unpacked.py  compressed files, decompressed once on each machine
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,12 @@ from threading import RLock
 from typing import Any
 
 from megaresume.corpora.places import DocumentPlace, PlacesFile
-from megaresume.corpora.prepare.inputs import COMPRESSIONS, TABLES, find_inputs
+from megaresume.corpora.prepare.inputs import COMPRESSIONS, TABLES
 from megaresume.corpora.prepare.tables import TableLines, columns_of, load_pyarrow, parquet_errors, read_schema
 from megaresume.corpora.prepare.tokens import EncoderSpec
-from megaresume.rows.unpacked import unpacked
 from megaresume.shards.files import BlockFile, Place, ShardFiles
 from megaresume.shards.remote import is_url
+from megaresume.shards.unpacked import unpacked
 from megaresume.stream.errors import CorpusError, MegaresumeError
 
 #: bytes of row groups and record batches that are kept decoded, by each process; one is kept whatever its size.
@@ -131,9 +132,9 @@ class RawFiles:
     def _unpacked(self, file: int) -> tuple[str, int]:
         if file not in self._plain:
             said, last = self._places.inputs[file], self._places.last(file)
-            packed = find_inputs([self.path(file)], format=said["format"], store=self.files).files[0]
-            path = unpacked(packed, last.at + last.extent)
-            self._plain[file] = str(path), path.stat().st_size
+            size = last.at + last.extent
+            path = unpacked(self.path(file), self.files, format=said["format"], size=size)
+            self._plain[file] = path, os.stat(path).st_size
         return self._plain[file]
 
     def _row(self, place: DocumentPlace, decode: Callable[[int, int], Any]) -> bytes:

@@ -11,6 +11,7 @@ folder.py       rows of JSON lines, with the images that they name, to records
 ahead.py        what comes next is read before it is needed
 files.py        range reads: local descriptors, object stores (remote.py)
 disk.py         records of object stores on a local disk, for the next epoch
+unpacked.py     compressed files, decompressed once on each machine
 paths.py        braces, wildcards, URLs to a list of shards
 energon.py      ``.nv-meta`` of an Energon data set, and its field map
 """

@@ -12,24 +12,43 @@ import io
 import json
 import os
 import posixpath
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megaresume.corpora.base import Record
+from megaresume.corpora.prepare.inputs import COMPRESSIONS
+from megaresume.shards.ahead import Ahead
 from megaresume.shards.files import SCAN_BLOCK, BlockFile, Place, RecordError, ShardFiles, local_path
 from megaresume.shards.paths import join, resolved
 from megaresume.shards.remote import is_url
 from megaresume.shards.tar import Extent, check_plain
+from megaresume.shards.unpacked import unpacked
 from megaresume.stream.errors import CorpusError
 
 if TYPE_CHECKING:
     from megaresume.images.templates import Template
     from megaresume.shards.index import ShardIndex
 
+#: images that are read at a time when an index is made.
+REQUESTS = 32
 #: bytes of the longest row.
 LONGEST = 1 << 28
 _MARK = b"\xef\xbb\xbf"
+
+
+def plain_lines(path: str, files: ShardFiles) -> tuple[str, int]:
+    """A local file of these JSON lines, to be read from the middle on, and its size in bytes: itself, or unpacked.
+
+    Raises:
+        CorpusError: it is missing, or damaged.
+        SetupError: the store does not answer; no room to unpack it.
+    """
+    if is_url(path) or os.path.splitext(path)[1] in COMPRESSIONS:
+        path = unpacked(path, files)
+    return path, int(files.identity(path).partition(":")[0])
 
 
 def folder_of(index: ShardIndex) -> str | None:
@@ -152,6 +171,25 @@ class Folder:
         except CorpusError:
             return []
 
+    def with_images(self, rows: Iterator[Extent], file: BlockFile) -> Iterator[Extent]:
+        """Rows of a file as they come; of a store, the images of the next ones are on their way."""
+        if not is_url(self.path):
+            yield from rows
+            return
+        waiting: deque[tuple[Extent, list[Place]]] = deque()
+        with closing(Ahead(REQUESTS)) as ahead:
+            while True:
+                while ahead.held < 2 * REQUESTS * self.image_bytes and (row := next(rows, None)) is not None:
+                    data = file.read_at(row.offset, row.nbytes)
+                    places = self.places(data, Place(self.files, "", 0, row.offset, row.nbytes))
+                    ahead.want(places)
+                    waiting.append((row, places))
+                if not waiting:
+                    return
+                row, places = waiting.popleft()
+                yield row
+                ahead.release(places)
+
     def _image(self, name: str) -> Place:
         return Place(self.files, join(self.path, posixpath.normpath(name)), 0, 0, self.image_bytes, whole=True)
 
@@ -182,16 +220,23 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 def _checked(record: Record, name: object) -> str:
     """A name that stays in the folder."""
-    from megaresume.images.templates.base import checked_text
+    if isinstance(name, str) and _is_path(name):
+        return name
+    raise RecordError(
+        f"record '{record.key}' names an image that is not in the folder",
+        found=f"{name!r:.80}",
+        expected="a path relative to the folder of images, without '..'",
+        cause="an absolute path, an address, or the image itself, in the row",
+        action="write names below one folder into the rows, and name that folder",
+    )
 
-    text = checked_text(record, name, "the name of an image")
-    is_path = text.strip("./") and text != "json" and "\0" not in text
-    if not is_path or text.startswith(("/", "data:")) or "://" in text or ".." in text.split("/"):
-        raise RecordError(
-            f"record '{record.key}' names an image that is not in the folder",
-            found=f"{text!r:.80}",
-            expected="a path relative to the folder of images, without '..'",
-            cause="an absolute path, an address, or the image itself, in the row",
-            action="write names below one folder into the rows, and name that folder",
-        )
-    return text
+
+def _is_path(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    if name.startswith(("/", "data:")) or "://" in name or "\0" in name:
+        return False
+    # The row is the member json.
+    return bool(name.strip("./")) and name != "json" and ".." not in name.split("/")

@@ -63,9 +63,10 @@ class ShardTask:
     identity: str
     #: keys of records to leave out.
     excluded: frozenset[str] = frozenset()
-    #: of JSON lines, the piece: rows that begin in these bytes.
+    #: of JSON lines, the piece: rows that begin in these bytes of the file ``lines``, which may be unpacked.
     start: int = 0
     stop: int | None = None
+    lines: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -120,13 +121,15 @@ def measure_shard(spec: IndexSpec, task: ShardTask) -> dict[str, Any]:
         SetupError: the store does not answer, or the part cannot be written.
     """
     files = ShardFiles()
-    file = files.scan(task.path, task.size)
+    lines = task.lines or task.path
+    file = files.scan(lines, task.size if task.lines is None else int(files.identity(lines).partition(":")[0]))
     columns = _Columns()
     folder = None
     extents = walk(file, task.path, columns.ignore)
     if spec.folder is not None:
         folder = Folder(path=spec.folder, template=spec.encoder.template, files=files)
-        extents = walk_rows(file, task.path, task.start, task.start + task.nbytes, columns.count)
+        rows = walk_rows(file, task.path, task.start, task.start + task.nbytes, columns.count)
+        extents = folder.with_images(rows, file)
     for number, extent in enumerate(extents):
         measures, content = [Measure(tokens=0, num_images=0, image_tokens=0)], 0
         if extent.key in task.excluded:
@@ -209,7 +212,7 @@ def _measured(
         if spec.invalid == "error":
             where = f"{task.path}, record {number} ('{extent.key}')"
             if folder is not None:
-                where = f"{task.path}:{folder.files.line_at(task.path, extent.offset)}"
+                where = f"{task.path}:{folder.files.line_at(task.lines or task.path, extent.offset)}"
             raise CorpusError(
                 f"{where}: {error.headline}",
                 found=error.found,

@@ -20,7 +20,7 @@ from megaresume.corpora.prepare.work import WorkDirectory, check_workers, disk_e
 from megaresume.images.encoder import ImageTextEncoder
 from megaresume.shards.energon import EnergonDataset, read_energon
 from megaresume.shards.files import ShardFiles
-from megaresume.shards.folder import Folder
+from megaresume.shards.folder import Folder, plain_lines
 from megaresume.shards.index import index_path
 from megaresume.shards.index_measure import (
     IndexSpec,
@@ -232,12 +232,14 @@ def _task(files: ShardFiles, path: str, excluded: frozenset[str]) -> ShardTask:
 
 def _pieces(inputs: Sequence[str | os.PathLike[str]]) -> list[ShardTask]:
     """Files of JSON lines in pieces: what one process measures, and a kill loses."""
-    whole = [_task(ShardFiles(), path, frozenset()) for path in expand_shards(inputs)]
-    return [
-        replace(task, start=start, stop=min(start + PIECE, task.size))
-        for task in whole
-        for start in range(0, max(task.size, 1), PIECE)
-    ]
+    files = ShardFiles()
+    pieces: list[ShardTask] = []
+    for path in expand_shards(inputs):
+        whole = _task(files, path, frozenset())
+        lines, size = plain_lines(path, files)
+        starts = range(0, max(size, 1), PIECE)
+        pieces += [replace(whole, start=at, stop=min(at + PIECE, size), lines=lines) for at in starts]
+    return pieces
 
 
 def _number_rows(tasks: Sequence[ShardTask], heads: Sequence[Mapping[str, Any]]) -> None:

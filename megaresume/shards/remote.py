@@ -53,6 +53,10 @@ def missing_library(name: str, why: str) -> SetupError:
     )
 
 
+def _patience(store: Any) -> dict[str, float]:
+    return {"timeout": PATIENCE} if getattr(store, "async_impl", False) else {}
+
+
 class RemoteStore:
     """Files of one store. Safe to fork and to pickle: the connection is opened in the process that uses it.
 
@@ -92,8 +96,7 @@ class RemoteStore:
 
         def fetch() -> bytes:
             store = self._store()
-            patience = {"timeout": PATIENCE} if getattr(store, "async_impl", False) else {}
-            data: bytes = store.cat_file(url, start=offset, end=offset + nbytes, **patience)
+            data: bytes = store.cat_file(url, start=offset, end=offset + nbytes, **_patience(store))
             if len(data) != nbytes:
                 raise OSError(f"{len(data)} of {nbytes} bytes came back")
             return data
@@ -101,8 +104,13 @@ class RemoteStore:
         return self._tried(url, f"read at byte {offset}", fetch)
 
     def read_all(self, url: str) -> bytes:
-        """A whole small file; raises as `size`."""
-        return self._tried(url, "read", lambda: bytes(self._store().cat_file(url)))
+        """A whole file, held in memory; raises as `size`."""
+
+        def fetch() -> bytes:
+            store = self._store()
+            return bytes(store.cat_file(url, **_patience(store)))
+
+        return self._tried(url, "read", fetch)
 
     def glob(self, url: str) -> list[str]:
         """URLs of the files that a pattern matches, sorted; raises as `size`."""

@@ -20,10 +20,9 @@ import xxhash
 
 from megaresume.corpora.scan import scan_fingerprint
 from megaresume.shards.files import Place, RecordError, ShardFiles
-from megaresume.shards.folder import Folder, folder_of
+from megaresume.shards.folder import Folder, folder_of, plain_lines
 from megaresume.shards.index import ShardIndex, ShardInfo
 from megaresume.shards.paths import resolved
-from megaresume.shards.remote import is_url
 from megaresume.shards.tar import content_hash, parse_record
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.state import Fingerprint
@@ -87,6 +86,8 @@ class ShardSource:
         self.augment = augment
         self.parts = parts
         self.files = ShardFiles()
+        #: of each file of JSON lines, where it can be read, and its bytes there.
+        self._lines: dict[str, tuple[str, int]] = {}
         self._scanned: dict[tuple[int, int], Fingerprint] = {}
         infos = self.index.shards
         self._paths = [resolved(shard.path, self.index.path) for shard in infos] if shards is None else list(shards)
@@ -266,38 +267,45 @@ class ShardSource:
         if unread:
             return []
         place = self._place(i)
-        if self._folder is None or is_url(place.path):
+        if self._folder is None:
             return [place]
         return self._folder.places(self.files.fetch(place), place)
 
     def _compared(self, i: int) -> tuple[Record, bool]:
-        """Record i, and whether it is the indexed one; of the shard itself if the cache has another one."""
+        """Record i, and whether it is the indexed one. If not, read anew: the cache may have another one, a store may
+        have given a part of an image.
+        """
         expected = int(self.index.column("content")[i])
-        if self.files.cache is not None:
-            with contextlib.suppress(RecordError):
-                if content_hash(raw := self._raw(i)) == expected:
-                    return raw, True
-        raw = self._raw(i, again=self.files.cache is not None)
+        with contextlib.suppress(RecordError):
+            if content_hash(raw := self._raw(i)) == expected:
+                return raw, True
+        raw = self._raw(i, again=True)
         return raw, content_hash(raw) == expected
 
     def _raw(self, i: int, *, again: bool = False) -> Record:
         place = self._place(i)
         data = self.files.fetch(place, again=again)
         if self._folder is not None:
-            return self._folder.record(data, place, again=again)
+            return self._folder.record(data, place._replace(path=self._shard(i)[1]), again=again)
         return parse_record(data, place.path)
 
     def _place(self, i: int) -> Place:
         shard, path = self._shard(i)
+        size = shard.size
+        if self._folder is not None:
+            if path not in self._lines:
+                self.files.check(path, size)
+                self._lines[path] = plain_lines(path, self.files)
+            path, size = self._lines[path]
         offset, nbytes = int(self.index.column("offset")[i]), int(self.index.column("nbytes")[i])
-        if offset < 0 or offset + nbytes > shard.size:
+        if offset < 0 or offset + nbytes > size:
             raise CorpusError(
                 f"{self.index.path} is damaged",
-                found=f"document {i} at byte {offset} to {offset + nbytes} of a shard of {shard.size}",
+                found=f"document {i} at byte {offset} to {offset + nbytes} of a shard of {size}",
                 expected="a place in the shard",
                 action="copy the index again, or make it again: megaresume prepare --overwrite",
             )
-        return Place(self.files, path, shard.size, offset, nbytes)
+        return Place(self.files, path, size, offset, nbytes)
 
     def _with_fields(self, record: Record) -> Record:
         fields = self._fields
@@ -377,9 +385,9 @@ class ShardSource:
 
     def _with_line(self, error: CorpusError, i: int) -> CorpusError:
         place = self._place(i)
-        line = "" if is_url(place.path) else f":{self.files.line_at(place.path, place.offset)}"
+        line = self.files.line_at(place.path, place.offset)
         told = {name: getattr(error, name) for name in ("found", "expected", "cause", "action")}
-        return CorpusError(f"{place.path}{line}: {error.headline}", **told)
+        return CorpusError(f"{self._shard(i)[1]}:{line}: {error.headline}", **told)
 
     @functools.cached_property
     def _fields(self) -> Any:

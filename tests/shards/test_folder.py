@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -13,10 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zstandard
 
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
-from megaresume.shards import ShardSource, folder, remote
+from megaresume.shards import ShardIndex, ShardSource, folder, remote
 from megaresume.shards import prepare as prepare_module
 from megaresume.shards.join import join_indexes
 from megaresume.shards.prepare import prepare_shards
@@ -26,6 +28,7 @@ from megaresume.stream.errors import ConfigError, CorpusError, UsageError
 from tests.images.kit import file, picture
 from tests.shards.far import serve
 from tests.shards.kit import OPTIONS, encoder, key, same, write_shard
+from tests.shards.test_ahead import FAULTS
 
 CHAT = {"kind": "chat", "style": "plain"}
 
@@ -130,6 +133,67 @@ def batches(*args, **options) -> list[tuple[object, ...]]:
     ]
 
 
+def page(names: list[str], i: int) -> dict[str, object]:
+    """Texts and images in turn, as OBELICS (even) or MMC4 has them."""
+    shown = [names[(i + k) % len(names)] for k in range(i % 4)]
+    if i % 2:
+        infos = [{"image_name": name, "matched_text_index": k} for k, name in enumerate(shown)]
+        return {"text_list": [f"text {k} of {i}" for k in range(i % 4 + 1)], "image_info": infos}
+    texts = [text for k in range(len(shown)) for text in (None, f"text {k} of {i}")]
+    return {"texts": ["first", *texts], "images": [None, *(x for name in shown for x in (name, None))]}
+
+
+def renamed(value: object, names: dict[str, str]) -> object:
+    """JSON with other names of images."""
+    if isinstance(value, dict):
+        return {key: renamed(item, names) for key, item in value.items()}
+    if isinstance(value, list):
+        return [renamed(item, names) for item in value]
+    return names.get(value, value) if isinstance(value, str) else value
+
+
+TEMPLATES = {
+    "caption": {"kind": "caption", "json_key": "text", "text_only": True, "prompt": ": "},
+    "interleaved": {"kind": "interleaved"},
+    "split": {"kind": "interleaved", "split": 24},
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_other_templates(tmp_path, template):
+    names = write_images(tmp_path / "images")
+    rows = [page(names, i) for i in range(16)]
+    if template == "caption":
+        keys = ("image", "file_name", "images")
+        rows = [{keys[i % 3]: [names[i]] if i % 3 == 2 else names[i], "text": f"number {i}"} for i in range(9)]
+        rows.append({"text": "no image"})
+    write_rows(tmp_path / "rows.jsonl", rows)
+    records = []
+    for i, row in enumerate(rows):
+        text = json.dumps(row)
+        used = sorted((name for name in names if f'"{name}"' in text), key=lambda name: text.index(f'"{name}"'))
+        short = {name: f"{k}{Path(name).suffix.lower()}" for k, name in enumerate(used)}
+        if template == "caption":
+            short = {name: Path(name).suffix.lower()[1:] for name in used}
+        images = {short[name]: (tmp_path / "images" / name).read_bytes() for name in used}
+        records.append((f"{i:06d}", {"json": json.dumps(renamed(row, short)).encode(), **images}))
+    write_shard(tmp_path / "rows.tar", records)
+    made = encoder(template=TEMPLATES[template])
+    prepare_shards([tmp_path / "rows.tar"], tmp_path / "tar", made)
+    prepare_shards([tmp_path / "rows.jsonl"], tmp_path / "lines", made, folder=str(tmp_path / "images"))
+    lines, tar = (ShardSource(tmp_path / f"{name}.shards.idx") for name in ("lines", "tar"))
+    assert len(lines) == len(tar) >= len(rows) and (len(lines) > len(rows)) == (template == "split")
+    assert lines.index.header["images"] > 6
+    assert all(same(lines.encoded(i, key(i)), tar.encoded(i, key(i))) for i in range(len(tar)))
+
+
+def test_another_file_of_rows_is_appended(both, tmp_path):
+    """Old rows are what they were: a run goes on with the new ones."""
+    old = both[0].range_fingerprint(0, 20)
+    prepare_shards([tmp_path / "0.jsonl"], tmp_path / "old", encoder(template=CHAT), folder=str(tmp_path / "images"))
+    assert ShardSource(tmp_path / "old.shards.idx").fingerprint() == old
+
+
 @pytest.mark.parametrize("options", [{}, {"read_ahead": 0}, {"dp": (1, 2), "start": 8}, {"split": "80,20"}])
 def test_batches_are_those_of_tar_shards(both, tmp_path, options):
     made = batches(tmp_path, "lines", **options)
@@ -153,6 +217,50 @@ def test_images_of_a_store_are_read_ahead_once_each(both, tmp_path, monkeypatch)
         assert same(source.encoded(7, key(7)), both[0].encoded(7, key(7)))
     documents = loader(tmp_path, "lines").stream.plan(0, 24).table[:, 2].tolist()
     assert asked < sum(len(both[0].places(i)) for i in documents)
+
+
+@pytest.mark.parametrize("fault", ["busy", "gone", "wrong length"])
+def test_a_store_that_fails_now_and_then(both, tmp_path, monkeypatch, fault):
+    pytest.importorskip("aiohttp")
+    monkeypatch.setattr(remote, "FIRST_WAIT", 0.01)
+    expected = batches(tmp_path, "lines")
+    with serve(tmp_path / "images", fault=FAULTS[fault]) as far:
+        assert batches(tmp_path, "lines", image_folder=far.url) == expected
+
+
+@pytest.mark.parametrize("end", ["", ".gz", ".zst"])
+def test_lines_of_a_store_or_compressed(both, tmp_path, monkeypatch, end):
+    """They are unpacked once; the index is the same but for the bytes of the files."""
+    pytest.importorskip("aiohttp")
+    monkeypatch.setenv("MEGARESUME_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(remote, "FIRST_WAIT", 0.01)
+    for k in range(2):
+        content = (tmp_path / f"{k}.jsonl").read_bytes()
+        (tmp_path / "images" / f"{k}.jsonl{end}").write_bytes(packed(content, end))
+    expected = batches(tmp_path, "lines")
+    with serve(tmp_path / "images", latency=0.005) as far:
+        lines = [f"{far.url}/{k}.jsonl{end}" for k in range(2)]
+        prepare_shards(lines, tmp_path / "far", encoder(template=CHAT), folder=far.url)
+        assert far.most > 2
+        index = ShardIndex(tmp_path / "far.shards.idx")
+        for name in ("tokens", "image_tokens", "num_images", "shard", "offset", "nbytes", "content"):
+            assert np.array_equal(index.column(name), both[0].index.column(name)), name
+        (tmp_path / "far.shards.idx").rename(tmp_path / "lines.shards.idx")
+        assert batches(tmp_path, "lines") == expected
+        lines = [request for request in far.reads if "jsonl" in request.name]
+        assert len(lines) == 2 and len(list((tmp_path / "cache/unpacked").glob("[01]*"))) == 2
+    if not end:
+        return
+    near = ShardSource(
+        index, shards=[str(tmp_path / f"images/{k}.jsonl{end}") for k in range(2)], folder=str(tmp_path / "images")
+    )
+    assert same(near.encoded(25, key(25)), both[0].encoded(25, key(25)))
+
+
+def packed(content: bytes, end: str) -> bytes:
+    if end == ".gz":
+        return gzip.compress(content)
+    return zstandard.compress(content) if end == ".zst" else content
 
 
 def test_what_the_cache_has_of_another_image_is_read_again(both, tmp_path):

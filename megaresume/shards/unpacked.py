@@ -1,4 +1,6 @@
-"""Compressed files, which cannot be read from the middle on: decompressed once on each machine, beside other caches."""
+"""Compressed files, which cannot be read from the middle on: decompressed once on each machine, beside other caches.
+JSON lines of a store that name images as well: what they name can be read ahead only by who has the lines.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,9 @@ from pathlib import Path
 import xxhash
 
 from megaresume.corpora.files import cache_directory, written_atomically
-from megaresume.corpora.prepare.inputs import InputFile
+from megaresume.corpora.prepare.inputs import Format, InputFile, find_inputs
 from megaresume.corpora.prepare.streams import InputStream
+from megaresume.shards.files import ShardFiles
 from megaresume.stream.errors import SetupError
 from megaresume.stream.progress import progress
 
@@ -19,36 +22,39 @@ from megaresume.stream.progress import progress
 CHUNK = 1 << 20
 
 
-def unpacked(file: InputFile, size: int) -> Path:
+def unpacked(path: str, files: ShardFiles, *, format: Format = "jsonl", size: int = 0) -> str:
     """The decompressed content of a file, in the cache directory; made by the first process that asks.
 
     Args:
-        file: compressed.
+        path: local, or a URL.
+        files: read it from a store.
+        format: of its content.
         size: bytes that it will have, at least.
 
     Raises:
         CorpusError: it is damaged, or changes meanwhile.
         SetupError: no cache directory, or no room in it.
     """
+    file = find_inputs([path], format=format, store=files).files[0]
     base = cache_directory()
     if base is None:
         raise _no_room(file, size, "a user without a home", None)
     directory = base / "unpacked"
     key = xxhash.xxh3_64_hexdigest(repr(sorted(file.to_dict().items())).encode())
-    path = directory / f"{file.path.stem}-{key}"
+    plain = directory / f"{file.path.stem}-{key}"
     try:
-        if path.exists():
-            return path
+        if plain.exists():
+            return str(plain)
         directory.mkdir(parents=True, exist_ok=True)
-        with open(path.with_name(f".{path.name}.lock"), "a") as lock:
+        with open(plain.with_name(f".{plain.name}.lock"), "a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists():
+            if not plain.exists():
                 if (free := shutil.disk_usage(directory).free) < size:
                     raise _no_room(file, size, f"{free} bytes free", directory)
-                _unpack(file, path, size)
+                _unpack(file, plain, size)
     except OSError as error:
         raise _no_room(file, size, error.strerror or str(error), directory) from error
-    return path
+    return str(plain)
 
 
 def _unpack(file: InputFile, path: Path, size: int) -> None:
@@ -68,6 +74,6 @@ def _no_room(file: InputFile, size: int, found: str, directory: Path | None) -> 
         found=found,
         expected=f"{size} bytes for it" + ("" if directory is None else f" in {directory}"),
         cause="its rows are read in another order than they are compressed in",
-        action="name a directory with room: MEGARESUME_CACHE=DIR; or prepare a .bin, which is smaller: megaresume "
-        "prepare without --index-only",
+        action="name a directory with room: MEGARESUME_CACHE=DIR; or, of text, prepare a .bin, which is smaller: "
+        "megaresume prepare without --index-only",
     )
