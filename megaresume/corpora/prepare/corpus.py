@@ -160,7 +160,9 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
         stretches = [stretches[options.part[0] - 1]]
     plan = _plan(files, spec, tokenizer, options, size) | {"parts": of}
     machine = "" if options.part is None else stretches[0].directory
-    workers = _workers(options.workers, sum(stretch.size for stretch in stretches), size)
+    check_workers(options.workers)
+    # A process takes longer to start than a small block to encode.
+    workers = max(1, min(options.workers, sum(stretch.size for stretch in stretches) // size))
     try:
         with parts_files.locked(plan, restart=options.restart, machine=machine):
             encoder = Encoder(parts_files, spec, options.index_only)
@@ -240,12 +242,6 @@ def _is_output(path: Path, prefix: Path) -> bool:
     if directory.name in path.parts:
         return directory.resolve() in path.resolve().parents
     return any(path.name == output.name and path.resolve() == output.resolve() for output in outputs)
-
-
-def _workers(wanted: int, input_bytes: int, size: int) -> int:
-    """No more than there are blocks: a process takes longer to start than a small block to encode."""
-    check_workers(wanted)
-    return max(1, min(wanted, input_bytes // size))
 
 
 def _dtype(wanted: str, tokenizer: Tokenizer) -> str:
