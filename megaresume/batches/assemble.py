@@ -205,8 +205,7 @@ class Assembler:
         trained = spans_of(self.sources[i], plan.table[:, DOCUMENT][mine])
         assert trained is not None, f"{self.name_of(i)} had spans when it was opened"
         mask_segments(trained.starts, trained.spans, mine, plan.table, layout.rows, layout.columns, out.loss_mask)
-        lengths = self.sources[i].lengths(plan.table[:, DOCUMENT][mine])
-        return find_pairs(trained, mine, plan, layout, lengths, self.name_of(i))
+        return find_pairs(trained, mine, plan, layout, self.sources[i], self.name_of(i))
 
     def _read(self, source: Source, mine: Int64Array, plan: Plan, layout: Layout, out: Arrays) -> None:
         """A source without one array of tokens: a call for each segment, with the token after it where there is one."""
@@ -225,17 +224,15 @@ class Assembler:
                 out.loss_mask[row, end - 1] = len(read) > length
 
 
-def find_pairs(
-    spans: Spans, mine: Int64Array, plan: Plan, layout: Layout, lengths: Int64Array, name: str
-) -> Int64Array:
+def find_pairs(spans: Spans, mine: Int64Array, plan: Plan, layout: Layout, source: Source, name: str) -> Int64Array:
     """The pairs among the segments of one source.
 
     Args:
         spans: of the segments' documents.
         mine: rows of the plan's table that are of this source.
         plan, layout: of the batch.
-        lengths: int64[k], tokens of the segments' documents.
-        name: of the source, for errors.
+        source: which it is.
+        name: of it, for errors.
 
     Returns:
         int64[p, 4]: row, columns at which the chosen and the rejected half begin, and the one after the pair.
@@ -246,9 +243,10 @@ def find_pairs(
     empty = np.flatnonzero(spans.spans[:, 0] == spans.spans[:, 1])
     which = np.searchsorted(spans.starts, empty, side="right") - 1
     segments = plan.table[mine[which]]
-    cut = np.flatnonzero((segments[:, OFFSET] != 0) | (segments[:, LENGTH] != lengths[which]))
+    lengths = source.lengths(segments[:, DOCUMENT])
+    cut = np.flatnonzero((segments[:, OFFSET] != 0) | (segments[:, LENGTH] != lengths))
     if cut.size:
-        document, length = int(segments[cut[0], DOCUMENT]), int(lengths[which[cut[0]]])
+        document, length = int(segments[cut[0], DOCUMENT]), int(lengths[cut[0]])
         raise CorpusError(
             f"a preference pair of {name} does not stay in one sample",
             found=f"document {document} of {length} tokens, cut",
@@ -257,10 +255,10 @@ def find_pairs(
             action="packing: best_fit, and leave longer pairs out: megaresume prepare --max-tokens N --too-long skip",
         )
     at = spans.spans[empty, 0]
-    if ((at <= 0) | (at >= lengths[which])).any() or len(np.unique(which)) < len(which):
+    if ((at <= 0) | (at >= lengths)).any() or len(np.unique(which)) < len(which):
         raise CorpusError(
             f"the spans of {name} are damaged",
-            found=f"rejected halves from tokens {at[:4].tolist()} of documents of {lengths[which][:4].tolist()} tokens",
+            found=f"rejected halves from tokens {at[:4].tolist()} of documents of {lengths[:4].tolist()} tokens",
             expected="one in each pair, within it",
             action="build the corpus again: megaresume prepare",
         )
