@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from megaresume.batches.ahead import Guess
 from megaresume.corpora.base import TokenSource
-from megaresume.stream.config import ShuffleConfig
+from megaresume.stream.data_yaml import ShuffleConfig
 from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.stream.planning.plan import Plan
 from megaresume.stream.stream import Stream

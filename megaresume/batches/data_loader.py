@@ -37,7 +37,8 @@ from megaresume.batches.items.source import token_count
 from megaresume.batches.loader import data_parallel, outlive_signals
 from megaresume.batches.memory import Inbox, Outbox
 from megaresume.stream.batches import Balance, BatchSchedule
-from megaresume.stream.config import Append, BlendUnit, OnChange, StreamConfig
+from megaresume.stream.config import OnChange, StreamConfig
+from megaresume.stream.data_yaml import Append, BlendUnit
 from megaresume.stream.errors import StateError, StreamExhausted, UsageError
 from megaresume.stream.skips import SkipConfig
 from megaresume.stream.state import StreamState

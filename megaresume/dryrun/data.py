@@ -19,10 +19,10 @@ from megaresume.stream.changes import Reconciled, changes_since, reconcile
 from megaresume.stream.config import OnChange, StreamConfig
 from megaresume.stream.errors import ConfigError, CorpusError, MegaresumeError, SetupError, StateError, UsageError
 from megaresume.stream.fingerprints import fingerprint_of, same_corpora
+from megaresume.stream.left_out import check_documents, no_schedule
 from megaresume.stream.planning.checks import check_remaining
 from megaresume.stream.planning.stages import Stage
 from megaresume.stream.ranges import Range
-from megaresume.stream.skips import check_documents, no_schedule
 from megaresume.stream.state import Fingerprint
 
 if TYPE_CHECKING:

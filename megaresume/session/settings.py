@@ -19,7 +19,8 @@ from megaresume.session.flags import described, setting
 from megaresume.session.retries import OnSaveFailure, Retries
 from megaresume.session.stopping import StopConditions
 from megaresume.stream.batches import TOKEN_COST, Balance, Objective
-from megaresume.stream.config import Append, OnChange
+from megaresume.stream.config import OnChange
+from megaresume.stream.data_yaml import Append
 
 
 @described

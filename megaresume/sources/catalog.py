@@ -28,7 +28,7 @@ from megaresume.corpora.index import IndexedDocuments
 from megaresume.corpora.python import ItemNumbers, as_source
 from megaresume.corpora.split import PARTS, Part, RangeSource, range_of, split_part
 from megaresume.rows import open_corpus
-from megaresume.stream.config import SOURCE_KEYS
+from megaresume.stream.data_yaml import SOURCE_KEYS
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.schema import check_keys, near
 

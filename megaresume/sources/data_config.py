@@ -25,7 +25,8 @@ from megaresume.corpora.yaml_text import read_mapping
 from megaresume.images.augment import augmentation_from_options, augmentation_options
 from megaresume.sources.data_path import sources_from_data_path
 from megaresume.sources.metadataset import expand_metadatasets
-from megaresume.stream.config import IMAGE_KINDS, StreamConfig
+from megaresume.stream.config import StreamConfig
+from megaresume.stream.data_yaml import IMAGE_KINDS
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.schema import Options, read, refused
 

@@ -30,9 +30,8 @@ from megaresume.shards.index import SUFFIX
 from megaresume.shards.paths import is_energon, join
 from megaresume.sources.catalog import expanded, open_sources
 from megaresume.sources.data_path import source_names
-from megaresume.stream.config import SOURCE_KEYS
+from megaresume.stream.data_yaml import SOURCE_KEYS, parse_weight
 from megaresume.stream.errors import ConfigError
-from megaresume.stream.weights import parse_weight
 
 #: keys of a reference that change nothing in what is read.
 _TAGS = ("subflavors", "subflavor")

@@ -13,7 +13,7 @@ from megaresume.shards.energon import OUR_PARTS, read_energon
 from megaresume.shards.index import SUFFIX, ShardIndex, index_path
 from megaresume.shards.paths import expand_shards, join
 from megaresume.shards.source import ShardSource, TooLong
-from megaresume.stream.config import SOURCE_KEYS
+from megaresume.stream.data_yaml import SOURCE_KEYS
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.schema import Options, Within, read
 

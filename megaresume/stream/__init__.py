@@ -4,9 +4,9 @@
     documents/                      planning/               planning/   stream.py
 
     what defines the order
-        config.py           data.yaml without its places; schema.py: what people wrote, checked and typed by pydantic
-        weights.py          blend weights as exact integers
-        skips.py            what a run leaves out: documents, and ranges.py: samples
+        data_yaml.py        what people wrote, checked and typed by pydantic (schema.py); weights as exact integers
+        config.py           the same without its places
+        skips.py            what is not to be trained: documents, and ranges.py: samples; left_out.py: since when
         batches.py          which samples belong to which step, rank and micro-step
         dealing.py          the same, so that all ranks have as much to do
         source.py           what is asked of a source: how many documents, how long each is; aliases.py: one renamed
@@ -18,7 +18,7 @@
         compiled.py         how the loops of both are compiled, and kept
     going on
         state.py            a cursor as plain JSON; state_text.py: as text; faults.py: documents that failed
-        cursor.py           between the loop's arrays and the state; snapshots of the past, for going back
+        cursor.py           between the loop's arrays and the state
         fingerprints.py     is this state one of these corpora, and have they grown since?
         changes.py          what changed since a state, and what a change of the blend means
     for everybody

@@ -18,9 +18,10 @@ from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import OnChange, SourceConfig, StageConfig, StreamConfig
 from megaresume.stream.errors import StateError
 from megaresume.stream.fingerprints import Growth, check_corpora, differences, listing
+from megaresume.stream.left_out import decide
 from megaresume.stream.planning.stages import Course, Stage, declared
 from megaresume.stream.ranges import Range
-from megaresume.stream.skips import SkipConfig, decide
+from megaresume.stream.skips import SkipConfig
 from megaresume.stream.source import LengthSource
 from megaresume.stream.state import Fingerprint, StreamState
 
@@ -151,7 +152,7 @@ def reconcile(
         fingerprints: of its sources, by their names in it.
         state: the state.
         on_change: what to do where the stage at hand would not go on as it was.
-        skip, steps_to_samples, end: what is skipped by other ways than the config; see `skips.decide`.
+        skip, steps_to_samples, end: what is skipped by other ways than the config; see `left_out.decide`.
         sources: by their names in ``config``, for corpora that have grown; None: no corpus is at hand.
 
     Raises:

@@ -11,73 +11,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import Annotated, Any, Literal, get_args
-
-from pydantic import BeforeValidator, Field
+from typing import Any, Literal
 
 from megaresume.stream.aliases import check_names
+from megaresume.stream.data_yaml import (
+    IMAGE_KINDS,
+    Append,
+    BlendConfig,
+    ExhaustedPolicy,
+    PackingConfig,
+    PackingMode,
+    ShuffleConfig,
+    SourcePacking,
+    StageUnit,
+    WrittenSource,
+    WrittenStage,
+    integer_weights,
+    parse_weight,
+    read_config,
+)
 from megaresume.stream.errors import ConfigError
-from megaresume.stream.schema import Items, ListOf, Options, Truth, Within, check_keys, read, refused
+from megaresume.stream.schema import check_keys
 from megaresume.stream.skips import NO_SKIP, SkipConfig
-from megaresume.stream.weights import integer_weights, parse_weight
 
-PackingMode = Literal["best_fit", "knapsack", "split", "none"]
-#: How one source is packed where the others are not: ``split`` fills with its pieces what whole documents leave free.
-SourcePacking = Literal["split"]
-BlendUnit = Literal["tokens", "trained", "documents"]
-ExhaustedPolicy = Literal["repeat", "stop", "drop"]
-StageUnit = Literal["samples", "tokens", "step"]
-#: When documents that a corpus has won take part: from its next epoch on, or in the one that has begun.
-Append = Literal["next_epoch", "now"]
 #: Where the config is not the one that a state was made with: an error that names the fields, or a new stage there.
 OnChange = Literal["refuse", "stage"]
-
-#: kinds of sources whose documents hold images.
-IMAGE_KINDS = ("webdataset", "energon", "image_folder")
-#: keys of a source that only some kinds have.
-OF_SOME_KINDS = {"augment": IMAGE_KINDS, "keyed": ("items",)}
-MAX_OPEN_BINS = 1024
-
-Length = Annotated[int, Within(1, 1 << 30)]
-Bins = Annotated[int, Within(1, MAX_OPEN_BINS)]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PackingConfig(Options):
-    """How documents become samples."""
-
-    #: ``best_fit``: whole documents into open bins; ``knapsack``: whole documents, those of some that wait which fill a
-    #: sample best; ``split``: concatenate and cut; ``none``: one document a sample.
-    mode: PackingMode = "split"
-    #: samples that are being filled at the same time (``best_fit``).
-    open_bins: Bins = 16
-    #: documents that wait, small ones together (``knapsack``).
-    lookahead: Bins = 64
-    #: samples closed since a bin was opened, or a document began to wait, after which it goes next.
-    max_age: Annotated[int, Within(1, 1 << 40)] = 1024
-    #: every segment takes a multiple of this many tokens (context parallelism, FP8).
-    align: Annotated[int, Within(1, 1 << 20)] = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlendConfig(Options):
-    """What the weights count."""
-
-    unit: BlendUnit = "tokens"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShuffleConfig(Options):
-    """A shuffle in two levels: see ``documents/permutation.py``."""
-
-    #: documents that lie together and are worth one request to a store.
-    block: Annotated[int, Within(1, 1 << 40)] = 32
-    #: blocks that are read at the same time: several times the documents of a global batch, so that few of one block
-    #: meet in it. See the table in docs/shards.md.
-    window: Annotated[int, Within(1, 1 << 20)] = 2048
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,9 +128,7 @@ class StreamConfig:
         Raises:
             ConfigError: naming the key, what was found and what was expected.
         """
-        if isinstance(data, Mapping):
-            data = _with_flag(data, seq_length)
-        document: _Document = read(_Document, data, "data.yaml", inside="")
+        document = read_config(data, seq_length)
         sources = _sources(document.sources or {})
         packing = document.packing or PackingConfig(mode=_default_packing(sources))
         said = data.get("packing")
@@ -310,147 +269,14 @@ def _used(packing: PackingConfig) -> PackingConfig:
     return PackingConfig(**_packing_dict(packing))
 
 
-# -- as it is written
-
-
-def _short(value: Any) -> Any:
-    return {"mode": value} if isinstance(value, str) else value
-
-
-def _whole_or_blocks(value: Any) -> Any:
-    return {None: None, "full": None, "blocks": {}}.get(value, value) if isinstance(value, str | None) else value
-
-
-def _source_name(name: Any) -> Any:
-    if not isinstance(name, str) or not name or name != name.strip() or not name.isprintable():
-        raise refused(
-            "bad name of a source",
-            expected="non-empty text without control characters or surrounding spaces",
-            action="rename the source (quote it if YAML reads it as a number)",
-        )
-    return name
-
-
-def _stage_name(name: Any) -> Any:
-    if not isinstance(name, str | None) or (name is not None and not (name.strip() and name.isprintable())):
-        raise refused("bad name: {place}", expected="a text")
-    return name
-
-
-def _parted(entry: Any) -> Any:
-    """What says where and what a source is goes apart: only its kind knows those keys."""
-    entry = {"path": entry} if isinstance(entry, str) else entry
-    if not isinstance(entry, Mapping):
-        return entry
-    ours = {key: value for key, value in entry.items() if key in SOURCE_KEYS}
-    # A state does not say of which kind a source is; another kind may mean something else by the word.
-    for key, kinds in OF_SOME_KINDS.items():
-        if entry.get("kind", kinds[0]) in kinds:
-            ours[key] = entry.get(key)
-    return ours | {"options": {key: value for key, value in entry.items() if key not in ours or key in OF_SOME_KINDS}}
-
-
-Packing = Annotated[PackingConfig, BeforeValidator(_short)]
-#: a stage begins with the first sample before which the stream holds at least so many.
-Start = Annotated[int, Within(1, 1 << 62)] | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Source(Options):
-    options: dict[Any, Any]
-    weight: Any = 1
-    max_epochs: Annotated[int, Within(1, 1 << 32)] | None = None
-    on_exhausted: ExhaustedPolicy | None = None
-    shuffle: Annotated[ShuffleConfig | None, BeforeValidator(_whole_or_blocks)] = None
-    append: Append | None = None
-    packing: SourcePacking | None = None
-    augment: Annotated[tuple[Any, ...], ListOf("a list of steps, in order")] | None = None
-    keyed: Truth | None = None
-    was: (
-        Annotated[
-            tuple[Annotated[str, Field(min_length=1)], ...],
-            Items("the name that the source had before; or all that it had, the first one first"),
-        ]
-        | None
-    ) = None
-    #: in a state: the names that it was given since.
-    names: tuple[str, ...] = ()
-
-
-#: keys of a source that say nothing of its place or kind.
-SOURCE_KEYS = tuple(f.name for f in fields(_Source) if f.name not in ("options", *OF_SOME_KINDS))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Stage(Options):
-    name: Annotated[str | None, BeforeValidator(_stage_name)] = None
-    from_samples: Start = None
-    from_tokens: Start = None
-    from_step: Start = None
-    weights: dict[Any, Any] | None = None
-    seq_length: Length | None = None
-    packing: Packing | None = None
-
-    def __post_init__(self) -> None:
-        said = [f.name for f in fields(self) if getattr(self, f.name) is not None]
-        begins = sum(name.startswith("from_") for name in said)
-        if begins != 1 or not {"weights", "seq_length", "packing"} & set(said):
-            raise refused(
-                f"{{place}} does not say {'when it begins' if begins != 1 else 'what it changes'}",
-                found=", ".join(said) or "nothing",
-                expected="one of from_samples, from_tokens and from_step, and weights, seq_length or packing",
-            )
-
-    @property
-    def start(self) -> tuple[StageUnit, int]:
-        return next((u, at) for u in get_args(StageUnit) if (at := getattr(self, f"from_{u}")) is not None)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Document(Options):
-    seq_length: Length
-    seed: Annotated[int, Within(-(1 << 63), (1 << 64) - 1)] = 1234
-    packing: Packing | None = None
-    blend: BlendConfig | None = None
-    sources: (
-        dict[Annotated[str, BeforeValidator(_source_name)], Annotated[_Source, BeforeValidator(_parted)]] | None
-    ) = None
-    stages: (
-        Annotated[tuple[_Stage, ...], ListOf("a list of changes: [{from_tokens: 1000000, weights: {...}}, ...]")] | None
-    ) = None
-    skip: Any = None
-
-
-# -- from that to the config
-
-
-def _with_flag(data: Mapping[str, Any], flag: int | None) -> Mapping[str, Any]:
-    configured = data.get("seq_length")
-    if configured is None and flag is None:
-        raise ConfigError(
-            "no sequence length",
-            found="neither seq_length in the data config nor --seq-length",
-            expected="tokens a sample",
-            action="add seq_length to the data config or pass --seq-length",
-        )
-    if configured is not None and flag is not None and configured != flag:
-        raise ConfigError(
-            "two sequence lengths",
-            found=f"seq_length {configured} in the data config, --seq-length {flag}",
-            expected="the same number",
-            action="remove one of the two",
-        )
-    return {**data, "seq_length": flag if configured is None else configured}
-
-
-def _sources(entries: Mapping[str, _Source]) -> tuple[SourceConfig, ...]:
+def _sources(entries: Mapping[str, WrittenSource]) -> tuple[SourceConfig, ...]:
     weights = integer_weights({name: parse_weight(entry.weight, name) for name, entry in entries.items()})
     sources = tuple(_source(name, entry, weights[name]) for name, entry in entries.items())
     check_names(sources)
     return sources
 
 
-def _source(name: str, entry: _Source, weight: int) -> SourceConfig:
+def _source(name: str, entry: WrittenSource, weight: int) -> SourceConfig:
     if entry.on_exhausted is not None and entry.max_epochs is None:
         raise ConfigError(
             f"source '{name}' has on_exhausted without max_epochs",
@@ -476,7 +302,7 @@ def _source(name: str, entry: _Source, weight: int) -> SourceConfig:
     )
 
 
-def _stages(entries: Sequence[_Stage], sources: tuple[SourceConfig, ...]) -> tuple[StageConfig, ...]:
+def _stages(entries: Sequence[WrittenStage], sources: tuple[SourceConfig, ...]) -> tuple[StageConfig, ...]:
     stages = tuple(_stage(entry, k, sources) for k, entry in enumerate(entries))
     for before, after in pairwise(stages):
         if before.unit == after.unit and after.at <= before.at:
@@ -496,7 +322,7 @@ def _stages(entries: Sequence[_Stage], sources: tuple[SourceConfig, ...]) -> tup
     return stages
 
 
-def _stage(entry: _Stage, k: int, sources: tuple[SourceConfig, ...]) -> StageConfig:
+def _stage(entry: WrittenStage, k: int, sources: tuple[SourceConfig, ...]) -> StageConfig:
     unit, at = entry.start
     return StageConfig(
         name=entry.name or f"stage {k + 1}",

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megaresume.stream.config import Append, StreamConfig
+from megaresume.stream.config import StreamConfig
+from megaresume.stream.data_yaml import Append
 from megaresume.stream.errors import CorpusError, StateError
 from megaresume.stream.source import LengthSource, chunks
 from megaresume.stream.state import Fingerprint, StreamState

@@ -21,8 +21,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from megaresume.stream.eras import Era, Eras
 from megaresume.stream.errors import ConfigError, StateError
 from megaresume.stream.faults import NO_FAULTS, Faults
+from megaresume.stream.left_out import NO_SKIPS, Skips
 from megaresume.stream.ranges import reached
-from megaresume.stream.skips import NO_SKIPS, Skips
 from megaresume.stream.state_text import checksum, flat_era, to_json, unpack
 from megaresume.stream.text import as_count, parse_json
 

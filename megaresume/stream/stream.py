@@ -21,13 +21,14 @@ from megaresume.stream.config import OnChange, StreamConfig
 from megaresume.stream.errors import ConfigError, MegaresumeError
 from megaresume.stream.faults import NO_FAULTS, FaultRecord
 from megaresume.stream.fingerprints import fingerprint_of
+from megaresume.stream.left_out import NO_SKIPS, Skips, check_documents, decide, no_schedule
 from megaresume.stream.planning.blocks import Blocks
 from megaresume.stream.planning.checks import check_remaining, check_trained, check_whole
 from megaresume.stream.planning.kernel import Arrays
 from megaresume.stream.planning.plan import Plan
 from megaresume.stream.planning.stages import Course
 from megaresume.stream.ranges import Range
-from megaresume.stream.skips import NO_SKIP, NO_SKIPS, SkipConfig, Skips, check_documents, decide, no_schedule
+from megaresume.stream.skips import NO_SKIP, SkipConfig
 from megaresume.stream.source import AbsentSource, LengthSource
 from megaresume.stream.state import Fingerprint, StreamState
 

@@ -18,8 +18,8 @@ from megaresume.runs.history import Point
 from megaresume.stream.changes import outlook
 from megaresume.stream.documents.order import SourceOrder
 from megaresume.stream.errors import StreamExhausted, UsageError
+from megaresume.stream.left_out import DocumentSkip
 from megaresume.stream.planning.kernel import DOCUMENT, LENGTH
-from megaresume.stream.skips import DocumentSkip
 from megaresume.stream.state import StreamState
 from megaresume.trace.trace import Trace, places
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megaresume.stream.config import ShuffleConfig
+from megaresume.stream.data_yaml import ShuffleConfig
 from megaresume.stream.documents.order import SourceOrder
 from megaresume.stream.documents.pieces import PieceLists
 from megaresume.testing import LengthList

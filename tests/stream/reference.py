@@ -17,7 +17,8 @@ from itertools import islice
 from math import ceil
 from typing import NamedTuple
 
-from megaresume.stream.config import ShuffleConfig, SourceConfig, StreamConfig
+from megaresume.stream.config import SourceConfig, StreamConfig
+from megaresume.stream.data_yaml import ShuffleConfig
 
 #: Ends of documents that ``split`` keeps back, or pieces that wait to fill samples.
 TAILS = 256

@@ -7,7 +7,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from megaresume.stream.config import OnChange, ShuffleConfig, StreamConfig
+from megaresume.stream.config import OnChange, StreamConfig
+from megaresume.stream.data_yaml import ShuffleConfig
 from megaresume.stream.documents.permutation import items_at
 from megaresume.stream.errors import ConfigError, StateError
 from megaresume.stream.state import StreamState

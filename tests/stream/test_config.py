@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from megaresume.stream.config import MAX_OPEN_BINS, BlendConfig, PackingConfig, StreamConfig
+from megaresume.stream.config import StreamConfig
+from megaresume.stream.data_yaml import MAX_OPEN_BINS, BlendConfig, PackingConfig
 from megaresume.stream.errors import ConfigError
 
 MINIMAL: dict[str, Any] = {"seq_length": 64, "sources": {"web": {}}}

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from megaresume.stream.config import ShuffleConfig
+from megaresume.stream.data_yaml import ShuffleConfig
 from megaresume.stream.documents.order import SourceOrder, resolve
 from megaresume.stream.documents.pieces import STRIDE, LongDocuments, PieceLists, find_long
 from megaresume.stream.errors import StateError

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from megaresume.stream.data_yaml import MAX_PARTS, integer_weights, parse_weight
 from megaresume.stream.errors import ConfigError
-from megaresume.stream.weights import MAX_PARTS, integer_weights, parse_weight
 
 
 def _integers(*weights: Any) -> list[int]:

@@ -10,7 +10,8 @@ from typing import Any, TypedDict
 from megaresume.batches.items.planned import Share
 from megaresume.batches.items.source import ItemSource, check_map_style, lengths_of
 from megaresume.stream.batches import Balance
-from megaresume.stream.config import Append, BlendUnit, OnChange
+from megaresume.stream.config import OnChange
+from megaresume.stream.data_yaml import Append, BlendUnit
 from megaresume.stream.errors import StateError, UsageError
 from megaresume.stream.schema import check_keys
 

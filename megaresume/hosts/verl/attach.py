@@ -24,7 +24,7 @@ from megaresume.hosts.verl.hooks import Hooks
 from megaresume.hosts.verl.host import Batches, VerlHost
 from megaresume.session.ranks import on_all_ranks
 from megaresume.session.settings import Checkpoints
-from megaresume.stream.config import Append
+from megaresume.stream.data_yaml import Append
 from megaresume.stream.errors import UsageError
 
 

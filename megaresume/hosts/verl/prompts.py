@@ -21,7 +21,7 @@ from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.hosts.instances import SLOT, check_new, hook
-from megaresume.stream.config import Append
+from megaresume.stream.data_yaml import Append
 from megaresume.stream.errors import StateError, UsageError
 
 #: of ours in ``data.pt``.

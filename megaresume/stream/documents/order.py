@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaresume.stream.compiled import compiled
-from megaresume.stream.config import ShuffleConfig
+from megaresume.stream.data_yaml import ShuffleConfig
 from megaresume.stream.documents.permutation import index_of, items_at
 from megaresume.stream.documents.pieces import STRIDE, PieceLists
 from megaresume.stream.eras import Era, Eras

@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaresume.stream.compiled import compiled
-from megaresume.stream.config import ShuffleConfig
+from megaresume.stream.data_yaml import ShuffleConfig
 
 Int64Array = npt.NDArray[np.int64]
 

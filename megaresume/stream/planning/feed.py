@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megaresume.stream.compiled import compiled
-from megaresume.stream.config import BlendUnit, SourceConfig
+from megaresume.stream.config import SourceConfig
+from megaresume.stream.data_yaml import BlendUnit
 from megaresume.stream.documents.order import SourceOrder
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.ranges import Range

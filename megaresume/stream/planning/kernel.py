@@ -83,7 +83,7 @@ SOURCE_WIDTH = 21
 UNITS = 4
 AHEAD_WIDTH = 5
 
-#: Bits for the index of a bin: `config.MAX_OPEN_BINS` is below 2**INDEX_BITS.
+#: Bits for the index of a bin: `data_yaml.MAX_OPEN_BINS` is below 2**INDEX_BITS.
 INDEX_BITS = 11
 #: Segments in open bins from which ``best_fit`` opens no further one.
 OPEN_SEGMENTS = 2048

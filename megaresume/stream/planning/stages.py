@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megaresume.stream.batches import BatchSchedule
-from megaresume.stream.config import StageConfig, StageUnit, StreamConfig
+from megaresume.stream.config import StageConfig, StreamConfig
+from megaresume.stream.data_yaml import StageUnit
 from megaresume.stream.errors import ConfigError
-from megaresume.stream.skips import NO_SKIPS, Skips
+from megaresume.stream.left_out import NO_SKIPS, Skips
 from megaresume.stream.state import StageRecord, StreamState
 
 if TYPE_CHECKING:

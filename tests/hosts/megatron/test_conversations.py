@@ -31,7 +31,7 @@ from megaresume.hosts.megatron.data.order import StreamOrder
 from megaresume.hosts.megatron.data.samples import SAMPLE_KEY, SampleDataset
 from megaresume.hosts.megatron.data.streams import open_streams
 from megaresume.stream.batches import BatchSchedule
-from megaresume.stream.config import PackingConfig
+from megaresume.stream.data_yaml import PackingConfig
 from megaresume.stream.errors import UsageError
 from megaresume.stream.state import StreamState
 from tests.corpora.test_spans import write_spans

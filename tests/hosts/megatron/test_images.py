@@ -16,7 +16,7 @@ import stream_kit as kit
 from megaresume.cli.main import main
 from megaresume.hosts.megatron.data.form import form_of
 from megaresume.shards.prepare import prepare_shards
-from megaresume.stream.config import PackingConfig
+from megaresume.stream.data_yaml import PackingConfig
 from megaresume.stream.errors import UsageError
 from tests.shards.kit import encoder, write_shards
 

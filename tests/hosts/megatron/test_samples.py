@@ -20,7 +20,7 @@ from megaresume.batches.open import open_stream
 from megaresume.hosts.megatron.data.form import IDENTITY_VARIABLE, SampleForm, form_of, warnings_of
 from megaresume.hosts.megatron.data.samples import HASH_KEY, SAMPLE_KEY, SampleDataset
 from megaresume.stream.batches import BatchSchedule
-from megaresume.stream.config import PackingConfig
+from megaresume.stream.data_yaml import PackingConfig
 from megaresume.stream.errors import CorpusError, StreamExhausted, UsageError
 from megaresume.stream.stream import Stream
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megaresume.stream.config import PackingConfig
+from megaresume.stream.data_yaml import PackingConfig
 from megaresume.stream.errors import UsageError
 
 #: Environment variable: 1 adds the next two keys to every item, for the audit of a training loop.

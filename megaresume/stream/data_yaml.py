@@ -1,0 +1,279 @@
+"""What people write in a data.yaml, as typed values: every key, its bounds and its default; weights as exact numbers.
+
+`StreamConfig.from_dict` makes of it what defines the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from decimal import Decimal
+from fractions import Fraction
+from math import gcd, isfinite, lcm
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BeforeValidator, Field
+
+from megaresume.stream.errors import ConfigError
+from megaresume.stream.schema import Items, ListOf, Options, Truth, Within, read, refused
+
+PackingMode = Literal["best_fit", "knapsack", "split", "none"]
+#: How one source is packed where the others are not: ``split`` fills with its pieces what whole documents leave free.
+SourcePacking = Literal["split"]
+BlendUnit = Literal["tokens", "trained", "documents"]
+ExhaustedPolicy = Literal["repeat", "stop", "drop"]
+StageUnit = Literal["samples", "tokens", "step"]
+#: When documents that a corpus has won take part: from its next epoch on, or in the one that has begun.
+Append = Literal["next_epoch", "now"]
+#: kinds of sources whose documents hold images.
+IMAGE_KINDS = ("webdataset", "energon", "image_folder")
+#: keys of a source that only some kinds have.
+OF_SOME_KINDS = {"augment": IMAGE_KINDS, "keyed": ("items",)}
+MAX_OPEN_BINS = 1024
+#: A blend has at most this many parts, so that `kernel.set_deadline` stays exact in 64 bits. Sixteen digits are exact;
+#: what has to be rounded is off by less than a token of 10**15, with up to a thousand sources.
+MAX_PARTS = 1 << 61
+
+Length = Annotated[int, Within(1, 1 << 30)]
+Bins = Annotated[int, Within(1, MAX_OPEN_BINS)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackingConfig(Options):
+    """How documents become samples."""
+
+    #: ``best_fit``: whole documents into open bins; ``knapsack``: whole documents, those of some that wait which fill a
+    #: sample best; ``split``: concatenate and cut; ``none``: one document a sample.
+    mode: PackingMode = "split"
+    #: samples that are being filled at the same time (``best_fit``).
+    open_bins: Bins = 16
+    #: documents that wait, small ones together (``knapsack``).
+    lookahead: Bins = 64
+    #: samples closed since a bin was opened, or a document began to wait, after which it goes next.
+    max_age: Annotated[int, Within(1, 1 << 40)] = 1024
+    #: every segment takes a multiple of this many tokens (context parallelism, FP8).
+    align: Annotated[int, Within(1, 1 << 20)] = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlendConfig(Options):
+    """What the weights count."""
+
+    unit: BlendUnit = "tokens"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShuffleConfig(Options):
+    """A shuffle in two levels: see ``documents/permutation.py``."""
+
+    #: documents that lie together and are worth one request to a store.
+    block: Annotated[int, Within(1, 1 << 40)] = 32
+    #: blocks that are read at the same time: several times the documents of a global batch, so that few of one block
+    #: meet in it. See the table in docs/shards.md.
+    window: Annotated[int, Within(1, 1 << 20)] = 2048
+
+
+def _short(value: Any) -> Any:
+    return {"mode": value} if isinstance(value, str) else value
+
+
+def _whole_or_blocks(value: Any) -> Any:
+    return {None: None, "full": None, "blocks": {}}.get(value, value) if isinstance(value, str | None) else value
+
+
+def _source_name(name: Any) -> Any:
+    if not isinstance(name, str) or not name or name != name.strip() or not name.isprintable():
+        raise refused(
+            "bad name of a source",
+            expected="non-empty text without control characters or surrounding spaces",
+            action="rename the source (quote it if YAML reads it as a number)",
+        )
+    return name
+
+
+def _stage_name(name: Any) -> Any:
+    if not isinstance(name, str | None) or (name is not None and not (name.strip() and name.isprintable())):
+        raise refused("bad name: {place}", expected="a text")
+    return name
+
+
+def _parted(entry: Any) -> Any:
+    """What says where and what a source is goes apart: only its kind knows those keys."""
+    entry = {"path": entry} if isinstance(entry, str) else entry
+    if not isinstance(entry, Mapping):
+        return entry
+    ours = {key: value for key, value in entry.items() if key in SOURCE_KEYS}
+    # A state does not say of which kind a source is; another kind may mean something else by the word.
+    for key, kinds in OF_SOME_KINDS.items():
+        if entry.get("kind", kinds[0]) in kinds:
+            ours[key] = entry.get(key)
+    return ours | {"options": {key: value for key, value in entry.items() if key not in ours or key in OF_SOME_KINDS}}
+
+
+Packing = Annotated[PackingConfig, BeforeValidator(_short)]
+#: a stage begins with the first sample before which the stream holds at least so many.
+Start = Annotated[int, Within(1, 1 << 62)] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrittenSource(Options):
+    """One of ``sources``; what only its kind knows is in ``options``."""
+
+    options: dict[Any, Any]
+    weight: Any = 1
+    max_epochs: Annotated[int, Within(1, 1 << 32)] | None = None
+    on_exhausted: ExhaustedPolicy | None = None
+    shuffle: Annotated[ShuffleConfig | None, BeforeValidator(_whole_or_blocks)] = None
+    append: Append | None = None
+    packing: SourcePacking | None = None
+    augment: Annotated[tuple[Any, ...], ListOf("a list of steps, in order")] | None = None
+    keyed: Truth | None = None
+    was: (
+        Annotated[
+            tuple[Annotated[str, Field(min_length=1)], ...],
+            Items("the name that the source had before; or all that it had, the first one first"),
+        ]
+        | None
+    ) = None
+    #: in a state: the names that it was given since.
+    names: tuple[str, ...] = ()
+
+
+#: keys of a source that say nothing of its place or kind.
+SOURCE_KEYS = tuple(f.name for f in fields(WrittenSource) if f.name not in ("options", *OF_SOME_KINDS))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrittenStage(Options):
+    """One of ``stages``."""
+
+    name: Annotated[str | None, BeforeValidator(_stage_name)] = None
+    from_samples: Start = None
+    from_tokens: Start = None
+    from_step: Start = None
+    weights: dict[Any, Any] | None = None
+    seq_length: Length | None = None
+    packing: Packing | None = None
+
+    def __post_init__(self) -> None:
+        said = [f.name for f in fields(self) if getattr(self, f.name) is not None]
+        begins = sum(name.startswith("from_") for name in said)
+        if begins != 1 or not {"weights", "seq_length", "packing"} & set(said):
+            raise refused(
+                f"{{place}} does not say {'when it begins' if begins != 1 else 'what it changes'}",
+                found=", ".join(said) or "nothing",
+                expected="one of from_samples, from_tokens and from_step, and weights, seq_length or packing",
+            )
+
+    @property
+    def start(self) -> tuple[StageUnit, int]:
+        """When it begins."""
+        return next((u, at) for u in get_args(StageUnit) if (at := getattr(self, f"from_{u}")) is not None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrittenConfig(Options):
+    """All of it."""
+
+    seq_length: Length
+    seed: Annotated[int, Within(-(1 << 63), (1 << 64) - 1)] = 1234
+    packing: Packing | None = None
+    blend: BlendConfig | None = None
+    sources: (
+        dict[Annotated[str, BeforeValidator(_source_name)], Annotated[WrittenSource, BeforeValidator(_parted)]] | None
+    ) = None
+    stages: (
+        Annotated[tuple[WrittenStage, ...], ListOf("a list of changes: [{from_tokens: 1000000, weights: {...}}, ...]")]
+        | None
+    ) = None
+    skip: Any = None
+
+
+def read_config(data: Mapping[str, Any], seq_length: int | None) -> WrittenConfig:
+    """The mapping of a data.yaml, checked; ``seq_length`` is that of a flag.
+
+    Raises:
+        ConfigError: naming the key, what was found and what was expected.
+    """
+    if isinstance(data, Mapping):
+        data = _with_flag(data, seq_length)
+    config: WrittenConfig = read(WrittenConfig, data, "data.yaml", inside="")
+    return config
+
+
+def _with_flag(data: Mapping[str, Any], flag: int | None) -> Mapping[str, Any]:
+    configured = data.get("seq_length")
+    if configured is None and flag is None:
+        raise ConfigError(
+            "no sequence length",
+            found="neither seq_length in the data config nor --seq-length",
+            expected="tokens a sample",
+            action="add seq_length to the data config or pass --seq-length",
+        )
+    if configured is not None and flag is not None and configured != flag:
+        raise ConfigError(
+            "two sequence lengths",
+            found=f"seq_length {configured} in the data config, --seq-length {flag}",
+            expected="the same number",
+            action="remove one of the two",
+        )
+    return {**data, "seq_length": flag if configured is None else configured}
+
+
+def parse_weight(value: object, source: str) -> Fraction:
+    """A weight as written by a user (``3``, ``0.3``, ``"3/10"``) as an exact fraction, the same on every machine.
+
+    A float means the shortest decimal that reads back as it: 0.1 is one tenth.
+
+    Raises:
+        ConfigError: not a number, negative, infinite or not a number.
+    """
+    expected = "a non-negative number, for example 0.3, 3 or '3/10'"
+    action = f"correct the weight of source '{source}'"
+    weight: Fraction | None = None
+    if isinstance(value, int) and not isinstance(value, bool):
+        weight = Fraction(value)
+    elif isinstance(value, float) and isfinite(value):
+        weight = Fraction(Decimal(repr(value)))
+    elif isinstance(value, str):
+        try:
+            weight = Fraction(value.strip())
+        except (ValueError, ZeroDivisionError):
+            weight = None
+    if weight is None or weight < 0:
+        raise ConfigError(f"bad weight of source '{source}'", found=repr(value), expected=expected, action=action)
+    return weight
+
+
+def integer_weights(weights: Mapping[str, Fraction]) -> dict[str, int]:
+    """The same proportions in the smallest integers: ``integer_weights`` of the outcome is the outcome.
+
+    Proportions that need more than `MAX_PARTS` parts are rounded, each by itself, so that the order in which sources
+    are written has no say; a positive weight stays positive.
+
+    Raises:
+        ConfigError: all weights are zero.
+    """
+    total = sum(weights.values())
+    if total <= 0:
+        raise ConfigError(
+            "the blend is empty",
+            found="every weight is 0" if weights else "no source",
+            expected="at least one source with a positive weight",
+            action="give a source a positive weight",
+        )
+    scale = lcm(*(w.denominator for w in weights.values()))
+    parts = [int(w * scale) for w in weights.values()]
+    divisor = gcd(*parts)
+    parts = [p // divisor for p in parts]
+    if sum(parts) > MAX_PARTS:
+        parts = _rounded(parts)
+    return dict(zip(weights, parts, strict=True))
+
+
+def _rounded(parts: Sequence[int]) -> list[int]:
+    """To half of `MAX_PARTS` parts (the rest is room for what is rounded up), in lowest terms."""
+    total = sum(parts)
+    rounded = [max((p * MAX_PARTS + total) // (2 * total), 1) if p > 0 else 0 for p in parts]
+    divisor = gcd(*rounded)
+    return [r // divisor for r in rounded]

@@ -1,0 +1,265 @@
+"""What a run leaves out: what was asked for (``skips.py``), and when.
+
+Steps become samples when they are first named, once. What was decided is kept in the state as a log of what was asked
+for, and as what is in force. The past is immutable: what was trained already is not left out any more, what was left
+out does not come back.
+
+Imports neither numpy nor numba, as `megaresume.stream.state`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from megaresume.stream.errors import ConfigError
+from megaresume.stream.ranges import Range, Ranges, absolute, common, length, minus, reached, union
+from megaresume.stream.skips import DocumentList, SkipConfig
+from megaresume.stream.text import as_count
+
+Unit = Literal["samples", "steps"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SkipRecord:
+    """One thing that was asked for, when it was seen first."""
+
+    #: samples trained then.
+    at: int
+    #: ``skip``; ``keep``: a skip that was taken back before it came.
+    action: Literal["skip", "keep"]
+    unit: Unit
+    #: as it was asked for: [first, stop) samples, or (first, last) steps.
+    asked: Range
+    #: [first, stop) absolute.
+    samples: Range
+    #: samples of them that were trained already.
+    late: int
+
+    def __str__(self) -> str:
+        first, stop = self.asked[0], self.asked[1] - (self.unit == "samples")
+        words = f"{'skip' if self.action == 'skip' else 'do not skip'} {self.unit} {first:,} to {stop:,}"
+        low, high = self.samples[0], self.samples[1] - 1
+        num = self.samples[1] - self.samples[0] - self.late
+        words += f" ({'' if self.unit == 'samples' else f'samples {low:,} to {high:,}; '}{num:,} samples)"
+        late = f"{self.late:,} of them were trained already and stay trained" if num else "all were trained already"
+        return words + (f": TOO LATE, {late}" if self.late else "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DocumentSkip:
+    """Documents that are passed over."""
+
+    documents: DocumentList
+    #: samples trained when it was first declared, and when it was taken back: it holds in between.
+    at: int
+    until: int | None = None
+
+    def holds_at(self, sample: int) -> bool:
+        """Whether it holds where so many samples were trained."""
+        return self.at <= sample and (self.until is None or sample < self.until)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Skips:
+    """What is left out of a stream, as its state knows it."""
+
+    #: absolute; in force, or left out.
+    ranges: Ranges = ()
+    #: in the order in which it was seen.
+    log: tuple[SkipRecord, ...] = ()
+    #: in the order in which they were declared.
+    documents: tuple[DocumentSkip, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.ranges or self.log or self.documents)
+
+    @property
+    def asked(self) -> Ranges:
+        """Samples that were asked for and not taken back, also those that came too late."""
+        asked: Ranges = ()
+        for record in self.log:
+            asked = union(asked, [record.samples]) if record.action == "skip" else minus(asked, [record.samples])
+        return asked
+
+    def changes(self) -> tuple[int, ...]:
+        """Samples, ascending, at which a list of documents begins or ceases to hold."""
+        marks = {d.at for d in self.documents} | {d.until for d in self.documents if d.until is not None}
+        return tuple(sorted(marks))
+
+    def to_plain(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return {
+            "ranges": [list(r) for r in self.ranges],
+            "log": [[r.at, r.action, r.unit, *r.asked, *r.samples, r.late] for r in self.log],
+            "documents": [
+                [d.at, d.until, d.documents.source, d.documents.to_plain(whole=True)] for d in self.documents
+            ],
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Skips:
+        """What `to_plain` gave.
+
+        Raises:
+            ValueError, KeyError, TypeError, ConfigError: it is not.
+        """
+        if not all(isinstance(plain[name], list) for name in ("ranges", "log", "documents")):
+            raise ValueError(f"no lists: {plain!r:.100}")
+        ranges = tuple((as_count(a), as_count(b)) for a, b in plain["ranges"])
+        if ranges != union(ranges):
+            raise ValueError(f"ranges {ranges!r:.100}")
+        log = []
+        for at, action, unit, first, last, low, high, late in plain["log"]:
+            if action not in ("skip", "keep") or unit not in ("samples", "steps"):
+                raise ValueError(f"a record of a skip: {action!r} {unit!r}")
+            asked, samples = (as_count(first), as_count(last)), (as_count(low), as_count(high))
+            log.append(
+                SkipRecord(at=as_count(at), action=action, unit=unit, asked=asked, samples=samples, late=as_count(late))
+            )
+        documents = []
+        for at, until, source, entry in plain["documents"]:
+            if not isinstance(source, str):
+                raise ValueError(f"documents of {source!r}")
+            until = None if until is None else as_count(until)
+            found = DocumentList.from_plain(source, entry)
+            documents.append(DocumentSkip(documents=found, at=as_count(at), until=until))
+        return cls(ranges=ranges, log=tuple(log), documents=tuple(documents))
+
+
+NO_SKIPS = Skips()
+
+
+def decide(
+    before: Skips,
+    samples: int,
+    *,
+    then: SkipConfig,
+    now: SkipConfig,
+    given: Sequence[SkipConfig] = (),
+    steps_to_samples: Callable[[Range], Range] | None = None,
+    end: int | None = None,
+) -> tuple[Skips, tuple[str, ...]]:
+    """What is left out from a state on.
+
+    Args:
+        before: what the state knows.
+        samples: that it has trained.
+        then: what the data config of that time asked for, and
+        now: that of today. What it asks for no more, and is to come, is taken back.
+        given: asked for in other places: flags, ``attach``. They add.
+        steps_to_samples: the trained samples of steps (first, last).
+        end: trained samples at the end of the run, where it is known.
+
+    Returns:
+        what is left out; what changed, in words, to be kept in the state.
+
+    Raises:
+        ConfigError: a range that begins beyond the end of the run, or is longer than the run.
+    """
+    here = reached(before.ranges, samples)
+    future: Ranges = ((here, 1 << 62),)
+    ranges, log, asked = before.ranges, list(before.log), before.asked
+    wanted = union(now.samples, *(g.samples for g in given))
+
+    # What was named as steps is no business of the data config.
+    by_steps = union(record.samples for record in before.log if record.unit == "steps")
+    gone = common(minus(then.samples, union(wanted, by_steps)), common(future, asked))
+    log += [SkipRecord(at=samples, action="keep", unit="samples", asked=r, samples=r, late=0) for r in gone]
+    ranges, asked = minus(ranges, gone), minus(asked, gone)
+
+    named = {(record.unit, record.asked) for record in before.log}
+    new: list[tuple[Unit, Range, Range]] = [("samples", r, r) for r in minus(wanted, asked)]
+    for steps in dict.fromkeys(s for g in given for s in g.steps):
+        if ("steps", steps) in named:
+            continue
+        if steps_to_samples is None:
+            raise no_schedule(steps)
+        first, stop = steps_to_samples(steps)
+        new.append(("steps", steps, (absolute(before.ranges, first), absolute(before.ranges, stop - 1) + 1)))
+    for unit, named_as, r in new:
+        late = length(minus([(r[0], min(r[1], here))], asked)) if r[0] < here else 0
+        log.append(SkipRecord(at=samples, action="skip", unit=unit, asked=named_as, samples=r, late=late))
+        ranges, asked = union(ranges, common([r], future)), union(asked, [r])
+
+    for unit, named_as, r in new:
+        if end is not None and r[0] >= (last := absolute(minus(ranges, [r]), end)):
+            raise _beyond(unit, named_as, end, last)
+        if end is not None and r[1] - r[0] > end:
+            # A typing error, and planning that far may take hours.
+            raise _too_long(unit, named_as, r, end)
+    documents, words = _decide_documents(before.documents, samples, then, now, given)
+    said = [f"at sample {samples}: {record}" for record in log[len(before.log) :]]
+    return Skips(ranges=ranges, log=tuple(log), documents=documents), (*said, *words)
+
+
+def _decide_documents(
+    before: Sequence[DocumentSkip], samples: int, then: SkipConfig, now: SkipConfig, given: Sequence[SkipConfig]
+) -> tuple[tuple[DocumentSkip, ...], list[str]]:
+    wanted = {d: d for c in (now, *given) for d in c.documents}
+    said: list[str] = []
+    result = []
+    for skip in before:
+        if skip.until is None and skip.documents not in wanted and skip.documents in then.documents:
+            said.append(f"at sample {samples}: do not skip {skip.documents} any more")
+            skip = replace(skip, until=samples)
+        result.append(skip)
+    for documents in wanted:
+        if not any(skip.until is None and skip.documents == documents for skip in before):
+            said.append(f"at sample {samples}: skip {documents}")
+            documents.numbers()
+            result.append(DocumentSkip(documents=documents, at=samples))
+    return tuple(result), said
+
+
+def check_documents(skips: Skips, sizes: Mapping[str, int]) -> None:
+    """Every document that is skipped is one of its source.
+
+    Args:
+        skips: what is left out.
+        sizes: documents of each source that is here.
+
+    Raises:
+        ConfigError: one lies beyond the end of its source.
+    """
+    for skip in skips.documents:
+        documents = skip.documents
+        num, last = sizes.get(documents.source), documents.numbers()[-1]
+        if num is not None and last >= num:
+            raise ConfigError(
+                f"source '{documents.source}' has no document {last} that could be skipped",
+                found=f"skip of {documents}",
+                expected=f"documents from 0 to {num - 1}",
+                action="correct the numbers; they count the documents of the trained part",
+            )
+
+
+def no_schedule(steps: Range) -> ConfigError:
+    return ConfigError(
+        "steps cannot be skipped if the batch sizes are not known",
+        found=f"steps {steps[0]} to {steps[1]}",
+        expected="samples, or a training program that knows which samples a step trains",
+        action="skip samples: A:B",
+    )
+
+
+def _too_long(unit: Unit, asked: Range, samples: Range, end: int) -> ConfigError:
+    return ConfigError(
+        "a skip leaves out more than the run trains",
+        found=f"skip of {unit} {asked[0]:,} to {asked[1] - (unit == 'samples'):,}: {samples[1] - samples[0]:,} samples",
+        expected=f"at most {end:,} samples, as many as the run trains",
+        cause="a typing error: the data after the skipped samples would move up from that far away",
+        action="correct the range; to end the run earlier, lower --train-iters or --train-samples",
+    )
+
+
+def _beyond(unit: Unit, asked: Range, end: int, end_absolute: int) -> ConfigError:
+    return ConfigError(
+        "a skip is beyond the end of the run",
+        found=f"skip of {unit} {asked[0]:,} to {asked[1] - (unit == 'samples'):,}",
+        expected=f"{unit} of the run, which ends with sample {end - 1:,}"
+        + (f" ({end_absolute - 1:,} counted with what is left out)" if end_absolute != end else ""),
+        cause="a typing error, or the run was shortened",
+        action="correct the range, or train longer",
+    )
