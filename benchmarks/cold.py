@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -34,6 +34,9 @@ from megaresume.stream.batches import BatchSchedule
 
 SEQ_LENGTH = tokens.SEQ_LENGTH
 MICRO_BATCH = 4
+#: seconds between two batches that are trained on, so that a million tokens are in a second; and how many.
+STEP = MICRO_BATCH * SEQ_LENGTH / 1e6
+STEPS = 300
 #: tokens of a document: as long as web pages, and as books' chapters or files of a long context are.
 LENGTHS = (600, 32_768)
 LEAST = 0.8
@@ -69,13 +72,27 @@ def _compare(setup: Setup, length: int, samples: int) -> Iterator[Row]:
     num = samples // MICRO_BATCH - 1
     for _ in range(setup.sizes.slow_repetitions):
         for name, open_ in opened.items():
-            mute = mock.patch.multiple(ColdPages, begin=lambda *_: None, end=lambda *_: None)
             if name != IN_MEMORY:
                 _drop(setup.directory)
-            with mute if name == "not asked for" else nullcontext():
+            with _mute() if name == "not asked for" else nullcontext():
                 seconds[name].append(_read(open_, num))
         seconds["sequential"].append(_sequential(setup.directory, path, 4 * SEQ_LENGTH * samples))
+    waits: dict[str, list[float]] = {"asked for ahead": [], "not asked for": [], "in memory": []}
+    for _ in range(setup.sizes.slow_repetitions):
+        for name, its in waits.items():
+            if name != "in memory":
+                _drop(setup.directory)
+            with _mute() if name == "not asked for" else nullcontext():
+                its.append(_wait(_ours(path), min(num, STEPS)))
     shutil.rmtree(directory)
+    for name in ("asked for ahead", "not asked for"):
+        yield Row(
+            what=f"tokens that are not in memory, documents of {length:,}, a million a second, {name}: wait a batch",
+            ours=1000 * median(waits[name]),
+            unit="ms",
+            baseline=1000 * median(waits["in memory"]),
+            against="in memory",
+        )
     a_second = {name: 4e-6 * SEQ_LENGTH * samples / median(its) for name, its in seconds.items()}
     for name in opened:
         times = ratio(seconds[name], seconds["sequential"])
@@ -109,6 +126,23 @@ def _read(open_: Callable[[], Iterator[Any]], num: int) -> float:
     for _ in islice(batches, num):
         pass
     return time.perf_counter() - begin
+
+
+def _wait(open_: Callable[[], Iterator[Any]], num: int) -> float:
+    """Seconds that a training which takes a batch every `STEP` waits for one."""
+    batches = open_()
+    next(batches)
+    waited = 0.0
+    for _ in range(num):
+        time.sleep(STEP)
+        begin = time.perf_counter()
+        next(batches)
+        waited += time.perf_counter() - begin
+    return waited / num
+
+
+def _mute() -> AbstractContextManager[object]:
+    return mock.patch.multiple(ColdPages, begin=lambda *_: None, end=lambda *_: None, _expect=lambda *_, cold: None)
 
 
 def _sequential(directory: Path, path: Path, num_bytes: int) -> float:
