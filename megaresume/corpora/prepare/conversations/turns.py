@@ -32,6 +32,8 @@ Turns = Literal["all", "last"]
 #: a word that no template writes of itself.
 _ANSWER = "qzjxv"
 _CLOSED = re.compile(r"</think>\s*")
+_TAGS_BEFORE = re.compile(r"(?:</?think>\s*)+\Z")
+_TAGS_AFTER = re.compile(r"(?:\s*</?think>)+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,10 +199,15 @@ class _Rendered:
         for i in sorted(wanted):
             cores = [core for core in self._cores if core.message == i]
             self._check_all_there(i, cores)
-            if cores:
-                assistant = self._conversation.messages[i]["role"] == "assistant"
-                first = self._begin(i, cores[0]) if assistant else cores[0].first
-                turns.append(_Turn(i, first, self._stop(i, cores[-1]), tuple(cores)))
+            if not cores:
+                raise BadRow(
+                    "has a turn without words",
+                    f"message {i}, as the chat template writes it",
+                    "something to say, or a weight of 0 for that message",
+                )
+            assistant = self._conversation.messages[i]["role"] == "assistant"
+            first = self._begin(i, cores[0]) if assistant else cores[0].first
+            turns.append(_Turn(i, first, self._stop(i, cores[-1]), tuple(cores)))
         return turns
 
     def _generated(self, wanted: set[int]) -> list[_Turn]:
@@ -265,7 +272,9 @@ class _Rendered:
         before = self._before(i)
         if asked is None or before is None or not self._text.startswith(before):
             if first.part == "text":  # later messages change what stands before: the word itself must do
-                return first.first if usual else len(self._text[: first.first].rstrip())
+                tags = _TAGS_BEFORE.search(self._text, 0, first.first) if _TAGS_AFTER.match(self._content(i)) else None
+                at = first.first if tags is None else tags.start()
+                return at if usual else len(self._text[:at].rstrip())
             raise self._unknown(i, first, "beginning")
         # Of a prompt that begins the answer, as <think> does, so much as stands here.
         common = _common(asked[len(before) :], self._text[len(before) : first.first]) if asked.startswith(before) else 0
@@ -281,22 +290,33 @@ class _Rendered:
 
     def _stop(self, i: int, last: Core) -> int:
         """Where a turn ends of which the last word is known."""
-        stop = self._finder.end_of_turn(self._text, last.stop) if last.part != "tool-calls" else None
+        said = self._said(i, self._text, last)
+        stop = self._finder.end_of_turn(self._text, said) if last.part != "tool-calls" else None
         if stop is not None:
             return stop
-        after = self._after(i, last)
+        after = self._after(i, said)
         if after is None:
             if last.part != "tool-calls":
-                return last.stop
+                return said
             raise self._unknown(i, last, "end")
         stop = self._finder.last_special(after)
-        return last.stop + (len(after.rstrip()) if stop is None else stop)
+        return said + (len(after.rstrip()) if stop is None else stop)
 
-    def _after(self, i: int, last: Core) -> str | None:
-        """What follows the last word of message i before the next message begins; None: that cannot be told."""
+    def _said(self, i: int, text: str, last: Core) -> int:
+        """Where message i ends in a text: after its last word, and after the tags that it has there."""
+        has_tags = last.part == "thinking" or _TAGS_BEFORE.search(self._content(i).rstrip())
+        tags = _TAGS_AFTER.match(text, last.stop) if has_tags else None
+        return last.stop if tags is None else tags.end()
+
+    def _content(self, i: int) -> str:
+        content = self._conversation.messages[i].get("content") or ""
+        return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+    def _after(self, i: int, said: int) -> str | None:
+        """What follows message i, which ends there, before the next one begins; None: that cannot be told."""
         messages = self._conversation.messages[: i + 1]
         if len(messages) == len(self._conversation.messages):
-            return self._text[last.stop :]
+            return self._text[said:]
         alone = replace(self._conversation, messages=messages)
         try:
             text = self._finder.render(alone)
@@ -304,8 +324,8 @@ class _Rendered:
             cores = marks.find(self._finder.render(replace(alone, messages=marks.put(messages, {i}))), text)
         except (TemplateRefuses, BadRow):
             return None
-        rest = text[cores[-1].stop :] if cores else ""
-        return rest[: _common(rest, self._text[last.stop :])] if cores else None
+        rest = text[self._said(i, text, cores[-1]) :] if cores else ""
+        return rest[: _common(rest, self._text[said:])] if cores else None
 
     def _unknown(self, i: int, core: Core, what: str) -> BadRow:
         return BadRow(

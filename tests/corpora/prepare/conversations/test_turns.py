@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 from typing import Any
 
 import pytest
@@ -195,8 +197,38 @@ def test_a_template_that_drops_tool_calls_is_refused():
 def test_no_assistant():
     with pytest.raises(BadRow, match="nobody who is trained"):
         trained([{"role": "user", "content": "Hi"}], finder("chatml"))
-    with pytest.raises(BadRow, match="nothing that is trained"):
-        trained([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " "}], finder("chatml"))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_turn_without_words_is_not_passed_over(name):
+    empty = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " "}]
+    with pytest.raises(BadRow, match="turn without words"):
+        trained([*empty, {"role": "user", "content": "?"}, {"role": "assistant", "content": "Yes"}], finder(name))
+
+
+WORDS = ["<think>", "</think>", "<think></think>", "<think>\n\n</think>\n\n", "<think>x</think>", "hm", "\n\n", "."]
+
+
+@pytest.mark.parametrize("special", [(), ("<think>", "</think>")], ids=["plain", "special"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_thinking_tags_anywhere(name, special):
+    """What is trained is what the family's reference says, or the row is refused by name."""
+    family, draw, compared = FAMILIES[name], random.Random(name), 0
+    of = TurnFinder(
+        ChatTemplate(family.template, {"bos_token": family.bos, "eos_token": family.eos}),
+        (*family.special, *special),
+        EVERYTHING,
+    )
+    for _ in range(150):
+        messages = [{"role": "system", "content": "S"}] * (family.system and draw.random() < 0.4)
+        for _ in range(draw.randint(1, 3)):
+            said = "".join(draw.choices(WORDS, k=draw.randint(1, 4)))
+            asked = draw.choice(["q", "</think>", "<think>a</think>b"])
+            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+        with contextlib.suppress(BadRow):
+            assert trained(messages, of) == joined(family.pieces(messages)), messages
+            compared += 1
+    assert compared > 20
 
 
 def test_a_template_that_writes_the_date():
