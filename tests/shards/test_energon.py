@@ -340,9 +340,14 @@ def test_what_cannot_be_said_is_refused_by_name(several, train, match):
 
 
 def test_a_file_that_is_no_metadataset(several):
-    (several / "meta.yaml").write_text("sources: {}")
-    with pytest.raises(ConfigError, match="is not a metadataset"):
-        expand_metadatasets(config(), several)
+    for text, match in (
+        ("sources: {}", "is not a metadataset"),
+        ("[]", "is not a metadataset"),
+        ("splits: {}\nsplits: {}", r"the key 'splits' stands there twice"),
+    ):
+        (several / "meta.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=match):
+            expand_metadatasets(config(), several)
     (several / "meta.yaml").unlink()
     with pytest.raises(ConfigError, match="cannot be read"):
         expand_metadatasets(config(), several)

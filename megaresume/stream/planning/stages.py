@@ -122,6 +122,8 @@ class Course:
     def samples_left(self, index: int, samples: int, tokens: int) -> int | None:
         """Samples of stage ``index`` that can be planned before the next one may begin; None: there is no next.
 
+        ``samples`` and ``tokens`` are what was planned so far.
+
         Raises:
             ConfigError: the next is declared by step, and the batch sizes are not known.
         """
