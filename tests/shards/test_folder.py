@@ -45,7 +45,7 @@ def write_images(folder: Path, count: int = 12) -> list[str]:
 
 
 def chats(names: list[str], count: int = 40) -> list[dict[str, object]]:
-    """Conversations: of no image, of one as LLaVA names it, of several in a list, of some in parts of turns."""
+    """Conversations: of no image, of one as LLaVA names it, of two in a list, of some in parts of turns."""
     rows: list[dict[str, object]] = []
     for i in range(count):
         shown = [names[(i + 5 * k) % len(names)] for k in range(i % 4)]
@@ -57,7 +57,7 @@ def chats(names: list[str], count: int = 40) -> list[dict[str, object]]:
             parts = [{"type": "image", "image": name} for name in shown]
             row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": f"Say {i}"}]}
         elif shown:
-            row["images"] = shown
+            row["images" if i % 8 == 2 else "image"] = shown
         rows.append(row)
     return rows
 
@@ -69,7 +69,8 @@ def write_rows(path: Path, rows: list[dict[str, object]]) -> Path:
 
 def as_tar(row: dict[str, object], folder: Path) -> dict[str, bytes]:
     """The members that one would write into a shard: images by numbers, and the row with these names."""
-    named = row.get("images") or ([row["image"]] if "image" in row else [])
+    named = row.get("images", row.get("image", []))
+    named = [named] if isinstance(named, str) else named
     members: dict[str, bytes] = {}
 
     def member(name: str) -> str:
