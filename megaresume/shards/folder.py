@@ -15,7 +15,7 @@ import posixpath
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megaresume.corpora.base import Record
@@ -122,6 +122,36 @@ class Folder:
     template: Template
     files: ShardFiles
     image_bytes: int = 1
+    #: what `lines` found.
+    plain: dict[str, tuple[str, int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, index: ShardIndex, path: str | None, files: ShardFiles) -> Folder | None:
+        """The folder of an index, or another one with the same images; None: it is an index of tar shards."""
+        known = folder_of(index)
+        if known is None:
+            return None
+        from megaresume.images.templates import template_from_options
+
+        template = template_from_options(index.header["encoder"]["spec"]["template"])
+        average = index.header["folder"]["bytes"] // max(index.header["images"], 1)
+        return cls(path=path or known, template=template, files=files, image_bytes=average)
+
+    def lines(self, path: str, size: int) -> tuple[str, int]:
+        """As `plain_lines`, of a file that had so many bytes when its index was made; asked once of each file.
+
+        Raises:
+            CorpusError: it has another size; or as `plain_lines`.
+        """
+        if path not in self.plain:
+            self.files.check(path, size)
+            self.plain[path] = plain_lines(path, self.files)
+        return self.plain[path]
+
+    def told(self, error: CorpusError, path: str, place: Place) -> CorpusError:
+        """The error of a row, with its file and line."""
+        words = {name: getattr(error, name) for name in ("found", "expected", "cause", "action")}
+        return CorpusError(f"{path}:{self.files.line_at(place.path, place.offset)}: {error.headline}", **words)
 
     def check(self) -> None:
         """Raises CorpusError: a local folder is not there. Of that no policy for records makes anything."""

@@ -209,6 +209,8 @@ def _measured(
         record = raw if spec.fields is None else spec.fields.apply(raw)
         return spec.encoder.measures(record, decoded=spec.decode), content_hash(raw)
     except CorpusError as error:
+        if folder is not None:
+            folder.check()  # without it, every row would be left out
         if spec.invalid == "error":
             where = f"{task.path}, record {number} ('{extent.key}')"
             if folder is not None:

@@ -20,7 +20,7 @@ import xxhash
 
 from megaresume.corpora.scan import scan_fingerprint
 from megaresume.shards.files import Place, RecordError, ShardFiles
-from megaresume.shards.folder import Folder, folder_of, plain_lines
+from megaresume.shards.folder import Folder
 from megaresume.shards.index import ShardIndex, ShardInfo
 from megaresume.shards.paths import resolved
 from megaresume.shards.tar import content_hash, parse_record
@@ -86,8 +86,6 @@ class ShardSource:
         self.augment = augment
         self.parts = parts
         self.files = ShardFiles()
-        #: of each file of JSON lines, where it can be read, and its bytes there.
-        self._lines: dict[str, tuple[str, int]] = {}
         self._scanned: dict[tuple[int, int], Fingerprint] = {}
         infos = self.index.shards
         self._paths = [resolved(shard.path, self.index.path) for shard in infos] if shards is None else list(shards)
@@ -96,7 +94,8 @@ class ShardSource:
         # A wrong path shows at once; that every shard is there is asked when it is first read.
         for k in {0, len(infos) - 1} if infos else ():
             self.files.check(self._paths[k], infos[k].size)
-        self._folder_path = folder_of(self.index) if folder is None else folder
+        #: of JSON lines: what reads the images.
+        self._folder = Folder.of(self.index, folder, self.files)
         if self._folder is not None:
             self._folder.check()
         if augment is not None:
@@ -230,7 +229,9 @@ class ShardSource:
                 self.encoder, record, key, tokens=indexed, policy=policy, changed=changed, part=self.part(i)
             )
         except CorpusError as error:
-            raise error if self._folder is None else self._with_line(error, i) from error
+            raise (
+                error if self._folder is None else self._folder.told(error, self._shard(i)[1], self._place(i))
+            ) from error
         return document if length == indexed else fit_document(document, length, self.encoder.filler)
 
     def record(self, i: int) -> Record:
@@ -293,10 +294,7 @@ class ShardSource:
         shard, path = self._shard(i)
         size = shard.size
         if self._folder is not None:
-            if path not in self._lines:
-                self.files.check(path, size)
-                self._lines[path] = plain_lines(path, self.files)
-            path, size = self._lines[path]
+            path, size = self._folder.lines(path, size)
         offset, nbytes = int(self.index.column("offset")[i]), int(self.index.column("nbytes")[i])
         if offset < 0 or offset + nbytes > size:
             raise CorpusError(
@@ -370,24 +368,6 @@ class ShardSource:
             contents = xxhash.xxh3_64_hexdigest(self.index.column("content")[start:stop].tobytes())
             known = self._scanned[start, stop] = replace(lengths, contents=contents)
         return known
-
-    @functools.cached_property
-    def _folder(self) -> Folder | None:
-        """Of JSON lines: what reads the images."""
-        if self._folder_path is None:
-            return None
-        from megaresume.images.templates import template_from_options
-
-        header = self.index.header
-        template = template_from_options(header["encoder"]["spec"]["template"])
-        average = header["folder"]["bytes"] // max(header["images"], 1)
-        return Folder(path=self._folder_path, template=template, files=self.files, image_bytes=average)
-
-    def _with_line(self, error: CorpusError, i: int) -> CorpusError:
-        place = self._place(i)
-        line = self.files.line_at(place.path, place.offset)
-        told = {name: getattr(error, name) for name in ("found", "expected", "cause", "action")}
-        return CorpusError(f"{self._shard(i)[1]}:{line}: {error.headline}", **told)
 
     @functools.cached_property
     def _fields(self) -> Any:

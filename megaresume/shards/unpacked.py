@@ -36,6 +36,7 @@ def unpacked(path: str, files: ShardFiles, *, format: Format = "jsonl", size: in
         SetupError: no cache directory, or no room in it.
     """
     file = find_inputs([path], format=format, store=files).files[0]
+    size = max(size, file.size)
     base = cache_directory()
     if base is None:
         raise _no_room(file, size, "a user without a home", None)

@@ -20,6 +20,7 @@ from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
 from megaresume.shards import ShardIndex, ShardSource, folder, remote
 from megaresume.shards import prepare as prepare_module
+from megaresume.shards.folder import Folder
 from megaresume.shards.join import join_indexes
 from megaresume.shards.prepare import prepare_shards
 from megaresume.sources import open_sources
@@ -476,6 +477,22 @@ def test_what_changed_since_is_refused_or_masked(tmp_path, what):
     document = ShardSource(source.index, policy="mask").encoded(0, key(0))
     assert document.fault.policy == "mask" and not document.trained.any() and len(document.tokens) == 9
     assert str(tmp_path) not in document.fault.reason
+
+
+def test_a_folder_that_goes_away_while_it_is_measured(tmp_path, monkeypatch):
+    real = Folder.record
+
+    def record(self, *args, **options):
+        if (tmp_path / "images").exists() and len(seen) == 3:
+            (tmp_path / "images").rename(tmp_path / "gone")
+        seen.append(args)
+        return real(self, *args, **options)
+
+    seen: list[object] = []
+    monkeypatch.setattr(Folder, "record", record)
+    with pytest.raises(CorpusError, match="images is missing"):
+        prepared(tmp_path, *[GOOD] * 9, invalid="drop")
+    assert len(seen) == 4
 
 
 def test_what_no_policy_covers(tmp_path):
