@@ -141,8 +141,10 @@ def _entries(
             weight = repetitions[leaf] * _size(options, name, base_dir, part, unit or "tokens")
         if kind == "blend_epochized" and options.get("max_epochs") is not None:
             options["max_epochs"] = _epochs(options["max_epochs"], leaf, name)
-        label = f"{name}/{short}" + ("" if leaf.part == OUR_PARTS[part] else f":{leaf.part}")
-        found[label] = (weight, options)
+        short += "" if leaf.part == OUR_PARTS[part] else f":{leaf.part}"
+        if isinstance(was := options.get("was"), str | list | tuple):
+            options["was"] = [f"{one}/{short}" for one in ([was] if isinstance(was, str) else was)]
+        found[f"{name}/{short}"] = (weight, options)
     total = sum(weight for weight, _ in found.values())
     if not total:
         raise _refused(full, "weights that are all 0", "at least one data set with a weight", name)

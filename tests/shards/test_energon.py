@@ -278,6 +278,20 @@ def test_a_blend_is_several_sources_and_weights_multiply(several):
     assert again.plan(0, 20).digests.tolist() == stream.plan(0, 20).digests.tolist()
 
 
+def test_a_metadataset_that_is_renamed_goes_on_where_it_was(several):
+    blend = [{"path": "coco", "weight": 5}, {"path": "coco", "split_part": "val"}, {"path": "coyo"}]
+    metadataset(several / "meta.yaml", train={"blend": blend})
+    data = config()
+    stream = open_stream(data, base_dir=several)
+    state, expected = stream.state_at(7), stream.plan(0, 20).digests.tolist()
+    for was, name in (("pairs", "both"), (["pairs", "both"], "all")):
+        data["sources"] = {name: {**config()["sources"]["pairs"], "was": was}}
+        renamed = open_stream(data, base_dir=several, state=state)
+        assert renamed.plan(7, 20).digests.tolist() == expected[7:]
+        assert [s.label for s in renamed.config.sources] == [f"{name}/{s}" for s in ("coco", "coco#2:val", "coyo")]
+        state = renamed.state_at(7)
+
+
 def test_what_weights_of_a_blend_count_must_be_said(several):
     metadataset(several / "meta.yaml", train={"blend": [{"path": "coco"}, {"path": "coyo"}]}, val={"path": "coco"})
     data = config()
