@@ -24,7 +24,7 @@ from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
 from megaresume.corpora.base import Key, Record
 from megaresume.images.encoder import ImageTextEncoder
-from megaresume.images.processors.backends import Backend
+from megaresume.images.processors.pixels import Backend
 from megaresume.shards.prepare import prepare_shards
 from megaresume.stream.batches import BatchSchedule
 

@@ -18,8 +18,7 @@ from megaresume.batches.arrays import FIELDS, PAIRS, Arrays, Field
 from megaresume.batches.assemble import Assembler
 from megaresume.batches.documents import FaultEntry, Images
 from megaresume.batches.memory import pixels_of, room_of
-from megaresume.images.processors.levels import Levels
-from megaresume.images.room import Room
+from megaresume.images.processors.pixels import Levels, Room
 from megaresume.stream.errors import UsageError
 from megaresume.stream.planning.plan import Plan
 

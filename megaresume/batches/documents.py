@@ -19,8 +19,7 @@ import numpy.typing as npt
 
 from megaresume.batches.arrays import Arrays, Layout
 from megaresume.corpora.base import DocumentSource, EncodedDocument, Key
-from megaresume.images.processors.levels import Levels
-from megaresume.images.room import Room
+from megaresume.images.processors.pixels import Levels, Room
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.planning.kernel import LENGTH, SOURCE
 from megaresume.stream.planning.plan import Plan

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megaresume.images.processors.pattern import image_tokens, pattern_of
+from megaresume.images.processors.base import image_tokens, pattern_of
 from megaresume.stream.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ from megaresume.images.checks import check_processor
 from megaresume.images.decode import ImageOptions, decode, size_of
 from megaresume.images.pages import Part, Unit, Words, split_page
 from megaresume.images.processors import Grid, Pixels, processor_from_options
-from megaresume.images.processors.levels import Levels
-from megaresume.images.processors.pattern import pattern_of
+from megaresume.images.processors.base import pattern_of
+from megaresume.images.processors.pixels import Levels
 from megaresume.images.spec import check_spec, spec_from_options
 from megaresume.images.templates import Image, Missing, Piece, Template, Text, template_from_options
 from megaresume.stream.errors import ConfigError, CorpusError

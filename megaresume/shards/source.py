@@ -30,7 +30,7 @@ from megaresume.stream.state import Fingerprint
 if TYPE_CHECKING:
     from megaresume.corpora.base import EncodedDocument, FaultPolicy, Key, Record
     from megaresume.images.encoder import ImageTextEncoder
-    from megaresume.images.processors.levels import Levels
+    from megaresume.images.processors.pixels import Levels
 
 Int64Array = npt.NDArray[np.int64]
 #: What becomes of documents longer than `max_tokens`.
@@ -206,8 +206,7 @@ class ShardSource:
                 missing or another one, which no policy covers.
             SetupError: the store does not answer.
         """
-        from megaresume.images.faults import encode_as_indexed
-        from megaresume.images.fit import fit_document
+        from megaresume.images.faults import encode_as_indexed, fit_document
 
         length = self.length(i)
         policy = self.policy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megaresume.batches import batch as batch_module
 from megaresume.batches.dataset import StreamDataset
-from megaresume.images.room import Room
+from megaresume.images.processors.pixels import Room
 
 
 def test_in_place_or_copied_is_the_same(shard_blend, monkeypatch):

@@ -12,7 +12,7 @@ import yaml
 from megaresume.images.augment import STEPS, augmentation_from_options
 from megaresume.images.encoder import ImageTextEncoder
 from megaresume.images.processors import KINDS
-from megaresume.images.processors.published import PUBLISHED
+from megaresume.images.processors.pretrained import PUBLISHED
 from tests.images.transformers_kit import write_model
 
 pytest.importorskip("PIL")

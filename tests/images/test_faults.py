@@ -10,8 +10,7 @@ import pytest
 
 from megaresume.images import faults
 from megaresume.images.encoder import ImageTextEncoder
-from megaresume.images.faults import encode_as_indexed
-from megaresume.images.fit import fit_document
+from megaresume.images.faults import encode_as_indexed, fit_document
 from megaresume.stream.errors import ConfigError, CorpusError
 from tests.images.kit import KEY, file, picture, record
 

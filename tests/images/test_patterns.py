@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megaresume.images.encoder import ImageTextEncoder
-from megaresume.images.fit import fit_document
-from megaresume.images.processors.pattern import image_tokens, pattern_of, pattern_of_text
+from megaresume.images.faults import fit_document
+from megaresume.images.processors.base import image_tokens, pattern_of, pattern_of_text
 from megaresume.stream.errors import ConfigError
 from tests.images.kit import KEY, file, picture, record
 

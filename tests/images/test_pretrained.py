@@ -9,8 +9,7 @@ import pytest
 
 from megaresume.images.encoder import ImageTextEncoder
 from megaresume.images.processors import processor_from_options
-from megaresume.images.processors.pretrained import resolved
-from megaresume.images.processors.published import PUBLISHED
+from megaresume.images.processors.pretrained import PUBLISHED, resolved
 from megaresume.stream.errors import ConfigError
 from tests.images.transformers_kit import BACKENDS, picture, pixels_of, write_model
 

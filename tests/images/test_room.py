@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megaresume.images.encoder import ImageTextEncoder
-from megaresume.images.room import Room, new_pixels
+from megaresume.images.processors.pixels import Room, new_pixels
 from tests.images.kit import KEY, file, picture, record
 
 PROCESSORS = [

@@ -6,14 +6,10 @@ native.py   native   patches of about its own size              Qwen2-VL and its
 python.py   python   one's own, from a factory
 hugging_face.py  transformers  a model's own, of transformers    Idefics3, Pixtral, LLaVA-NeXT, LLaVA-OneVision
 
-pattern.py     what stands in a sequence for one image: runs of the image token, and text between them
-base.py        what a processor promises
-backends.py    resizing and normalising as Pillow and as torchvision do it
+base.py        what a processor promises, and what stands in a sequence for one image
+pixels.py      resized, cut and normalised as Pillow and as torchvision do it, into the batch
 resample.py    resizing in 8 bits, compiled
-levels.py      patches and tiles in 8 bits, and the normalised pixels that they become
-statistics.py  means and standard deviations, by name
-pretrained.py  a model's own preprocessor_config.json, as options of these kinds
-published.py   the files that were published with well-known models
+pretrained.py  a model's own preprocessor_config.json, or a published one, as options of these kinds
 """
 
 from __future__ import annotations

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import numpy as np
 from pydantic import AfterValidator
 
-from megaresume.images.processors.backends import Backend
-from megaresume.images.processors.base import Grid, Pixels
-from megaresume.images.processors.pattern import Pattern, image_tokens, pattern_of_text
+from megaresume.images.processors.base import Grid, Pattern, Pixels, image_tokens, pattern_of_text
+from megaresume.images.processors.pixels import Backend
 from megaresume.images.processors.python import of_json
 from megaresume.stream.errors import ConfigError, CorpusError, SetupError
 from megaresume.stream.schema import Options, Texts

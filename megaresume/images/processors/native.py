@@ -16,12 +16,18 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
 
-from megaresume.images.processors.backends import Backend, check_backend, resized
 from megaresume.images.processors.base import Grid, Pixels
-from megaresume.images.processors.levels import Levels, cut_patches
+from megaresume.images.processors.pixels import (
+    CLIP,
+    Backend,
+    Levels,
+    Normalize,
+    check_backend,
+    cut_patches,
+    new_levels,
+    resized,
+)
 from megaresume.images.processors.resample import Resampling
-from megaresume.images.processors.statistics import CLIP, Normalize
-from megaresume.images.room import new_levels
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.schema import Options, Within
 
@@ -54,7 +60,7 @@ class Native(Options):
     #: bicubic, bilinear or lanczos.
     resample: Resampling = "bicubic"
     normalize: Normalize = CLIP
-    #: whose pixels: pillow or torchvision (`megaresume.images.processors.backends`).
+    #: whose pixels: pillow or torchvision (`megaresume.images.processors.pixels`).
     backend: Backend = "pillow"
 
     def __post_init__(self) -> None:

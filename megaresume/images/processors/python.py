@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import numpy as np
 from pydantic import AfterValidator
 
-from megaresume.images.processors.base import Grid, Pixels, Processor
-from megaresume.images.processors.pattern import Pattern, Patterned, image_tokens, pattern_of
+from megaresume.images.processors.base import Grid, Pattern, Patterned, Pixels, Processor, image_tokens, pattern_of
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.schema import Options, refused
 

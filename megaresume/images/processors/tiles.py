@@ -17,12 +17,18 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import numpy as np
 
-from megaresume.images.processors.backends import Backend, check_backend, resized
 from megaresume.images.processors.base import Grid, Pixels
-from megaresume.images.processors.levels import Levels, cut_patches
+from megaresume.images.processors.pixels import (
+    IMAGENET,
+    Backend,
+    Levels,
+    Normalize,
+    check_backend,
+    cut_patches,
+    new_levels,
+    resized,
+)
 from megaresume.images.processors.resample import Resampling
-from megaresume.images.processors.statistics import IMAGENET, Normalize
-from megaresume.images.room import new_levels
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.schema import Options, Truth, Within
 
@@ -59,7 +65,7 @@ class Tiles(Options):
     #: bicubic, bilinear or lanczos.
     resample: Resampling = "bicubic"
     normalize: Normalize = IMAGENET
-    #: whose pixels: pillow or torchvision (`megaresume.images.processors.backends`).
+    #: whose pixels: pillow or torchvision (`megaresume.images.processors.pixels`).
     backend: Backend = "pillow"
 
     def __post_init__(self) -> None:
