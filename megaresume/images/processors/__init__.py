@@ -1,10 +1,10 @@
 """Image processors by kind: from options in YAML to the processor, and back to what the index keeps.
 
-patches.py  patches  one square of fixed size                   CLIP, LLaVA-1.5, SigLIP
-tiles.py    tiles    squares, as many as its shape asks for     InternVL, NVLM
-native.py   native   patches of about its own size              Qwen2-VL and its successors
-python.py   python   one's own, from a factory
-hugging_face.py  transformers  a model's own, of transformers    Idefics3, Pixtral, LLaVA-NeXT, LLaVA-OneVision
+built_in.py      patches       one square of fixed size                CLIP, LLaVA-1.5, SigLIP
+                 tiles         squares, as many as its shape asks for  InternVL, NVLM
+                 native        patches of about its own size           Qwen2-VL and its successors
+python.py        python        one's own, from a factory
+hugging_face.py  transformers  a model's own, of transformers          Idefics3, Pixtral, LLaVA-NeXT, LLaVA-OneVision
 
 base.py        what a processor promises, and what stands in a sequence for one image
 pixels.py      resized, cut and normalised as Pillow and as torchvision do it, into the batch
@@ -18,11 +18,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megaresume.images.processors.base import Grid, Pixels, Processor
+from megaresume.images.processors.built_in import Native, Patches, Tiles
 from megaresume.images.processors.hugging_face import TransformersProcessor
-from megaresume.images.processors.native import Native
-from megaresume.images.processors.patches import Patches
 from megaresume.images.processors.python import PythonProcessor
-from megaresume.images.processors.tiles import Tiles
 from megaresume.stream.schema import plain, read_kind
 
 __all__ = ["KINDS", "Grid", "Pixels", "Processor", "processor_from_options", "processor_options"]
