@@ -24,15 +24,15 @@ import xxhash
 
 from megaresume.corpora.base import EncodedDocument, EncodedImage, Fault, Key, Measure, Record
 from megaresume.corpora.prepare.tokenizers import ByteTokenizer, Tokenizer, unpack_tokenizer
-from megaresume.images.augment import augmentation_from_options, augmentation_options
+from megaresume.images.augment import Step, augmentation_from_options
 from megaresume.images.checks import check_processor
 from megaresume.images.decode import ImageOptions, decode, size_of
 from megaresume.images.pages import Part, Unit, Words, split_page
-from megaresume.images.processors import Grid, Pixels, processor_from_options
+from megaresume.images.processors import processor_from_options
 from megaresume.images.processors.base import pattern_of
 from megaresume.images.processors.pixels import Levels
 from megaresume.images.spec import check_spec, spec_from_options
-from megaresume.images.templates import Image, Missing, Piece, Template, Text, template_from_options
+from megaresume.images.templates import Image, Missing, Piece, Text, template_from_options
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.schema import read
 
@@ -47,19 +47,19 @@ class ImageTextEncoder:
     """A stateless function of records; picklable, and cheap to send to a worker.
 
     Args:
-        spec: as `to_spec` returns it.
-        augmentation: options as in data.yaml.
+        spec: as `to_spec` returns it; it is without augmentation (`augmented`).
 
     Raises:
         ConfigError: a spec that this version cannot read, or tokens that the tokenizer has not.
         UsageError, SetupError: the tokenizer cannot be built.
     """
 
-    def __init__(self, spec: Mapping[str, Any], augmentation: object = None) -> None:
+    def __init__(self, spec: Mapping[str, Any]) -> None:
         check_spec(spec)
         self._spec = dict(spec)
-        self._steps = augmentation_from_options(augmentation)
-        self._template = template_from_options(spec["template"])
+        self._steps: tuple[Step, ...] = ()
+        #: what it makes of a record.
+        self.template = template_from_options(spec["template"])
         self._images = read(ImageOptions, spec["images"], "images")
         self.processor = processor_from_options(spec["processor"])
         self.image_token_id, self.vocab_size = self._image_token()
@@ -86,11 +86,6 @@ class ImageTextEncoder:
         check_processor(encoder.processor)
         return encoder
 
-    @classmethod
-    def from_spec(cls, spec: Mapping[str, Any]) -> ImageTextEncoder:
-        """The encoder that `to_spec` described."""
-        return cls(spec)
-
     def to_spec(self) -> dict[str, Any]:
         """Plain JSON that holds everything except the augmentation."""
         return copy.deepcopy(self._spec)
@@ -104,16 +99,6 @@ class ImageTextEncoder:
         other = copy.copy(self)
         other._steps = augmentation_from_options(options)
         return other
-
-    @property
-    def augmentation(self) -> list[dict[str, Any]]:
-        """The steps, normalised, as plain JSON."""
-        return augmentation_options(self._steps)
-
-    @property
-    def template(self) -> Template:
-        """What it makes of a record."""
-        return self._template
 
     @property
     def pixel_shape(self) -> tuple[int, ...]:
@@ -191,30 +176,27 @@ class ImageTextEncoder:
         Raises:
             CorpusError: as `measures`, there is no such part, or an image cannot be decoded.
         """
-        return self._encoded(record, key, self._document(record, part))
-
-    def _encoded(self, record: Record, key: Key, parts: Iterable[Part]) -> EncodedDocument:
         tokens: list[int] = []
         spans: list[tuple[int, int]] = []
         images: list[EncodedImage] = []
         fault: Fault | None = None
         number = 0
-        for part in parts:
-            if isinstance(part, Image):
+        for piece in self._document(record, part):
+            if isinstance(piece, Image):
                 try:
-                    drawn = self._drawn(record, part.member, key, number)
+                    drawn = self._drawn(record, piece.member, key, number)
                 except CorpusError as error:
-                    if not self._template.damaged_images:
+                    if not self.template.damaged_images:
                         raise
                     fault = fault or Fault.of(error, "mask")
-                    tokens += [self.filler] * len(self._size(record, part.member)[2])
+                    tokens += [self.filler] * len(self._size(record, piece.member)[2])
                 else:
-                    image, ids = self._image(_name(record, part.member), *drawn, number=number, offset=len(tokens))
+                    image, ids = self._image(_name(record, piece.member), *drawn, number=number, offset=len(tokens))
                     tokens += ids
                     images.append(image)
                 number += 1
             else:
-                ids, is_trained = part
+                ids, is_trained = piece
                 if is_trained:
                     spans.append((len(tokens), len(tokens) + len(ids)))
                 tokens += ids
@@ -225,8 +207,8 @@ class ImageTextEncoder:
 
     def _pieces(self, record: Record) -> list[Piece]:
         """Of the template; images whose headers cannot be read are missing, if it says so."""
-        pieces = self._template.pieces(record)
-        if not self._template.damaged_images:
+        pieces = self.template.pieces(record)
+        if not self.template.damaged_images:
             return pieces
         return [
             Missing(name=piece.member)
@@ -240,7 +222,7 @@ class ImageTextEncoder:
         try:
             read(record.members[member], self._images, _name(record, member))
         except CorpusError:
-            if not self._template.damaged_images:
+            if not self.template.damaged_images:
                 raise
             return True
         return False
@@ -288,29 +270,21 @@ class ImageTextEncoder:
         if self._spec["eod"]:
             last = next((piece for piece in reversed(pieces) if isinstance(piece, Text)), None)
             end = [([self.filler], last is not None and last.trained)]
-        limit = self._template.split
+        limit = self.template.split
         if limit is None:
             documents = [[*(part for unit in units for part in unit.parts), *end]]
         else:
             *others, final = split_page(units, limit - len(end))
             documents = [*others, [*final, *end]]
-        for document in documents if self._alone else ():
-            self._check_alone(record, document)
-        return documents
-
-    def _check_alone(self, record: Record, document: Sequence[Part]) -> None:
-        num_images = sum(isinstance(part, Image) for part in document)
-        if num_images > 1:
+        num_images = max(sum(isinstance(part, Image) for part in document) for document in documents)
+        if num_images > 1 and getattr(self.processor, "alone", False):
             raise CorpusError(
                 f"record '{record.key}' has several images, and its processor is for one",
                 found=f"{num_images} images in a document",
                 expected="1: of an image that is not alone, transformers makes other pixels and fewer tokens",
                 action="leave the record out, or see on_fault",
             )
-
-    @functools.cached_property
-    def _alone(self) -> bool:
-        return bool(getattr(self.processor, "alone", False))
+        return documents
 
     def _units(self, record: Record, pieces: Iterable[Piece]) -> Iterator[Unit]:
         """Images with the tokens around them, and texts; tokens are counted only where pages are split."""
@@ -319,7 +293,7 @@ class ImageTextEncoder:
                 continue
             if isinstance(piece, Image):
                 around = [self._markup(self._spec[name]) for name in ("image_start", "image_end")]
-                image = [] if self._template.split is None else self._size(record, piece.member)[2]
+                image = [] if self.template.split is None else self._size(record, piece.member)[2]
                 tokens = len(image) + sum(len(ids) for words in around for ids, _ in words)
                 yield Unit(parts=[*around[0], piece, *around[1]], tokens=tokens, image=_name(record, piece.member))
             else:
@@ -358,7 +332,15 @@ class ImageTextEncoder:
         pixels, grid = _named(name, self.processor, image, generator)
         ids = self._standing(name, *size)
         num_tokens = ids.count(self.image_token_id)
-        self._agree(name, num_tokens, pixels, grid)
+        made = self.processor.tokens_of(pixels, grid)
+        if made != num_tokens:
+            raise CorpusError(
+                f"{name}: the processor made another number of tokens than it announced",
+                found=f"{made} tokens of a grid of {grid}",
+                expected=f"{num_tokens} tokens, by its num_tokens",
+                cause="a processor whose two formulas differ for this size",
+                action="correct the processor; its lengths must not depend on what it draws",
+            )
         first = offset + ids.index(self.image_token_id)
         return EncodedImage(offset=first, num_tokens=num_tokens, pixels=pixels, grid=grid, number=number), ids
 
@@ -369,17 +351,6 @@ class ImageTextEncoder:
         for step in self._steps:
             image = step(image, generator)
         return image, generator
-
-    def _agree(self, name: str, num_tokens: int, pixels: Pixels, grid: Grid) -> None:
-        made = self.processor.tokens_of(pixels, grid)
-        if made != num_tokens:
-            raise CorpusError(
-                f"{name}: the processor made another number of tokens than it announced",
-                found=f"{made} tokens of a grid of {grid}",
-                expected=f"{num_tokens} tokens, by its num_tokens",
-                cause="a processor whose two formulas differ for this size",
-                action="correct the processor; its lengths must not depend on what it draws",
-            )
 
     def _image_token(self) -> tuple[int, int]:
         """The id of the image token, and the size of the vocabulary that has it."""

@@ -12,12 +12,12 @@ from typing import Any, cast
 
 from megaresume.corpora.prepare.tokenizers import pack_tokenizer, read_tokenizer_file
 from megaresume.images.decode import ImageOptions
-from megaresume.images.processors import processor_from_options, processor_options
+from megaresume.images.processors import processor_from_options
 from megaresume.images.processors.hugging_face import TransformersProcessor
 from megaresume.images.processors.pretrained import resolved
-from megaresume.images.templates import template_from_options, template_options
+from megaresume.images.templates import template_from_options
 from megaresume.stream.errors import ConfigError
-from megaresume.stream.schema import Options, Truth, plain, read
+from megaresume.stream.schema import Options, Truth, plain, plain_kind, read
 
 FORMAT = "megaresume.image-text-encoder"
 #: raised when an older program would misread the spec.
@@ -75,8 +75,8 @@ def spec_from_options(options: object, base_dir: str | Path = ".") -> dict[str, 
         "format": FORMAT,
         "version": VERSION,
         "tokenizer": pack_tokenizer(content, name),
-        "template": template_options(template_from_options(said.template)),
-        "processor": processor_options(processor_from_options(processor)),
+        "template": plain_kind(template_from_options(said.template)),
+        "processor": plain_kind(processor_from_options(processor)),
     }
 
 

@@ -56,7 +56,7 @@ def join_indexes(
     check_distinct([task.path for task in tasks])
     header = indexes[0].header
     invalid = header["invalid"]["policy"]
-    encoder = ImageTextEncoder.from_spec(header["encoder"]["spec"])
+    encoder = ImageTextEncoder(header["encoder"]["spec"])
     spec = IndexSpec(output=target, encoder=encoder, invalid=invalid, folder=folder_of(indexes[0]))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

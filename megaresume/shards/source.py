@@ -123,7 +123,7 @@ class ShardSource:
         """The one that the index was made with, and the augmentation of this source."""
         from megaresume.images.encoder import ImageTextEncoder
 
-        return ImageTextEncoder.from_spec(self.index.header["encoder"]["spec"]).augmented(self.augment)
+        return ImageTextEncoder(self.index.header["encoder"]["spec"]).augmented(self.augment)
 
     @property
     def levels(self) -> Levels | None:

@@ -145,6 +145,11 @@ def plain(value: Any) -> dict[str, Any]:
     return found
 
 
+def plain_kind(value: Any) -> dict[str, Any]:
+    """What `read_kind` makes the same object of."""
+    return {"kind": value.kind, **plain(value)}
+
+
 def refused(headline: str = "bad value of {place}", **fields: Any) -> PydanticCustomError:
     """What a validator raises; `read` makes a `ConfigError` of it.
 

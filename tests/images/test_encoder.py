@@ -117,7 +117,7 @@ def test_spec_is_json_and_self_contained(tokenizer):
     )
     spec = encoder.to_spec()
     assert json.loads(json.dumps(spec)) == spec
-    again = ImageTextEncoder.from_spec(spec)
+    again = ImageTextEncoder(spec)
     assert again.fingerprint == encoder.fingerprint
     assert again.to_spec() == spec
     assert again.image_token_id == 2
@@ -224,7 +224,7 @@ def test_tokens_that_the_tokenizer_has_not_are_refused(tokenizer, tmp_path):
 def test_newer_spec_is_refused():
     spec = build().to_spec()
     with pytest.raises(ConfigError, match="version 2"):
-        ImageTextEncoder.from_spec({**spec, "version": 2})
+        ImageTextEncoder({**spec, "version": 2})
 
 
 @pytest.mark.parametrize("processor", [{"kind": kind} for kind in ("patches", "tiles", "native")])

@@ -37,7 +37,7 @@ def test_tokens_and_pixels_are_those_of_transformers(family, backend, tmp_path):
     theirs.image_processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "model", backend=images)
     encoder = encoder_of(tmp_path / "model", family, processor={"backend": backend})
     shutil.rmtree(tmp_path / "model")  # the index holds what it needs
-    encoder = pickle.loads(pickle.dumps(ImageTextEncoder.from_spec(encoder.to_spec())))
+    encoder = pickle.loads(pickle.dumps(ImageTextEncoder(encoder.to_spec())))
     for size in SIZES:
         pairs = record(png=file(picture(*size)), txt="a cat")
         document, (measure,) = encoder.encode(pairs, KEY), encoder.measures(pairs)

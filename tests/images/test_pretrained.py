@@ -62,7 +62,7 @@ def test_a_directory_says_what_the_preset_says_and_the_spec_holds_values(tmp_pat
     assert not {"model", "preset"} & set(processor)
     assert (processor["min_pixels"], processor["max_pixels"], processor["patch_size"]) == (65536, 16777216, 16)
     (directory / "preprocessor_config.json").unlink()
-    assert ImageTextEncoder.from_spec(encoder.to_spec()).fingerprint == encoder.fingerprint
+    assert ImageTextEncoder(encoder.to_spec()).fingerprint == encoder.fingerprint
 
 
 def test_values_beside_a_model_take_precedence_and_back_ends_are_told_apart():

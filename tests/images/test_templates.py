@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megaresume.images.templates import Image, Missing, template_from_options, template_options
+from megaresume.images.templates import Image, Missing, template_from_options
 from megaresume.stream.errors import CorpusError
+from megaresume.stream.schema import plain_kind
 from tests.images.kit import record
 
 #: no template looks into an image.
@@ -15,7 +16,7 @@ X = b"..."
 def shown(options, **members):
     """Pieces as text: trained text in [brackets], images as <member>, other text as it is."""
     template = template_from_options(options)
-    assert template_from_options(dict(template_options(template))) == template
+    assert template_from_options(plain_kind(template)) == template
     pieces = template.pieces(record(**members))
     return [
         f"<no {piece.name}>"

@@ -1,4 +1,4 @@
-"""Image processors by kind: from options in YAML to the processor, and back to what the index keeps.
+"""Image processors by kind: from options in YAML to the processor.
 
 built_in.py      patches       one square of fixed size                CLIP, LLaVA-1.5, SigLIP
                  tiles         squares, as many as its shape asks for  InternVL, NVLM
@@ -14,16 +14,15 @@ pretrained.py  a model's own preprocessor_config.json, or a published one, as op
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from megaresume.images.processors.base import Grid, Pixels, Processor
 from megaresume.images.processors.built_in import Native, Patches, Tiles
 from megaresume.images.processors.hugging_face import TransformersProcessor
 from megaresume.images.processors.python import PythonProcessor
-from megaresume.stream.schema import plain, read_kind
+from megaresume.stream.schema import read_kind
 
-__all__ = ["KINDS", "Grid", "Pixels", "Processor", "processor_from_options", "processor_options"]
+__all__ = ["KINDS", "Grid", "Pixels", "Processor", "processor_from_options"]
 
 KINDS: dict[str, type[Any]] = {
     cls.kind: cls for cls in (Patches, Tiles, Native, PythonProcessor, TransformersProcessor)
@@ -38,8 +37,3 @@ def processor_from_options(options: object, where: str = "processor") -> Process
     """
     processor: Processor = read_kind(options, KINDS, where)
     return processor
-
-
-def processor_options(processor: Any) -> Mapping[str, Any]:
-    """The options, normalised: every default written out. ``processor_from_options`` gives the same processor."""
-    return {"kind": processor.kind, **plain(processor)}

@@ -90,6 +90,8 @@ def json_object(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(value, dict):
+            raise ValueError(f"its JSON is of the type {type(value).__name__}")
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path} cannot be read",
@@ -97,13 +99,6 @@ def json_object(path: Path) -> dict[str, Any]:
             expected="one JSON object",
             action="download the file again, or correct processor.model",
         ) from error
-    if not isinstance(value, dict):
-        raise ConfigError(
-            f"{path} is no JSON object",
-            found=type(value).__name__,
-            expected="one JSON object",
-            action="download the file again, or correct processor.model",
-        )
     return value
 
 

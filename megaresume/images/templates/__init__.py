@@ -9,16 +9,15 @@ base.py says what a template makes of a record.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from megaresume.images.templates.base import Image, Missing, Piece, Template, Text
 from megaresume.images.templates.caption import Caption
 from megaresume.images.templates.chat import Chat
 from megaresume.images.templates.interleaved import Interleaved
-from megaresume.stream.schema import plain, read_kind
+from megaresume.stream.schema import read_kind
 
-__all__ = ["KINDS", "Image", "Missing", "Piece", "Template", "Text", "template_from_options", "template_options"]
+__all__ = ["KINDS", "Image", "Missing", "Piece", "Template", "Text", "template_from_options"]
 
 KINDS: dict[str, type[Any]] = {cls.kind: cls for cls in (Caption, Chat, Interleaved)}
 
@@ -31,8 +30,3 @@ def template_from_options(options: object, where: str = "template") -> Template:
     """
     template: Template = read_kind(options, KINDS, where, default="caption")
     return template
-
-
-def template_options(template: Any) -> Mapping[str, Any]:
-    """The options, normalised: every default written out."""
-    return {"kind": template.kind, **plain(template)}
