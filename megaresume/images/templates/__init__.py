@@ -1,8 +1,8 @@
 """Templates by kind: how the members of a record become one document.
 
-caption.py      caption      an image, a text                            trained on: the text
-chat.py         chat         images, a conversation in JSON              the assistant's turns
-interleaved.py  interleaved  images, lists of texts and images in JSON   every text
+prose.py  caption      an image, a text                            trained on: the text
+          interleaved  images, lists of texts and images in JSON   every text
+chat.py   chat         images, a conversation in JSON              the assistant's turns
 
 base.py says what a template makes of a record.
 """
@@ -12,9 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 from megaresume.images.templates.base import Image, Missing, Piece, Template, Text
-from megaresume.images.templates.caption import Caption
 from megaresume.images.templates.chat import Chat
-from megaresume.images.templates.interleaved import Interleaved
+from megaresume.images.templates.prose import Caption, Interleaved
 from megaresume.stream.schema import read_kind
 
 __all__ = ["KINDS", "Image", "Missing", "Piece", "Template", "Text", "template_from_options"]
