@@ -207,7 +207,7 @@ class _Writer:
             seen = picture.offset is not None
             place = line["place"] + picture.offset if picture.offset is not None else None
             stem = self._stem(line, k, place)
-            file = f"{stem}.{picture.member.rpartition('.')[2]}"
+            file = f"{stem}.{_suffix(picture.member)}"
             (self._root / file).parent.mkdir(exist_ok=True)
             (self._root / file).write_bytes(shown.record.members[picture.member])
             entry: dict[str, Any] = {"member": picture.member, "file": file}
@@ -231,6 +231,12 @@ class _Writer:
         words = [sample, f"segment_{line['segment']:02d}", f"{self._words[line['source']]}_{line['document']}"]
         words += [f"epoch_{line['epoch']}", f"not_shown_{number}" if place is None else f"place_{place:06d}"]
         return f"{folder}/{'-'.join(words)}"
+
+
+def _suffix(member: str) -> str:
+    """Of the name of an image, safe letters alone: ``jpg`` of ``cats/1.jpg``, of ``1.jpg`` and of ``jpg``."""
+    found = re.search(r"(?:\A|[./])([0-9A-Za-z]{1,8})\Z", member)
+    return "image" if found is None else found[1]
 
 
 def _file_words(names: list[str]) -> dict[str, str]:

@@ -292,6 +292,8 @@ def test_names_of_files_are_of_safe_letters() -> None:
         "bücher": "b_cher_5",
         "x" * 200: "x" * 64 + "_6",
     }
+    members = ["jpg", "0.PNG", "cats/1.webp", "v1.0/photo", "v1.0/my photo", "a.b c"]
+    assert [images_module._suffix(name) for name in members] == ["jpg", "PNG", "webp", "photo", "image", "image"]
     record = {"shard": "<b>", "record": 1, "key": "<i>", "images": [], "text": "<script>", "fault": None}
     place = {"step": 1, "sample": 1, "rank": 0, "micro_batch": 0, "place": 0, "source": "&", "document": 1, "epoch": 0}
     page = images_module._article(copy.deepcopy({**record, **place, "length": 3}))
