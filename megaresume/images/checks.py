@@ -10,8 +10,7 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,9 +34,13 @@ def check_processor(processor: Processor, sizes: tuple[tuple[int, int], ...] = S
         ConfigError: which promise it breaks, and how to mend it.
     """
     copy = _pickled(processor)
-    with _global_generators() as generators:
+    generators = _Globals()
+    states = generators.states()
+    try:
         for width, height in sizes:
             _check_size(processor, copy, _picture(width, height), generators)
+    finally:
+        generators.restore(states)
 
 
 def _check_size(processor: Processor, copy: Processor, image: Image, generators: _Globals) -> None:
@@ -126,17 +129,6 @@ class _Globals:
     def seed(self, seed: int) -> None:
         for _, _, set_seed in self._ways.values():
             set_seed(seed)
-
-
-@contextmanager
-def _global_generators() -> Iterator[_Globals]:
-    """Give them back as they were."""
-    generators = _Globals()
-    states = generators.states()
-    try:
-        yield generators
-    finally:
-        generators.restore(states)
 
 
 def _equal(one: Any, other: Any) -> bool:

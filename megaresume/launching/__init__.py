@@ -4,11 +4,10 @@
     attempts.py        what one attempt leaves for the next; what it has written to the ledger of its checkpoints
     first_error.py     the first error of the rank that failed first, from the logs of the nodes
     node_check.py      what a node finds out about itself before the training
-    tasks.py           the command on every node: torchrun, srun, deepspeed
     driver.py          what all drivers have in common
     slurm_commands.py  Slurm's commands, asked and understood
     slurm_job.py       this job, through Slurm's commands
-    slurm_settings.py  the settings of the batch script, and what is refused
+    slurm_settings.py  the settings of the batch script, what is refused, and the command on every node
     slurm.py           the driver of a Slurm job
     local.py           the driver without a scheduler
 

@@ -41,8 +41,7 @@ from megaresume.launching.driver import Driver, shell_status
 from megaresume.launching.first_error import find_first_error, last_lines
 from megaresume.launching.node_check import answer_of, judge
 from megaresume.launching.slurm_job import SlurmJob, listen
-from megaresume.launching.slurm_settings import SlurmSettings, check
-from megaresume.launching.tasks import Layout, tasks
+from megaresume.launching.slurm_settings import Layout, SlurmSettings, check, tasks
 from megaresume.stream.errors import MegaresumeError, UsageError
 
 #: seconds for the nodes to answer; between two looks at the ranks.

@@ -12,8 +12,7 @@ from megaresume.launching.attempts import Attempts, read_attempts, write_attempt
 from megaresume.launching.slurm import SlurmDriver
 from megaresume.launching.slurm_commands import usable
 from megaresume.launching.slurm_job import SlurmJob
-from megaresume.launching.slurm_settings import SlurmSettings
-from megaresume.launching.tasks import Layout, tasks
+from megaresume.launching.slurm_settings import Layout, SlurmSettings, tasks
 from megaresume.stream.errors import UsageError
 
 
