@@ -21,7 +21,7 @@ from megaresume.stream.errors import ConfigError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from megaresume.images.processors import Grid, Pixels, Processor
+    from megaresume.images.processors.base import Grid, Pixels, Processor
 
 #: width, height in pixels: square, wide, tall, small, odd.
 SIZES = ((64, 64), (301, 97), (75, 220), (29, 31), (448, 336))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megaresume.images.encoder import ImageTextEncoder
-from megaresume.images.processors.pixels import Room, new_pixels
+from megaresume.images.processors.pixels import Room, new_rows
 from tests.images.kit import KEY, file, picture, record
 
 PROCESSORS = [
@@ -40,13 +40,13 @@ def test_what_does_not_fit_has_memory_of_its_own():
     rows = np.zeros((3, 4), np.float32)
     room = Room(rows)
     with room.given():
-        first, large, other, last = (new_pixels(shape) for shape in ((2, 4), (2, 4), (1, 5), (1, 4)))
+        first, large, other, last = (new_rows(shape) for shape in ((2, 4), (2, 4), (1, 5), (1, 4)))
         found = []
-        thread = threading.Thread(target=lambda: found.append(new_pixels((0, 4))))
+        thread = threading.Thread(target=lambda: found.append(new_rows((0, 4))))
         thread.start()
         thread.join()
     inside = [np.shares_memory(pixels, rows) for pixels in (first, large, other, last)]
     assert inside == [True, False, False, True]
     assert room.holds([first, last]) and not room.holds([first, large, last])
     assert found[0].base is None, "another thread has no room"
-    assert new_pixels((1, 4)).base is None, "it is over"
+    assert new_rows((1, 4)).base is None, "it is over"

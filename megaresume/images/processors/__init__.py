@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from megaresume.images.processors.base import Grid, Pixels, Processor
+from megaresume.images.processors.base import Processor
 from megaresume.images.processors.built_in import Native, Patches, Tiles
 from megaresume.images.processors.hugging_face import TransformersProcessor
 from megaresume.images.processors.python import PythonProcessor
 from megaresume.stream.schema import read_kind
 
-__all__ = ["KINDS", "Grid", "Pixels", "Processor", "processor_from_options"]
+__all__ = ["KINDS", "processor_from_options"]
 
 KINDS: dict[str, type[Any]] = {
     cls.kind: cls for cls in (Patches, Tiles, Native, PythonProcessor, TransformersProcessor)

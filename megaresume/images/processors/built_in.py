@@ -26,7 +26,6 @@ from megaresume.images.processors.pixels import (
     Normalize,
     check_backend,
     cut_patches,
-    new_levels,
     resized,
 )
 from megaresume.images.processors.resample import Resampling
@@ -117,7 +116,7 @@ class Patches(Options):
     def __call__(self, image: Image, generator: np.random.Generator) -> tuple[Pixels, Grid]:
         """float32[1, 3, size, size], and (1, rows, columns) of patches."""
         self._check_room(*image.size)
-        levels = new_levels((1, *self.levels.shape))
+        levels = self.levels.new(1)
         cut_patches(self._square(image), 0, 0, 1, levels.reshape(1, 1, *self.pixel_shape))
         return self.levels.answer(levels), (1, self._side, self._side)
 
@@ -250,7 +249,7 @@ class Tiles(Options):
         columns, rows = self.shape(*image.size)
         tiles = columns * rows
         thumbnails = self._thumbnails(tiles)
-        levels = new_levels((tiles + thumbnails, *self.levels.shape))
+        levels = self.levels.new(tiles + thumbnails)
         squares = levels.reshape(-1, 1, 1, *self.pixel_shape)
         whole = resized(image, columns * size, rows * size, self.resample, self.backend)
         for number in range(tiles):
@@ -367,7 +366,7 @@ class Native(Options):
         """float32[rows * columns, 3 * T * P * P], and (1, rows, columns) of patches."""
         width, height = self.target(*image.size)
         rows, columns = height // self.patch_size, width // self.patch_size
-        levels = new_levels((rows * columns, *self.levels.shape))
+        levels = self.levels.new(rows * columns)
         values = resized(image, width, height, self.resample, self.backend)
         cut_patches(values, 0, 0, self.merge, levels.reshape(rows, columns, 3, self.patch_size, self.patch_size))
         return self.levels.answer(levels), (1, rows, columns)

@@ -18,7 +18,7 @@ their place (`megaresume.batches.loader`), and become the same pixels, bit for b
 Pixels are written where the batch will hold them, instead of copied there:
 
     batch     [ image 0 | image 1 | image 2 |   .   .   . ]      one array, rows enough for the tokens of the batch
-                          ^ a processor asks `new_pixels` for 3 rows, and gets the next ones
+                          ^ a processor asks `new_rows` for 3 rows, and gets the next ones
 
 Without a room, or where it is full, a processor gets memory of its own, and the batch copies: nothing but time
 depends on it. A packed batch is hundreds of megabytes, and copying it takes a quarter of the time of making it.
@@ -160,7 +160,7 @@ class Room:
 
     @contextmanager
     def given(self) -> Iterator[None]:
-        """`new_pixels` and `new_levels` take from here, in this thread."""
+        """`new_rows` takes from here, in this thread."""
         token = _ROOM.set(self)
         try:
             yield
@@ -189,23 +189,8 @@ class Room:
 _ROOM: ContextVar[Room | None] = ContextVar("megaresume_room", default=None)
 
 
-def takes_levels() -> bool:
-    """Whether the room that is given takes levels, and no pixels."""
-    room = _ROOM.get()
-    return room is not None and room.takes_levels
-
-
-def new_pixels(shape: tuple[int, ...]) -> Pixels:
-    """float32[shape], C-contiguous, not initialised: of the room that is given, or new."""
-    return _new(shape, np.float32)
-
-
-def new_levels(shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
-    """uint8[shape], C-contiguous, not initialised: of the room that is given, if it takes levels; or new."""
-    return _new(shape, np.uint8)
-
-
-def _new(shape: tuple[int, ...], dtype: type[np.float32] | type[np.uint8]) -> npt.NDArray[Any]:
+def new_rows(shape: tuple[int, ...], dtype: type[np.float32] | type[np.uint8] = np.float32) -> npt.NDArray[Any]:
+    """Pixels, or levels (uint8): C-contiguous, not initialised; of the room that is given, if it takes them, or new."""
     room = _ROOM.get()
     taken = room.take(shape) if room is not None and room.takes_levels == (dtype is np.uint8) else None
     return np.empty(shape, dtype) if taken is None else taken
@@ -227,6 +212,10 @@ class Levels:
         """Of one row of the levels: (3, values of a channel)."""
         return 3, math.prod(self.pixel_shape) // (3 * self.frames)
 
+    def new(self, count: int) -> npt.NDArray[np.uint8]:
+        """uint8[count, *shape], to be written."""
+        return new_rows((count, *self.shape), np.uint8)
+
     def fill(self, levels: npt.NDArray[np.uint8], out: Pixels) -> None:
         """Normalise.
 
@@ -240,9 +229,10 @@ class Levels:
 
     def answer(self, levels: npt.NDArray[np.uint8]) -> Pixels:
         """What a processor returns: pixels, in the room that is given; or the levels, if they are what it takes."""
-        if takes_levels():
+        room = _ROOM.get()
+        if room is not None and room.takes_levels:
             return levels  # type: ignore[return-value]
-        pixels = new_pixels((len(levels), *self.pixel_shape))
+        pixels = new_rows((len(levels), *self.pixel_shape))
         self.fill(levels, pixels)
         return pixels
 
