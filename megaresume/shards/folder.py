@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from megaresume.corpora.base import Record
 from megaresume.corpora.prepare.inputs import COMPRESSIONS
@@ -221,7 +222,10 @@ class Folder:
                 ahead.release(places)
 
     def _image(self, name: str) -> Place:
-        return Place(self.files, join(self.path, posixpath.normpath(name)), 0, 0, self.image_bytes, whole=True)
+        path = posixpath.normpath(name)
+        if self.path.startswith(("http://", "https://")):  # there # and ? mean something
+            path = quote(path)
+        return Place(self.files, join(self.path, path), 0, 0, self.image_bytes, whole=True)
 
     def _row(self, data: bytes, place: Place) -> tuple[Record, tuple[str, ...]]:
         record = Record(key=f"byte {place.offset}", path=place.path, members={"json": data})

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _answer(self) -> None:
-        far, path = self.far, self.far.directory / self.path.lstrip("/")
+        far, path = self.far, self.far.directory / unquote(self.path.lstrip("/"))
         size = path.stat().st_size if path.is_file() else 0
         found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         start, stop = (int(found[1]), min(int(found[2]) + 1, size)) if found else (0, size)

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 import zstandard
@@ -219,6 +220,21 @@ def test_images_of_a_store_are_read_ahead_once_each(both, tmp_path, monkeypatch)
         assert same(source.encoded(7, key(7)), both[0].encoded(7, key(7)))
     documents = loader(tmp_path, "lines").stream.plan(0, 24).table[:, 2].tolist()
     assert asked < sum(len(both[0].places(i)) for i in documents)
+
+
+@pytest.mark.parametrize("url", ["http", "memory"])
+def test_names_that_an_address_would_be_read_in(tmp_path, url):
+    pytest.importorskip("aiohttp")
+    names = ["a b#1?x=2.png", "50%41.png", "[a]*{b}.png", "ü/ß.png", "~/$HOME.png"]
+    store = fsspec.filesystem("memory")
+    for i, name in enumerate(names):
+        (tmp_path / "images" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "images" / name).write_bytes(file(picture(seed=i)))
+        store.pipe_file(f"/odd/{name}", file(picture(seed=i)))
+    near = prepared(tmp_path, *[{"image": name, "text": "x"} for name in names])
+    with serve(tmp_path / "images") as server:
+        far = ShardSource(near.index, folder=server.url if url == "http" else "memory://odd")
+        assert all(same(near.encoded(i, key(i)), far.encoded(i, key(i))) for i in range(len(names)))
 
 
 @pytest.mark.parametrize("fault", ["busy", "gone", "wrong length"])
