@@ -119,7 +119,7 @@ def prepare_shards(
     check_free(index, overwrite)
     dataset = None if folder else _energon(inputs, split_config, dataset_config)
     if folder is not None:
-        folder = join(os.getcwd(), os.path.expanduser(folder))
+        folder = folder.rstrip("/") if "://" in folder else os.path.abspath(os.path.expanduser(folder))
         Folder(path=folder, template=encoder.template, files=ShardFiles()).check()
     tasks, names = _tasks(inputs, dataset) if folder is None else (_pieces(inputs), [])
     fields = None if dataset is None else dataset.fields

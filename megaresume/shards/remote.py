@@ -6,6 +6,7 @@ How a store is reached (endpoint, credentials, region) is fsspec's own configura
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import random
@@ -108,7 +109,10 @@ class RemoteStore:
 
         def fetch() -> bytes:
             store = self._store()
-            return bytes(store.cat_file(url, **_patience(store)))
+            # S3's client would ask for the size first, to read large files in parts.
+            takes = inspect.signature(getattr(store, "_cat_file", store.cat_file)).parameters
+            one_request = {"max_concurrency": 1} if "max_concurrency" in takes else {}
+            return bytes(store.cat_file(url, **_patience(store), **one_request))
 
         return self._tried(url, "read", fetch)
 

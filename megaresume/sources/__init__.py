@@ -2,7 +2,7 @@
 
 data_config.py  data.yaml, the mapping in it, or ``--data-path``: read once
 catalog.py      name -> ``{path, kind, split, ...}`` to name -> `megaresume.corpora.Source`, of one vocabulary
-shards.py       ``kind: webdataset`` and ``kind: energon``
+shards.py       ``kind: webdataset``, ``image_folder`` and ``energon``
 metadataset.py  Energon's metadatasets: one source of the config becomes several
 data_path.py    the classic ``--data-path``: weights and paths in one list
 overlap.py      whether documents that are held out are, or were, trained on

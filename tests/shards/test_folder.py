@@ -208,15 +208,21 @@ def test_in_workers_too(both, tmp_path):
     assert batches(tmp_path, "lines", num_workers=2) == batches(tmp_path, "tar")
 
 
-def test_images_of_a_store_are_read_ahead_once_each(both, tmp_path, monkeypatch):
-    pytest.importorskip("aiohttp")
+@pytest.mark.parametrize("store", ["http", "s3"])
+def test_images_of_a_store_are_read_ahead_once_each(both, tmp_path, monkeypatch, store):
+    s3fs = pytest.importorskip("s3fs")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    s3fs.S3FileSystem.clear_instance_cache()
     monkeypatch.setattr(remote, "FIRST_WAIT", 0.01)
     expected = batches(tmp_path, "lines")
-    with serve(tmp_path / "images", latency=0.01) as far:
-        assert batches(tmp_path, "lines", image_folder=far.url, requests=8) == expected
+    with serve(tmp_path, latency=0.01) as far:  # a bucket "images"
+        monkeypatch.setenv("AWS_ENDPOINT_URL", far.url)
+        url = "s3://images" if store == "s3" else f"{far.url}/images"
+        assert batches(tmp_path, "lines", image_folder=url, requests=8) == expected
         assert far.most > 2 and {request.method for request in far.requests} == {"GET"}
         asked = len(far.requests)
-        source = ShardSource(tmp_path / "lines.shards.idx", folder=far.url)
+        source = ShardSource(tmp_path / "lines.shards.idx", folder=url)
         assert same(source.encoded(7, key(7)), both[0].encoded(7, key(7)))
     documents = loader(tmp_path, "lines").stream.plan(0, 24).table[:, 2].tolist()
     assert asked < sum(len(both[0].places(i)) for i in documents)
