@@ -88,7 +88,7 @@ class RemoteStore:
         def ask() -> dict[str, Any]:
             store = self._store()
             store.invalidate_cache()
-            return dict(store.info(url))
+            return dict(store.info(url, **_patience(store)))
 
         return self._tried(url, "asked for its size", ask)
 
