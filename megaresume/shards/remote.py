@@ -10,6 +10,8 @@ import inspect
 import logging
 import os
 import random
+import selectors
+import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -37,6 +39,29 @@ _OPTIONS: dict[str, dict[str, Any]] = {"s3": {"config_kwargs": {"max_pool_connec
 _JITTER = random.SystemRandom()
 #: not worth another attempt: the answer would be the same.
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, ImportError, TypeError, ValueError, MegaresumeError)
+
+
+#: fsspec's event loop at the last fork, if it runs one.
+_forked: list[Any] = []
+
+
+def _note_loop() -> None:
+    asyn = sys.modules.get("fsspec.asyn")
+    _forked[:] = [loop for loop in getattr(asyn, "loop", ()) if hasattr(loop, "_selector")]
+
+
+def _leave_loop() -> None:
+    """In a forked process, of an event loop that does not run there.
+
+    Connections that it inherited are closed with the objects that hold them. The loop would take them out of the
+    epoll that both processes share, and the parent would wait for ever for an answer that has come.
+    """
+    for loop in _forked:
+        loop._selector = selectors.DefaultSelector()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_note_loop, after_in_child=_leave_loop)
 
 
 def is_url(path: str) -> bool:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -14,6 +15,7 @@ from megaresume.shards.prepare import prepare_shards
 from megaresume.shards.remote import RemoteStore
 from megaresume.sources import open_sources
 from megaresume.stream.errors import CorpusError, SetupError
+from tests.shards.far import serve
 from tests.shards.kit import captions, encoder, key, same, write_shard, write_shards
 
 
@@ -110,6 +112,24 @@ def test_other_processes_connect_for_themselves(pairs, method):
     assert np.array_equal(queue.get(), here)
     process.join()
     assert len(pickle.dumps(source)) < 2000
+
+
+@pytest.mark.process
+def test_a_forked_process_leaves_the_connections_of_its_parent_alone(tmp_path, monkeypatch):
+    """It closed them in the epoll that both share: the parent waited for an answer that had come."""
+    pytest.importorskip("aiohttp")
+    monkeypatch.setattr(remote, "ATTEMPTS", 1)
+    monkeypatch.setattr(remote, "PATIENCE", 20.0)
+    (tmp_path / "file").write_bytes(b"x" * 100)
+    with serve(tmp_path) as far:
+        store = RemoteStore("http")
+        assert store.size(f"{far.url}/file") == 100
+        if not (child := os.fork()):
+            store._store()  # its own, and nothing holds the parent's any more
+            gc.collect()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert store.size(f"{far.url}/file") == 100
 
 
 def test_a_changed_or_missing_object_is_refused_by_name(pairs, bucket, tmp_path):
