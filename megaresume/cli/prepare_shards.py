@@ -88,14 +88,15 @@ def wants_shards(args: argparse.Namespace) -> bool:
             action="prepare them by themselves: they are two sources of a blend",
         )
     shards = any(kinds)
-    if wrong := given_of(args, (*args.text_only, *args.chat_only) if shards else args.shards_only):
+    if wrong := given_of(args, (*args.text_only, *args.chat_only, "bad_lines") if shards else args.shards_only):
         flag = wrong[0]
+        what = "text" if not shards else "tar shards" if args.image_folder is None else "JSON lines with --image-folder"
         raise UsageError(
-            f"{flag} does not hold for {'tar shards' if shards else 'text'}",
+            f"{flag} does not hold for {what}",
             found=f"{flag} {getattr(args, flag[2:].replace('-', '_'))}, with {args.inputs[0]}",
             expected="flags of "
-            + ("shards" if shards else "text: inputs that end in .tar are shards, and JSON lines with --image-folder"),
-            action=f"remove {flag}",
+            + (what if shards else "text: inputs that end in .tar are shards, and JSON lines with --image-folder"),
+            action="--invalid drop leaves bad records out" if flag == "--bad-lines" else f"remove {flag}",
         )
     return shards
 
@@ -206,7 +207,7 @@ def _encoder(args: argparse.Namespace) -> ImageTextEncoder:
         if "processor" not in given:
             raise UsageError(
                 "no image processor",
-                found="tar shards, neither --encoder nor --processor",
+                found="neither --encoder nor --processor",
                 expected="how many tokens an image takes",
                 action="for example --processor patches (LLaVA, CLIP), tiles (InternVL) or native (Qwen2-VL)",
             )

@@ -12,7 +12,7 @@ import io
 import json
 import os
 import posixpath
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -56,6 +56,18 @@ def folder_of(index: ShardIndex) -> str | None:
     """Where the images lie that the rows of an index name: a directory or URL; None: it is one of tar shards."""
     folder = index.header.get("folder")
     return None if folder is None else resolved(folder["path"], index.path)
+
+
+def missing_folder(headline: str, found: str) -> CorpusError:
+    """For a path that is not the folder of the images."""
+    return CorpusError(
+        headline,
+        found=found,
+        expected="the folder of the images that the rows name",
+        cause="a wrong path, a folder above or below the right one, or a file system that is not mounted",
+        action="check the path, or give the folder's location: image_folder in data.yaml, --image-folder of "
+        "megaresume prepare",
+    )
 
 
 def walk_rows(
@@ -125,6 +137,8 @@ class Folder:
     image_bytes: int = 1
     #: what `lines` found.
     plain: dict[str, tuple[str, int]] = field(default_factory=dict)
+    #: images that were "found" and "missing" up to now.
+    seen: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def of(cls, index: ShardIndex, path: str | None, files: ShardFiles) -> Folder | None:
@@ -154,28 +168,39 @@ class Folder:
         words = {name: getattr(error, name) for name in ("found", "expected", "cause", "action")}
         return CorpusError(f"{path}:{self.files.line_at(place.path, place.offset)}: {error.headline}", **words)
 
-    def check(self) -> None:
-        """Raises CorpusError: a local folder is not there. Of that no policy for records makes anything."""
-        if not is_url(self.path) and not os.path.isdir(local_path(self.path)):
-            raise CorpusError(
-                f"{self.path} is missing",
-                found="no such directory",
-                expected="the folder of the images that the rows name",
-                cause="a wrong path, or a file system that is not mounted",
-                action="check the path, or give the folder's new location: image_folder in data.yaml",
-            )
+    def check(self, others: Callable[[], Sequence[Place]] | None = None) -> None:
+        """Refuse a folder that is not there, which no policy for records covers.
 
-    def record(self, data: bytes, place: Place, *, again: bool = False) -> Record:
+        Args:
+            others: some images that were there once. They are looked for, once, if not one was found up to now.
+
+        Raises:
+            CorpusError: a local folder is missing, or images are and none of the others is there.
+            SetupError: the store does not answer.
+        """
+        if not is_url(self.path) and not os.path.isdir(local_path(self.path)):
+            raise missing_folder(f"{self.path} is missing", "no such directory")
+        if others is not None and not self.seen["found"]:
+            places = others()
+            if places and not any(map(_is_there, places)):
+                found = f"none of {len(places)} images of rows all over the index, such as {places[0].path}"
+                raise missing_folder(f"{self.path} has none of the images that the rows name", found)
+            self.seen["found"] += 1
+
+    def record(
+        self, data: bytes, place: Place, *, again: bool = False, others: Callable[[], Sequence[Place]] | None = None
+    ) -> Record:
         """The record of a row.
 
         Args:
             data: the line, without its end.
             place: where it lies.
             again: read images anew, past the cache.
+            others: as of `check`.
 
         Raises:
             RecordError: no JSON, or an image that it names cannot be read. Its words are the same wherever they lie.
-            CorpusError: the folder is missing.
+            CorpusError: the folder is missing, or another one.
             SetupError: the store does not answer.
         """
         row, names = self._row(data, place)
@@ -183,8 +208,10 @@ class Folder:
         for name in names:
             try:
                 members[name] = members[name] if name in members else self.files.fetch(self._image(name), again=again)
+                self.seen["found"] += 1
             except RecordError as error:
-                self.check()
+                self.seen["missing"] += 1
+                self.check(others)
                 if not self.template.missing_images:
                     raise RecordError(
                         f"record '{row.key}' has no image '{name}'",
@@ -241,7 +268,24 @@ class Folder:
                 cause="a damaged file, one that was written again, or an object on several lines",
                 action="correct the line",
             ) from error
-        return record, tuple(_checked(record, name) for name in self.template.image_names(row))
+        try:
+            names = self.template.image_names(row)
+        except ValueError as error:
+            raise RecordError(
+                f"record '{record.key}' names its images in two ways",
+                found=str(error),
+                expected="the same images under each of these keys, or one key",
+                action="write all images of the row under 'images', in order",
+            ) from error
+        return record, tuple(_checked(record, name) for name in names)
+
+
+def _is_there(place: Place) -> bool:
+    try:
+        place.files.read_whole(place.path)
+    except RecordError:
+        return False
+    return True
 
 
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -152,6 +152,7 @@ def measure_shard(spec: IndexSpec, task: ShardTask) -> dict[str, Any]:
         "first_invalid": columns.first_invalid,
         "missing_images": columns.missing_images,
         "image_bytes": columns.image_bytes,
+        "images_seen": {} if folder is None else dict(folder.seen),
         "lines": columns.lines,
         "split": columns.split,
         "ignored": columns.ignored,

@@ -20,7 +20,7 @@ from megaresume.corpora.prepare.work import WorkDirectory, check_workers, disk_e
 from megaresume.images.encoder import ImageTextEncoder
 from megaresume.shards.energon import EnergonDataset, read_energon
 from megaresume.shards.files import ShardFiles
-from megaresume.shards.folder import Folder, plain_lines
+from megaresume.shards.folder import Folder, missing_folder, plain_lines
 from megaresume.shards.index import index_path
 from megaresume.shards.index_measure import (
     IndexSpec,
@@ -139,6 +139,7 @@ def prepare_shards(
             energon = None if dataset is None else _energon_header(dataset, tasks, names, heads)
             if folder is not None:
                 _number_rows(tasks, heads)
+                _check_found(folder, heads, directory)
             # Not the head that the part has: its rows have no numbers yet.
             parts = ((head, read_part(directory, task)[1]) for head, task in zip(heads, tasks, strict=True))
             with progress("writing the index", sum(head["records"] for head in heads), "records") as bar:
@@ -257,6 +258,16 @@ def _number_rows(tasks: Sequence[ShardTask], heads: Sequence[Mapping[str, Any]])
                 expected="rows of JSON, one on each line",
                 action="leave the file out",
             )
+
+
+def _check_found(folder: str, heads: Sequence[Mapping[str, Any]], directory: WorkDirectory) -> None:
+    """Refuse a folder without one of the images; the parts go, so that the next run looks for them again."""
+    found, missing = (sum(head["images_seen"].get(what, 0) for head in heads) for what in ("found", "missing"))
+    if missing and not found:
+        directory.remove()
+        raise missing_folder(
+            f"{folder} has none of the images that the rows name", f"{missing} images looked for, none of them there"
+        )
 
 
 def _make_parts(

@@ -40,6 +40,8 @@ TooLong = Literal["error", "truncate", "drop"]
 UNMEASURED = -1
 SHOWN = 3
 SCAN = 1 << 20
+#: rows whose images are looked for, if those of others are missing.
+SOME = 8
 
 
 class ShardSource:
@@ -286,8 +288,16 @@ class ShardSource:
         place = self._place(i)
         data = self.files.fetch(place, again=again)
         if self._folder is not None:
-            return self._folder.record(data, place._replace(path=self._shard(i)[1]), again=again)
+            place = place._replace(path=self._shard(i)[1])
+            return self._folder.record(data, place, again=again, others=self._some_images)
         return parse_record(data, place.path)
+
+    def _some_images(self) -> list[Place]:
+        """Images of rows all over the index that could be measured."""
+        rows = np.unique(np.linspace(0, len(self) - 1, SCAN).astype(np.int64))
+        rows = rows[self.index.column("num_images")[rows] > 0]
+        some = rows[np.linspace(0, len(rows) - 1, SOME).astype(np.int64)] if len(rows) else rows
+        return [place for i in np.unique(some).tolist() for place in self.places(i)]
 
     def _place(self, i: int) -> Place:
         shard, path = self._shard(i)

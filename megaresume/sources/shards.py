@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+from pydantic import BeforeValidator
+
 from megaresume.corpora.yaml_text import read_encoder
 from megaresume.shards.energon import OUR_PARTS, read_energon
 from megaresume.shards.index import SUFFIX, ShardIndex, index_path
@@ -15,7 +17,23 @@ from megaresume.shards.paths import expand_shards, join
 from megaresume.shards.source import ShardSource, TooLong
 from megaresume.stream.data_yaml import SOURCE_KEYS
 from megaresume.stream.errors import ConfigError, CorpusError
-from megaresume.stream.schema import Options, Within, read
+from megaresume.stream.schema import Options, Within, read, refused
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str | os.PathLike) and bool(os.fspath(value))
+
+
+def _directory(value: Any) -> Any:
+    if value is not None and not _is_text(value):
+        raise refused(expected="a directory or URL")
+    return value
+
+
+def _files(value: Any) -> Any:
+    if value is not None and not (all(map(_is_text, value)) if isinstance(value, list | tuple) else _is_text(value)):
+        raise refused(expected="a path, pattern or URL, or a list of them")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +42,7 @@ class ShardOptions(Options):
 
     ALSO: ClassVar[tuple[str, ...]] = ("kind", "split", *SOURCE_KEYS)
     #: tar shards, if they are not where the index says.
-    path: Any = None
+    path: Annotated[Any, BeforeValidator(_files)] = None
     index: Any = None
     on_fault: Literal["error", "mask", "truncate"] = "error"
     too_long: TooLong = "error"
@@ -39,7 +57,7 @@ class ImageFolderOptions(ShardOptions):
     """Of ``kind: image_folder``: ``path`` are JSON lines."""
 
     #: directory or URL of the images, if it is not where the index says.
-    image_folder: Any = None
+    image_folder: Annotated[Any, BeforeValidator(_directory)] = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -61,6 +61,8 @@ def test_the_summary_names_what_was_left_out(there, capsys):
         (["shards/*.tar"], 2, "no image processor"),
         (["shards/*.tar", "text.jsonl", "--processor", PATCHES], 2, "shards and text"),
         (["shards/*.tar", "--processor", PATCHES, "--json-key", "a"], 2, "--json-key does not hold for tar shards"),
+        (["shards/*.tar", "--processor", PATCHES, "--bad-lines", "skip"], 2, "--invalid drop leaves bad records out"),
+        (["text.jsonl", "--image-folder", ".", "--part", "1/2"], 2, "not hold for JSON lines with --image-folder"),
         (["text.jsonl", "--decode"], 2, "--decode does not hold for text"),
         (["text.jsonl", "--invalid", "mask"], 2, "--invalid does not hold for text"),
         (["shards/*.tar", "--processor", "{kind"], 2, "is not YAML"),

@@ -337,6 +337,20 @@ def test_lines_and_images_that_were_moved(both, tmp_path):
     assert batches(tmp_path, "lines", path="there/{0..1}.jsonl", image_folder="there/images") == expected
 
 
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        *(({"image_folder": bad}, "image_folder") for bad in (5, ["images"], {"a": 1}, True, "")),
+        *(({"path": bad}, kind) for bad in (5, [5], True, "") for kind in ("image_folder", "webdataset")),
+    ],
+)
+def test_a_path_of_another_type_is_told(both, tmp_path, options, kind):
+    index = {"image_folder": "lines", "webdataset": "tar"}[kind]
+    with pytest.raises(ConfigError, match=rf"bad value of sources\.c\.{next(iter(options))}") as error:
+        open_sources({"c": {"kind": kind, "index": f"{index}.shards.idx", **options}}, base_dir=tmp_path)
+    assert "or URL" in error.value.expected
+
+
 @pytest.mark.parametrize(("kind", "index"), [("webdataset", "lines"), ("energon", "lines"), ("image_folder", "tar")])
 def test_a_source_of_another_kind_is_told(both, tmp_path, kind, index):
     options = {"kind": kind, "index": f"{index}.shards.idx"} | ({"path": "."} if kind == "energon" else {})
@@ -384,6 +398,8 @@ BAD = {
     "no text": {"image": "a.png"},
     "two images of a caption": {"image": ["a.png", "link.png"], "text": "x"},
     "a video": {"image": "a.mp4", "text": "x"},
+    "other images under two keys": {"image": "a.png", "images": ["link.png"], "text": "x"},
+    "more images under one key": {"file_name": "a.png", "images": ["a.png", "link.png"], "text": "x"},
 }
 
 
@@ -424,12 +440,14 @@ def test_rows_that_are_good(odd):
         b"\xef\xbb\xbf" + json.dumps({"image": ["a.png", "./a.png"], "conversations": turns}).encode() + b"\r\n",
         {"image": ["link.png", "link.png"], "conversations": turns},
         {"image": None, "conversations": text},
-        json.dumps({"images": [], "conversations": text}).encode(),
+        {"images": [], "image": None, "file_name": "", "conversations": text},
+        {"images": [], "image": ["a.png", "a.png"], "conversations": turns},
+        json.dumps({"images": ["a.png", "a.png"], "image": ["a.png", "a.png"], "conversations": turns}).encode(),
     ]
     source = prepared(odd, *rows, template=CHAT)
-    assert source.index.column("num_images").tolist() == [2, 2, 0, 0]
-    documents = [source.encoded(i, key(0)) for i in range(4)]
-    assert same(documents[0], documents[1]) and same(documents[2], documents[3])
+    assert source.index.column("num_images").tolist() == [2, 2, 0, 0, 2, 2]
+    documents = [source.encoded(i, key(0)) for i in range(6)]
+    assert all(same(documents[0], documents[i]) for i in (1, 4, 5)) and same(documents[2], documents[3])
 
 
 @pytest.mark.parametrize(
@@ -489,7 +507,9 @@ def edit(path: Path, old: bytes, new: bytes) -> None:
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_changed_since_is_refused_or_masked(tmp_path, what):
-    source = prepared(tmp_path, b"\n", GOOD)
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images/other.png").write_bytes(file(picture(seed=2)))
+    source = prepared(tmp_path, b"\n", GOOD, {"image": "other.png", "text": "x"})
     (tmp_path / "c.png").write_bytes(file(picture(40, 90, seed=8)))
     match, change = CHANGES[what]
     change(tmp_path)
@@ -529,6 +549,53 @@ def test_what_no_policy_covers(tmp_path):
         file.write(b'{"image": "a.png", "text": "more"}\n')
     with pytest.raises(CorpusError, match=r"rows\.jsonl is not the"):
         ShardSource(source.index, policy="mask")
+
+
+@pytest.mark.parametrize("where", ["empty", "deeper", "url", "pages"])
+def test_another_folder_is_refused_whatever_the_policy(both, tmp_path, where):
+    pytest.importorskip("aiohttp")
+    with serve(tmp_path) as far:
+        (tmp_path / "none").mkdir()
+        folder = {"deeper": str(tmp_path / "images/a"), "url": f"{far.url}/typo"}.get(where, str(tmp_path / "none"))
+        source = ShardSource(tmp_path / "lines.shards.idx", folder=folder, policy="mask")
+        for i in (1, 2):
+            with pytest.raises(CorpusError, match="has none of the images that the rows name"):
+                source.encoded(i, key(i))
+        assert source.encoded(4, key(4)).fault is None  # a row of text
+        rows, template = [tmp_path / "0.jsonl"], CHAT
+        if where == "pages":
+            template = {"kind": "interleaved", "missing_images": True}
+            rows = [write_rows(tmp_path / "pages.jsonl", [page(["x.png"], i) for i in range(6)])]
+        for invalid in ("mask", "drop"):
+            with pytest.raises(CorpusError, match="has none of the images that the rows name"):
+                prepare_shards(rows, tmp_path / "out", encoder(template=template), folder=folder, invalid=invalid)
+            assert not list(tmp_path.glob("out.*"))
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_one_image_that_is_there_makes_it_the_folder(both, tmp_path, far):
+    """Those that are missing are asked for first; the others are looked for once."""
+    pytest.importorskip("aiohttp")
+    lines = both[0]
+    shown = [i for i in range(40) if lines.index.column("num_images")[i]]
+    keep = lines.record(shown[-1]).images[0]
+    rows = "".join((tmp_path / f"{k}.jsonl").read_text() for k in range(2)).splitlines()
+    for path in (tmp_path / "images").glob("*/*"):
+        if str(path.relative_to(tmp_path / "images")) != keep:
+            path.unlink()
+    with serve(tmp_path / "images") as server:
+        source = ShardSource(lines.index, folder=server.url if far else None, policy="mask")
+        lost = [i for i in shown[:4] if keep not in rows[i]]
+        faults = [source.encoded(i, key(i)).fault for i in lost]
+        asked = len(server.requests)
+        assert all(fault.policy == "mask" and "has no image" in fault.reason for fault in faults)
+        source.encoded(lost[0], key(0))
+        assert len(server.requests) - asked == 2 * far  # asked again, past the cache
+
+
+def test_prepare_of_rows_without_images_needs_none(tmp_path):
+    source = prepared(tmp_path, {"text": "x"}, b"[]\n", template={**CAPTION, "text_only": True}, invalid="drop")
+    assert source.lengths(np.arange(2)).tolist() == [2, 0]
 
 
 def command(tmp_path: Path, *more: str) -> list[str]:

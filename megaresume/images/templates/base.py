@@ -73,7 +73,7 @@ class Template(Protocol):
         ...
 
     def image_names(self, row: Mapping[str, Any]) -> list[Any]:
-        """What a row of JSON calls its images, which are files beside it, in order; nothing is checked."""
+        """What a row of JSON calls its images, which are files beside it, in order. Raises ValueError: in two ways."""
         ...
 
     def pieces(self, record: Record) -> list[Piece]:
@@ -82,9 +82,14 @@ class Template(Protocol):
 
 
 def row_images(row: Mapping[str, Any]) -> list[Any]:
-    """What stands under the first of `IMAGE_KEYS` that a row has."""
-    named: Any = next((row[key] for key in IMAGE_KEYS if row.get(key) is not None), [])
-    return list(named) if isinstance(named, list) else [named]
+    """What stands under `IMAGE_KEYS` in a row. Raises ValueError: other images under two of them."""
+    given = {key: row[key] for key in IMAGE_KEYS if row.get(key) is not None}
+    lists = {key: list(named) if isinstance(named, list) else [named] for key, named in given.items()}
+    full = {key: names for key, names in lists.items() if given[key]}
+    first = next(iter((full or lists).values()), [])
+    if any(names != first for names in full.values()):
+        raise ValueError(f"{full!r:.120}")
+    return first
 
 
 def json_member(record: Record, names: Collection[str]) -> dict[str, Any]:

@@ -140,7 +140,9 @@ class Chat(Options):
         if not isinstance(turns, list) or not turns:
             expected = f"a list of turns under {' or '.join(self.turns)}"
             raise bad_json(record, "no conversation", f"keys {', '.join(sorted(data)[:10]) or 'none'}", expected)
-        images = _Images(record, data.get("images"))
+        named = data.get("images")
+        # A row may have another key for them.
+        images = _Images(record, None if record.images is not None and not named else named)
         pieces: list[Piece] = []
         for number, turn in enumerate(turns):
             name, content = _turn(record, turn, f"{key}[{number}]")
