@@ -69,7 +69,7 @@ def test_refusals_and_the_end(planner: Planner, data_yaml: Path) -> None:  # noq
     assert f"megaresume: {report['data']['accepted'][0]}" in done.text
     # The plan's table of sources is the one that the launch prints.
     for source in report["sources"]:
-        line = next(words for words in done.text.splitlines() if words.startswith(f"megaresume: {source['name']} "))
+        line = next(line for line in done.text.splitlines() if line.split()[:2] == ["megaresume:", source["name"]])
         assert f"about sample {source['sample']:,}, {source['step'] - 4:,} steps from here" in line
 
     # And then it is over.
