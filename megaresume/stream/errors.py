@@ -128,8 +128,10 @@ def require(library: str, expected: str, action: str) -> Any:
     Raises:
         SetupError: it is not installed.
     """
+    name = library.partition(".")[0]
     try:
+        importlib.import_module(name)
         return importlib.import_module(library)
     except ImportError as error:
-        what = f"the library '{library.partition('.')[0]}' is missing"
+        what = f"the library '{name}' is missing"
         raise SetupError(what, found=str(error), expected=expected, action=action) from error
