@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 
@@ -52,7 +53,7 @@ class FarServer:
 
 
 @contextmanager
-def serve(directory: Path, **options: object) -> Iterator[FarServer]:
+def serve(directory: Path, **options: Any) -> Iterator[FarServer]:
     """Answer until the block ends."""
     server = FarServer(directory, **options)
 
