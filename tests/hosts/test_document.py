@@ -52,8 +52,9 @@ def write_corpora(directory: Path) -> None:
         assert main(["prepare", f"{directory / name}.jsonl", "--output", str(directory / name), "--workers", "1"]) == 0
 
 
+@pytest.mark.release
 @pytest.mark.process
-@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.release), 4])
+@pytest.mark.parametrize("accumulation", [1, 4])
 def test_the_documents_program_killed_and_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulation: int
 ) -> None:
