@@ -24,7 +24,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -80,6 +79,7 @@ class ColdPages:
 
     def __init__(self, stream: Stream, seq_length: int) -> None:
         self._stream = stream
+        self._sources = {i: source for i, source in enumerate(stream.sources) if isinstance(source, TokenSource)}
         #: samples that are asked for ahead: so many, and never so far that a state must plan anew.
         self._most = max(AHEAD // 4 // seq_length, 1)
         self._farthest = stream.block_samples
@@ -98,9 +98,9 @@ class ColdPages:
         self._threads: ThreadPoolExecutor | None = None
         #: of the sources that are shuffled in blocks.
         self._blocks = {
-            i: _Blocks(said.shuffle, source.token_view, len(source), seq_length)
-            for i, (said, source) in enumerate(zip(stream.config.sources, stream.sources, strict=True))
-            if said.shuffle is not None and isinstance(source, TokenSource)
+            i: _Blocks(shuffle, source, seq_length)
+            for i, source in self._sources.items()
+            if (shuffle := stream.config.sources[i].shuffle) is not None
         }
         if sys.platform == "linux":
             self._expect(cold=True)
@@ -150,9 +150,9 @@ class ColdPages:
         table = np.concatenate(tables) if tables else np.zeros((0, 5), np.int64)
         looked = False
         for i in np.unique(table[:, SOURCE]).tolist():
-            if not isinstance(self._stream.sources[i], TokenSource):
+            source = self._sources.get(i)
+            if source is None:
                 continue
-            source = cast(TokenSource, self._stream.sources[i])
             mine = table[table[:, SOURCE] == i]
             view = source.token_view
             starts = source.token_starts(mine[:, DOCUMENT]) + mine[:, OFFSET]
@@ -160,10 +160,7 @@ class ColdPages:
             base, width = view.ctypes.data, view.itemsize
             starts, stops = base + starts * width, base + stops * width
             if i in self._blocks:
-                # Pieces of long documents lie among those of other blocks.
-                alone = source.lengths(mine[:, DOCUMENT]) > self._blocks[i].piece
-                around = self._blocks[i].around(starts[~alone], stops[~alone])
-                starts, stops = np.concatenate([starts[alone], around[0]]), np.concatenate([stops[alone], around[1]])
+                starts, stops = self._blocks[i].around(starts, stops, source.lengths(mine[:, DOCUMENT]))
             if not looked and len(starts):
                 looked = True
                 self._look(view, int(starts[0] - base) // width)
@@ -194,12 +191,11 @@ class ColdPages:
     def _expect(self, *, cold: bool) -> None:
         """Ask from now on, and have the kernel read nothing that is not asked for; or neither."""
         self._cold = cold
-        for source in self._stream.sources:
-            if isinstance(source, TokenSource) and source.token_view.nbytes:
-                first = source.token_view.ctypes.data
-                start = first // mmap.PAGESIZE * mmap.PAGESIZE
-                how = mmap.MADV_RANDOM if cold else mmap.MADV_NORMAL
-                _libc.madvise(start, first + source.token_view.nbytes - start, how)
+        how = mmap.MADV_RANDOM if cold else mmap.MADV_NORMAL
+        for view in (source.token_view for source in self._sources.values()):
+            if view.nbytes:
+                start = view.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
+                _libc.madvise(start, view.ctypes.data + view.nbytes - start, how)
 
 
 class _Blocks:
@@ -208,27 +204,38 @@ class _Blocks:
     The documents of a block are read a few at a time while those of others are; a region is a part of a block.
     """
 
-    def __init__(self, shuffle: ShuffleConfig, view: npt.NDArray[Any], documents: int, seq_length: int) -> None:
-        self.piece = seq_length
-        block = shuffle.block * view.itemsize * min(len(view) // max(documents, 1), seq_length)
+    def __init__(self, shuffle: ShuffleConfig, source: TokenSource, seq_length: int) -> None:
+        view = source.token_view
+        self._seq_length = seq_length
+        block = shuffle.block * view.itemsize * min(len(view) // max(len(source), 1), seq_length)
         self._base, self._end = view.ctypes.data, view.ctypes.data + view.nbytes
         self._size = max(min(block // 4, LONGEST) // mmap.PAGESIZE, 1) * mmap.PAGESIZE
         #: those asked for last, of two windows.
         self._asked: OrderedDict[int, None] = OrderedDict()
         self._most = 2 * shuffle.window * (block // self._size + 2)
 
-    def around(self, starts: Int64Array, stops: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """The regions of these bytes that were not asked for: int64[n] twice, addresses."""
-        if not len(starts):
+    def around(self, starts: Int64Array, stops: Int64Array, lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """What to ask for instead of these bytes: the regions of them that were not asked for.
+
+        Args:
+            starts, stops: int64[n], addresses.
+            lengths: int64[n], of their documents. Pieces of long ones lie among those of other blocks: they stay.
+
+        Returns:
+            as starts and stops.
+        """
+        alone = lengths > self._seq_length
+        if alone.all():
             return starts, stops
-        first, last = (starts - self._base) // self._size, (stops - 1 - self._base) // self._size
+        first, last = (starts[~alone] - self._base) // self._size, (stops[~alone] - 1 - self._base) // self._size
         touched = np.unique(np.minimum(first[:, None] + np.arange((last - first).max() + 1), last[:, None]))
         new = [region for region in touched.tolist() if region not in self._asked]
         self._asked.update(dict.fromkeys(new))
         while len(self._asked) > self._most:
             self._asked.popitem(last=False)
         begin = self._base + np.array(new, np.int64) * self._size
-        return begin, np.minimum(begin + self._size, self._end)
+        end = np.minimum(begin + self._size, self._end)
+        return np.concatenate([starts[alone], begin]), np.concatenate([stops[alone], end])
 
 
 def joined(starts: Int64Array, stops: Int64Array) -> Iterator[tuple[int, int]]:
