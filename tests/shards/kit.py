@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
+import os
+import signal
+import subprocess
 import tarfile
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -75,3 +81,25 @@ def same(a: object, b: object) -> bool:
         )
         and a.fault == b.fault
     )
+
+
+def killed_and_run_again(command: Callable[..., list[str]], index: Path) -> dict[str, Any]:
+    """The summary of a `prepare` that goes on after a SIGKILL, which falls when two parts are there.
+
+    Args:
+        command: its words, with more flags at the end.
+        index: what it writes.
+    """
+    process = subprocess.Popen(command("--workers", "2"), start_new_session=True)
+    try:
+        begin = time.monotonic()
+        while len(list(index.parent.glob(f"{index.name}.prepare/shard-*"))) < 2 and time.monotonic() - begin < 60:
+            assert process.poll() is None
+            time.sleep(0.005)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not index.exists()
+    result = subprocess.run(command("--json"), capture_output=True, text=True, check=True)
+    summary: dict[str, Any] = json.loads(result.stdout)
+    return summary

@@ -6,10 +6,9 @@ import gzip
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
 import fsspec
@@ -29,7 +28,7 @@ from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import ConfigError, CorpusError, UsageError
 from tests.images.kit import file, picture
 from tests.shards.far import serve
-from tests.shards.kit import OPTIONS, encoder, key, same, write_shard
+from tests.shards.kit import OPTIONS, encoder, key, killed_and_run_again, same, write_shard
 from tests.shards.test_ahead import FAULTS
 
 CHAT = {"kind": "chat", "style": "plain"}
@@ -614,18 +613,7 @@ def test_killed_and_run_again_gives_the_same_bytes(tmp_path):
     write_rows(tmp_path / "rows.jsonl", rows * 5)
     made = encoder(template=CHAT)
     whole = prepare_shards([tmp_path / "rows.jsonl"], tmp_path / "whole", made, folder=str(tmp_path / "images"))
-    process = subprocess.Popen(command(tmp_path, "--workers", "2"), start_new_session=True)
-    try:
-        begin = time.monotonic()
-        while len(list(tmp_path.glob("out.shards.idx.prepare/shard-*"))) < 2 and time.monotonic() - begin < 60:
-            assert process.poll() is None
-            time.sleep(0.005)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    assert not (tmp_path / "out.shards.idx").exists()
-    result = subprocess.run(command(tmp_path, "--json"), capture_output=True, text=True, check=True)
-    summary = json.loads(result.stdout)
+    summary = killed_and_run_again(partial(command, tmp_path), tmp_path / "out.shards.idx")
     assert summary["resumed_shards"] >= 2 and summary["records"] == whole.records == 200
     assert (tmp_path / "out.shards.idx").read_bytes() == (tmp_path / "whole.shards.idx").read_bytes()
 

@@ -3,10 +3,8 @@ from __future__ import annotations
 import io
 import json
 import os
-import signal
-import subprocess
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +15,7 @@ from megaresume.shards import prepare as prepare_module
 from megaresume.shards.prepare import prepare_shards
 from megaresume.stream.errors import CorpusError, UsageError
 from tests.images.kit import file, picture
-from tests.shards.kit import captions, encoder, key, write_shard, write_shards
+from tests.shards.kit import captions, encoder, key, killed_and_run_again, write_shard, write_shards
 
 
 @pytest.fixture
@@ -270,18 +268,7 @@ def command(tmp_path: Path, *more: str) -> list[str]:
 def test_killed_and_run_again_gives_the_same_bytes(tmp_path):
     write_shards(tmp_path / "shards", [150] * 12)
     whole = prepare_shards([tmp_path / "shards/*.tar"], tmp_path / "whole", encoder())
-    process = subprocess.Popen(command(tmp_path, "--workers", "2"), start_new_session=True)
-    try:
-        begin = time.monotonic()
-        while len(list(tmp_path.glob("out.shards.idx.prepare/shard-*"))) < 2 and time.monotonic() - begin < 60:
-            assert process.poll() is None
-            time.sleep(0.005)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    assert not (tmp_path / "out.shards.idx").exists()
-    result = subprocess.run(command(tmp_path, "--json"), capture_output=True, text=True, check=True)
-    summary = json.loads(result.stdout)
+    summary = killed_and_run_again(partial(command, tmp_path), tmp_path / "out.shards.idx")
     assert summary["resumed_shards"] >= 2 and summary["records"] == whole.records == 1800
     assert (tmp_path / "out.shards.idx").read_bytes() == (tmp_path / "whole.shards.idx").read_bytes()
     assert not (tmp_path / "out.shards.idx.prepare").exists()
