@@ -85,7 +85,7 @@ HOSTS = {
         title="A loop with Accelerate",
         page="accelerate.md",
         packages=("accelerate",),
-        tests=("hugging_face/test_accelerator.py",),
+        tests=("hugging_face/test_accelerator.py", "hugging_face/test_accelerator_backends.py"),
     ),
     "lightning": Host(
         title="Lightning", page="lightning.md", packages=("lightning",), tests=("lightning/test_lightning.py",)

@@ -2,7 +2,8 @@
 
 Hooked on the instances:
 
-    optimizer.step           where gradients are synchronised, a step was made
+    optimizer.step           where gradients are synchronised, a step was made; under DeepSpeed, engine.step, which
+                             accelerator.backward calls
     accelerator.save_state   saved by the session: commit, lock, ledger, retention
     accelerator.load_state   the newest complete checkpoint, or the one that is asked for
     accelerator.prepare, skip_first_batches   refused for this loader: it is prepared, and goes on by itself
@@ -13,12 +14,24 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.paths import hugging_face_tag, parse_record_name, records_dir
+from megaresume.checkpoint.step_file import StepFile
+from megaresume.checkpoint.topology import Topology
+from megaresume.hosts.deepspeed.engine import forget_gradients
+from megaresume.hosts.hugging_face.backends import (
+    Written,
+    check_loadable,
+    engine_of,
+    expected_files,
+    failing_late,
+    zero_stage,
+)
 from megaresume.hosts.instances import hook, replaced
 from megaresume.hosts.torch.host import StepHost, write_all
 from megaresume.hosts.torch.loop import StepLoop
@@ -27,6 +40,13 @@ from megaresume.session.host import Reading, Resume, Save
 from megaresume.session.ranks import all_come, on_all_ranks, on_rank_0
 from megaresume.session.session import Session
 from megaresume.stream.errors import UsageError
+
+#: see `check_loadable`.
+WRITTEN: Written = {
+    "DeepSpeed": (("pytorch_model/*",), "DeepSpeed: Accelerator(deepspeed_plugin=...), or accelerate launch"),
+    "FSDP": (("pytorch_model_fsdp*",), "FSDP: Accelerator(fsdp_plugin=...), or accelerate launch"),
+    "DDP": (("model*.safetensors", "pytorch_model.bin", "pytorch_model_[0-9]*.bin"), "neither DeepSpeed nor FSDP"),
+}
 
 
 class DataRecord:
@@ -59,20 +79,56 @@ class AcceleratorHost(StepHost):
     def __init__(self, accelerator: Any, steps: Steps) -> None:
         self.accelerator, self.steps, self.record = accelerator, steps, DataRecord()
         self.framework = f"accelerate {importlib.metadata.version('accelerate')}"
+        #: whether Accelerate is saving or loading.
+        self.is_at_files = False
+
+    def topology(self) -> Topology:
+        """See `Host`."""
+        return replace(super().topology(), zero_stage=zero_stage(self.accelerator))
+
+    def expected_files(self, save_dir: Path, tag: str) -> Sequence[str] | None:
+        """See `Host`."""
+        return expected_files(self.accelerator, save_dir, tag, inner=lambda _: "pytorch_model")
 
     def write(self, save: Save, write: Callable[[str], Any]) -> Any:
         """Write a checkpoint by Accelerate's own method ``write(directory)``."""
         self.record.held = self.held(save)
+
+        def write_files() -> Any:
+            with failing_late(self.accelerator) as errors, replaced(self, is_at_files=True):
+                result = write(str(save.tag_dir))
+            if errors:
+                raise errors[0]
+            return result
+
         # It deletes old checkpoints before the new one is complete, and stumbles over the records beside them.
         with replaced(self.accelerator.project_configuration, automatic_checkpoint_naming=False):
-            return write_all(save, lambda: write(str(save.tag_dir)))
+            return write_all(save, write_files)
 
-    def read(self, choice: Choice, read: Callable[[str], Any]) -> Reading:
-        """Read a checkpoint by Accelerate's own method ``read(directory)``."""
-        on_all_ranks(lambda: read(str(choice.tag_dir)))
-        for optimizer in self.accelerator._optimizers:
-            optimizer.optimizer.zero_grad()  # of a step that is given up
+    def read(self, choice: Choice, before: Topology | None, read: Callable[[str], Any]) -> Reading:
+        """Read a checkpoint by Accelerate's own method ``read(directory)``.
+
+        Args:
+            choice: the checkpoint.
+            before: how the run was laid out when it saved; None: not known.
+        """
+
+        def check_and_read() -> None:
+            check_loadable(self.accelerator, choice.tag_dir, before, written=WRITTEN, begin_anew=self.begin_anew)
+            with replaced(self, is_at_files=True):
+                read(str(choice.tag_dir))
+
+        on_all_ranks(check_and_read)
+        self._forget_gradients()
         return self.go_on(self.record.held)
+
+    def _forget_gradients(self) -> None:
+        """Of a step that is given up."""
+        if (engine := engine_of(self.accelerator)) is not None:
+            forget_gradients(engine)
+            return
+        for optimizer in self.accelerator._optimizers:
+            optimizer.optimizer.zero_grad()
 
 
 class AcceleratedLoop(StepLoop):
@@ -92,8 +148,9 @@ class AcceleratedLoop(StepLoop):
         #: those that have made the last step.
         self._made: list[Any] = []
         accelerator.register_for_checkpointing(host.record)
-        for optimizer in self._optimizers:
-            hook(optimizer, "step", functools.partial(self._step, optimizer))
+        engine = engine_of(accelerator)
+        for owner in self._optimizers if engine is None else [engine]:
+            hook(owner, "step", functools.partial(self._step, owner))
         hook(accelerator, "save_state", self._save_state)
         hook(accelerator, "load_state", self._load_state)
         hook(accelerator, "prepare", self._prepare)
@@ -120,7 +177,8 @@ class AcceleratedLoop(StepLoop):
 
     def _step(self, optimizer: Any, step: Callable[..., Any], *args: Any, **more: Any) -> Any:
         result = step(*args, **more)
-        if self.host.accelerator.sync_gradients:
+        # Under FSDP, torch makes the state of an optimizer by a step without gradients before it saves or loads it.
+        if self.host.accelerator.sync_gradients and not self.host.is_at_files:
             # Another optimizer of the same step makes no other one.
             if not self.steps.is_untouched or any(optimizer is one for one in self._made) or not self._made:
                 self.steps.stepped()
@@ -166,7 +224,12 @@ class AcceleratedLoop(StepLoop):
     def _load_state(self, read: Callable[..., Any], input_dir: Any = None, *args: Any, **more: Any) -> Resume | None:
         on_all_ranks(self._check_prepared)
         asked = None if input_dir is None else Path(os.path.abspath(os.path.expanduser(input_dir)))
-        self.host.load_by(lambda choice: self.host.read(choice, lambda path: read(path, *args, **more)), asked)
+
+        def read_files(choice: Choice, beside: StepFile | None) -> Reading:
+            before = None if beside is None else beside.topology
+            return self.host.read(choice, before, lambda path: read(path, *args, **more))
+
+        self.host.load_by(read_files, asked)
         return self.session.resumed
 
     def _check_prepared(self) -> None:

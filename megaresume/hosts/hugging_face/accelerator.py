@@ -22,6 +22,7 @@ from typing import Any
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
 from megaresume.hosts.hugging_face.accelerated_loop import AcceleratedLoop, AcceleratorHost
+from megaresume.hosts.hugging_face.backends import check_backend
 from megaresume.hosts.instances import SLOT, check_new, kind_of, refuse
 from megaresume.hosts.torch.feeds import feed_of
 from megaresume.hosts.torch.loop import check_checkpoints, open_session
@@ -110,11 +111,20 @@ def check_accelerator(accelerator: Any, loader: DataLoader | StreamLoader) -> No
             "give DataLoader(accumulation=...) and Accelerator(gradient_accumulation_steps=...) the same number",
         ),
         "this way to train on several devices": (
-            kind not in ("NO", "MULTI_CPU", "MULTI_GPU") and kind,
-            "train with DDP; with FSDP2 in a loop under megaresume.attach_loop; with DeepSpeed under megaresume.attach",
+            kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED") and kind,
+            "train with DDP, FSDP2 or DeepSpeed",
+        ),
+        "several models under DeepSpeed": (
+            kind == "DEEPSPEED" and len(accelerator._models) > 1 and f"{len(accelerator._models)} engines",
+            "one engine that trains; what does not train need not be prepared",
+        ),
+        "tensor, context or sequence parallelism": (
+            getattr(accelerator.parallelism_config, "non_data_parallel_size", 1) > 1,
+            "train with DDP, FSDP2 or DeepSpeed: these ranks need the same batches, and each would get its own",
         ),
     }
     refuse("attach_accelerator", refused)
+    check_backend(accelerator, "attach_accelerator")
 
 
 def _with_naming(checkpoints: Checkpoints, naming: Any) -> Checkpoints:

@@ -137,9 +137,10 @@ def _check_trainer(trainer: Any) -> None:
             trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size() > 1,
             "train with DDP, DeepSpeed or FSDP",
         ),
+        "fsdp with XLA": (getattr(trainer, "is_fsdp_xla_enabled", False), "train with DDP or FSDP2: it was not tried"),
     }
     refuse("attach_trainer", refused, expected="not set")
-    check_backend(trainer)
+    check_backend(trainer.accelerator, "attach_trainer")
     check_methods(trainer)
 
 

@@ -1,9 +1,13 @@
-"""How a Trainer shares out a model: DDP, DeepSpeed or FSDP; what follows for its checkpoints."""
+"""How Accelerate shares out a model, in a loop or under the Trainer, and what follows for its checkpoints.
+
+DDP, DeepSpeed or FSDP.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,38 +16,44 @@ from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.instances import refuse, replaced
 from megaresume.stream.errors import CheckpointError
 
-#: what a checkpoint has inside that only this back-end writes, as patterns, and how to train with it again.
-_WRITTEN = {
-    "DeepSpeed": (("global_step*",), "TrainingArguments(deepspeed=...)"),
-    "FSDP": (("pytorch_model_fsdp*", "optimizer.bin", "optimizer_[0-9]*"), "TrainingArguments(fsdp=...)"),
-    "DDP": (("optimizer.pt",), "neither deepspeed nor fsdp"),
-}
+#: back-end -> (what a checkpoint has inside that only this one writes, as patterns; how to train with it again).
+Written = Mapping[str, tuple[Sequence[str], str]]
 
 
-def backend_of(trainer: Any) -> str:
+def backend_of(accelerator: Any) -> str:
     """``DeepSpeed``, ``FSDP`` or ``DDP``, also of one rank."""
-    return "DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP" if trainer.is_fsdp_enabled else "DDP"
+    if accelerator.state.deepspeed_plugin is not None:
+        return "DeepSpeed"
+    return "FSDP" if getattr(accelerator.state, "fsdp_plugin", None) is not None else "DDP"
 
 
-def zero_stage(trainer: Any) -> int | None:
+def engine_of(accelerator: Any) -> Any:
+    """DeepSpeed's engine; None: another back-end, or nothing is prepared yet."""
+    return getattr(getattr(accelerator, "deepspeed_engine_wrapped", None), "engine", None)
+
+
+def zero_stage(accelerator: Any) -> int | None:
     """Of DeepSpeed: 0 to 3; None: another back-end."""
-    return int(trainer.accelerator.state.deepspeed_plugin.zero_stage) if trainer.is_deepspeed_enabled else None
+    plugin = accelerator.state.deepspeed_plugin
+    return None if plugin is None else int(plugin.zero_stage)
 
 
-def check_backend(trainer: Any) -> None:
+def check_backend(accelerator: Any, function: str) -> None:
     """Refuse ways of saving that cannot be committed.
+
+    Args:
+        accelerator: Accelerate's.
+        function: for errors: "attach_trainer".
 
     Raises:
         UsageError: naming the setting.
     """
-    refused: dict[str, tuple[Any, str]] = {
-        "fsdp with XLA": (getattr(trainer, "is_fsdp_xla_enabled", False), "it was not tried: train with DDP or FSDP2"),
-    }
-    if trainer.is_fsdp_enabled:
-        version = trainer.accelerator.state.fsdp_plugin.fsdp_version
-        refused["FSDP1"] = version == 1, "it was not tried: leave version out of fsdp_config, or set it to 2"
-    if trainer.is_deepspeed_enabled:
-        config: Mapping[str, Any] = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+    refused: dict[str, tuple[Any, str]] = {}
+    if (backend := backend_of(accelerator)) == "FSDP":
+        version = accelerator.state.fsdp_plugin.fsdp_version
+        refused["FSDP1"] = version == 1, "it was not tried: use FSDP2 (fsdp_version=2)"
+    if backend == "DeepSpeed":
+        config: Mapping[str, Any] = accelerator.state.deepspeed_plugin.deepspeed_config
         saving = config.get("checkpoint") or {}
         refused |= {
             "checkpoint.writer of DeepSpeed": (saving.get("writer"), "leave it out: it writes after the save"),
@@ -57,30 +67,33 @@ def check_backend(trainer: Any) -> None:
                 "leave it out, and start on as many ranks as saved the checkpoint",
             ),
         }
-    refuse("attach_trainer", refused, expected="not set")
+    refuse(function, refused, expected="not set")
 
 
-def check_loadable(trainer: Any, tag_dir: Path, before: Topology | None, begin_anew: str) -> None:
+def check_loadable(
+    accelerator: Any, tag_dir: Path, before: Topology | None, *, written: Written, begin_anew: str
+) -> None:
     """Refuse a checkpoint of which this back-end would not load all.
 
     Args:
-        trainer: that is to load it.
+        accelerator: whose back-end is to load it.
         tag_dir: ``checkpoint-N``.
         before: how the run was laid out when it saved; None: not known.
+        written: how checkpoints of each back-end are told apart.
         begin_anew: how to load weights alone.
 
     Raises:
         CheckpointError: another back-end wrote it; it has no optimizer; or ZeRO divided it over other ranks.
     """
-    now, stage, ranks = backend_of(trainer), zero_stage(trainer), trainer.args.world_size
-    wrote = [name for name, (patterns, _) in _WRITTEN.items() if any(any(tag_dir.glob(p)) for p in patterns)]
+    now, stage, ranks = backend_of(accelerator), zero_stage(accelerator), accelerator.num_processes
+    wrote = [name for name, (patterns, _) in written.items() if any(any(tag_dir.glob(p)) for p in patterns)]
     if now not in wrote:
         raise CheckpointError(
             f"the checkpoint was not written with {now}" if wrote else "the checkpoint has no optimizer",
             found=f"{tag_dir}, written with {wrote[0]}" if wrote else f"{tag_dir}, written with save_only_model",
             expected=f"one that was written with {now}",
             cause="the state of the optimizer would not be loaded",
-            action=f"train with {_WRITTEN[wrote[0]][1]}; or {begin_anew}" if wrote else begin_anew,
+            action=f"train with {written[wrote[0]][1]}; or {begin_anew}" if wrote else begin_anew,
         )
     if stage and before is not None and before.dp != ranks:
         raise CheckpointError(
@@ -93,30 +106,40 @@ def check_loadable(trainer: Any, tag_dir: Path, before: Topology | None, begin_a
         )
 
 
-def expected_files(trainer: Any, save_dir: Path, tag: str) -> Sequence[str] | None:
-    """What this rank writes into a checkpoint; None: not known beforehand."""
-    if not trainer.is_deepspeed_enabled:
+def expected_files(accelerator: Any, save_dir: Path, tag: str, *, inner: Callable[[Any], str]) -> list[str] | None:
+    """What this rank writes into a checkpoint; None: not known beforehand.
+
+    Args:
+        accelerator: Accelerate's.
+        save_dir, tag: of the checkpoint.
+        inner: of the engine, the directory in it that DeepSpeed writes to.
+    """
+    if (engine := engine_of(accelerator)) is None:
         return None
-    engine = trainer.model_wrapped
-    inner = f"global_step{engine.global_steps}"
-    return [f"{inner}/{name}" for name in facts.expected_files(engine, str(save_dir / tag), inner)]
+    name = inner(engine)
+    return [f"{name}/{file}" for file in facts.expected_files(engine, str(save_dir / tag), name)]
 
 
 @contextlib.contextmanager
-def failing_late(trainer: Any) -> Iterator[list[Exception]]:
+def failing_late(accelerator: Any, *writers: tuple[Any, str]) -> Iterator[list[Exception]]:
     """Within it, a rank that cannot write a file goes on to the collectives in which the others wait for it; what was
-    raised is in the list that is given."""
-    save = trainer._save
+    raised is in the list that is given.
+
+    Args:
+        accelerator: whose back-end writes.
+        writers: other methods, by owner and name, that write files of this rank before a collective.
+    """
     with contextlib.ExitStack() as stack:
         errors: list[Exception] = []
-        if trainer.is_deepspeed_enabled:
-            errors = stack.enter_context(facts.failing_late(trainer.model_wrapped))
+        if (engine := engine_of(accelerator)) is not None:
+            errors = stack.enter_context(facts.failing_late(engine))
 
-        def late(*args: Any, **more: Any) -> None:
+        def late(write: Callable[..., Any], *args: Any, **more: Any) -> None:
             try:
-                save(*args, **more)
+                write(*args, **more)
             except Exception as error:  # noqa: BLE001  raised later, on every rank
                 errors.append(error)
 
-        stack.enter_context(replaced(trainer, _save=late))
+        for owner, name in writers:
+            stack.enter_context(replaced(owner, **{name: functools.partial(late, getattr(owner, name))}))
         yield errors

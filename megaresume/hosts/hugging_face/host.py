@@ -17,7 +17,7 @@ from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import Envelope
 from megaresume.checkpoint.topology import Topology
-from megaresume.hosts.hugging_face.backends import check_loadable, expected_files, failing_late, zero_stage
+from megaresume.hosts.hugging_face.backends import Written, check_loadable, expected_files, failing_late, zero_stage
 from megaresume.hosts.torch.feeds import Items, micro_batches, micro_batches_to
 from megaresume.hosts.torch.host import StepHost, write_all
 from megaresume.session.host import Reading, Save
@@ -26,6 +26,13 @@ from megaresume.stream.errors import StateError, UsageError
 #: the key in ``stateful_callbacks`` of trainer_state.json.
 KEY = "megaresume"
 STATE = "trainer_state.json"
+
+#: see `check_loadable`.
+WRITTEN: Written = {
+    "DeepSpeed": (("global_step*",), "TrainingArguments(deepspeed=...)"),
+    "FSDP": (("pytorch_model_fsdp*", "optimizer.bin", "optimizer_[0-9]*"), "TrainingArguments(fsdp=...)"),
+    "DDP": (("optimizer.pt",), "neither deepspeed nor fsdp"),
+}
 
 
 class TrainerHost(StepHost):
@@ -58,11 +65,13 @@ class TrainerHost(StepHost):
 
     def topology(self) -> Topology:
         """See `Host`."""
-        return replace(Items(self.loader).topology(self.trained), zero_stage=zero_stage(self.trainer))
+        return replace(Items(self.loader).topology(self.trained), zero_stage=zero_stage(self.trainer.accelerator))
 
     def expected_files(self, save_dir: Path, tag: str) -> Sequence[str] | None:
         """See `Host`."""
-        return expected_files(self.trainer, save_dir, tag)
+        return expected_files(
+            self.trainer.accelerator, save_dir, tag, inner=lambda engine: f"global_step{engine.global_steps}"
+        )
 
     def stepped(self) -> None:
         """An optimizer step was made, of the batches handed out last. Raises as `check_step`."""
@@ -108,7 +117,7 @@ class TrainerHost(StepHost):
         self.trainer.state.stateful_callbacks[KEY] = save.envelope.to_dict()
 
         def write_files() -> None:
-            with failing_late(self.trainer) as errors:
+            with failing_late(self.trainer.accelerator, (self.trainer, "_save")) as errors:
                 write()
                 if errors:
                     raise errors[0]
@@ -140,7 +149,9 @@ class TrainerHost(StepHost):
             ) from error
         envelope = None if within is None else Envelope.read(within)
         if envelope is not None:
-            check_loadable(self.trainer, choice.tag_dir, before, self.begin_anew)
+            check_loadable(
+                self.trainer.accelerator, choice.tag_dir, before, written=WRITTEN, begin_anew=self.begin_anew
+            )
         return Reading(envelope=envelope, iteration=step, samples=0 if envelope is None else envelope.samples)
 
     # How long a run and an epoch are

@@ -25,6 +25,7 @@ from megatron.bridge.training.utils.pg_utils import get_pg_collection
 from megaresume.batches.loader import StreamLoader
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.paths import is_usual_tag, megatron_tag, tag_iteration
+from megaresume.checkpoint.step_file import StepFile
 from megaresume.hosts.instances import SLOT, replaced
 from megaresume.hosts.megatron_bridge.run import Run
 from megaresume.session.host import Reading
@@ -63,7 +64,7 @@ class Manager:
         elif own.ckpt_step is not None:
             asked = root / megatron_tag(own.ckpt_step)
 
-        def read(choice: Choice) -> Reading:
+        def read(choice: Choice, _beside: StepFile | None) -> Reading:
             return run.host.read(
                 choice,
                 ctx.state,

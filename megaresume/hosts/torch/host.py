@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import Envelope
+from megaresume.checkpoint.step_file import StepFile
 from megaresume.checkpoint.topology import Topology
 from megaresume.hosts.instances import refuse
 from megaresume.hosts.torch.background import Background
@@ -70,19 +71,23 @@ class StepHost(Host):
         return Reading(envelope=Envelope.read(held["data"]), iteration=held["step"], samples=held["samples"])
 
     def load_by(
-        self, read: Callable[[Choice], Reading], tag_dir: Path | None = None, *, root: Path | None = None
+        self,
+        read: Callable[[Choice, StepFile | None], Reading],
+        tag_dir: Path | None = None,
+        *,
+        root: Path | None = None,
     ) -> Any:
         """`Session.load`; nothing is trained any more if it fails.
 
         Args:
-            read: the files of this rank.
+            read: the files of this rank; is also given what lies beside them.
             tag_dir: exactly this checkpoint; None: the newest complete one.
             root: that it is looked for in; None: where the run saves.
         """
         session = self.steps.session
         root, pick = (root or self.save_dir, None) if tag_dir is None else (tag_dir.parent, session.exactly(tag_dir))
         with self.steps.loading():
-            return session.load(root, lambda choice, _beside: read(choice), pick=pick)
+            return session.load(root, read, pick=pick)
 
 
 def write_all(save: Save, write: Callable[[], T]) -> T:

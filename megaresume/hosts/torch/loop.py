@@ -163,7 +163,7 @@ class Loop(StepLoop):
             StateError: no data state, or of other data, or of other objects.
         """
         root = self.host.save_dir if directory is None else Path(os.path.abspath(directory))
-        self.host.load_by(self.host.read, None if tag is None else root / tag, root=root)
+        self.host.load_by(lambda choice, _: self.host.read(choice), None if tag is None else root / tag, root=root)
         return self.session.resumed
 
 

@@ -87,7 +87,7 @@ class Hooks:
         """
         folder = self.host.folder
         asked = None if step == -1 else folder / torchtitan_tag(step)
-        if self.host.load_by(lambda choice: self.host.read(choice, load), asked, root=folder):
+        if self.host.load_by(lambda choice, _: self.host.read(choice, load), asked, root=folder):
             return True
         # Our records lie in the folder already, and torchtitan takes initial_load_path only if there is none.
         with replaced(self.host.manager, folder=str(records_dir(folder) / "none")):

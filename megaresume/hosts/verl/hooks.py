@@ -50,7 +50,7 @@ class Hooks:
         if asked.resume_mode == "disable":
             return load()
         path = None if asked.resume_from_path is None else Path(os.path.abspath(asked.resume_from_path))
-        found = self.host.load_by(lambda choice: self.host.read(choice, load), path)
+        found = self.host.load_by(lambda choice, _: self.host.read(choice, load), path)
         if found is not None:
             return found[0]
         with replaced(asked, resume_mode="disable"):

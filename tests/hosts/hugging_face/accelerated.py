@@ -16,20 +16,45 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import DeepSpeedPlugin, DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration
 
 import megaresume
-from tests.hosts.torch.program import BASE, ITEMS, Model, Numbers, die_in_the_next_save, loader_of, write_down
+from tests.hosts.torch.program import (
+    BASE,
+    ITEMS,
+    Model,
+    Numbers,
+    die_in_the_next_save,
+    loader_of,
+    without_shared_memory,
+    write_down,
+)
 
 
-def accelerator_of(directory: Path, accumulation: int, limit: int | None = None, **options: Any) -> Accelerator:
-    """A new one, as in a new process."""
+def accelerator_of(
+    directory: Path, accumulation: int, limit: int | None = None, backend: str = "", **options: Any
+) -> Accelerator:
+    """A new one, as in a new process. Back-ends: ``zero1`` to ``zero3``, ``fsdp-full``, ``fsdp-sharded``; else DDP."""
     if not torch.distributed.is_initialized():
         for state in (AcceleratorState, PartialState):
             state._reset_state()
     GradientState._reset_state()
     naming = ProjectConfiguration(str(directory), automatic_checkpoint_naming=True, total_limit=limit)
-    return Accelerator(cpu=True, gradient_accumulation_steps=accumulation, project_config=naming, **options)
+    # Accelerate shards models over GPUs alone, and would train these with DDP; FSDP and DeepSpeed run on CPUs.
+    kind, _, detail = backend.partition("-")
+    if kind == "fsdp":
+        PartialState(cpu=True)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+            fsdp_version=2, state_dict_type=f"{detail.upper()}_STATE_DICT"
+        )
+    if kind.startswith("zero"):
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # as `accelerate launch` does
+        PartialState(backend="gloo")
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": int(kind[4:])}}
+        config |= {"gradient_accumulation_steps": accumulation, "zero_allow_untested_optimizer": True}
+        options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=config)
+    return Accelerator(cpu=not kind, gradient_accumulation_steps=accumulation, project_config=naming, **options)
 
 
 def run(
@@ -46,11 +71,12 @@ def run(
     limit: int | None = None,
     load: str | None = None,
     stop: Any = None,
+    backend: str = "",
     watch: Callable[[Any], None] | None = None,
     **options: Any,
 ) -> Any:
     """Train to the end; the record lies beside the directory."""
-    accelerator = accelerator_of(directory, accumulation, limit)
+    accelerator = accelerator_of(directory, accumulation, limit, backend)
     torch.manual_seed(1)
     model = Model()
     del model.unused  # DDP would wait for its gradients
@@ -96,6 +122,11 @@ def run(
 if __name__ == "__main__":
     torch.set_num_threads(1)
     asked = json.loads(sys.argv[2])
+    # With torchrun --max-restarts the ranks start again, and only the first time they are killed.
+    if restarts := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+        asked |= {"attempt": 1 + restarts, "kill": ("", 0)}
+    if asked.get("backend", "").startswith("zero"):
+        without_shared_memory()
     run(Path(sys.argv[1]), kill=tuple(asked.pop("kill", ("", 0))), **asked)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -20,6 +20,8 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
+from tests.hosts.torch.program import without_shared_memory
+
 ITEMS, BASE = 100, 32
 
 
@@ -117,13 +119,6 @@ def _take_cpus_for_gpus(args: TrainingArguments) -> None:
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
-def _without_shared_memory() -> None:
-    """Its operators are compiled for minutes, and gloo does as well."""
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
 if __name__ == "__main__":
     import megaresume
 
@@ -133,7 +128,7 @@ if __name__ == "__main__":
     if restarts := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
         asked |= {"attempt": 1 + restarts, "kill": ("", 0)}
     if asked.get("deepspeed"):
-        _without_shared_memory()
+        without_shared_memory()
     attached = asked.pop("attach", {})
     if asked.pop("texts", False):
         asked["data"] = Texts()

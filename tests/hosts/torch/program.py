@@ -54,6 +54,13 @@ class Model(torch.nn.Module):
         return torch.nn.functional.cross_entropy(logits, tokens.flatten())
 
 
+def without_shared_memory() -> None:
+    """DeepSpeed's operators for it are compiled for minutes, and gloo does as well."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def wrapped(parallel: str) -> Any:
     """A model, alike on every rank."""
     torch.manual_seed(1)
