@@ -38,7 +38,7 @@ from megaresume.batches.dataset import StreamDataset, Together, whole
 from megaresume.batches.items.planned import available
 from megaresume.batches.memory import Inbox, Outbox, shown
 from megaresume.stream.batches import Balance, BatchSchedule, micro_batches
-from megaresume.stream.dealing import deal, deal_in_part, in_part
+from megaresume.stream.dealing import deal, deal_in_part, in_parts
 from megaresume.stream.errors import MegaresumeError, StreamExhausted, UsageError
 from megaresume.stream.stream import Stream
 
@@ -213,7 +213,7 @@ class StreamLoader:
     def _last_step(self, sample: int, size: int) -> Iterator[tuple[range, Sequence[Sequence[int]]]]:
         layout = {"micro_batch_size": self.micro_batch_size, "dp_size": self.dp_size}
         there = available(self.stream, sample, size)
-        samples = in_part(there, **layout) if self.at_end == "deal" else 0
+        samples = sum(in_parts(there, **layout)) if self.at_end == "deal" else 0
         if samples:
             micro_steps = deal_in_part(
                 self.stream, sample, samples, dp_rank=self.dp_rank, balance=self.balance, **layout

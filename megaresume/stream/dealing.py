@@ -74,10 +74,22 @@ def deal(
     return [order[place.start - sample : place.stop - sample] for place in places]
 
 
-def in_part(samples: int, *, micro_batch_size: int, dp_size: int) -> int:
-    """How many of so few samples for a step can be dealt out: of a last micro-batch, every rank must be given some."""
-    rest = samples % (micro_batch_size * dp_size)
-    return samples - rest if rest < dp_size else samples
+def in_parts(samples: int, *, micro_batch_size: int, dp_size: int) -> list[int]:
+    """How few samples for a step are dealt out: how many of each micro-batch, of all ranks together.
+
+    Every rank must be given some of every micro-batch, as all ranks wait for each other. Micro-batches are whole, up to
+    the last. If that would have fewer samples than there are ranks, it shares those of the one before it evenly; with
+    one sample a micro-batch there is nothing to share, and they are left over.
+    """
+    everybody = micro_batch_size * dp_size
+    whole, rest = divmod(samples, everybody)
+    parts = [everybody] * whole
+    if rest >= dp_size:
+        parts.append(rest)
+    elif rest and whole and micro_batch_size > 1:
+        last = (everybody + rest) // 2
+        parts[-1:] = [everybody + rest - last, last]
+    return parts
 
 
 def deal_in_part(
@@ -90,15 +102,20 @@ def deal_in_part(
     dp_size: int,
     balance: Balance | None,
 ) -> list[list[int]]:
-    """The samples of each micro-step of one rank for a short step, of as many samples as `in_part` says.
-
-    Micro-batches are whole, up to the last, which is dealt out evenly.
-    """
+    """The samples of each micro-step of one rank for a short step, of as many samples as `in_parts` deals out."""
     plan = stream.plan(sample, sample + samples)
     order = dealt_order(plan, balance, micro_batch_size=micro_batch_size, dp_size=dp_size).tolist()
-    everybody = micro_batch_size * dp_size
-    sizes = [(first, min(everybody, samples - first)) for first in range(0, samples, everybody)]
-    return [order[a + n * dp_rank // dp_size : a + n * (dp_rank + 1) // dp_size] for a, n in sizes]
+    mine, first = [], 0
+    for size in in_parts(samples, micro_batch_size=micro_batch_size, dp_size=dp_size):
+        begin, stop = part_of(size, dp_rank=dp_rank, dp_size=dp_size)
+        mine.append(order[first + begin : first + stop])
+        first += size
+    return mine
+
+
+def part_of(samples: int, *, dp_rank: int, dp_size: int) -> tuple[int, int]:
+    """[first, stop) of the samples of a micro-batch that one rank is given: as many as any other, or one more."""
+    return samples * dp_rank // dp_size, samples * (dp_rank + 1) // dp_size
 
 
 def dealt_order(plan: Plan, balance: Balance | None, *, micro_batch_size: int, dp_size: int) -> Int64Array:

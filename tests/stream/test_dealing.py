@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from benchmarks.balance import karmarkar_karp
 from megaresume.stream.batches import Balance, Objective
 from megaresume.stream.config import StreamConfig
-from megaresume.stream.dealing import costs, deal, dealt_order, even_groups
+from megaresume.stream.dealing import costs, deal, dealt_order, even_groups, in_parts
 from megaresume.stream.errors import StateError, UsageError
 from megaresume.stream.stream import Stream
 from megaresume.testing import LengthList
@@ -83,6 +83,17 @@ def test_micro_batches_that_cost_alike_are_in_one_micro_step() -> None:
     cost = dict(enumerate(costs(stream().plan(0, BATCH), Balance()).tolist()))
     by_step = [[cost[rank[k][0]] for rank in ranks] for k in range(4)]
     assert sorted(cost.values(), reverse=True) == [c for step in by_step for c in sorted(step, reverse=True)]
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("micro", [1, 2, 3, 8])
+def test_a_short_step_trains_what_can_be_trained(dp: int, micro: int) -> None:
+    """With n micro-batches, n * dp to n * dp * micro samples: some for every rank, and not too many."""
+    for samples in range(1, 6 * dp * micro):
+        parts = in_parts(samples, micro_batch_size=micro, dp_size=dp)
+        assert all(dp <= part <= dp * micro for part in parts)
+        fitting = range(1, -(-samples // (dp * micro)) + 1)
+        assert sum(parts) == max((min(samples, n * dp * micro) for n in fitting if n * dp <= samples), default=0)
 
 
 @pytest.mark.process

@@ -18,7 +18,7 @@ import xxhash
 
 from megaresume.batches.items.source import ItemSource
 from megaresume.stream.batches import Balance
-from megaresume.stream.dealing import dealt_order
+from megaresume.stream.dealing import dealt_order, in_parts, part_of
 from megaresume.stream.errors import StreamExhausted
 from megaresume.stream.planning.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.stream.planning.plan import Plan
@@ -62,8 +62,14 @@ class Share:
         return -(-samples // self.step) * self.step
 
     def of(self, samples: int) -> tuple[int, int]:
-        """This rank's part of so many samples: batch_size of a whole micro-batch, else dealt out evenly."""
-        return samples * self.dp_rank // self.dp_size, samples * (self.dp_rank + 1) // self.dp_size
+        """This rank's part of a micro-batch of so many samples: batch_size of a whole one, else dealt out evenly."""
+        return part_of(samples, dp_rank=self.dp_rank, dp_size=self.dp_size)
+
+    def parts(self, samples: int) -> list[int]:
+        """The micro-batches of as many samples from the beginning of a step on: how many of all ranks each has."""
+        short = samples % self.step
+        last = in_parts(short, micro_batch_size=self.batch_size, dp_size=self.dp_size)
+        return [self.everybody] * ((samples - short) // self.everybody) + last
 
     def dealt(self, plan: Plan) -> list[int]:
         """The samples of whole steps, and of one that may be short, in the order in which they are dealt out: by
@@ -228,28 +234,33 @@ class Places:
             plan = self._stream.plan(position, position + samples)
             places, starts = self._places(plan), plan.starts.tolist()
             order = None if share.balance is None else share.dealt(plan)
-            for first in range(0, samples, everybody):
-                size = min(everybody, samples - first)
-                if size < share.dp_size:
-                    log.warning(
-                        "megaresume: the last %d items of the stream are not trained: there are %d ranks",
-                        size,
-                        share.dp_size,
-                    )
-                    return
-                if position + first < self.start:
+            first = 0
+            for size in share.parts(samples):
+                begin, stop = (first + k for k in (mine if size == everybody else share.of(size)))
+                first += size
+                if position + first <= self.start:
                     continue  # handed out before
-                begin, stop = mine if size == everybody else share.of(size)
                 if order is None:
-                    batch = places[starts[first + begin] : starts[first + stop]]
+                    batch = places[starts[begin] : starts[stop]]
                 else:
-                    mine_too = order[first + begin : first + stop]
-                    batch = [place for k in mine_too for place in places[starts[k] : starts[k + 1]]]
-                ahead.append((position + first + size, len(batch)))
+                    batch = [place for k in order[begin:stop] for place in places[starts[k] : starts[k + 1]]]
+                ahead.append((position + first, len(batch)))
                 yield batch
+            if first < samples:
+                self._say_left_over(samples - first)
+                return
             position += samples
             if there < wanted or (end is not None and position >= end):
                 return
+
+    def _say_left_over(self, items: int) -> None:
+        # Where the run says beforehand with which sample it ends, it has said this as well.
+        if self.stop is None and not self._share.dp_rank:
+            log.warning(
+                "megaresume: the last %d items of the stream are not trained: there are %d ranks",
+                items,
+                self._share.dp_size,
+            )
 
     def _until(self, position: int, wanted: int) -> int:
         return wanted if self.stop is None else max(min(wanted, self.stop - position), 0)

@@ -129,6 +129,10 @@ def _check_trainer(trainer: Any) -> None:
         "dispatch_batches": (accelerator.dispatch_batches, f"{leave}: every rank reads its own items"),
         "auto_find_batch_size": (args.auto_find_batch_size, f"{leave}, and set per_device_train_batch_size"),
         "dataloader_in_order=False": (not getattr(args, "dataloader_in_order", True), leave),
+        "save_only_model": (
+            args.save_only_model,
+            f"{leave}: without the optimizer, no run can go on from a checkpoint",
+        ),
         "load_best_model_at_end with save_total_limit": (
             args.load_best_model_at_end and args.save_total_limit is not None,
             "leave save_total_limit out: it could delete the best checkpoint",

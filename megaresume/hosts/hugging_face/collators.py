@@ -33,6 +33,8 @@ def packing_collator(trainer: Any) -> Collate:
     pads = isinstance(given, theirs.DataCollatorMixin | theirs.DataCollatorForSeq2Seq | theirs.DataCollatorWithPadding)
     if isinstance(given, theirs.DataCollatorWithFlattening) or getattr(given, "padding_free", not pads):
         return OneRow(collator(trainer))
+    if any(base.__module__ == "trl.trainer.sft_trainer" for base in type(trainer).__mro__):
+        raise _pads(kind_of(given), "SFTConfig(padding_free=True, max_length=None): TRL's collator then makes one row")
     raise _pads(kind_of(given))
 
 
@@ -55,11 +57,14 @@ class OneRow:
         return batch
 
 
-def _pads(found: str) -> UsageError:
+_LEAVE_OUT = "leave data_collator out: labels are then those of the items, or their input_ids"
+
+
+def _pads(found: str, action: str = _LEAVE_OUT) -> UsageError:
     return UsageError(
         "this data_collator pads, and seq_length packs",
         found=f"data_collator: {found}",
         expected="none; DataCollatorWithFlattening; or a function that makes one row of the items of a batch",
         cause="the items of a packed sample would be laid side by side, each padded to the longest",
-        action="leave data_collator out: labels are then those of the items, or their input_ids",
+        action=action,
     )

@@ -69,11 +69,14 @@ class Hooks:
                 "attach_trainer is for one training",
                 found="a trial of a hyperparameter search" if trial is not None else "a second trainer.train()",
                 expected="one trainer.train() for each Trainer",
-                action="make a new Trainer with an output_dir of its own, and attach to it",
+                action="to train on, make a new Trainer with more num_train_epochs or max_steps, attach to it, and "
+                "call train(resume_from_checkpoint=True); for another training, give it an output_dir of its own",
             )
         self._ran = True
         on_all_ranks(self._check_settings)
         path = self._chosen(resume_from_checkpoint) if resume_from_checkpoint else None
+        if not resume_from_checkpoint and self.trainer.args.save_strategy == "no" and self.session.stopper is None:
+            self.session.save_dir = None  # what lies there is another run's, which this one does not save over
         # Retention is the session's: what the Trainer deletes, it deletes before the newer one is complete.
         with replaced(self.trainer.args, save_total_limit=None):
             result = train(path, trial, *args, **more)
@@ -91,6 +94,7 @@ class Hooks:
             "dataloader_num_workers",
             "data_seed",
             "seed",
+            "output_dir",
         )
         return {name: getattr(trainer.args, name) for name in names} | {
             name: getattr(trainer, name) for name in ("train_dataset", "data_collator")
@@ -99,12 +103,12 @@ class Hooks:
     def _check_settings(self) -> None:
         now = self._settings()
         for name, before in self._attached_with.items():
-            if now[name] is not before and not (isinstance(before, int | None) and now[name] == before):
+            if now[name] is not before and not (isinstance(before, int | str | None) and now[name] == before):
                 raise UsageError(
                     f"{name} was changed after attach_trainer",
                     found=f"{name}: {now[name]!r:.80}",
                     expected=f"{before!r:.80}",
-                    cause="the loader is made when attach_trainer is called",
+                    cause="the loader is made, and output_dir locked, when attach_trainer is called",
                     action="call attach_trainer last, just before trainer.train",
                 )
 
@@ -139,8 +143,10 @@ class Hooks:
 
         Raises:
             StateError: somebody else has read from the loader.
+            UsageError: the epoch before it was ended early.
         """
         self.host.check_position()
+        self.host.check_epoch(more["epoch"])
         batches, steps = self.host.batches_of_epoch()
         return run(**more | {"steps_in_epoch": batches, "num_update_steps_per_epoch": steps})
 

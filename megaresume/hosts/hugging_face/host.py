@@ -18,7 +18,7 @@ from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import Envelope
 from megaresume.checkpoint.topology import Topology
 from megaresume.hosts.hugging_face.backends import Written, check_loadable, expected_files, failing_late, zero_stage
-from megaresume.hosts.torch.feeds import Items, micro_batches, micro_batches_to
+from megaresume.hosts.torch.feeds import Items, micro_batches, micro_batches_to, say_left_over
 from megaresume.hosts.torch.host import StepHost, write_all
 from megaresume.session.host import Reading, Save
 from megaresume.stream.errors import StateError, UsageError
@@ -112,6 +112,21 @@ class TrainerHost(StepHost):
                 action="to look at a batch: trainer.data_collator([dataset[0], dataset[1]])",
             )
 
+    def check_epoch(self, epoch: int) -> None:
+        """Raise a UsageError unless the loader has come to an epoch, which the Trainer begins."""
+        loader = self.loader
+        if loader.epoch != epoch:
+            raise UsageError(
+                "control.should_epoch_stop cannot be used with attach_trainer",
+                found=f"the Trainer begins epoch {epoch}, and the data stands at sample {loader.samples}, in epoch "
+                f"{loader.epoch}, which has samples up to {loader.epoch_end}",
+                expected="epochs that come to their end: their other items would never be trained",
+                cause="a callback set control.should_epoch_stop",
+                action="control.should_training_stop ends the run, and a resume goes on there; to evaluate or save "
+                "within an epoch, eval_steps and save_steps; to train fewer items, torch.utils.data.Subset of the "
+                "dataset",
+            )
+
     def write(self, save: Save, write: Any) -> None:
         """Write a checkpoint by the Trainer's own method ``write()``, with the data state in its trainer_state.json."""
         self.trainer.state.stateful_callbacks[KEY] = save.envelope.to_dict()
@@ -166,6 +181,7 @@ class TrainerHost(StepHost):
         if args.max_steps > 0:
             return loader.epoch + self._epochs_of(max(args.max_steps - self.step, 0)), int(args.max_steps)
         loader.stop = max(self._end_of(args.num_train_epochs), self.trained)
+        say_left_over(loader, loader.stop - self.trained)
         steps = self._steps(micro_batches(loader, loader.stop - self.trained))
         return math.ceil(args.num_train_epochs), self.step + steps
 

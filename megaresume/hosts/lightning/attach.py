@@ -21,7 +21,7 @@ from megaresume.hosts.lightning.host import LightningHost
 from megaresume.hosts.torch.feeds import Items
 from megaresume.hosts.torch.loop import check_checkpoints, open_session
 from megaresume.hosts.torch.steps import Steps
-from megaresume.session.ranks import on_all_ranks
+from megaresume.session.ranks import is_rank_0, on_all_ranks
 from megaresume.session.session import Session
 from megaresume.session.settings import Checkpoints
 from megaresume.session.stopping import StopConditions
@@ -37,7 +37,8 @@ def attach_lightning(trainer: Any, checkpoints: Checkpoints, *, stop: StopCondit
 
     The training data is a `DataLoader`: given to ``fit``, or made by ``train_dataloader`` of the model or the data
     module. ``fit(ckpt_path="last")`` goes on from the newest complete checkpoint of ``save_dir``, or begins if there is
-    none. Whenever a ModelCheckpoint saves, a complete checkpoint is made; its own file is a link into that.
+    none. Whenever a ModelCheckpoint saves, a complete checkpoint is made; its own file is a link into that. A Trainer
+    with ``fast_dev_run``, which saves nothing, is left as it is.
 
     Args:
         trainer: ``lightning.Trainer`` or ``pytorch_lightning.Trainer``, on one device or with DDP.
@@ -50,6 +51,10 @@ def attach_lightning(trainer: Any, checkpoints: Checkpoints, *, stop: StopCondit
     """
     check_checkpoints(checkpoints)
     package = check_trainer(trainer, stops=stop is not None)
+    if trainer.fast_dev_run:
+        if is_rank_0():
+            print("megaresume: fast_dev_run saves nothing: attach_lightning leaves this Trainer as it is", flush=True)
+        return
 
     def open_run(loader: Any, save: Callable[[], Any]) -> tuple[LightningHost, Session]:
         on_all_ranks(lambda: check_fit(trainer, package, loader))
@@ -95,11 +100,11 @@ def check_trainer(trainer: Any, *, stops: bool) -> str:
     environment = trainer._accelerator_connector.cluster_environment
     leave = "leave it out"
     refused = {
-        "fast_dev_run": (trainer.fast_dev_run, "it saves nothing: call attach_lightning only without it"),
         "overfit_batches": (trainer.overfit_batches, "torch.utils.data.Subset of the dataset"),
         "limit_train_batches": (
             trainer.limit_train_batches not in (None, 1.0) and trainer.limit_train_batches,
-            "max_steps; or a smaller dataset",
+            "max_steps for the length of the run; val_check_interval=N, check_val_every_n_epoch=None to validate after "
+            "every N batches; torch.utils.data.Subset to train fewer items",
         ),
         "reload_dataloaders_every_n_epochs": (
             trainer.reload_dataloaders_every_n_epochs,

@@ -15,7 +15,7 @@ import torch
 from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.hosts.instances import replaced
-from megaresume.hosts.torch.feeds import micro_batches_to
+from megaresume.hosts.torch.feeds import micro_batches_to, say_left_over
 from megaresume.hosts.torch.host import StepHost, write_all
 from megaresume.hosts.torch.steps import Steps
 from megaresume.session.host import Reading, Save
@@ -69,8 +69,10 @@ class LightningHost(StepHost):
     def batches_of_epoch(self) -> tuple[int, int]:
         """Micro-batches of this epoch: (that are trained, in whole steps of today; that are to come)."""
         loader, at, end = self.loader, self.steps.trained, self.loader.epoch_end
-        if loader.epoch + 1 == self.epochs():
+        if loader.epoch + 1 == self.epochs() and loader.stop != end:
             loader.stop = end
+            if not loader.drop_last:
+                say_left_over(loader, end - at)
         within = max(at - (end - loader.items), 0)
         return within // loader.step_samples * loader.accumulation, micro_batches_to(loader, end, at)
 

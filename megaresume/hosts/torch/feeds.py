@@ -1,13 +1,14 @@
 """The data of a loop: `Items` of a `DataLoader`, `Samples` of a `StreamLoader`.
 
 Each is the `Data` of a session, and a `Feed`: micro-batches from a sample on, and how many samples are a step.
-For trainers that count epochs by themselves: `micro_batches`, `micro_batches_to`.
+For trainers that count epochs by themselves: `micro_batches`, `micro_batches_to`, `say_left_over`.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, Protocol
 
 from megaresume.batches.data_loader import DataLoader
@@ -20,9 +21,12 @@ from megaresume.checkpoint.topology import Topology
 from megaresume.hosts.instances import kind_of
 from megaresume.session.host import Data, change_lines
 from megaresume.session.ranks import gather, world_size
+from megaresume.stream.dealing import in_parts
 from megaresume.stream.errors import StateError, StreamExhausted, UsageError
 from megaresume.stream.faults import NO_FAULTS, Faults
 from megaresume.stream.stream import Stream
+
+log = logging.getLogger(__name__)
 
 
 class Feed(Data, Protocol):
@@ -238,7 +242,11 @@ class Samples(Feed):
     def after(self, batch: Any, sample: int) -> int:
         """See `Feed`."""
         self._faults.add(batch)
-        return sample + self._there(sample, self.loader.micro_batch_size * self.loader.dp_size)
+        micro, dp, size = self.loader.micro_batch_size, self.loader.dp_size, self.size_at(self._trained)
+        if (there := self._there(self._trained, size)) == size:
+            return sample + micro * dp
+        ends = accumulate(in_parts(there, micro_batch_size=micro, dp_size=dp), initial=self._trained)
+        return next(end for end in ends if end > sample)
 
     def _there(self, sample: int, wanted: int) -> int:
         """How many of these samples the stream has."""
@@ -297,9 +305,28 @@ def micro_batches_to(loader: DataLoader, end: int, sample: int) -> int:
 
 
 def micro_batches(loader: DataLoader, samples: int) -> int:
-    """Of so many samples, of which every rank must be given some."""
-    whole, rest = divmod(samples, loader.batch_size * loader.dp_size)
-    return whole + (rest >= loader.dp_size)
+    """Of so many samples from the beginning of a step on, of which every rank must be given some."""
+    return samples // loader.step_samples * loader.accumulation + len(_last_parts(loader, samples))
+
+
+def say_left_over(loader: DataLoader, samples: int) -> None:
+    """Say, on rank 0, which of so many samples to the end of the run cannot be given to all ranks."""
+    short = samples % loader.step_samples
+    left = short - sum(_last_parts(loader, samples))
+    if left and not loader.dp_rank:
+        log.warning(
+            "megaresume: the last %d items of the run will not be trained: its last step has %d, and there are %d "
+            "ranks, each of which needs %s; resumed on fewer ranks, the run trains them",
+            left,
+            short,
+            loader.dp_size,
+            "one" if short < loader.dp_size else "as many, one at a time",
+        )
+
+
+def _last_parts(loader: DataLoader, samples: int) -> list[int]:
+    short = samples % loader.step_samples
+    return in_parts(short, micro_batch_size=loader.batch_size, dp_size=loader.dp_size)
 
 
 def _topology(loader: DataLoader | StreamLoader, micro_batch_size: int, step_samples: int) -> Topology:

@@ -130,6 +130,8 @@ if __name__ == "__main__":
     if asked.get("deepspeed"):
         without_shared_memory()
     attached = asked.pop("attach", {})
+    if number := asked.pop("items", 0):
+        asked["data"] = Numbers(number)
     if asked.pop("texts", False):
         asked["data"] = Texts()
     trainer = make(Path(sys.argv[1]), kill=tuple(asked.pop("kill", ("", 0))), **asked)

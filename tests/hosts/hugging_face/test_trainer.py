@@ -123,6 +123,20 @@ def test_one_rank(copy: Path, order: list[int], size: int, options: Any, capfd: 
     assert [(e.iteration, e.samples) for e in entries if e.kind == "finished"] == [(len(steps), 300)]
 
 
+@pytest.mark.parametrize(("number", "micro", "left"), [(45, 2, 0), (47, 1, 1)])
+def test_a_last_step_that_is_short_on_two_ranks(tmp_path: Path, number: int, micro: int, left: int) -> None:
+    """Steps of 8 and of 4: the last one has 5 items, in micro-batches of 3 and 2; or 3, of which one is left over."""
+    output = tmp_path / "run"
+    options = {"per_device_train_batch_size": micro, "num_train_epochs": 1, "save_steps": 100}
+    status, said = launch_forked(PROGRAM, output, 2, items=number, **options)
+    assert status == 0
+    assert said.count("the last 1 items of the run will not be trained: its last step has 3, and there are 2") == left
+    handed = items(trained(output))
+    assert len(handed) == len(set(handed)) == number - left
+    run(output, data=Numbers(number), **options)
+    assert sorted(items(trained(output))) == list(range(number)) and items(trained(output))[: number - left] == handed
+
+
 def digest_of(output: Path, step: int) -> str:
     return json.loads((output / "megaresume" / f"step_{step:07d}.manifest.json").read_text())["digest"]
 

@@ -14,6 +14,8 @@ pytest.importorskip("accelerate")
 from transformers import TrainerCallback
 
 import megaresume
+from megaresume.checkpoint.ledger import read_ledger
+from megaresume.checkpoint.paths import ledger_path
 from megaresume.stream.errors import CheckpointError, StateError, UsageError
 from tests.hosts.hugging_face.program import Numbers, make
 from tests.hosts.torch.record import items, lines, trained
@@ -38,9 +40,10 @@ def order(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
         ("gradient_accumulation_steps", 1),
         ("dataloader_num_workers", 1),
         ("seed", 7),
+        ("output_dir", "elsewhere"),
     ],
 )
-def test_a_setting_changed_afterwards(tmp_path: Path, name: str, value: int) -> None:
+def test_a_setting_changed_afterwards(tmp_path: Path, name: str, value: Any) -> None:
     trainer = make(tmp_path / "run")
     megaresume.attach_trainer(trainer)
     setattr(trainer.args, name, value)
@@ -128,7 +131,8 @@ def test_an_epoch_that_a_callback_ends_early_is_refused(tmp_path: Path) -> None:
     trainer = make(tmp_path / "run", num_train_epochs=2)
     trainer.add_callback(Stop())
     megaresume.attach_trainer(trainer)
-    with pytest.raises(UsageError, match="epoch 1 is not the one that comes next"):
+    words = r"should_epoch_stop cannot be used(.|\n)*sample 8, in epoch 0(.|\n)*should_training_stop"
+    with pytest.raises(UsageError, match=words):
         trainer.train()
 
 
@@ -157,10 +161,37 @@ def test_checkpoints_of_others(tmp_path: Path, order: list[int]) -> None:
 
 
 def test_a_checkpoint_without_an_optimizer(tmp_path: Path) -> None:
-    for attempt in (1, 2):
-        trainer = make(tmp_path / "run", max_steps=5 * attempt, save_only_model=True)
+    trainer = make(tmp_path / "run", max_steps=5, save_only_model=True)
+    with pytest.raises(UsageError, match="save_only_model cannot be used with attach_trainer"):
         megaresume.attach_trainer(trainer)
-        if attempt == 1:
-            trainer.train()
+    trainer = make(tmp_path / "run", max_steps=5)
+    megaresume.attach_trainer(trainer)
+    trainer.train()
+    (tmp_path / "run" / "checkpoint-5" / "optimizer.pt").unlink()
+    shutil.rmtree(tmp_path / "run" / "megaresume")  # or the file that is gone would be missed
+    trainer = make(tmp_path / "run", max_steps=10)
+    megaresume.attach_trainer(trainer)
     with pytest.raises(CheckpointError, match="the checkpoint has no optimizer"):
         trainer.train(resume_from_checkpoint=True)
+
+
+def test_a_run_that_saves_nothing_beside_checkpoints_of_another(tmp_path: Path, order: list[int]) -> None:
+    for strategy in ("steps", "no"):
+        trainer = make(tmp_path / "run", attempt=1 + (strategy == "no"), max_steps=6, save_strategy=strategy)
+        megaresume.attach_trainer(trainer)
+        trainer.train(resume_from_checkpoint=False)
+    assert items([line["items"] for line in lines(tmp_path / "run") if line["attempt"] == 2]) == order[:24]
+    assert not [entry for entry in read_ledger(ledger_path(tmp_path / "run")).entries[3:] if entry.kind == "start"]
+    saver = make(tmp_path / "run", save_strategy="no")
+    saver.add_callback(SaveAt(2))
+    megaresume.attach_trainer(saver)
+    with pytest.raises(UsageError, match="would save over those"):
+        saver.train()
+
+
+class SaveAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        control.should_save = state.global_step == self.step

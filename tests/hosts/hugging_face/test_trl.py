@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import megaresume
-from megaresume.stream.errors import StateError
+from megaresume.stream.errors import StateError, UsageError
 
 pytestmark = [pytest.mark.process]
 trl = pytest.importorskip("trl", reason="TRL is not installed")
@@ -23,7 +23,9 @@ class Cut(BaseException):
     pass
 
 
-def train(output: Path, *, cut: int | None = None, texts: int = TEXTS, **options: Any) -> tuple[list[Any], Any]:
+def train(
+    output: Path, *, cut: int | None = None, texts: int = TEXTS, attach: Any = None, **options: Any
+) -> tuple[list[Any], Any]:
     """(rows of every step from the newest checkpoint on, by their tokens; the Trainer)."""
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -59,7 +61,7 @@ def train(output: Path, *, cut: int | None = None, texts: int = TEXTS, **options
     settings = trl.SFTConfig(output_dir=str(output), **defaults | options)
     data = datasets.Dataset.from_list([{"input_ids": [2 + k] * (1 + 7 * k % 20) + [1]} for k in range(texts)])
     trainer = Recorder(model, settings, train_dataset=data, processing_class=tokenizer)
-    megaresume.attach_trainer(trainer)
+    megaresume.attach_trainer(trainer, **attach or {})
     try:
         trainer.train(resume_from_checkpoint=True)
     except Cut:
@@ -109,3 +111,11 @@ def test_packed_otherwise_is_refused(tmp_path: Path) -> None:
     train(tmp_path / "run", cut=3, packing=True)
     with pytest.raises(StateError, match="source 'data'"):
         train(tmp_path / "run", packing=True, max_length=2 * LENGTH)
+
+
+def test_packed_by_megaresume(tmp_path: Path) -> None:
+    attach = {"seq_length": LENGTH}
+    with pytest.raises(UsageError, match=r"SFTConfig\(padding_free=True, max_length=None\)"):
+        train(tmp_path / "padded", attach=attach)
+    whole, _ = train(tmp_path / "whole", attach=attach, padding_free=True, max_length=None)
+    assert len(flat(whole)) == 2 * TEXTS and len(set(flat(whole))) == TEXTS

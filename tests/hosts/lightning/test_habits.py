@@ -236,10 +236,24 @@ def test_optimization_by_hand_with_another_accumulation(directory: Path) -> None
 # What is refused
 
 
+def test_a_fast_dev_run_is_left_alone(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = attached(directory, fast_dev_run=True)
+    assert "fast_dev_run saves nothing" in capsys.readouterr().out
+    trainer.fit(Module(directory), loader(), ckpt_path="last")
+    assert len(lines(directory)) == 1 and not directory.exists()
+
+
+def test_validation_after_every_so_many_batches_of_all_epochs(directory: Path) -> None:
+    """In the place of limit_train_batches; an epoch has 25."""
+    trainer = attached(directory, max_steps=40, val_check_interval=7, check_val_every_n_epoch=None)
+    module = Module(directory)
+    trainer.fit(module, loader(), torch.utils.data.DataLoader(Numbers(8), batch_size=4))
+    assert module.validated == [7, 14, 21, 28, 35] and len(trained(directory)) == 40
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"fast_dev_run": True}, "fast_dev_run"),
         ({"limit_train_batches": 0.5}, "limit_train_batches"),
         ({"overfit_batches": 2}, "overfit_batches"),
         ({"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs"),

@@ -68,7 +68,16 @@ def trained(steps: Steps, numbers: Callable[[Any], list[int]]) -> list[list[list
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize(
     ("samples", "ranks", "micro", "accumulation", "left"),
-    [(10, 1, 2, 2, 0), (11, 1, 2, 2, 0), (14, 2, 2, 2, 0), (15, 2, 2, 2, 0), (13, 2, 2, 2, 1), (23, 3, 4, 1, 0)],
+    [
+        (10, 1, 2, 2, 0),
+        (11, 1, 2, 2, 0),
+        (14, 2, 2, 2, 0),
+        (15, 2, 2, 2, 0),
+        (13, 2, 2, 2, 0),
+        (9, 2, 2, 2, 1),
+        (7, 2, 1, 2, 1),
+        (23, 3, 4, 1, 0),
+    ],
 )
 def test_a_stream(
     samples: int,
