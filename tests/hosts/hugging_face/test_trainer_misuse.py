@@ -43,7 +43,8 @@ def order(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
         ("output_dir", "elsewhere"),
     ],
 )
-def test_a_setting_changed_afterwards(tmp_path: Path, name: str, value: Any) -> None:
+def test_a_setting_changed_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: Any) -> None:
+    monkeypatch.chdir(tmp_path)
     trainer = make(tmp_path / "run")
     megaresume.attach_trainer(trainer)
     setattr(trainer.args, name, value)
