@@ -88,7 +88,10 @@ HOSTS = {
         tests=("hugging_face/test_accelerator.py", "hugging_face/test_accelerator_backends.py"),
     ),
     "lightning": Host(
-        title="Lightning", page="lightning.md", packages=("lightning",), tests=("lightning/test_lightning.py",)
+        title="Lightning",
+        page="lightning.md",
+        packages=("lightning",),
+        tests=("lightning/test_lightning.py", "lightning/test_strategies.py"),
     ),
     "torchtitan": Host(title="torchtitan", page="torchtitan.md", packages=("torchtitan",), tests=("torchtitan",)),
     "megatron-bridge": Host(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megaresume.checkpoint.topology import Topology
 from megaresume.hosts.instances import replaced
-from megaresume.stream.errors import UsageError
+from megaresume.stream.errors import CheckpointError, UsageError
 
 
 def is_pipeline(engine: Any) -> bool:
@@ -52,6 +52,27 @@ def check_engine(engine: Any) -> None:
             found="checkpoint.use_node_local_storage: true in the DeepSpeed config",
             expected="a directory that every rank sees",
             action="remove use_node_local_storage and save to shared storage",
+        )
+
+
+def check_ranks(stage: int | None, before: Topology | None, ranks: int, tag: str, *, begin_anew: str) -> None:
+    """Raise a CheckpointError if DeepSpeed's own load cannot take ZeRO's optimizer state of a checkpoint.
+
+    Args:
+        stage: of ZeRO; None: not DeepSpeed.
+        before: how the run was laid out when it saved; None: not known.
+        ranks: data-parallel ranks now.
+        tag: of the checkpoint.
+        begin_anew: how to load weights alone.
+    """
+    if stage and before is not None and before.dp != ranks:
+        raise CheckpointError(
+            "DeepSpeed cannot load ZeRO optimizer state on another number of ranks",
+            found=f"{tag}, saved with ZeRO {before.zero_stage} on {before.dp} ranks; {ranks} now",
+            expected=f"{before.dp} ranks",
+            cause="the job was started on another number of nodes or GPUs",
+            action=f"start on {before.dp} ranks; or {begin_anew}. With FSDP, or DeepSpeed's engine in a loop of your "
+            "own under megaresume.attach, a run goes on with any number of ranks",
         )
 
 

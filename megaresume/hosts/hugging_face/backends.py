@@ -85,7 +85,7 @@ def check_loadable(
     Raises:
         CheckpointError: another back-end wrote it; it has no optimizer; or ZeRO divided it over other ranks.
     """
-    now, stage, ranks = backend_of(accelerator), zero_stage(accelerator), accelerator.num_processes
+    now = backend_of(accelerator)
     wrote = [name for name, (patterns, _) in written.items() if any(any(tag_dir.glob(p)) for p in patterns)]
     if now not in wrote:
         raise CheckpointError(
@@ -95,15 +95,7 @@ def check_loadable(
             cause="the state of the optimizer would not be loaded",
             action=f"train with {written[wrote[0]][1]}; or {begin_anew}" if wrote else begin_anew,
         )
-    if stage and before is not None and before.dp != ranks:
-        raise CheckpointError(
-            "DeepSpeed cannot load ZeRO optimizer state on another number of ranks",
-            found=f"{tag_dir.name}, saved with ZeRO {before.zero_stage} on {before.dp} ranks; {ranks} now",
-            expected=f"{before.dp} ranks",
-            cause="the job was started on another number of nodes or GPUs",
-            action=f"start on {before.dp} ranks; or {begin_anew}. With FSDP, or DeepSpeed's engine in a loop of your "
-            "own under megaresume.attach, a run goes on with any number of ranks",
-        )
+    facts.check_ranks(zero_stage(accelerator), before, accelerator.num_processes, tag_dir.name, begin_anew=begin_anew)
 
 
 def expected_files(accelerator: Any, save_dir: Path, tag: str, *, inner: Callable[[Any], str]) -> list[str] | None:

@@ -30,6 +30,9 @@ from megaresume.stream.errors import UsageError
 #: of which a Trainer may be: one library under two names.
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
+#: that were tried.
+_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
+
 
 def attach_lightning(trainer: Any, checkpoints: Checkpoints, *, stop: StopConditions | None = None) -> None:
     """Give the fit of a Lightning Trainer its data in an exact order, and complete checkpoints. Call it on every rank,
@@ -41,7 +44,8 @@ def attach_lightning(trainer: Any, checkpoints: Checkpoints, *, stop: StopCondit
     with ``fast_dev_run``, which saves nothing, is left as it is.
 
     Args:
-        trainer: ``lightning.Trainer`` or ``pytorch_lightning.Trainer``, on one device or with DDP.
+        trainer: ``lightning.Trainer`` or ``pytorch_lightning.Trainer``, on one device, or with DDP, FSDP, FSDP2
+            or DeepSpeed.
         checkpoints: where the run saves, ``save_dir``, what it keeps, and so on.
         stop: when to save and exit, with `megaresume.Stopped`. Lightning then listens to no signal.
 
@@ -111,10 +115,17 @@ def check_trainer(trainer: Any, *, stops: bool) -> str:
             f"{leave}; a dataset that grows between two starts: DataLoader(append=...)",
         ),
         "this strategy": (
-            type(strategy) not in (strategies.SingleDeviceStrategy, strategies.DDPStrategy)
-            and type(strategy).__qualname__,
-            "one device, or strategy='ddp'; FSDP2 in a loop under megaresume.attach_loop, DeepSpeed under "
-            "megaresume.attach",
+            type(strategy) not in [getattr(strategies, name) for name in _STRATEGIES] and type(strategy).__qualname__,
+            f"one of {', '.join(_STRATEGIES)}",
+        ),
+        "FSDPStrategy(state_dict_type='full')": (
+            getattr(strategy, "_state_dict_type", None) == "full",
+            "state_dict_type='sharded', or ModelParallelStrategy (FSDP2): it was not tried, as torch 2.13 crashes with "
+            "it on CPUs",
+        ),
+        "load_full_weights of DeepSpeed": (
+            getattr(strategy, "load_full_weights", False),
+            f"{leave}: it leaves the optimizer's state out",
         ),
         "DDP without a process for each script": (
             getattr(strategy, "_start_method", "popen") != "popen" and strategy._start_method,
@@ -174,6 +185,21 @@ def check_fit(trainer: Any, package: str, loader: Any) -> None:
             and (trainer.max_steps - 1) * loader.step_samples >= min(ends) * loader.items
             and f"{trainer.max_steps} of {loader.step_samples} samples, and DataLoader(max_epochs={min(ends)})",
             "leave DataLoader(max_epochs=...) out, or train fewer steps",
+        ),
+        "tensor parallelism": (
+            getattr(trainer.strategy, "_tensor_parallel_size", 1) > 1,
+            "ModelParallelStrategy(data_parallel_size=..., tensor_parallel_size=1): these ranks need the same "
+            "batches, and each would get its own",
+        ),
+        "a last step that may be short, under DeepSpeed,": (
+            getattr(trainer.strategy, "handles_gradient_accumulation", False)
+            and loader.accumulation > 1
+            and trainer.max_steps == -1
+            and not loader.drop_last
+            and loader.items % loader.step_samples
+            and f"{loader.items} items, {loader.step_samples} in a step",
+            "DataLoader(drop_last=True), or Trainer(max_steps=...): Lightning leaves it to DeepSpeed, which does not "
+            "make it",
         ),
         "dataloader_iter": (
             "dataloader_iter" in inspect.signature(module.training_step).parameters and "an argument of training_step",

@@ -24,10 +24,12 @@ from typing import Any
 
 from megaresume.checkpoint.choosing.search import Choice, Theirs
 from megaresume.checkpoint.paths import deepspeed_tag
+from megaresume.checkpoint.step_file import StepFile
 from megaresume.hosts.instances import hook
 from megaresume.hosts.lightning.host import FILE, KEY, Batches, LightningHost, Witness
 from megaresume.session import random_state
 from megaresume.session.file_errors import writing
+from megaresume.session.host import Reading
 from megaresume.session.ranks import is_rank_0, on_all_ranks, on_rank_0
 from megaresume.session.session import Pick, Session
 from megaresume.stream.errors import StateError, UsageError
@@ -132,9 +134,12 @@ class Hooks:
         root = self.host.save_dir
         if self._asked:
             pick = None if self._asked == "last" else _exactly(session, root, self._asked)
-            session.load(
-                root, lambda choice, _: self.host.read(choice, lambda file: read(file, *args, **more)), pick=pick
-            )
+
+            def read_files(choice: Choice, beside: StepFile | None) -> Reading:
+                before = None if beside is None else beside.topology
+                return self.host.read(choice, before, lambda file: read(file, *args, **more))
+
+            session.load(root, read_files, pick=pick)
         if session.resumed is None:
             read(None, *args, **more)
 
@@ -238,6 +243,7 @@ class Hooks:
         In the middle of a step the file is written as ever, without a data state, and a checkpoint follows at its end.
         """
         if self.session is None or weights_only:
+            _make_room(filepath)
             write(filepath, weights_only, storage_options)
             return
         if storage_options is not None:
@@ -249,6 +255,7 @@ class Hooks:
             )
         if not self._is_over and not self.host.steps.is_untouched:
             self._is_due = True
+            _make_room(filepath)
             write(filepath, weights_only)
             return
         if (file := self.save()) is None:
@@ -296,10 +303,19 @@ def _exactly(session: Session, root: Path, path: Path) -> Pick:
 
 
 def _same(file: Path, path: Path) -> bool:
+    """Whether the two are one file or directory, or directories whose first files are one."""
     try:
-        return os.path.samefile(file, path)
+        if os.path.samefile(file, path):
+            return True
+        first, other = (next(iter(sorted(p for p in one.rglob("*") if p.is_file())), None) for one in (file, path))
+        return first is not None and other is not None and os.path.samefile(first, other)
     except OSError:
         return False
+
+
+def _make_room(path: Any) -> None:
+    """Lightning writes into a directory that is there, whose files may be links to those of a checkpoint."""
+    on_rank_0(lambda: _remove(Path(path)) if os.path.isdir(path) else None)
 
 
 def _link(file: Path, paths: Sequence[Path]) -> None:
@@ -308,12 +324,27 @@ def _link(file: Path, paths: Sequence[Path]) -> None:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             new = path.with_name(f".{path.name}.new")
-            new.unlink(missing_ok=True)
-            try:
-                os.link(file, new)
-            except OSError:  # another file system, or one without links
-                shutil.copyfile(file, new)
+            _remove(new)
+            if file.is_dir():
+                shutil.copytree(file, new, copy_function=_link_file)
+                _remove(path)  # a directory does not replace another
+            else:
+                _link_file(file, new)
             os.replace(new, path)
+
+
+def _link_file(file: str | Path, new: str | Path) -> None:
+    try:
+        os.link(file, new)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(file, new)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _callback(package: str, hooks: Hooks) -> Any:

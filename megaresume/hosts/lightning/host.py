@@ -1,12 +1,15 @@
 """`LightningHost`: Lightning's Trainer as the host of a `Session`; `Batches`: what it reads from; `Witness`: whether a
 micro-batch was trained, whatever Lightning counts.
 
-<save_dir>/global_step10/checkpoint.ckpt    what Lightning writes, and within it, under ``megaresume``, the data state
+<save_dir>/global_step10/checkpoint.ckpt    what Lightning writes, and within it, under ``megaresume``, the data state:
+                                            a file, or under DeepSpeed and with sharded checkpoints a directory
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +17,20 @@ import torch
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.choosing.search import Choice
+from megaresume.checkpoint.topology import Topology
+from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.instances import replaced
 from megaresume.hosts.torch.feeds import micro_batches_to, say_left_over
 from megaresume.hosts.torch.host import StepHost, write_all
 from megaresume.hosts.torch.steps import Steps
 from megaresume.session.host import Reading, Save
 from megaresume.session.ranks import is_rank_0, on_all_ranks
-from megaresume.stream.errors import StateError
+from megaresume.stream.errors import CheckpointError, StateError
 
 #: in a tag directory, and in what Lightning saves.
 FILE, KEY = "checkpoint.ckpt", "megaresume"
+#: in the directory that is `FILE` under DeepSpeed: its tag, as Lightning calls it.
+_DEEPSPEED = "checkpoint"
 
 
 class LightningHost(StepHost):
@@ -44,9 +51,31 @@ class LightningHost(StepHost):
         #: what the checkpoint that is being made is to hold; None: none is.
         self.carried: dict[str, Any] | None = None
 
-    def expected_files(self, save_dir: Path, tag: str) -> Sequence[str]:
+    @property
+    def engine(self) -> Any:
+        """DeepSpeed's; None: another strategy."""
+        return getattr(self.trainer.strategy, "deepspeed_engine", None)
+
+    def topology(self) -> Topology:
         """See `Host`."""
+        return replace(super().topology(), zero_stage=None if self.engine is None else facts.zero_stage(self.engine))
+
+    def expected_files(self, save_dir: Path, tag: str) -> Sequence[str] | None:
+        """See `Host`."""
+        if self.engine is not None:
+            names = facts.expected_files(self.engine, str(save_dir / tag / FILE), _DEEPSPEED)
+            return [f"{FILE}/{_DEEPSPEED}/{name}" for name in names]
+        if self._is_sharded():
+            return None
         return [FILE] if is_rank_0() else []
+
+    def _is_sharded(self) -> bool:
+        """Whether every rank writes a part, under FSDP."""
+        strategy = self.trainer.strategy
+        return (
+            getattr(strategy, "_state_dict_type", "full") == "sharded"
+            or getattr(strategy, "_save_distributed_checkpoint", False) is True
+        )
 
     def write(self, save: Save) -> Path:
         """Write the file that Lightning would write, with the data state in it: for `Session.save`."""
@@ -54,17 +83,52 @@ class LightningHost(StepHost):
 
         def write_file() -> None:
             # Not `trainer.save_checkpoint`: where rank 0 cannot write, the others would wait for it at a barrier.
-            trainer.strategy.save_checkpoint(trainer._checkpoint_connector.dump_checkpoint(False), str(file))
+            state = trainer._checkpoint_connector.dump_checkpoint(False)
+            with contextlib.ExitStack() as stack:
+                errors = [] if self.engine is None else stack.enter_context(facts.failing_late(self.engine))
+                trainer.strategy.save_checkpoint(state, str(file))
+            if errors:
+                raise errors[0]
 
         with replaced(self, carried=self.held(save)):
             write_all(save, write_file)
         return file
 
-    def read(self, choice: Choice, read: Callable[[str], Any]) -> Reading:
-        """Read a checkpoint by Lightning's own method ``read(file)``, which keeps it until the model is there."""
-        on_all_ranks(lambda: read(str(choice.tag_dir / FILE)))
+    def read(self, choice: Choice, before: Topology | None, read: Callable[[str], Any]) -> Reading:
+        """Read a checkpoint by Lightning's own method ``read(file)``, which keeps it until the model is there.
+
+        Args:
+            choice: the checkpoint.
+            before: how the run was laid out when it saved; None: not known.
+        """
+
+        def check_and_read() -> None:
+            self._check_kind(choice)
+            stage, ranks = self.topology().zero_stage, self.trainer.world_size
+            facts.check_ranks(stage, before, ranks, choice.tag, begin_anew=self.begin_anew)
+            read(str(choice.tag_dir / FILE))
+
+        on_all_ranks(check_and_read)
         held = self.trainer._checkpoint_connector._loaded_checkpoint.get(KEY)
         return Reading(envelope=None, iteration=0, samples=0) if held is None else self.go_on(held)
+
+    def _check_kind(self, choice: Choice) -> None:
+        """Raise a CheckpointError for what this strategy would not load, or of which it would leave out a part."""
+        path = choice.tag_dir / FILE
+        wrote = "DeepSpeed" if (path / _DEEPSPEED).is_dir() else "sharded FSDP" if path.is_dir() else "one file"
+        takes = ["DeepSpeed"] if self.engine is not None else ["one file"]
+        if hasattr(self.trainer.strategy, "_state_dict_type") or hasattr(
+            self.trainer.strategy, "_save_distributed_checkpoint"
+        ):
+            takes.append("sharded FSDP")
+        if wrote not in takes:
+            raise CheckpointError(
+                "this strategy of Lightning's does not load such a checkpoint",
+                found=f"{path}, written as: {wrote}; {type(self.trainer.strategy).__qualname__} now",
+                expected=" or ".join(takes),
+                cause="Trainer(strategy=...) was changed between save and resume",
+                action=f"train with the strategy that wrote it; or {self.begin_anew}",
+            )
 
     def batches_of_epoch(self) -> tuple[int, int]:
         """Micro-batches of this epoch: (that are trained, in whole steps of today; that are to come)."""

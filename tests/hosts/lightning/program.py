@@ -19,11 +19,14 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.accelerators.cuda import CUDAAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import megaresume
 from megaresume.checkpoint.choosing.choose import choose
-from tests.hosts.torch.program import BASE, Model, Numbers, write_down
+from tests.hosts.torch.program import BASE, Model, Numbers, without_shared_memory, write_down
 
 warnings.filterwarnings("ignore", module="lightning")
 
@@ -71,6 +74,10 @@ class Module(L.LightningModule):
             self.validated.append(self.trainer.global_step)
         self.log("loss", self.model(batch) + torch.rand(()), sync_dist=True)
 
+    def configure_model(self) -> None:
+        if self._trainer is not None and isinstance(self.trainer.strategy, ModelParallelStrategy):
+            fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -80,16 +87,71 @@ class Module(L.LightningModule):
 def die_in_the_next_save() -> None:
     """With a part of the file written."""
 
-    def save(_state: Any, file: Any) -> None:
-        file.write(b"PK")
-        file.flush()
+    def save(_state: Any, file: Any, **_: Any) -> None:
+        if hasattr(file, "write"):  # else it is a path
+            file.write(b"PK")
+            file.flush()
         os.kill(os.getpid(), signal.SIGKILL)
 
     torch.save = save
 
 
-def trainer_of(directory: Path, **options: Any) -> L.Trainer:
+class CPUs(CUDAAccelerator):
+    """Lightning shards models over GPUs alone; FSDP and DeepSpeed run on CPUs."""
+
+    @staticmethod
+    def parse_devices(devices: Any) -> Any:
+        return devices
+
+    @staticmethod
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
+        return [torch.device("cpu", number) for number in range(devices)]
+
+    @staticmethod
+    def auto_device_count() -> int:
+        return 1
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    def setup_device(self, device: torch.device) -> None:
+        pass
+
+    def setup(self, trainer: L.Trainer) -> None:
+        pass
+
+    def teardown(self) -> None:
+        pass
+
+
+def sharded(kind: str) -> dict[str, Any]:
+    """The options of a strategy: ``fsdp-sharded``, ``fsdp2-full``, ``fsdp2-sharded``, ``zero1`` to ``zero3``."""
+    if kind.startswith("zero"):
+        without_shared_memory()
+        config = {"zero_optimization": {"stage": int(kind[4:])}, "zero_allow_untested_optimizer": True}
+        strategy: Any = DeepSpeedStrategy(config=config, process_group_backend="gloo")
+    elif kind.startswith("fsdp2"):
+        strategy = ModelParallelStrategy(
+            data_parallel_size=int(os.environ["WORLD_SIZE"]),
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=kind == "fsdp2-sharded",
+            process_group_backend="gloo",
+        )
+    else:
+        begin = FullyShardedDataParallel.__init__
+
+        def on_cpu(self: Any, *args: Any, **more: Any) -> None:
+            begin(self, *args, **more | {"device_id": torch.device("cpu")})
+
+        FullyShardedDataParallel.__init__ = on_cpu
+        strategy = FSDPStrategy(state_dict_type=kind[5:], process_group_backend="gloo")
+    return {"strategy": strategy, "accelerator": CPUs()}
+
+
+def trainer_of(directory: Path, sharding: str | None = None, **options: Any) -> L.Trainer:
     """A quiet one, on as many CPUs as there are ranks."""
+    options |= sharded(sharding) if sharding else {}
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     layout = {"accelerator": "cpu", "devices": ranks, "strategy": "ddp" if ranks > 1 else "auto"}
@@ -155,4 +217,7 @@ def run(
 if __name__ == "__main__":
     torch.set_num_threads(1)
     asked = json.loads(sys.argv[2])
+    # With torchrun --max-restarts the ranks start again, and only the first time they are killed.
+    if restarts := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+        asked |= {"attempt": 1 + restarts, "kill": ("", 0)}
     run(Path(sys.argv[1]), kill=tuple(asked.pop("kill", ("", 0))), **asked)
