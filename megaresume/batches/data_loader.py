@@ -81,6 +81,8 @@ class DataLoader:
             a dataset that draws random numbers draws the same on any layout and after a resume.
         balance: deal the samples of each step so that all ranks have as much to do; None: as the picture shows. Needs
             ``seq_length``. Over micro-batches of an accumulation, a state can then be taken between steps alone.
+        group_by_length: batches of items of like lengths, which need little padding: within windows of 50 steps, items
+            are sorted by ``lengths``, and steps shuffled. The run keeps the windows that it began with.
         dp_rank, dp_size: this rank among the data-parallel ranks; default: those of torch.distributed.
         torch_options: others of torch's ``DataLoader``: timeout, worker_init_fn, prefetch_factor, ...
 
@@ -116,6 +118,7 @@ class DataLoader:
         skip: Any = None,
         keyed: bool = False,
         balance: Balance | None = None,
+        group_by_length: bool = False,
         dp_rank: int | None = None,
         dp_size: int | None = None,
         **torch_options: Any,
@@ -132,7 +135,7 @@ class DataLoader:
             drop_last=drop_last,
             balance=balance,
         )
-        self._packing = options.Packing(seq_length=seq_length, how=packing)
+        self._packing = options.Packing(seq_length=seq_length, how=packing, groups=group_by_length)
         options.check_packing(self._packing, lengths, list(named))
         options.check_balance(balance, self._packing)
         of_each = lengths if isinstance(lengths, Mapping) else dict.fromkeys(named, lengths)
@@ -148,6 +151,7 @@ class DataLoader:
             append=append,
             stages=stages,
             keyed=keyed,
+            group=options.windows_of(self._items, self.step_samples) if group_by_length else None,
         )
         #: the order, for `Stream.plan` and the like.
         self.stream = Stream(StreamConfig.from_dict(config), list(sources.values()), on_change=on_change)
@@ -189,14 +193,14 @@ class DataLoader:
     def origin(self) -> dict[str, Any] | None:
         """A data config of the same order, for questions about the run: it knows the items by their numbers.
 
-        None if they are packed, and their lengths are in no file.
+        None if they are packed or grouped, and their lengths are in no file.
         """
         mapping = self.stream.config.to_dict()
         for (name, fingerprint), source in zip(self.stream.fingerprints.items(), self._sources.values(), strict=True):
             mapping["sources"][name] |= {"kind": "items", "items": fingerprint.documents}
             if source.kept is not None:
                 mapping["sources"][name]["lengths"] = os.path.abspath(source.kept)
-            elif self._packing.seq_length is not None:
+            elif self._packing.seq_length is not None or self._packing.groups:
                 return None
             if fingerprint.contents is not None:
                 mapping["sources"][name]["contents"] = fingerprint.contents

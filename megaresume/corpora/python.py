@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from megaresume.corpora.base import DOCUMENT_MEMBERS, Source, is_document_source
 from megaresume.corpora.index import IndexedDocuments
-from megaresume.corpora.scan import scan_fingerprint
+from megaresume.corpora.scan import scan_fingerprint, sized_fingerprint
 from megaresume.corpora.split import RangeSource
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.state import Fingerprint
@@ -240,9 +240,12 @@ class ItemNumbers:
         items: how many.
         contents: their hash, as the run knew it.
         lengths: .npy file, int64[items] tokens of each; None: 1.
+        grouped: they are what items are grouped by, and each item is of length 1.
     """
 
-    def __init__(self, name: str, items: Any, contents: Any = None, lengths: Any = None) -> None:
+    def __init__(
+        self, name: str, items: Any, contents: Any = None, lengths: Any = None, *, grouped: bool = False
+    ) -> None:
         is_count = isinstance(items, int) and not isinstance(items, bool) and items > 0
         if not (is_count and isinstance(contents, str | None) and isinstance(lengths, str | Path | None)):
             raise ConfigError(
@@ -254,7 +257,9 @@ class ItemNumbers:
             )
         self.name, self._contents = name, contents
         self._items: int = items
-        self._lengths = None if lengths is None else _read_lengths(Path(lengths), name, items)
+        known = None if lengths is None else _read_lengths(Path(lengths), name, items)
+        self._lengths = None if grouped else known
+        self._sizes = known if grouped else None
 
     def __len__(self) -> int:
         """Items."""
@@ -267,6 +272,10 @@ class ItemNumbers:
     def lengths(self, ids: Int64Array) -> Int64Array:
         """Tokens of each, or 1: int64[n] to int64[n]."""
         return np.ones(len(ids), np.int64) if self._lengths is None else self._lengths[ids]
+
+    def sizes(self, ids: Int64Array) -> Int64Array:
+        """By which they are grouped: int64[n] to int64[n]."""
+        return self.lengths(ids) if self._sizes is None else self._sizes[ids]
 
     def get(self, i: int) -> Int64Array:
         """Raise a CorpusError: only the program that trains has the dataset."""
@@ -285,7 +294,8 @@ class ItemNumbers:
         """As the run knew it; of its first items the contents are not known. ``recompute`` makes no difference."""
         items = self._items if first is None else first
         contents = self._contents if items == self._items else None
-        return replace(scan_fingerprint(self.lengths, items, f"fingerprint of {self.name}"), contents=contents)
+        what = f"fingerprint of {self.name}"
+        return replace(sized_fingerprint(self.lengths, self.sizes, items, what), contents=contents)
 
 
 def _read_lengths(path: Path, name: str, items: int) -> Int64Array:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -98,6 +98,17 @@ class Windows:
             for offset, count in _within(i, length, each)
         ]
         return cls(*np.array(chosen, np.int64).reshape(-1, 3).T)
+
+
+def sized_fingerprint(
+    lengths: Callable[[Int64Array], Int64Array],
+    sizes: Callable[[Int64Array], Int64Array],
+    documents: int,
+    what: str,
+) -> Fingerprint:
+    """`scan_fingerprint`, with the hash of the sizes by which documents are grouped in the place of their lengths'."""
+    scanned = scan_fingerprint(lengths, documents, what)
+    return replace(scanned, lengths=scan_fingerprint(sizes, documents, what).lengths)
 
 
 def contents_hash(

@@ -9,8 +9,8 @@ webdataset  index (``.shards.idx``), path (tar shards, where they are not where 
 image_folder  index, path (JSON lines) and image_folder (their images), where they are not where the index says, and as
             webdataset
 energon     path (a directory with .nv-meta), index, split_part, and as webdataset; it has a split of its own
-items       items (how many), contents, lengths (a file), keyed: of a dataset that only the training program has, for
-            trace and verify
+items       items (how many), contents, lengths (a file), keyed, group_by_length: of a dataset that only the
+            training program has, for trace and verify
 
 Every kind takes ``split`` ("969,30,1"). Further kinds: `register_kind`.
 """
@@ -226,11 +226,12 @@ def _open_energon(options: Mapping[str, Any], name: str, base_dir: Path) -> obje
 
 
 def _open_items(options: Mapping[str, Any], name: str, base_dir: Path) -> object:
-    check_keys(options, ("items", "contents", "lengths", "keyed"), f"source '{name}'", OF_EVERY_KIND)
+    check_keys(options, ("items", "contents", "lengths", "keyed", "group_by_length"), f"source '{name}'", OF_EVERY_KIND)
     lengths = options.get("lengths")
     if isinstance(lengths, str):
         lengths = base_dir / expanded(lengths)
-    return ItemNumbers(name, options.get("items"), options.get("contents"), lengths)
+    grouped = options.get("group_by_length") is not None
+    return ItemNumbers(name, options.get("items"), options.get("contents"), lengths, grouped=grouped)
 
 
 def _check_vocabularies(sources: Mapping[str, Source]) -> None:

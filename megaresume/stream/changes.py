@@ -161,6 +161,9 @@ def reconcile(
     """
     today, then = resolved(config, state.config["sources"]), StreamConfig.recorded(state.config)
     names = {given.name: source.name for given, source in zip(config.sources, today.sources, strict=True)}
+    before = {source.name: source for source in then.sources}
+    if any((s.group_by_length is None) != (before.get(s.name, s).group_by_length is None) for s in today.sources):
+        raise _refusal(*_over_all(today, state), state)  # said before other lengths are
     grown = check_corpora(config, names, fingerprints, state, sources or {})
     now, course, accepted = _reconcile(today, grown, state, on_change)
     course.skips, said = decide(
@@ -215,7 +218,17 @@ def _over_all(config: StreamConfig, state: StreamState) -> tuple[StreamConfig, S
     """The config of today, and that of a state, over all sources that the run ever had."""
     recorded = StreamConfig.recorded(state.config)
     now = extended(config, list(state.sources), recorded)
-    return now, extended(recorded, [source.name for source in now.sources], now)
+    then = extended(recorded, [source.name for source in now.sources], now)
+    return _grouped_as(then, now), then
+
+
+def _grouped_as(then: StreamConfig, now: StreamConfig) -> StreamConfig:
+    """The config of today, which groups by length as the run does from its beginning, whatever its batches are now."""
+    sources = [
+        replace(a, group_by_length=b.group_by_length) if a.group_by_length and b.group_by_length else a
+        for a, b in zip(now.sources, then.sources, strict=True)
+    ]
+    return replace(now, sources=tuple(sources))
 
 
 def changes_since(config: StreamConfig, state: StreamState) -> list[tuple[str, Any, Any]]:
@@ -250,6 +263,11 @@ def _refusal(now: StreamConfig, then: StreamConfig, state: StreamState) -> State
     elif names := _reshuffled(now, then):
         cause = f"another shuffle orders {', '.join(names)} anew: what was seen of an epoch would come again"
         action = "set shuffle as under 'expected', or start a new run in another --save directory"
+        if any("group_by_length" in field for field, *_ in changed):
+            action = (
+                "give group_by_length the value that it had (under a Trainer, train_sampling_strategy); or start a "
+            )
+            action += "new run in another directory"
     else:
         cause = "data.yaml or a flag was changed between save and resume"
         action = (
@@ -267,7 +285,11 @@ def _refusal(now: StreamConfig, then: StreamConfig, state: StreamState) -> State
 
 def _reshuffled(now: StreamConfig, then: StreamConfig) -> list[str]:
     """Sources whose documents would come in another order. Both configs are over the same sources."""
-    return [a.name for a, b in zip(now.sources, then.sources, strict=True) if a.shuffle != b.shuffle]
+    return [
+        a.name
+        for a, b in zip(now.sources, then.sources, strict=True)
+        if (a.shuffle, a.group_by_length) != (b.shuffle, b.group_by_length)
+    ]
 
 
 def _plain(config: StreamConfig) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from megaresume.stream.data_yaml import (
     Append,
     BlendConfig,
     ExhaustedPolicy,
+    GroupConfig,
     PackingConfig,
     PackingMode,
     ShuffleConfig,
@@ -55,6 +56,8 @@ class SourceConfig:
     on_exhausted: ExhaustedPolicy = "drop"
     #: in two levels; None: any document may follow any other.
     shuffle: ShuffleConfig | None = None
+    #: what is of like lengths comes together; None: as it was shuffled.
+    group_by_length: GroupConfig | None = None
     #: ``split``: its documents are cut, to fill the samples of whole ones; None: as all are.
     packing: SourcePacking | None = None
     #: steps by which its images are changed, every default written out. No part of the order, but of what is trained.
@@ -241,6 +244,8 @@ def _source_dict(source: SourceConfig) -> dict[str, Any]:
         data |= {"max_epochs": source.max_epochs, "on_exhausted": source.on_exhausted}
     if source.shuffle is not None:
         data["shuffle"] = {"block": source.shuffle.block, "window": source.shuffle.window}
+    if source.group_by_length is not None:
+        data["group_by_length"] = {"batch": source.group_by_length.batch, "window": source.group_by_length.window}
     if source.packing is not None:
         data["packing"] = source.packing
     if source.augment:
@@ -298,6 +303,7 @@ def _source(name: str, entry: WrittenSource, weight: int) -> SourceConfig:
         append=entry.append,
         augment=entry.augment or (),
         keyed=bool(entry.keyed),
+        group_by_length=entry.group_by_length,
         options=entry.options,
     )
 

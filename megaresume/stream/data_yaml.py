@@ -28,7 +28,7 @@ Append = Literal["next_epoch", "now"]
 #: kinds of sources whose documents hold images.
 IMAGE_KINDS = ("webdataset", "energon", "image_folder")
 #: keys of a source that only some kinds have.
-OF_SOME_KINDS = {"augment": IMAGE_KINDS, "keyed": ("items",)}
+OF_SOME_KINDS = {"augment": IMAGE_KINDS, "keyed": ("items",), "group_by_length": ("items",)}
 MAX_OPEN_BINS = 1024
 #: A blend has at most this many parts, so that `kernel.set_deadline` stays exact in 64 bits. Sixteen digits are exact;
 #: what has to be rounded is off by less than a token of 10**15, with up to a thousand sources.
@@ -71,6 +71,16 @@ class ShuffleConfig(Options):
     #: blocks that are read at the same time: several times the documents of a global batch, so that few of one block
     #: meet in it. See the table in docs/shards.md.
     window: Annotated[int, Within(1, 1 << 20)] = 2048
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupConfig(Options):
+    """Documents of like lengths next to each other: see ``documents/grouped.py``."""
+
+    #: documents of a step, when the run began.
+    batch: Annotated[int, Within(1, 1 << 40)]
+    #: batches of a window.
+    window: Annotated[int, Within(1, 1 << 20)]
 
 
 def _short(value: Any) -> Any:
@@ -128,6 +138,7 @@ class WrittenSource(Options):
     packing: SourcePacking | None = None
     augment: Annotated[tuple[Any, ...], ListOf("a list of steps, in order")] | None = None
     keyed: Truth | None = None
+    group_by_length: GroupConfig | None = None
     was: (
         Annotated[
             tuple[Annotated[str, Field(min_length=1)], ...],

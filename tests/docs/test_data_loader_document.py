@@ -107,8 +107,24 @@ def test_the_keyed_loader_of_the_document() -> None:
     assert [number for batch in names["loader"] for number in batch] == in_workers
 
 
-def test_the_json_lines_and_images_of_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_batches_of_like_lengths_of_the_document() -> None:
     block = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[5]
+
+    class Table:
+        def __len__(self) -> int:
+            return 800
+
+        def __getitem__(self, key: Any) -> Any:
+            return [n * 37 % 100 for n in range(800)] if key == "length" else key * 37 % 100
+
+    names: dict[str, Any] = {"megaresume": megaresume, "dataset": Table(), "pad": list}
+    exec(block, names)
+    batches = list(names["loader"])
+    assert len(batches) == 100 and max(max(batch) - min(batch) for batch in batches) <= 10
+
+
+def test_the_json_lines_and_images_of_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[6]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "images").mkdir()
     lines = Path("cats.jsonl")

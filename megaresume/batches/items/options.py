@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +16,14 @@ from megaresume.stream.data_yaml import Append, BlendUnit
 from megaresume.stream.errors import StateError, UsageError
 from megaresume.stream.schema import check_keys
 
+log = logging.getLogger(__name__)
+
 #: name of the source, if only one dataset is given.
 ONLY = "data"
 #: what may be said of a dataset, as in a data.yaml.
 OF_A_DATASET = ("weight", "max_epochs", "on_exhausted", "append", "shuffle", "was")
+#: steps within which items are sorted by length, at most.
+WINDOW = 50
 #: options of torch's ``DataLoader`` that would be another order, and what stands in their place.
 _REFUSED = {
     "sampler": "the order is the stream's: leave the sampler out; weigh datasets by {name: (dataset, weight)}",
@@ -43,6 +48,7 @@ class ItemOptions(TypedDict, total=False):
     skip: Any
     keyed: bool
     balance: Balance | None
+    group_by_length: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +59,8 @@ class Packing:
     seq_length: int | None
     #: ``packing`` of a data.yaml.
     how: str | Mapping[str, Any]
+    #: items that are samples come in batches of like lengths.
+    groups: bool = False
 
     @property
     def cuts(self) -> bool:
@@ -97,14 +105,28 @@ def sources_of(
     directory: Path | None,
     num_workers: int,
 ) -> dict[str, ItemSource]:
-    """The datasets as sources, with the tokens of their items if they are packed: see `lengths_of`."""
+    """The datasets as sources, with the lengths of their items if they are packed or grouped: see `lengths_of`."""
     sources = {}
     for name, (one, _) in datasets.items():
-        tokens, kept = None, None
-        if packing.seq_length is not None and len(one):
-            tokens, kept = lengths_of(one, name, lengths[name], directory=directory, num_workers=num_workers)
-        sources[name] = ItemSource(one, name, tokens, whole=tokens is not None and not packing.cuts, kept=kept)
+        known, kept, packed = None, None, packing.seq_length is not None
+        if (packed or packing.groups) and len(one):
+            known, kept = lengths_of(one, name, lengths[name], directory=directory, num_workers=num_workers)
+        if packed and known is not None and (empty := int((known == 0).sum())):
+            log.warning("megaresume: %d items of dataset '%s' have no token: they are never trained", empty, name)
+        whole = packed and known is not None and not packing.cuts
+        tokens, sizes = (known, None) if packed else (None, known)
+        sources[name] = ItemSource(one, name, tokens, whole=whole, kept=kept, sizes=sizes)
     return sources
+
+
+def windows_of(items: int, step: int) -> dict[str, int]:
+    """How items are grouped by length: `GroupConfig` of a run that begins, as transformers' sampler does.
+
+    Args:
+        items: of the dataset.
+        step: samples of a step.
+    """
+    return {"batch": step, "window": max(min(items // (4 * step), WINDOW), 1)}
 
 
 def samples_of(sources: Mapping[str, ItemSource], packing: Packing, share: Share) -> int:
@@ -138,8 +160,9 @@ def config_of(
     append: str | None,
     stages: Sequence[Mapping[str, Any]],
     keyed: bool,
+    group: Mapping[str, int] | None,
 ) -> dict[str, Any]:
-    """The data config of a stream of these datasets.
+    """The data config of a stream of these datasets. ``group``: see `windows_of`; None: lengths do not count.
 
     Raises:
         UsageError: a stage that packs items of which nobody knows the lengths.
@@ -158,6 +181,7 @@ def config_of(
             "max_epochs": max_epochs.get(name) if isinstance(max_epochs, Mapping) else max_epochs,
             "append": append,
             "keyed": keyed,
+            "group_by_length": group,
             **options,
         }
         for name, (_, options) in datasets.items()
@@ -199,13 +223,16 @@ def check_torch_options(options: Mapping[str, Any], *, shuffle: bool) -> None:
 
 
 def check_packing(packing: Packing, lengths: Any, names: Sequence[str]) -> None:
-    """Refuse lengths without packing, packing without lengths for each dataset, and packing that is none."""
-    if packing.seq_length is None and (lengths is not None or packing.how != "best_fit"):
+    """Refuse lengths that nothing asks for, packing without lengths for each dataset, and packing that is none."""
+    if packing.groups:
+        _check_groups(packing, names)
+    if packing.seq_length is None and ((lengths is not None and not packing.groups) or packing.how != "best_fit"):
         raise UsageError(
             "packing without the tokens of a sample",
             found=f"packing={packing.how!r}, lengths={lengths!r:.60}, seq_length=None",
             expected="seq_length=4096, for example",
-            action="pass seq_length, or neither packing nor lengths",
+            action="pass seq_length, or group_by_length=True for batches of like lengths; or neither packing nor "
+            "lengths",
         )
     if isinstance(lengths, Mapping) and set(lengths) != set(names):
         raise UsageError(
@@ -213,6 +240,26 @@ def check_packing(packing: Packing, lengths: Any, names: Sequence[str]) -> None:
             found=", ".join(map(str, lengths)) or "nothing",
             expected=", ".join(names),
             action="give lengths for every dataset, by its name; or one function or column for all",
+        )
+
+
+def _check_groups(packing: Packing, names: Sequence[str]) -> None:
+    """Refuse to group items that need no padding, or of several datasets."""
+    if packing.seq_length is not None:
+        raise UsageError(
+            "group_by_length cannot be used with seq_length",
+            found=f"group_by_length, and seq_length={packing.seq_length}",
+            expected="one of the two",
+            cause="packed items come in rows without padding, whatever their lengths",
+            action="leave group_by_length out (under a Trainer, train_sampling_strategy)",
+        )
+    if len(names) > 1:
+        raise UsageError(
+            "group_by_length cannot be used with several datasets",
+            found=", ".join(names),
+            expected="one dataset",
+            cause="the items of each come in their own order, and are mixed item by item",
+            action="torch.utils.data.ConcatDataset, or datasets.concatenate_datasets; or pack them: seq_length=4096",
         )
 
 

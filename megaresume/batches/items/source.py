@@ -27,7 +27,7 @@ import torch.utils.data
 import xxhash
 
 from megaresume.corpora.files import written_atomically
-from megaresume.corpora.scan import contents_hash, scan_fingerprint
+from megaresume.corpora.scan import contents_hash, sized_fingerprint
 from megaresume.stream.errors import CorpusError, UsageError
 from megaresume.stream.progress import progress
 from megaresume.stream.state import Fingerprint
@@ -71,7 +71,8 @@ class ItemSource:
         name: for errors and progress.
         lengths: int64[items] tokens of each item; None: an item is a sample.
         whole: items are never cut.
-        kept: file of the lengths.
+        kept: file of the lengths, or of the sizes.
+        sizes: int64[items], by which items that are samples are grouped; None: they are not.
     """
 
     #: what to do about an item that is longer than a sample.
@@ -85,8 +86,10 @@ class ItemSource:
         *,
         whole: bool = False,
         kept: Path | None = None,
+        sizes: Int64Array | None = None,
     ) -> None:
         self.dataset, self.name, self.tokens, self.whole, self.kept = dataset, name, lengths, whole, kept
+        self._sizes = sizes
         self._items = len(dataset)
         if not self._items:
             raise UsageError(f"dataset '{name}' is empty", found="0 items", expected="at least one item")
@@ -104,8 +107,12 @@ class ItemSource:
         """Tokens of each, or 1: int64[n] to int64[n]."""
         return np.ones(len(ids), np.int64) if self.tokens is None else self.tokens[ids]
 
+    def sizes(self, ids: Int64Array) -> Int64Array:
+        """By which they are grouped: int64[n] to int64[n]."""
+        return self.lengths(ids) if self._sizes is None else self._sizes[ids]
+
     def fingerprint(self, *, first: int | None = None) -> Fingerprint:
-        """The number of items, their lengths, and a hash of `PLACES` of them.
+        """The number of items, their lengths or sizes, and a hash of `PLACES` of them.
 
         Each is read twice: if one comes out differently, the dataset draws random numbers, and its contents cannot be
         compared (``contents`` is None).
@@ -117,9 +124,10 @@ class ItemSource:
                 "megaresume: items of dataset '%s' are different each time they are read: only their number%s "
                 "compared at a resume",
                 self.name,
-                " is" if self.tokens is None else " and lengths are",
+                " is" if self.tokens is None and self._sizes is None else " and lengths are",
             )
-        return replace(scan_fingerprint(self.lengths, items, f"fingerprint of {self.name}"), contents=contents)
+        what = f"fingerprint of {self.name}"
+        return replace(sized_fingerprint(self.lengths, self.sizes, items, what), contents=contents)
 
 
 def items_hash(dataset: Any, items: int) -> str | None:
@@ -233,8 +241,6 @@ def lengths_of(
             expected=f"{len(dataset)} whole numbers, one for each item, at least 0",
             action="correct lengths=",
         )
-    if empty := int((found == 0).sum()):
-        log.warning("megaresume: %d items of dataset '%s' have no token: they are never trained", empty, name)
     found = np.ascontiguousarray(found, np.int64)
     if directory is not None and path is None:
         path = _kept_path(directory, name, found.tobytes())

@@ -43,6 +43,7 @@ _OF_THE_TRAINER = {
     "pin_memory": "dataloader_pin_memory",
     "persistent_workers": "dataloader_persistent_workers",
     "prefetch_factor": "dataloader_prefetch_factor",
+    "group_by_length": "train_sampling_strategy",
 }
 
 
@@ -69,7 +70,8 @@ def attach_trainer(
         stop: when to save and exit, with `megaresume.Stopped`.
         options: as of `megaresume.DataLoader`: append, on_change, stages, skip, keyed; and to pack items, seq_length,
             packing, lengths, lengths_dir (default: in ``output_dir``) and blend. Packed items come without padding, by
-            the Trainer's ``data_collator`` only if it is one that does not pad.
+            the Trainer's ``data_collator`` only if it is one that does not pad. With
+            ``train_sampling_strategy="group_by_length"``: lengths and lengths_dir.
 
     Returns:
         the loader, which the Trainer reads from.
@@ -121,8 +123,8 @@ def _check_trainer(trainer: Any) -> None:
     leave = "leave it out"
     refused = {
         "train_sampling_strategy": (
-            args.train_sampling_strategy != "random" and args.train_sampling_strategy,
-            "the order is megaresume's, and random; to make batches of like lengths, sort within collate_fn",
+            args.train_sampling_strategy not in ("random", "group_by_length") and args.train_sampling_strategy,
+            "the order is megaresume's: random, or group_by_length",
         ),
         "dataloader_drop_last": (args.dataloader_drop_last, f"{leave}: no batch is short before the end of the run"),
         "split_batches": (accelerator.split_batches, f"{leave}, and divide the batch size by the number of ranks"),
@@ -153,7 +155,10 @@ def _loader(trainer: Any, data: Any, options: ItemOptions) -> DataLoader:
 
     _check_options(options)
     args = trainer.args
-    if packed := options.get("seq_length") is not None:
+    grouped = args.train_sampling_strategy == "group_by_length"
+    if grouped:
+        options = {"group_by_length": True, "lengths": _lengths(trainer, data), **options}
+    if (packed := options.get("seq_length") is not None) or grouped:
         options = {"lengths_dir": records_dir(Path(args.output_dir)) / "lengths", **options}
     return DataLoader(
         data,
@@ -174,6 +179,30 @@ def _loader(trainer: Any, data: Any, options: ItemOptions) -> DataLoader:
     )
 
 
+def _lengths(trainer: Any, data: Any) -> Any:
+    """Where the Trainer would find how long items are: a column, or the first input of its model."""
+    column, processing = trainer.args.length_column_name, trainer.processing_class
+    if column in (getattr(data, "column_names", None) or ()):
+        return column
+    return InputLength("input_ids" if processing is None else processing.model_input_names[0])
+
+
+class InputLength:
+    """The length of an item: that of one of its inputs.
+
+    Args:
+        key: of the input.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        #: a part of the name of the file that lengths are kept in.
+        self.__qualname__ = f"InputLength({key})"
+
+    def __call__(self, item: Mapping[str, Any]) -> int:
+        return len(item[self._key])
+
+
 def _whole_epochs(args: Any) -> int | None:
     """Epochs with which the run ends; None: it ends with a step, or in the middle of an epoch."""
     epochs = float(args.num_train_epochs)
@@ -181,7 +210,7 @@ def _whole_epochs(args: Any) -> int | None:
 
 
 def _check_options(options: ItemOptions) -> None:
-    known = list(ItemOptions.__annotations__)
+    known = [name for name in ItemOptions.__annotations__ if name not in _OF_THE_TRAINER]
     for name in options:
         if name in known:
             continue

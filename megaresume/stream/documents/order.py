@@ -13,6 +13,9 @@ the epoch with what is new by a permutation of its own (`Era.rest`):
     slot j < rest      what would have come at position first + j of the era before
     slot j >= rest     new piece j - rest: the first pieces of the new documents, then their later ones
 
+What is of like lengths may come together (``grouped.py``): within an epoch of an era, what comes at a position is then
+looked up in a window of positions around it.
+
 Everything is O(1) for a position, and O(log) in the number of long documents. ``tests/stream/reference.py`` says the
 same with lists.
 """
@@ -26,13 +29,17 @@ import numpy as np
 import numpy.typing as npt
 
 from megaresume.stream.compiled import compiled
-from megaresume.stream.data_yaml import ShuffleConfig
-from megaresume.stream.documents.permutation import index_of, items_at
+from megaresume.stream.data_yaml import GroupConfig, ShuffleConfig
+from megaresume.stream.documents.grouped import grouped, window_of
+from megaresume.stream.documents.permutation import index_of, items_at, round_keys
 from megaresume.stream.documents.pieces import STRIDE, PieceLists
 from megaresume.stream.eras import Era, Eras
 from megaresume.stream.errors import StateError
 
 Int64Array = npt.NDArray[np.int64]
+
+#: windows that an order remembers: the one that is read, those that other questions are asked of, and of eras before.
+REMEMBERED = 8
 
 
 class SourceOrder(Eras):
@@ -44,13 +51,22 @@ class SourceOrder(Eras):
         shuffle: in two levels.
         lists: of its long documents.
         eras: of the source; none while nothing can be drawn from it.
+        group: what is of like lengths comes together; None: as it was shuffled.
     """
 
     def __init__(
-        self, name: str, seed: int, shuffle: ShuffleConfig | None, lists: PieceLists, eras: Sequence[Era] = ()
+        self,
+        name: str,
+        seed: int,
+        shuffle: ShuffleConfig | None,
+        lists: PieceLists,
+        eras: Sequence[Era] = (),
+        group: GroupConfig | None = None,
     ) -> None:
         super().__init__(eras)
-        self.name, self.seed, self.shuffle, self.lists = name, seed, shuffle, lists
+        self.name, self.seed, self.shuffle, self.lists, self.group = name, seed, shuffle, lists, group
+        #: windows that were looked up last, by era, first position and last: see `grouped`.
+        self._windows: dict[tuple[int, int, int], Int64Array] = {}
 
     def revised(self, position: int, *, documents: int, piece: int, now: bool = False, stage: int = 0) -> SourceOrder:
         """The order from a position on with other pieces.
@@ -88,7 +104,7 @@ class SourceOrder(Eras):
         return self if len(known) == len(self.eras) else self._with(known)
 
     def _with(self, eras: Sequence[Era]) -> SourceOrder:
-        return SourceOrder(self.name, self.seed, self.shuffle, self.lists, eras)
+        return SourceOrder(self.name, self.seed, self.shuffle, self.lists, eras, self.group)
 
     def _era(self, first: int, epoch: int, documents: int, piece: int, stage: int) -> Era:
         pieces = self.lists.num_pieces(documents, piece)
@@ -144,6 +160,35 @@ class SourceOrder(Eras):
 
     def _pieces(self, k: int, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Documents, and which of their pieces: int64[n] twice."""
+        if self.group is None:
+            return self._ungrouped(k, positions)
+        left, moved = np.sort(positions), np.empty_like(positions)
+        while len(left):
+            first, places = self._window(k, int(left[0]))
+            stop = first + len(places)
+            here = (positions >= first) & (positions < stop)
+            moved[here] = first + places[positions[here] - first]
+            left = left[left.searchsorted(stop) :]
+        return self._ungrouped(k, moved)
+
+    def _window(self, k: int, position: int) -> tuple[int, Int64Array]:
+        """The first position of the window of a position, and what `grouped` says of it."""
+        assert self.group is not None
+        era, source = self.eras[k], self.lists.source
+        first, stop = window_of(position, *self.epoch_bounds(era, position), self.group)
+        places = self._windows.get((k, first, stop))
+        if places is None:
+            documents, _ = self._ungrouped(k, np.arange(first, stop))
+            lengths = getattr(source, "sizes", source.lengths)(documents)
+            epoch = era.epoch if era.rest else era.epoch + (first - era.first) // era.pieces
+            keys = round_keys(self.seed, self.name, epoch, f"{_part(era)} batches at {first}".lstrip())
+            if len(self._windows) >= REMEMBERED:
+                self._windows.pop(next(iter(self._windows)), None)
+            places = self._windows[k, first, stop] = grouped(lengths, first, self.group, keys)
+        return first, places
+
+    def _ungrouped(self, k: int, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """The same, without a look at lengths."""
         era = self.eras[k]
         if not era.rest:
             turn = (int(positions[0]) - era.first) // era.pieces
@@ -195,7 +240,7 @@ class SourceOrder(Eras):
                     position = era.first + index_of(era.rest + new, era.pieces, *self._key(epoch), _part(era))
                 else:
                     position = self.start_of(epoch) + index_of(number, era.pieces, *self._key(epoch), _part(era))
-                yield self._moved(position, joins[k:])
+                yield self._moved(self._regrouped(era, position), joins[k:])
             return
 
     def _moved(self, position: int, joins: Sequence[Era]) -> int:
@@ -204,7 +249,15 @@ class SourceOrder(Eras):
             if position >= era.first:
                 slot = position - era.first
                 position = era.first + index_of(slot, era.pieces, *self._key(era.epoch), _part(era))
+                position = self._regrouped(era, position)
         return position
+
+    def _regrouped(self, era: Era, position: int) -> int:
+        """Where it comes, if it came at a position without a look at lengths."""
+        if self.group is None:
+            return position
+        first, places = self._window(self.eras.index(era), position)
+        return first + int(np.flatnonzero(places == position - first)[0])
 
     def _key(self, epoch: int) -> tuple[int, str, int, ShuffleConfig | None]:
         return self.seed, self.name, epoch, self.shuffle

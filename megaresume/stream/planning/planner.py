@@ -73,6 +73,7 @@ def orders_of(state: StreamState | None, config: StreamConfig, sources: Sequence
             entry.shuffle,
             PieceLists(source),
             cursors[entry.name].eras if entry.name in cursors else (),
+            entry.group_by_length,
         )
         for entry, source in zip(config.sources, sources, strict=True)
     )

@@ -46,6 +46,13 @@ class Texts(Numbers):
         return {"input_ids": [(self.first + i) // BASE, (self.first + i) % BASE, *[1] * (1 + i % 6)]}
 
 
+def pad(items: list[Any]) -> dict[str, torch.Tensor]:
+    """Texts side by side, filled up with zeros that are no targets."""
+    rows = [torch.tensor(item["input_ids"]) for item in items]
+    inputs, labels = (torch.nn.utils.rnn.pad_sequence(rows, True, filler) for filler in (0, -100))
+    return {"input_ids": inputs, "labels": labels}
+
+
 def numbers(inputs: Any) -> list[int]:
     """The items of a batch: of each row, or of a packed row from each place on at which positions begin again."""
     tokens = inputs["input_ids"]
@@ -88,9 +95,18 @@ class Recorder(Trainer):
 
 
 def make(
-    output: Path, *, attempt: int = 1, kill: tuple[str, int] = ("", 0), data: Any = None, **options: Any
+    output: Path,
+    *,
+    attempt: int = 1,
+    kill: tuple[str, int] = ("", 0),
+    data: Any = None,
+    padded: bool = False,
+    **options: Any,
 ) -> Recorder:
-    """A Trainer of a small model with dropout, saving every 5 steps; its record lies beside its output."""
+    """A Trainer of a small model with dropout, saving every 5 steps; its record lies beside its output.
+
+    ``padded``: of texts, which are padded.
+    """
     torch.manual_seed(1)
     config = GPT2Config(vocab_size=BASE, n_positions=8, n_embd=8, n_layer=1, n_head=2)
     defaults: dict[str, Any] = {
@@ -107,8 +123,10 @@ def make(
     args = TrainingArguments(output_dir=str(output), **defaults | options)
     if args.fsdp:
         _take_cpus_for_gpus(args)
-    data = Numbers() if data is None else data
+    data = (Texts() if padded else Numbers()) if data is None else data
     trainer = Recorder(GPT2LMHeadModel(config), args, train_dataset=data, eval_dataset=Numbers(4))
+    if padded:
+        trainer.data_collator = pad
     trainer.record, trainer.attempt, trainer.kill = output.with_suffix(".record"), attempt, kill
     return trainer
 

@@ -281,7 +281,7 @@ class Lines(torch.utils.data.IterableDataset[Any]):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy"),
         ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy"),
         ({"dataloader_drop_last": True}, "dataloader_drop_last"),
         ({"accelerator_config": {"split_batches": True}}, "split_batches"),

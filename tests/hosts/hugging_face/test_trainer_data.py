@@ -25,7 +25,7 @@ from megaresume.batches.items.options import ItemOptions
 from megaresume.cli.main import main
 from megaresume.stream.errors import StateError, UsageError
 from tests.hosts.hugging_face.program import ITEMS, Numbers, Recorder, Texts, make
-from tests.hosts.torch.record import items, launch, lines, trained
+from tests.hosts.torch.record import items, launch, launch_forked, lines, trained
 
 pytestmark = pytest.mark.process
 
@@ -186,6 +186,33 @@ def test_keyed_items_and_that_a_resume_is_keyed_too(tmp_path: Path) -> None:
         run(output, data=Numbers(), attempt=3)
 
 
+LIKE = {"padded": True, "train_sampling_strategy": "group_by_length", "num_train_epochs": 2}
+
+
+def lengths_of_steps(output: Path) -> list[int]:
+    """How much the items of a step differ in length: item i has 3 + i % 6 tokens."""
+    return [max(lengths) - min(lengths) for step in trained(output) for lengths in [[i % 6 for i in step]]]
+
+
+def test_batches_of_like_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Killed on two ranks in a save, and gone on with on one, in steps of another size."""
+    whole, output = tmp_path / "whole", tmp_path / "killed"
+    run(whole, per_device_train_batch_size=4, **LIKE)
+    order = items(trained(whole))
+    assert sorted(order) == sorted(2 * list(range(ITEMS)))
+    differ = lengths_of_steps(whole)
+    assert sum(differ) / len(differ) < 2.5  # of 5, as they are in a random order
+    status, _ = launch_forked(PROGRAM, output, 2, kill=("save", 10), **LIKE)
+    assert status
+    run(output, attempt=2, per_device_train_batch_size=3, gradient_accumulation_steps=1, **LIKE)
+    steps = trained(output)
+    assert items(steps) == order and [len(step) for step in steps[:6]] == [8] * 5 + [3]
+    assert main(["trace", str(output), "--steps", "7"]) == 0
+    assert main(["verify", str(output)]) == 0
+    with pytest.raises(StateError, match="train_sampling_strategy"):
+        run(output, attempt=3, **LIKE | {"train_sampling_strategy": "random", "num_train_epochs": 3})
+
+
 @pytest.mark.parametrize(
     ("attach", "words"),
     [
@@ -193,6 +220,7 @@ def test_keyed_items_and_that_a_resume_is_keyed_too(tmp_path: Path) -> None:
         ({"seqlength": 4}, "did you mean 'seq_length'"),
         ({"collate_fn": list}, "one of append"),
         ({"lengths": "length"}, "packing without the tokens of a sample"),
+        ({"group_by_length": True}, "train_sampling_strategy"),
     ],
 )
 def test_options_that_are_refused(tmp_path: Path, attach: Any, words: str) -> None:
