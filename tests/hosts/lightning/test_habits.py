@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,9 +32,12 @@ import megaresume
 from megaresume import Checkpoints
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
+from megaresume.hosts.lightning.host import LightningHost
+from megaresume.hosts.torch.feeds import Items
+from megaresume.hosts.torch.steps import Steps
 from megaresume.stream.errors import StateError, UsageError
 from tests.hosts.lightning.program import Module, attached, loader, newest, run, trainer_of
-from tests.hosts.torch.program import Numbers
+from tests.hosts.torch.program import BASE, Numbers
 from tests.hosts.torch.record import items, lines, trained
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore::UserWarning:lightning")]
@@ -241,6 +245,30 @@ def test_a_fast_dev_run_is_left_alone(directory: Path, capsys: pytest.CaptureFix
     assert "fast_dev_run saves nothing" in capsys.readouterr().out
     trainer.fit(Module(directory), loader(), ckpt_path="last")
     assert len(lines(directory)) == 1 and not directory.exists()
+
+
+def test_items_that_no_rank_would_train_are_said_at_the_last_epoch(caplog: pytest.LogCaptureFixture) -> None:
+    """One of 47, in steps of 4, one item at a time on two ranks: Lightning asks for no more batches than there are."""
+    made = megaresume.DataLoader(Numbers(47), 1, accumulation=2, dp_rank=0, dp_size=2)
+    fit_loop: Any = SimpleNamespace(max_epochs=1)
+    host = LightningHost(SimpleNamespace(fit_loop=fit_loop), made, Steps(Items(made)), "2.6")
+    for _ in range(2):
+        assert host.batches_of_epoch() == (0, 23)
+    assert (
+        caplog.text.count("the last 1 items of the run will not be trained: its last step has 3, and there are 2") == 1
+    )
+
+
+def test_batches_of_like_lengths(directory: Path) -> None:
+    """Stopped within a window, and gone on with in steps of another size."""
+    lengths = [i * 37 % 100 for i in range(100)]
+    like: dict[str, Any] = {"group_by_length": True, "lengths": lengths}
+    order = [int(row[0] * BASE + row[1]) for batch in loader(batch_size=8, **like) for row in batch]
+    run(directory, batch=4, accumulation=2, epochs=1, trainer={"max_steps": 5}, **like)
+    run(directory, attempt=2, batch=2, accumulation=1, epochs=1, **like)
+    steps = trained(directory)
+    assert items(steps) == order[:100] and [len(step) for step in steps] == [8] * 5 + [2] * 30
+    assert all(max(lengths[i] for i in step) - min(lengths[i] for i in step) < 40 for step in steps[:5])
 
 
 def test_validation_after_every_so_many_batches_of_all_epochs(directory: Path) -> None:

@@ -18,7 +18,7 @@ from megaresume import BatchSchedule, Checkpoints
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.paths import ledger_path
 from megaresume.cli.main import main
-from megaresume.hosts.torch.feeds import Feed, Items, Samples
+from megaresume.hosts.torch.feeds import Feed, Items, Samples, micro_batches
 from megaresume.hosts.torch.steps import Steps
 from tests.hosts.conftest import write_corpus
 
@@ -109,6 +109,26 @@ def test_a_stream(
     said = {record.message for record in caplog.records if record.levelno == logging.WARNING}
     text = f"megaresume: the last {left} samples of the stream are not trained: there are {ranks} ranks"
     assert said == ({text} if left else set())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(("micro", "accumulation"), [(1, 1), (1, 3), (2, 2), (3, 1), (2, 4)])
+def test_items(ranks: int, micro: int, accumulation: int) -> None:
+    """Every rank has as many micro-batches as trainers are told of; together they have what can be dealt out."""
+    step = ranks * micro * accumulation
+    for number in range(step, 2 * step):
+        options: dict[str, Any] = {"accumulation": accumulation, "max_epochs": 1, "dp_size": ranks, "seed": 3}
+        loaders = [megaresume.DataLoader(torch.arange(number), micro, dp_rank=rank, **options) for rank in range(ranks)]
+        of_ranks = [trained(steps_of(Items(loader)), lambda batch: batch.tolist()) for loader in loaders]
+        flat = [list(chain.from_iterable(rank)) for rank in of_ranks]
+        assert {len(batches) for batches in flat} == {micro_batches(loaders[0], number)}
+        assert all(1 <= len(batch) <= micro for batches in flat for batch in batches)
+        given = [item for batches in zip(*flat, strict=True) for batch in batches for item in batch]
+        rest = number % step
+        left = rest % ranks if micro == 1 else rest if rest < ranks else 0
+        order = megaresume.DataLoader(torch.arange(number), max_epochs=1, seed=3, dp_rank=0, dp_size=1)
+        assert given == [int(item) for item in order][: number - left]
+        assert {loader.samples for loader in loaders} == {number - left}
 
 
 def test_items_that_are_left_out_are_said(caplog: pytest.LogCaptureFixture) -> None:
