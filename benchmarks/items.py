@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils.data
 
@@ -23,6 +24,9 @@ from benchmarks.timing import cpu, interleaved, median, ratio, wall
 from megaresume.batches.data_loader import DataLoader
 
 BATCH = 8
+#: items of a micro-batch, ranks, micro-batches of a step.
+LAYOUTS = ((8, 1, 1), (16, 1, 4), (4, 8, 2))
+ITEMS_OF_MANY_LENGTHS = 52_000
 WORKERS = (0, 2, 4)
 #: batches that a worker is asked for, as a fraction of those in process: its messages take longer.
 SLOWER = 8
@@ -67,6 +71,8 @@ def rows(setup: Setup) -> Iterator[Row]:
     yield _first_batch(setup)
     if all(importlib.util.find_spec(name) for name in ("transformers", "accelerate")):
         yield _trainers(setup)
+        for layout in LAYOUTS:
+            yield from _like_lengths(*layout)
 
 
 def _overhead(setup: Setup, workers: int, kind: type[Numbers], items: str) -> Row:
@@ -193,3 +199,47 @@ def _train(output: Path, save: int, steps: int, *, attached: bool) -> float:
     with contextlib.suppress(_Reached):
         trainer.train(resume_from_checkpoint=resumes or None)
     return cpu() - begin
+
+
+def _like_lengths(batch: int, ranks: int, accumulation: int) -> Iterator[Row]:
+    """Padding of a random order, by length, and by transformers' sampler; and how long the slowest rank takes."""
+    from transformers.trainer_pt_utils import get_length_grouped_indices
+
+    normal = np.random.default_rng(0).normal(5.0, 0.8, ITEMS_OF_MANY_LENGTHS)
+    lengths = np.exp(normal).astype(int).clip(8, 2048)
+    orders = {
+        "random": _order(lengths, batch * ranks * accumulation, grouped=False),
+        "ours": _order(lengths, batch * ranks * accumulation, grouped=True),
+        # which sorts for a step of one rank
+        "theirs": np.array(get_length_grouped_indices(lengths.tolist(), batch * accumulation)),
+    }
+    found = {name: _padded(lengths[order], batch, ranks) for name, order in orders.items()}
+    layout = f"{batch} x {accumulation} items on {ranks} rank{'s' if ranks > 1 else ''}"
+    yield Row(
+        what=f"padding by length, {layout}; {found['random'][0]:.0f} % in a random order",
+        ours=found["ours"][0],
+        unit="%",
+        baseline=found["theirs"][0],
+        against="transformers' sampler",
+    )
+    if ranks > 1:
+        yield Row(
+            what=f"slowest rank by length, {layout}; {found['random'][1]:.2f} in a random order",
+            ours=found["ours"][1],
+            unit="of the mean",
+            baseline=found["theirs"][1],
+            against="transformers' sampler",
+        )
+
+
+def _order(lengths: Any, step: int, *, grouped: bool) -> Any:
+    given = {"group_by_length": True, "lengths": lengths} if grouped else {}
+    loader = DataLoader(Numbers(len(lengths)), step, collate_fn=list, max_epochs=1, **given)
+    return np.concatenate([np.array(batch) for batch in loader])
+
+
+def _padded(lengths: Any, batch: int, ranks: int) -> tuple[float, float]:
+    """Places without a token, in %; places of the slowest rank of a micro-batch, by those of the mean."""
+    whole = lengths[: len(lengths) // (batch * ranks) * batch * ranks].reshape(-1, ranks, batch)
+    places = whole.max(2) * batch
+    return 100 * float(1 - whole.sum() / places.sum()), float(places.max(1).sum() / places.mean(1).sum())

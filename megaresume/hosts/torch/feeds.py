@@ -315,12 +315,12 @@ def say_left_over(loader: DataLoader, samples: int) -> None:
     left = short - sum(_last_parts(loader, samples))
     if left and not loader.dp_rank:
         log.warning(
-            "megaresume: the last %d items of the run will not be trained: its last step has %d, and there are %d "
-            "ranks, each of which needs %s; resumed on fewer ranks, the run trains them",
+            "megaresume: the last %d of the run's items will not be trained: its last step has %d, which cannot be "
+            "shared out to %d ranks%s; resumed on fewer ranks, the run trains them",
             left,
             short,
             loader.dp_size,
-            "one" if short < loader.dp_size else "as many, one at a time",
+            "" if short < loader.dp_size else " one at a time",
         )
 
 
