@@ -126,12 +126,12 @@ class DataLoader:
         options.check_torch_options(torch_options, shuffle=shuffle)
         named = options.named(dataset)
         self.dataset, self.num_workers = dataset, num_workers
-        rank, ranks = data_parallel(dp_rank, dp_size)
+        self._ranks = data_parallel(dp_rank, dp_size)
         self._share = Share(
             batch_size=options.count("batch_size", batch_size),
             accumulation=options.count("accumulation", accumulation),
-            dp_rank=rank,
-            dp_size=ranks,
+            dp_rank=self._ranks.rank,
+            dp_size=self._ranks.size,
             drop_last=drop_last,
             balance=balance,
         )
@@ -188,6 +188,12 @@ class DataLoader:
             generator=self._generator,
             **torch_options,
         )
+
+    def made_by(self, call: str) -> DataLoader:
+        """Let errors name the call that a user made: ``attach_trainer``."""
+        for source in self._sources.values():
+            source.call = call
+        return self
 
     @property
     def origin(self) -> dict[str, Any] | None:
@@ -296,8 +302,10 @@ class DataLoader:
         """The state before a sample that lies at or after the one loaded.
 
         Raises:
-            StateError: the samples of the step are balanced, and it has trained some of them.
+            StateError: the samples of the step are balanced, and it has trained some of them; or there are other ranks
+                than when the loader was made.
         """
+        self._ranks.check()
         schedule = self.stream.schedule
         assert schedule is not None
         batches, short = schedule.until(sample), (sample - self.stream.start) % self.step_samples
@@ -347,9 +355,11 @@ class DataLoader:
         """The batches of this rank, from the next one to the end of the epoch.
 
         Raises:
-            StateError: another ``for`` over this loader, or `load_state_dict`, came between two batches.
+            StateError: another ``for`` over this loader, or `load_state_dict`, came between two batches; or there are
+                other ranks than when the loader was made.
             UsageError: ``collate_fn`` gave nothing.
         """
+        self._ranks.check()
         turn = self._turn = object()
         self._places.start = self._places.step_start = self._position
         if self.balance is not None:

@@ -25,6 +25,7 @@ import queue
 import signal
 import threading
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
@@ -39,7 +40,7 @@ from megaresume.batches.items.planned import available
 from megaresume.batches.memory import Inbox, Outbox, shown
 from megaresume.stream.batches import Balance, BatchSchedule, micro_batches
 from megaresume.stream.dealing import deal, deal_in_part, in_parts
-from megaresume.stream.errors import MegaresumeError, StreamExhausted, UsageError
+from megaresume.stream.errors import MegaresumeError, StateError, StreamExhausted, UsageError
 from megaresume.stream.stream import Stream
 
 log = logging.getLogger(__name__)
@@ -73,16 +74,56 @@ def _wait(parent: int) -> None:
             os._exit(0)  # as torch's own handler does
 
 
-def data_parallel(dp_rank: int | None, dp_size: int | None) -> tuple[int, int]:
-    """This rank among the data-parallel ranks, and how many there are: as given; else torch.distributed's, if it is
-    initialised.
+@dataclass(frozen=True, slots=True)
+class DataParallel:
+    """A rank among the data-parallel ranks.
+
+    Args:
+        rank: this one, from 0.
+        size: how many there are.
+        is_default: whether they are those of torch.distributed, or of a process alone; otherwise they were given.
+    """
+
+    rank: int
+    size: int
+    is_default: bool
+
+    def check(self) -> None:
+        """Look again: a process group may have been made since, or made again with other ranks.
+
+        Raises:
+            StateError: each of its ranks would be given the batches of another layout.
+        """
+        if self.is_default and (now := _of_torch()) != (self.rank, self.size):
+            raise StateError(
+                "the loader was made for other ranks than there are",
+                found=f"rank {now[0]} of {now[1]} in torch.distributed",
+                expected=f"rank {self.rank} of {self.size}, as when the loader was made",
+                cause="the loader was made before init_process_group, or the process group was made again",
+                action="make the loader after init_process_group (and again after a new one, with the state of the "
+                "one before), or give it dp_rank and dp_size",
+            )
+
+
+def data_parallel(dp_rank: int | None, dp_size: int | None) -> DataParallel:
+    """This rank among the data-parallel ranks: as given; else torch.distributed's, if it is initialised.
 
     Raises:
-        UsageError: there is no such rank.
+        UsageError: there is no such rank; the numbers are those of a node; or they were left out in one of several
+            processes that have no process group yet.
     """
-    distributed = dist.is_available() and dist.is_initialized()
-    rank = (dist.get_rank() if distributed else 0) if dp_rank is None else dp_rank
-    size = (dist.get_world_size() if distributed else 1) if dp_size is None else dp_size
+    is_default = dp_rank is None or dp_size is None
+    world = int(os.environ.get("WORLD_SIZE") or 1)
+    if is_default and world > 1 and not _has_group():
+        raise UsageError(
+            "the loader is made before the process group, so it cannot know its rank",
+            found=f"WORLD_SIZE={world}, and torch.distributed is not initialised",
+            expected="torch.distributed initialised; otherwise every rank would train the same samples",
+            action="call torch.distributed.init_process_group (or what does it: deepspeed.initialize, Accelerator()) "
+            "before making the loader; or give dp_rank and dp_size",
+        )
+    own_rank, own_size = _of_torch()
+    rank, size = own_rank if dp_rank is None else dp_rank, own_size if dp_size is None else dp_size
     if not 0 <= rank < size:
         raise UsageError(
             "there is no such data-parallel rank",
@@ -90,7 +131,24 @@ def data_parallel(dp_rank: int | None, dp_size: int | None) -> tuple[int, int]:
             expected="dp_rank from 0 to dp_size - 1",
             action="leave both out: they are then torch.distributed's",
         )
-    return rank, size
+    if _has_group() and (size > own_size or (size == own_size and rank != own_rank)):
+        raise UsageError(
+            "this is not the data-parallel rank of this process",
+            found=f"dp_rank={rank}, dp_size={size}, in rank {own_rank} of {own_size} of torch.distributed",
+            expected=f"dp_rank={own_rank}, if each of the {own_size} processes has samples of its own",
+            cause="dp_rank is the number on a node (LOCAL_RANK), or one that was written down",
+            action="leave both out; with tensor, pipeline or context parallelism, take them from the mesh",
+        )
+    return DataParallel(rank, size, is_default)
+
+
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _of_torch() -> tuple[int, int]:
+    """(rank, ranks) of the default process group; without one there is a single rank."""
+    return (dist.get_rank(), dist.get_world_size()) if _has_group() else (0, 1)
 
 
 #: refuse: raise StreamExhausted; deal: deal out what every rank can be given some of; drop: leave it out.
@@ -152,7 +210,8 @@ class StreamLoader:
         self.stream = stream
         self.schedule = schedule
         self.micro_batch_size = micro_batch_size
-        self.dp_rank, self.dp_size = data_parallel(dp_rank, dp_size)
+        self._ranks = data_parallel(dp_rank, dp_size)
+        self.dp_rank, self.dp_size = self._ranks.rank, self._ranks.size
         self.start = stream.start if start is None else start
         self.stop = stop
         self.num_workers = num_workers
@@ -229,7 +288,9 @@ class StreamLoader:
         Raises:
             StreamExhausted: the stream ends within the next global batch; on every rank alike.
             CorpusError: a document is damaged.
+            StateError: there are other ranks than when the loader was made.
         """
+        self._ranks.check()
         if self.num_workers:
             return self._from_workers()
         if self.prefetch:

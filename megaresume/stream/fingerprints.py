@@ -100,14 +100,23 @@ def differences(
             yield f"{prefix}{key}", a, b
 
 
-def check_fingerprint(name: str, before: Fingerprint | None, now: Fingerprint) -> None:
+def check_fingerprint(
+    name: str, before: Fingerprint | None, now: Fingerprint, source: LengthSource | None = None
+) -> None:
     """Raise unless a source is the corpus that it was.
+
+    Args:
+        name: that the run knows it by.
+        before, now: what it was, and is.
+        source: may word the error by itself, with a method ``changed``; None: it is not at hand.
 
     Raises:
         StateError: naming each field that differs.
     """
     if before == now:
         return
+    if before is not None and hasattr(source, "changed"):
+        raise source.changed(name, before, now)  # type: ignore[union-attr]
     fields = ("documents", "tokens", "lengths", "contents", "tokenizer", "trained")
     differ = [f for f in fields if before is None or getattr(before, f) != getattr(now, f)]
     cause, action = _likely_change(name, before, now)
@@ -229,9 +238,11 @@ def check_corpora(
         if name not in state.sources or now is None or now == before:
             continue
         if before is None or now.documents <= before.documents or entry.append is None or entry.name not in sources:
-            check_fingerprint(name, before, now)
+            check_fingerprint(name, before, now, sources.get(entry.name))
             continue
         first = first_documents(sources[entry.name], entry.name, before.documents)
+        if first != before and hasattr(sources[entry.name], "changed"):
+            check_fingerprint(name, before, now, sources[entry.name])
         _check_beginning(name, before, first, now.documents)
         grown.append(Growth(source=name, append=entry.append, before=before.documents, after=now.documents))
     return grown

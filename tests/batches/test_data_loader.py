@@ -205,8 +205,13 @@ def test_new_items_of_a_dataset_come_once(order: list[int], append: Any) -> None
     loaders = ranks(1, 4)
     first = merged(loaders, 5)
     state = loaders[0].state_dict()
-    with pytest.raises(StateError, match=r"source 'data' is not the corpus.*\n.*documents 41"):
+    with pytest.raises(StateError) as refused:
         ranks(1, 4, state, dataset=Numbers(41))
+    assert "found:        41 items" in str(refused.value) and "4 items were added after the old ones" in str(
+        refused.value
+    )
+    assert "DataLoader(..., append='next_epoch')" in str(refused.value)
+    assert not any(word in str(refused.value) for word in ("corpus", "split", "data config"))
     rest = merged(ranks(1, 1, state, dataset=Numbers(41), append=append), 62)
     (grown,) = ranks(1, 1, state, dataset=Numbers(41), append=append)
     lengths = [(sum(1 for _ in grown), grown.epoch) for _ in range(2)]
@@ -221,10 +226,13 @@ def test_new_items_of_a_dataset_come_once(order: list[int], append: Any) -> None
 def test_other_contents_and_fewer_items_are_refused() -> None:
     loaders = ranks(1, 4)
     state = loaders[0].state_dict()
-    with pytest.raises(StateError, match=r"data\.contents"):
+    with pytest.raises(StateError, match=r"found: *contents(.|\n)*items hold something else"):
         ranks(1, 4, state, dataset=Numbers(first=1))
-    with pytest.raises(StateError, match=r"documents 36"):
+    with pytest.raises(StateError, match=r"36 items(.|\n)*1 item was removed"):
         ranks(1, 4, state, dataset=Numbers(36))
+    for options in ({}, {"append": "now"}):  # not at the end
+        with pytest.raises(StateError, match=r"4 items were added, and the first 37 are not(.|\n)*append='next_epoch'"):
+            ranks(1, 4, state, dataset=Numbers(41, first=-4), **options)
 
 
 class Random(Numbers):
@@ -242,7 +250,7 @@ def test_a_dataset_that_draws_is_told_by_its_length_and_draws_nothing_before_tra
     torch.manual_seed(1), np.random.seed(1), random.seed(1)
     assert drawn == (torch.rand(1).item(), np.random.rand(), random.random())
     ranks(1, 4, loaders[0].state_dict(), dataset=Random())
-    with pytest.raises(StateError, match="documents 36"):
+    with pytest.raises(StateError, match="36 items"):
         ranks(1, 4, loaders[0].state_dict(), dataset=Random(36))
 
 

@@ -282,7 +282,7 @@ def test_new_items_come_once() -> None:
     (loader,) = loaders(1, 2)
     handed = merged([loader], 4)
     state = loader.state_dict()
-    with pytest.raises(StateError, match="documents 70"):
+    with pytest.raises(StateError, match="70 items"):
         loaders(1, 2, state, dataset=Texts(70))
     (grown,) = loaders(1, 2, state, dataset=Texts(70), append="now", max_epochs=1, on_change="stage")
     rest = merged([grown], 1000)

@@ -28,7 +28,7 @@ import xxhash
 
 from megaresume.corpora.files import written_atomically
 from megaresume.corpora.scan import contents_hash, sized_fingerprint
-from megaresume.stream.errors import CorpusError, UsageError
+from megaresume.stream.errors import CorpusError, StateError, UsageError
 from megaresume.stream.progress import progress
 from megaresume.stream.state import Fingerprint
 
@@ -75,6 +75,8 @@ class ItemSource:
         sizes: int64[items], by which items that are samples are grouped; None: they are not.
     """
 
+    #: the call that made it, for errors.
+    call = "DataLoader"
     #: what to do about an item that is longer than a sample.
     advice = "raise seq_length; or shorten the items or leave them out; or let packing='split' cut them"
 
@@ -128,6 +130,46 @@ class ItemSource:
             )
         what = f"fingerprint of {self.name}"
         return replace(sized_fingerprint(self.lengths, self.sizes, items, what), contents=contents)
+
+    def changed(self, name: str, before: Fingerprint, now: Fingerprint) -> StateError:
+        """Why a state of other items cannot be gone on from, in the words of the call that made the dataset a source.
+
+        Args:
+            name: of the dataset, in the state.
+            before, now: what it was, and is; they differ.
+        """
+        more = now.documents - before.documents
+        keep = "give back the dataset as it was"
+        if more > 0 and self.fingerprint(first=before.documents) == before:
+            cause = f"{_items(more)} added after the old ones"
+            action = (
+                f"{self.call}(..., append='next_epoch') trains them from the next epoch on, append='now' from now on"
+            )
+        elif more > 0:
+            cause = f"{_items(more)} added, and the first {before.documents:,} are not those of before: new ones were "
+            cause += "put between the old ones, or the dataset was shuffled, filtered or made anew"
+            action = f"add new items after the old ones and call {self.call}(..., append='next_epoch'); or {keep}"
+        elif more < 0:
+            cause, action = f"{_items(-more)} removed: by a filter, another split, or a file that is missing", keep
+        elif now.lengths != before.lengths:
+            cause, action = "items have other lengths: another tokenizer, template, max_length or lengths=", keep
+        else:
+            cause = "items hold something else: the dataset was shuffled or made anew, or its transform was changed"
+            action = f"{keep}. If items differ each time they are read, draw their random numbers under keyed=True"
+        # Of another number of items the hashes say nothing more.
+        asked = [] if more else ["contents"] if self.tokens is None else ["lengths", "contents"]
+        fields = [field for field in asked if getattr(before, field) != getattr(now, field)]
+        return StateError(
+            f"dataset '{name}' is not the one that the state was made with",
+            found=", ".join(f"{f} {getattr(now, f)}" for f in fields) or f"{now.documents:,} items",
+            expected=", ".join(f"{f} {getattr(before, f)}" for f in fields) or f"{before.documents:,} items",
+            cause=cause,
+            action=action,
+        )
+
+
+def _items(number: int) -> str:
+    return "1 item was" if number == 1 else f"{number:,} items were"
 
 
 def items_hash(dataset: Any, items: int) -> str | None:

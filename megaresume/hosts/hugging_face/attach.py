@@ -176,7 +176,7 @@ def _loader(trainer: Any, data: Any, options: ItemOptions) -> DataLoader:
         dp_rank=args.process_index,
         dp_size=args.world_size,
         **options,
-    )
+    ).made_by("attach_trainer")
 
 
 def _lengths(trainer: Any, data: Any) -> Any:

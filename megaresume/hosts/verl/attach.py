@@ -76,7 +76,7 @@ def _loader(trainer: Any, append: Append | None) -> DataLoader:
         append=append,
         dp_rank=engine.get_data_parallel_rank(),
         dp_size=ranks,
-    )
+    ).made_by("attach_verl")
 
 
 def _with_config(checkpoints: Checkpoints, trainer: Any) -> Checkpoints:

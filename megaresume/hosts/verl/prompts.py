@@ -128,7 +128,7 @@ def attach_verl_prompts(trainer: Any, *, append: Append | None = None) -> None:
         append=append,
         dp_rank=0,
         dp_size=1,
-    )
+    ).made_by("attach_verl_prompts")
     trainer.train_dataloader = prompts = Prompts(trainer, loader)
     setattr(trainer, SLOT, prompts)
     _set_length(trainer, prompts)

@@ -96,7 +96,7 @@ def test_two_ranks_to_one(
 
 
 def test_more_data(copy: Path, order: list[int]) -> None:
-    with pytest.raises(StateError, match=r"has grown by 10 documents(.|\n)*append: next_epoch"):
+    with pytest.raises(StateError, match=r"10 items were added after(.|\n)*append='next_epoch'"):
         run(copy, attempt=2, data=Numbers(110))
     run(copy, attempt=2, save_every=50, data=Numbers(110), append="next_epoch", steps=39)
     handed = items(trained(copy))

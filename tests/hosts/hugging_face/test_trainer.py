@@ -142,7 +142,7 @@ def digest_of(output: Path, step: int) -> str:
 
 
 def test_more_data(copy: Path, order: list[int]) -> None:
-    with pytest.raises(StateError, match=r"has grown by 10 documents(.|\n)*append: next_epoch"):
+    with pytest.raises(StateError, match=r"10 items were added after(.|\n)*append='next_epoch'"):
         run(copy, attempt=2, data=Numbers(110))
     run(copy, attempt=2, data=Numbers(110), attach={"append": "next_epoch"}, per_device_train_batch_size=4)
     handed = items(trained(copy))
@@ -153,7 +153,7 @@ def test_more_data(copy: Path, order: list[int]) -> None:
 def test_other_data_is_refused(copy: Path) -> None:
     with pytest.raises(StateError, match=r"data\.contents"):
         run(copy, attempt=2, data=Numbers(first=1))
-    with pytest.raises(StateError, match="documents 99"):
+    with pytest.raises(StateError, match="99 items"):
         run(copy, attempt=2, data=Numbers(99))
 
 

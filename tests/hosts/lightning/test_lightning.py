@@ -123,7 +123,7 @@ def test_two_ranks_go_on_bit_for_bit(copy: Path, tmp_path: Path, order: list[int
 
 
 def test_more_data(copy: Path, order: list[int]) -> None:
-    with pytest.raises(StateError, match=r"has grown by 10 documents(.|\n)*append: next_epoch"):
+    with pytest.raises(StateError, match=r"10 items were added after(.|\n)*append='next_epoch'"):
         run(copy, attempt=2, data=Numbers(110))
     run(copy, attempt=2, save_every=50, data=Numbers(110), append="next_epoch")
     handed = items(trained(copy))
@@ -147,7 +147,7 @@ def test_packed_texts(tmp_path: Path) -> None:
 
 
 def test_other_data_is_refused(copy: Path) -> None:
-    with pytest.raises(StateError, match="documents 99"):
+    with pytest.raises(StateError, match="99 items"):
         run(copy, attempt=2, data=Numbers(99))
 
 

@@ -91,7 +91,7 @@ def test_killed_in_a_save_and_gone_on(
 @pytest.mark.release
 def test_more_data(python: str, copy: Path, order: list[int]) -> None:
     said = refusal(python, copy, 2, attempt=2, items=110)
-    assert "has grown by 10 documents" in said and "append: next_epoch" in said
+    assert "10 items were added after" in said and "append='next_epoch'" in said
     run(python, copy, 2, attempt=2, items=110, append="next_epoch", steps=39)
     handed = items(trained(copy))
     assert handed[:200] == order[:200]

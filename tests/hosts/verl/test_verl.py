@@ -77,7 +77,7 @@ def test_killed_in_a_save_and_gone_on(
 
 @pytest.mark.release
 def test_more_data_and_epochs(python: str, copy: Path, order: list[int]) -> None:
-    assert "has grown by 10 documents" in refusal(python, copy, 2, attempt=2, items=110)
+    assert "10 items were added after" in refusal(python, copy, 2, attempt=2, items=110)
     run(python, copy, 2, attempt=2, items=110, append="next_epoch", epochs=4)
     handed = items(trained(copy))
     assert handed[:200] == order[:200] and len(handed) == 416
