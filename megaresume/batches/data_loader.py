@@ -1,6 +1,6 @@
 """`DataLoader`: any map-style dataset in the exact order of a stream, in the place of torch's ``DataLoader``.
 
-    loader = megaresume.DataLoader(dataset, batch_size=8, collate_fn=collate, num_workers=4)
+    loader = megaresume.DataLoader(dataset, batch_size=8, collate_fn=collate, num_workers=4, max_epochs=3)
     for epoch in range(loader.epoch, 3):
         for batch in loader:
             ...
@@ -163,6 +163,10 @@ class DataLoader:
         #: sample with which the run ends, at most; None: no end but those of the datasets.
         self.stop: int | None = None
         self._position = 0
+        #: whether a trainer says when the run ends, and not the loop over this.
+        self.ends_elsewhere = False
+        #: the epoch of the state that was loaded; whether the loop asked for it; whether the next ``for`` is empty.
+        self._resumed_epoch, self._was_asked, self._is_passed = 0, False, False
         #: of the ``for`` that runs: only the last one may.
         self._turn: object = None
         self._generator = torch.Generator()
@@ -190,7 +194,8 @@ class DataLoader:
         )
 
     def made_by(self, call: str) -> DataLoader:
-        """Let errors name the call that a user made: ``attach_trainer``."""
+        """A trainer's own: errors name the call that a user made, ``attach_trainer``."""
+        self.ends_elsewhere = True
         for source in self._sources.values():
             source.call = call
         return self
@@ -255,6 +260,7 @@ class DataLoader:
     @property
     def epoch(self) -> int:
         """The epoch of the next sample, from 0. Of a blend: as many samples as all datasets together make."""
+        self._was_asked = True
         return self._epochs.of(self._position)
 
     @property
@@ -271,17 +277,29 @@ class DataLoader:
         """Samples that one epoch of all datasets makes: its items; if they are packed, about so many."""
         return self._items
 
+    @property
+    def sampler(self) -> DataLoader:
+        """Itself, for loops that call ``loader.sampler.set_epoch(epoch)``."""
+        return self
+
     def set_epoch(self, epoch: int) -> None:
         """What a loop calls before each epoch; the loader counts by itself, and checks that it counts alike.
+
+        After `load_state_dict`, a loop that begins at epoch 0 again passes over those that are trained: the next
+        ``for`` is then empty.
 
         Raises:
             UsageError: the next sample is of another epoch.
         """
-        if epoch != self.epoch:
+        now = self.epoch
+        self._is_passed = epoch < min(self._resumed_epoch, now)
+        if self._is_passed:
+            log.info("megaresume: epoch %d was trained before the state was saved: passed over", epoch)
+        elif epoch != now:
             raise UsageError(
                 f"epoch {epoch} is not the one that comes next",
-                found=f"set_epoch({epoch}), with the next sample ({self._position}) in epoch {self.epoch}",
-                expected=f"set_epoch({self.epoch})",
+                found=f"set_epoch({epoch}), with the next sample ({self._position}) in epoch {now}",
+                expected=f"set_epoch({now})",
                 cause="the loop begins at another epoch than the state that was loaded, or a for was left early",
                 action="for epoch in range(loader.epoch, EPOCHS): after load_state_dict",
             )
@@ -348,11 +366,13 @@ class DataLoader:
         self.stream.schedule = schedule.resumed(state.batches, state.samples)
         self._position, self._turn = self.stream.start, None
         self._epochs.forget()
+        self._resumed_epoch, self._was_asked, self._is_passed = self._epochs.of(self._position), False, False
         for line in self.stream.accepted:
             log.info("megaresume: %s", line)
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of this rank, from the next one to the end of the epoch.
+        """The batches of this rank, from the next one to the end of the epoch; none of an epoch that `set_epoch` says,
+        and that is trained.
 
         Raises:
             StateError: another ``for`` over this loader, or `load_state_dict`, came between two batches; or there are
@@ -360,6 +380,10 @@ class DataLoader:
             UsageError: ``collate_fn`` gave nothing.
         """
         self._ranks.check()
+        if self._is_passed:
+            self._is_passed = False
+            return
+        self._warn_of_epochs()
         turn = self._turn = object()
         self._places.start = self._places.step_start = self._position
         if self.balance is not None:
@@ -382,6 +406,18 @@ class DataLoader:
             self._collated.check(batch, items)
             self._position = end
             yield batch
+
+    def _warn_of_epochs(self) -> None:
+        """Once after a resume: a loop that never asked in which epoch it is trains as many epochs again."""
+        is_open = self.stop is None and all(source.max_epochs is None for source in self.stream.config.sources)
+        if self._resumed_epoch and is_open and not (self._was_asked or self.ends_elsewhere):
+            self._was_asked = True
+            log.warning(
+                "megaresume: the run goes on in epoch %d, and the loop did not ask in which: `for epoch in "
+                "range(EPOCHS)` would train EPOCHS more. Write range(loader.epoch, EPOCHS), or make the loader with "
+                "max_epochs=EPOCHS",
+                self._resumed_epoch,
+            )
 
     def _batches(self) -> Iterator[Any]:
         if self.num_workers:

@@ -196,7 +196,8 @@ def _reconcile(
             accepted.append("the stages to come were changed")
     else:
         # Another seed or shuffle is no stage: every epoch that is begun would be ordered anew.
-        if on_change == "refuse" or now.seed != then.seed or _reshuffled(now, then):
+        refuses = on_change == "refuse" and not _only_length(now, then)
+        if refuses or now.seed != then.seed or _reshuffled(now, then):
             raise _refusal(now, then, state)
         _check_removed(config, state)
         wanted = Course.of(now).config(passed[1])
@@ -212,6 +213,15 @@ def _reconcile(
         begun.append(Stage(name=name, config=wanted, unit="samples", at=state.samples, grown_now=now_in))
     course = Course((*begun, *declared(begun[-1].config, to_come)), [record.first for record in history])
     return now, course, accepted
+
+
+def _only_length(now: StreamConfig, then: StreamConfig) -> bool:
+    """Whether no more was changed than how many epochs the only source has: the order of the run stays what it is."""
+    if len(now.sources) != 1:
+        return False
+    source, before = now.sources[0], then.sources[0]
+    same = replace(source, max_epochs=before.max_epochs, on_exhausted=before.on_exhausted)
+    return replace(now, sources=(same,)) == then
 
 
 def _over_all(config: StreamConfig, state: StreamState) -> tuple[StreamConfig, StreamConfig]:

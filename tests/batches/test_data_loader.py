@@ -366,3 +366,73 @@ def test_the_hash_of_an_item_sees_what_it_holds() -> None:
     assert len({item_hash(item) for item in items}) == len(items)
     assert item_hash({"b": "x", "a": 1}) == item_hash(items[0])
     assert item_hash(items[0]) == 772195177145917370  # in every process, on every machine
+
+
+def epochs_from_zero(loader: Any, *, set_epoch: Callable[[int], None] | None = None) -> list[int]:
+    """What a loop of three epochs trains that does not know of a resume."""
+    handed = []
+    for epoch in range(3):
+        if set_epoch is not None:
+            set_epoch(epoch)
+        handed += [number for batch in loader for number in numbers(batch)]
+    return handed
+
+
+def test_a_loop_from_epoch_zero_ends_with_max_epochs() -> None:
+    (whole,) = ranks(1, 4, max_epochs=3)
+    order = epochs_from_zero(whole)
+    (loader,) = ranks(1, 4, max_epochs=3)
+    first = [number for batch in islice(endless(loader), 13) for number in numbers(batch)]
+    (resumed,) = ranks(1, 4, loader.state_dict(), max_epochs=3)
+    assert first + epochs_from_zero(resumed) == order
+
+
+def test_a_loop_from_epoch_zero_that_says_its_epochs_passes_over_those_that_are_trained() -> None:
+    (whole,) = ranks(1, 4)
+    order = epochs_from_zero(whole)
+    (loader,) = ranks(1, 4)
+    first = [number for batch in islice(endless(loader), 13) for number in numbers(batch)]
+    (resumed,) = ranks(1, 4, loader.state_dict())
+    assert first + epochs_from_zero(resumed, set_epoch=resumed.sampler.set_epoch) == order
+    with pytest.raises(UsageError, match="epoch 0 is not the one that comes next"):
+        whole.set_epoch(0)
+
+
+def test_a_loop_that_does_not_ask_in_which_epoch_it_is_is_warned_once(caplog: pytest.LogCaptureFixture) -> None:
+    (loader,) = ranks(1, 4)
+    epochs_from_zero(loader)
+    assert caplog.text == ""
+    state = loader.state_dict()
+    (resumed,) = ranks(1, 4, state)
+    epochs_from_zero(resumed)
+    assert caplog.text.count("the run goes on in epoch 3, and the loop did not ask") == 1
+    caplog.clear()
+    for options, ask in (({}, lambda one: one.epoch), ({"max_epochs": 4}, lambda one: None)):
+        (resumed,) = ranks(1, 4, state, **options)
+        ask(resumed)
+        next(iter(resumed))
+    assert "did not ask" not in caplog.text
+
+
+def test_one_more_epoch_after_the_last() -> None:
+    (loader,) = ranks(1, 4, max_epochs=2)
+    two = [number for batch in endless(loader) for number in numbers(batch)]
+    (more,) = ranks(1, 4, loader.state_dict(), max_epochs=3)
+    third = [number for batch in endless(more) for number in numbers(batch)]
+    assert (len(two), sorted(third)) == (2 * ITEMS, list(range(ITEMS)))
+
+
+def test_one_more_epoch_of_packed_items() -> None:
+    options: dict[str, Any] = {"dataset": [{"input_ids": [n] * (1 + n % 7)} for n in range(50)], "seq_length": 16}
+    (loader,) = ranks(1, 4, max_epochs=2, **options)
+    assert sum(1 for _ in endless(loader))
+    (more,) = ranks(1, 4, loader.state_dict(), max_epochs=3, **options)
+    third = Counter(token for batch in endless(more) for row in batch["input_ids"].tolist() for token in row)
+    assert {n: third[n] for n in range(1, 50)} == {n: 1 + n % 7 for n in range(1, 50)}
+
+
+def test_other_epochs_of_one_of_two_datasets_are_refused() -> None:
+    two = {"a": (Numbers(), 1), "b": (Numbers(), 1)}
+    (loader,) = ranks(1, 4, dataset=two, max_epochs={"a": 2})
+    with pytest.raises(StateError, match=r"sources\.a\.max_epochs 3"):
+        ranks(1, 4, loader.state_dict(), dataset=two, max_epochs={"a": 3})

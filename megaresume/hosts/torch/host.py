@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import Envelope
 from megaresume.checkpoint.step_file import StepFile
@@ -115,6 +116,8 @@ def check_sizes(
     Raises:
         UsageError: naming the first; or the data may end with a short step, which no such trainer can train.
     """
+    if isinstance(feed.loader, DataLoader):
+        feed.loader.ends_elsewhere = True
     for name, (found, expected, action) in sizes.items():
         if found != expected:
             raise UsageError(
