@@ -89,19 +89,29 @@ class DataParallel:
     is_default: bool
 
     def check(self) -> None:
-        """Look again: a process group may have been made since, or made again with other ranks.
+        """Compare it with the process group of now, which may have been made since, or made again with other ranks.
 
         Raises:
-            StateError: each of its ranks would be given the batches of another layout.
+            StateError: samples would be trained twice, or by nobody.
         """
-        if self.is_default and (now := _of_torch()) != (self.rank, self.size):
+        now, size = _of_torch()
+        if self.is_default and (now, size) != (self.rank, self.size):
             raise StateError(
                 "the loader was made for other ranks than there are",
-                found=f"rank {now[0]} of {now[1]} in torch.distributed",
+                found=f"rank {now} of {size} in torch.distributed",
                 expected=f"rank {self.rank} of {self.size}, as when the loader was made",
                 cause="the loader was made before init_process_group, or the process group was made again",
                 action="make the loader after init_process_group (and again after a new one, with the state of the "
                 "one before), or give it dp_rank and dp_size",
+            )
+        # With fewer data-parallel ranks than processes (tensor parallelism and the like) only all ranks together know.
+        if _has_group() and (self.size > size or (self.size == size and self.rank != now)):
+            raise StateError(
+                "this is not the data-parallel rank of this process",
+                found=f"dp_rank={self.rank}, dp_size={self.size}, in rank {now} of {size} of torch.distributed",
+                expected=f"dp_rank={now}, if each of the {size} processes has samples of its own",
+                cause="dp_rank is the number on a node (LOCAL_RANK), or one that was written down",
+                action="leave both out; with tensor, pipeline or context parallelism, take them from the mesh",
             )
 
 
@@ -109,8 +119,7 @@ def data_parallel(dp_rank: int | None, dp_size: int | None) -> DataParallel:
     """This rank among the data-parallel ranks: as given; else torch.distributed's, if it is initialised.
 
     Raises:
-        UsageError: there is no such rank; the numbers are those of a node; or they were left out in one of several
-            processes that have no process group yet.
+        UsageError: there is no such rank; or it was left out in one of several processes that have no group yet.
     """
     is_default = dp_rank is None or dp_size is None
     world = int(os.environ.get("WORLD_SIZE") or 1)
@@ -130,14 +139,6 @@ def data_parallel(dp_rank: int | None, dp_size: int | None) -> DataParallel:
             found=f"dp_rank={rank}, dp_size={size}",
             expected="dp_rank from 0 to dp_size - 1",
             action="leave both out: they are then torch.distributed's",
-        )
-    if _has_group() and (size > own_size or (size == own_size and rank != own_rank)):
-        raise UsageError(
-            "this is not the data-parallel rank of this process",
-            found=f"dp_rank={rank}, dp_size={size}, in rank {own_rank} of {own_size} of torch.distributed",
-            expected=f"dp_rank={own_rank}, if each of the {own_size} processes has samples of its own",
-            cause="dp_rank is the number on a node (LOCAL_RANK), or one that was written down",
-            action="leave both out; with tensor, pipeline or context parallelism, take them from the mesh",
         )
     return DataParallel(rank, size, is_default)
 

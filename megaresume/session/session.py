@@ -67,7 +67,7 @@ from megaresume.session.ranks import (
 from megaresume.session.retries import Retries
 from megaresume.session.stopping import StopConditions, Stopped, Stopper
 from megaresume.session.verification import find_damage
-from megaresume.stream.errors import CheckpointError
+from megaresume.stream.errors import CheckpointError, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -129,6 +129,8 @@ class Session:
         self.committed: tuple[int, DataState, Topology] | None = None
         #: how long the last save took; None: none was made. On rank 0.
         self.save_seconds: float | None = None
+        #: the working directory, which relative paths are of.
+        self._home = os.getcwd()
         self._stage_to = stage_to
         self._copies: Staged | None = None
         #: optimizer steps and samples at which this process began; None: it has not.
@@ -170,6 +172,36 @@ class Session:
             claim_directory(root)
             self._claimed.add(root.resolve())
             on_rank_0(functools.partial(_put_back, root))
+
+    def _root(self, directory: str | os.PathLike[str]) -> Path:
+        """A directory that the program has named, for a save or a load.
+
+        Raises:
+            UsageError: it is relative, and the working directory is another one than when the run began.
+        """
+        if not os.path.isabs(directory) and (now := os.getcwd()) != self._home:
+            before = os.path.abspath(os.path.join(self._home, directory))
+            raise UsageError(
+                "a relative directory of checkpoints, after the working directory was changed",
+                found=f"{os.fspath(directory)!r} in {now}, which is {os.path.abspath(directory)}",
+                expected=f"{before}, as when the run began",
+                cause="os.chdir; the run would be split over two directories",
+                action=f"save and load by the absolute path: {before!r}",
+            )
+        return Path(os.path.abspath(directory))
+
+    def _save_root(self, directory: str | os.PathLike[str]) -> Path:
+        """The same, for a save: raises a UsageError too if it is not the ``save_dir`` that was said beforehand."""
+        root = self._root(directory)
+        if self.save_dir is not None and root.resolve() != self.save_dir.resolve():
+            raise UsageError(
+                "a checkpoint is saved to another directory than the run's",
+                found=str(root),
+                expected=str(self.save_dir),
+                cause="save_dir, or the trainer's own setting, was changed after the run was attached",
+                action=f"save to {str(self.save_dir)!r}; for copies elsewhere: stage_to",
+            )
+        return root
 
     def copies_of(self, root: Path) -> Staged | None:
         """Where a directory is copied to; None: nowhere."""
@@ -242,7 +274,7 @@ class Session:
             CheckpointError: what was asked for is not whole, nothing is, or the ranks see different directories.
         """
         self.host.settle()
-        root = Path(os.path.abspath(load_dir))
+        root = on_all_ranks(lambda: self._root(load_dir))
         copies = self.copies_of(root)
         roots = [root] if copies is None else [root, copies.shared]
 
@@ -519,12 +551,12 @@ class Session:
 
         Raises, on every rank:
             StateError: see `snapshot`.
-            UsageError: the directory holds checkpoints that this run did not go on from.
+            UsageError: the directory holds checkpoints that this run did not go on from; or it is not the run's.
             CheckpointError: files are missing or empty, another job writes there, or the disk refuses. The pointers
                 stay as they were.
             SetupError: a node does not see the directory.
         """
-        root = Path(os.path.abspath(save_dir))
+        root = on_all_ranks(lambda: self._save_root(save_dir))
         # Before anything else could draw.
         random = None if self.random is None else self.random.at_save(is_untouched=is_untouched)
         state = envelope or self.snapshot()

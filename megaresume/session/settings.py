@@ -186,6 +186,12 @@ class Checkpoints:
         hosts="megatron trainer training",
     )
 
+    def __post_init__(self) -> None:
+        # A program may change its working directory later.
+        for name in ("save_dir", "stage_to"):
+            if (given := getattr(self, name)) is not None and "://" not in os.fspath(given):
+                object.__setattr__(self, name, os.path.abspath(given))
+
     @property
     def retention(self) -> Retention:
         """Which checkpoints stay. Raises UsageError for a number below 1."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -95,9 +96,35 @@ def walk_back() -> None:
     )
 
 
+def other_working_directory() -> None:
+    """A relative directory, and os.chdir between two saves: with and without Checkpoints(save_dir=...)."""
+    found: dict[str, Any] = {}
+    for name in ("said", "unsaid"):
+        os.chdir(toy.ROOT)
+        engine = toy.engine_of()
+        checkpoints = megaresume.Checkpoints(save_dir=name if name == "said" else None)
+        data = megaresume.attach(engine, toy.DATA, checkpoints=checkpoints)
+        toy.train(engine, data, 1)
+        engine.save_checkpoint(name)
+        (toy.ROOT / "elsewhere").mkdir(exist_ok=True)
+        os.chdir(toy.ROOT / "elsewhere")
+        toy.train(engine, data, 2)
+        found[name] = [
+            toy.error_of(lambda e=engine, n=name: e.save_checkpoint(n)),
+            toy.error_of(lambda e=engine, n=name: e.load_checkpoint(n)),
+        ]
+        engine.save_checkpoint(str(toy.ROOT / name))
+        found[name].append(sorted(path.name for path in (toy.ROOT / name).glob("global_step*")))
+        found[name].append([path.name for path in (toy.ROOT / "elsewhere").iterdir()])
+        if name == "said":
+            found["another"] = toy.error_of(lambda e=engine: e.save_checkpoint(str(toy.ROOT / "another")))
+    toy.result("other_working_directory", found)
+
+
 elastic()
 larger_batch()
 partitions()
 weights_only()
 walk_back()
+other_working_directory()
 toy.finish()

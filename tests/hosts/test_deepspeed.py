@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -219,3 +220,16 @@ def test_weights_only_begins_the_data_anew(one_rank: Any) -> None:
 
 def test_a_damaged_checkpoint_is_passed_over_by_weights_and_data(one_rank: Any) -> None:
     assert one_rank["walk_back"] == [{"path": "global_step4", "step": 4, "samples": 32}]
+
+
+def test_the_working_directory_was_changed(one_rank: Any) -> None:
+    (found,) = one_rank["other_working_directory"]
+    for name in ("said", "unsaid"):
+        save, load, saved, elsewhere = found[name]
+        for kind, headline, action, _ in (save, load):
+            assert (kind, headline.split(",")[0]) == ("UsageError", "a relative directory of checkpoints")
+            assert re.fullmatch(rf"save and load by the absolute path: '/.*/{name}'", action)
+        assert (saved, elsewhere) == (["global_step1", "global_step2"], [])
+    kind, headline, action, where = found["another"]
+    assert (kind, headline) == ("UsageError", "a checkpoint is saved to another directory than the run's")
+    assert where.endswith("/another") and "/said" in action

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Unpack
@@ -83,6 +84,7 @@ def attach_trainer(
     on_all_ranks(lambda: _check_trainer(trainer))
     let_epochs_end(trainer)
     args = trainer.args
+    args.output_dir = os.path.abspath(args.output_dir)  # the program may change its working directory
     own = ("output_dir", args.output_dir), ("save_total_limit", args.save_total_limit)
     checkpoints = on_all_ranks(lambda: of_trainer(checkpoints, "attach_trainer", save_dir=own[0], keep_last=own[1]))
     data = trainer.train_dataset if data is None else data

@@ -161,8 +161,9 @@ class Loop(StepLoop):
         Raises, on every rank:
             CheckpointError: what was asked for is not whole, or the ranks see different directories.
             StateError: no data state, or of other data, or of other objects.
+            UsageError: a relative directory, after the working directory was changed.
         """
-        root = self.host.save_dir if directory is None else Path(os.path.abspath(directory))
+        root = self.host.save_dir if directory is None else Path(directory)
         self.host.load_by(lambda choice, _: self.host.read(choice), None if tag is None else root / tag, root=root)
         return self.session.resumed
 

@@ -201,6 +201,22 @@ def test_forgotten_load_and_another_directory(directory: Path, tried: Tried) -> 
     again.loop.close()
 
 
+def test_the_working_directory_was_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tried = Tried(Path("run"))
+    tried.train_one()
+    tried.loop.save()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    tried.train_one()
+    tried.loop.save()
+    with pytest.raises(UsageError, match="relative directory of checkpoints"):
+        tried.loop.load("run")
+    tried.loop.close()
+    newest = choose(tmp_path / "run")
+    assert newest is not None and newest.iteration == 2 and not list((tmp_path / "elsewhere").iterdir())
+
+
 def test_what_is_fine(directory: Path, tried: Tried) -> None:
     """A batch left over at the end; saves of one step, and loads, one after the other."""
     for batch in tried.loop:
