@@ -102,6 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write no .bin but OUTPUT.places: lengths and places alone; the inputs stay, and tokens are made of them "
         "while they are trained on",
     )
+    parser.add_argument("--repeat-inputs", action="store_true", help="read an input as often as it is named")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing corpus")
     parser.add_argument("--restart", action="store_true", help="discard what a killed run left, and start over")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
@@ -140,6 +141,7 @@ def run(args: argparse.Namespace) -> int:
         restart=args.restart,
         part=None if args.part is None else _part(args.part),
         index_only=args.index_only,
+        repeat_inputs=args.repeat_inputs,
         store=ShardFiles(),
     )
     inputs = [path for named in args.inputs for path in (expand_shards([named]) if is_url(named) else [named])]
@@ -175,7 +177,7 @@ def run(args: argparse.Namespace) -> int:
     for why in summary.first_left_out:
         print(f"  left out: {why}")
     for path in summary.linked_twice:
-        print(f"  left out: {path} is a link to a directory that is read already")
+        print(f"  left out: {path} is a link to what is read already")
     print(f"  {summary.seconds:.1f} s, {rate:.1f} MB/s{resumed_note}")
     return 0
 

@@ -17,6 +17,8 @@ Every kind takes ``split`` ("969,30,1"). Further kinds: `register_kind`.
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
 import pkgutil
 from collections.abc import Callable, Mapping
@@ -28,9 +30,12 @@ from megaresume.corpora.index import IndexedDocuments
 from megaresume.corpora.python import ItemNumbers, as_source
 from megaresume.corpora.split import PARTS, Part, RangeSource, range_of, split_part
 from megaresume.rows import open_corpus
+from megaresume.sources.overlap import own_extent
 from megaresume.stream.data_yaml import SOURCE_KEYS
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.schema import check_keys, near
+
+log = logging.getLogger(__name__)
 
 #: options that are paths, of all kinds.
 PATHS = ("path", "index", "encoder", "inputs", "image_folder")
@@ -76,6 +81,8 @@ def open_sources(
             )
     opened = {name: _open(name, dict(options), Path(base_dir), split, part, objects) for name, options in specs.items()}
     _check_vocabularies(opened)
+    if part == "train" and os.environ.get("RANK", "0") == "0":
+        _warn_of_shared(opened)
     return opened
 
 
@@ -258,6 +265,20 @@ def _check_vocabularies(sources: Mapping[str, Source]) -> None:
                 expected="one vocabulary: in a blend the same token means the same text everywhere",
                 cause="megaresume prepare ran without --tokenizer, or with another model's, for one of them",
                 action=f"prepare '{name}' or '{first}' again, with the tokenizer of the other",
+            )
+
+
+def _warn_of_shared(sources: Mapping[str, Source]) -> None:
+    """Name two sources that share documents of one corpus: it may be meant, or a path that was copied."""
+    extents = {name: own_extent(source) for name, source in sources.items()}
+    for (one, extent), (other, of_other) in itertools.combinations(extents.items(), 2):
+        if extent.shares(of_other):
+            log.warning(
+                "megaresume: sources '%s' and '%s' of the data config are one corpus (%s): its documents are trained "
+                "on by both; if that is not meant, correct the path of one of them",
+                one,
+                other,
+                extent.name,
             )
 
 

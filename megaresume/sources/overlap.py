@@ -64,6 +64,16 @@ def extent_of(source: object) -> Extent:
     return Extent(corpus=frozenset([("object", id(thing))]), name=f"a {type(thing).__name__}", start=start, stop=stop)
 
 
+def own_extent(source: object) -> Extent:
+    """Where the documents of an opened source lie, by its corpus or index alone: its raw files are not looked at."""
+    root, start, stop = _whole(source)
+    index = getattr(root, "index", None)
+    path = root.tokens_path if isinstance(root, IndexedDocuments) else getattr(index, "path", None)
+    if path is None:
+        return extent_of(source)
+    return Extent(corpus=frozenset([_file(Path(path))]), name=str(path), start=start, stop=stop)
+
+
 def _whole(source: object) -> tuple[object, int, int]:
     """The source that a view is of, and the documents of it."""
     start, stop = 0, len(source) if isinstance(source, Sized) else 0

@@ -147,3 +147,17 @@ def test_empty_corpus_is_refused(tmp_path, simple_corpus):
     simple_corpus(tmp_path / "empty", [])
     with pytest.raises(ConfigError, match="source 'web' is empty"):
         open_sources({"web": {"path": "empty"}}, base_dir=tmp_path)
+
+
+def test_one_corpus_under_two_names_is_named(data_yaml, caplog):
+    corpora = data_yaml.parent / "corpora"
+    (corpora / "link_document.idx").symlink_to("web_text_document.idx")
+    (corpora / "link_document.bin").symlink_to("web_text_document.bin")
+    web = {"path": "corpora/web_text_document"}
+    for other in (web, {"path": "corpora/../corpora/web_text_document.bin"}, {"path": "corpora/link_document"}):
+        caplog.clear()
+        open_sources({"web": web, "again": other}, base_dir=data_yaml.parent)
+        assert "sources 'web' and 'again' of the data config are one corpus" in caplog.text
+    caplog.clear()
+    open_sources({"web": web, "code": {"path": "corpora/code_text_document"}}, base_dir=data_yaml.parent)
+    assert not caplog.text

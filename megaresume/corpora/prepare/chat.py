@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Sequence
-from contextlib import closing
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from megaresume.corpora.prepare.conversations.encode import TOO_LONG, ConversationOptions, TooLong
-from megaresume.corpora.prepare.conversations.rows import KEYS, RowShape, shapes_of
+from megaresume.corpora.prepare.conversations.rows import KEYS, ROLES, BadRow, RowShape, conversation_of, shapes_of
 from megaresume.corpora.prepare.conversations.template import ChatTemplate, read_chat_template
 from megaresume.corpora.prepare.conversations.turns import Selection
 from megaresume.corpora.prepare.documents import TextOptions
 from megaresume.corpora.prepare.inputs import InputFile
 from megaresume.corpora.prepare.streams import MAX_DOCUMENT_BYTES, InputStream
 from megaresume.stream.errors import CorpusError, UsageError
+from megaresume.stream.schema import near
 
 #: rows of a file that are looked at for the first one that is a JSON object.
 LOOKED_AT = 1000
@@ -75,13 +78,15 @@ def with_conversations(
         )
     template, tokens = read_chat_template(tokenizer, chat.template)
     ChatTemplate(template, tokens, chat.date)  # before anything is begun that would have to be begun again
+    roles = tuple(dict.fromkeys(ROLES.get(role, role) for role in chat.selection.roles))
+    _check_trained(roles, template, shape, text.json_key, files)
     options = ConversationOptions(
         template=template,
         tokens=tokens,
         date=chat.date,
         shape=shape,
         key=text.json_key,
-        selection=chat.selection,
+        selection=replace(chat.selection, roles=roles),
         any_order=chat.any_order,
         max_tokens=chat.max_tokens,
         too_long=chat.too_long,
@@ -107,31 +112,58 @@ def _check(chat: ChatOptions) -> None:
         raise UsageError("bad --too-long", found=chat.too_long, expected=f"one of {', '.join(TOO_LONG)}")
 
 
-def _first_shape(files: Sequence[InputFile]) -> RowShape:
-    """Of the first row that has one: all others must have it, too."""
-    keys: list[str] = []
+def _check_trained(
+    roles: Sequence[str], template: str, shape: RowShape, key: str | None, files: Sequence[InputFile]
+) -> None:
+    """Refuse a role that is none: not a usual one, nor one that the template or the first rows know."""
+    known = dict.fromkeys([*ROLES.values(), "developer"])
+    unknown = [role for role in roles if role not in known]
+    unknown = [role for role in unknown if not re.search(f"""["']{re.escape(role)}["']""", template)]
+    if not unknown:
+        return
+    for row in _first_rows(files):
+        with suppress(BadRow):
+            known |= dict.fromkeys(m["role"] for m in conversation_of(row, shape, "", key=key).messages)
+    for role in unknown:
+        if role not in known:
+            raise UsageError(
+                f"--train names a role that nobody has: {role}",
+                found=f"--train {','.join(roles)}",
+                expected=f"some of {', '.join(known)}, which the chat template or the first rows have",
+                cause=near(role, known),
+                action="correct --train",
+            )
+
+
+def _first_rows(files: Sequence[InputFile]) -> Iterator[dict[str, Any]]:
+    """Of the first rows of each file those that are JSON objects."""
     for file in files:
         with closing(InputStream(file)) as stream:
             for _ in range(LOOKED_AT):
                 line = stream.readline(MAX_DOCUMENT_BYTES)
                 if not line:
                     break
-                try:
+                with suppress(ValueError, RecursionError):
                     row = json.loads(line)
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(row, dict):
-                    shapes = shapes_of(row)
-                    if len(shapes) > 1:
-                        raise CorpusError(
-                            "the first row can be read in two ways",
-                            found=f"keys {', '.join(list(row)[:10])}: {' or '.join(shapes)}",
-                            expected="which of them is to be trained",
-                            action=" or ".join(f"--chat-rows {shape}" for shape in shapes),
-                        )
-                    if shapes:
-                        return shapes[0]
-                    keys = keys or list(row)
+                    if isinstance(row, dict):
+                        yield row
+
+
+def _first_shape(files: Sequence[InputFile]) -> RowShape:
+    """Of the first row that has one: all others must have it, too."""
+    keys: list[str] = []
+    for row in _first_rows(files):
+        shapes = shapes_of(row)
+        if len(shapes) > 1:
+            raise CorpusError(
+                "the first row can be read in two ways",
+                found=f"keys {', '.join(list(row)[:10])}: {' or '.join(shapes)}",
+                expected="which of them is to be trained",
+                action=" or ".join(f"--chat-rows {shape}" for shape in shapes),
+            )
+        if shapes:
+            return shapes[0]
+        keys = keys or list(row)
     known = "; ".join(f"{shape}: {', '.join(names)}" for shape, names in KEYS.items())
     raise CorpusError(
         "the first rows are no conversations",

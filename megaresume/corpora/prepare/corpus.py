@@ -72,6 +72,8 @@ class PrepareOptions:
     part: tuple[int, int] | None = None
     #: no .bin: lengths and places alone; tokens are made when they are read.
     index_only: bool = False
+    #: a file that is named twice is read twice, instead of being refused.
+    repeat_inputs: bool = False
     #: reads inputs that are URLs.
     store: Store | None = None
 
@@ -147,7 +149,9 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
             expected="a path without .bin and .idx, such as corpora/web",
             action="give the files a name",
         )
-    found = find_inputs(inputs, glob=options.glob, format=options.format, store=options.store)
+    found = find_inputs(
+        inputs, glob=options.glob, format=options.format, store=options.store, repeats=options.repeat_inputs
+    )
     # --output may lie in a directory that is read
     files = [file for file in found.files if file.url or not _is_output(file.path, prefix)]
     spec, tokenizer = _spec(options, files)

@@ -61,6 +61,8 @@ class InputFile:
     url: str | None = None
     identity: str = ""
     store: Store | None = field(default=None, compare=False, repr=False)
+    #: of a local file: device and number.
+    inode: tuple[int, int] | None = field(default=None, compare=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -83,12 +85,17 @@ class Inputs:
     """What is read."""
 
     files: list[InputFile]
-    #: links to directories that are read already, by another path.
+    #: links to what is read already, by another path.
     linked_twice: list[Path]
 
 
 def find_inputs(
-    paths: Sequence[str | Path], *, glob: str = "**/*", format: Format | None = None, store: Store | None = None
+    paths: Sequence[str | Path],
+    *,
+    glob: str = "**/*",
+    format: Format | None = None,
+    store: Store | None = None,
+    repeats: bool = False,
 ) -> Inputs:
     """Files in the order given; the files of a directory that match, sorted by their path in it.
 
@@ -100,9 +107,10 @@ def find_inputs(
         glob: for directories, with ``**`` for any depth.
         format: for all files, whatever their names.
         store: reads URLs.
+        repeats: a file that is named twice is read twice.
 
     Raises:
-        UsageError: nothing there, an unknown suffix, a directory without a match.
+        UsageError: nothing there, an unknown suffix, a directory without a match, a file that is named twice.
         CorpusError: a link that leads nowhere, a directory that cannot be read.
     """
     inputs, linked_twice = [], []
@@ -121,7 +129,10 @@ def find_inputs(
                     expected="at least one file; names that begin with a dot do not count",
                     action="correct --glob, for example --glob '**/*.py'",
                 )
-            inputs += [_input(file, format or _format(file) or "text") for file in files]
+            below = [_input(file, format or _format(file) or "text") for file in files]
+            linked = [] if saved is not None else _links_of(below)
+            linked_twice += [file.path for file in linked]
+            inputs += [file for file in below if file not in linked] if linked else below
         elif path.is_file():
             inputs.append(_input(path, format or _known_format(path)))
         else:
@@ -131,12 +142,49 @@ def find_inputs(
                 expected="files and directories to read",
                 action="check the path",
             )
+    if not repeats:
+        _check_once(inputs)
     return Inputs(inputs, linked_twice)
 
 
 def _input(path: Path, format: Format) -> InputFile:
     stat = path.stat()
-    return InputFile(path=path, format=format, size=stat.st_size, mtime_ns=stat.st_mtime_ns)
+    inode = (stat.st_dev, stat.st_ino)
+    return InputFile(path=path, format=format, size=stat.st_size, mtime_ns=stat.st_mtime_ns, inode=inode)
+
+
+def _same(inputs: Sequence[InputFile]) -> list[list[InputFile]]:
+    """Those that are one file by several paths; hard links are files of their own."""
+    of_one: dict[object, list[InputFile]] = {}
+    for file in inputs:
+        of_one.setdefault(file.url or file.inode, []).append(file)
+    several = [found for found in of_one.values() if len(found) > 1]
+    by_path: dict[str, list[InputFile]] = {}
+    for file in (file for found in several for file in found):
+        by_path.setdefault(file.url or os.path.realpath(file.path), []).append(file)
+    return [found for found in by_path.values() if len(found) > 1]
+
+
+def _links_of(below: Sequence[InputFile]) -> list[InputFile]:
+    """Of the files of a directory the links to others of them."""
+    linked = []
+    for same in _same(below):
+        kept = next((file for file in same if not file.path.is_symlink()), same[0])
+        linked += [file for file in same if file is not kept]
+    return linked
+
+
+def _check_once(inputs: Sequence[InputFile]) -> None:
+    for first, second, *_ in _same(inputs):
+        by_another = "by another path, or a link" if first.name != second.name else "an input that is given twice"
+        raise UsageError(
+            f"{first.name} would be read twice",
+            found=f"{first.name} and {second.name}, which are one file",
+            expected="each file once: its documents would be trained on twice as often",
+            cause=f"{by_another}, or a directory beside a file in it",
+            action="leave one of them out; to train on it more often, give its source a larger weight in data.yaml; "
+            "or, if it is meant: --repeat-inputs",
+        )
 
 
 def _remote(url: str, format: Format, store: Store) -> InputFile:

@@ -8,6 +8,7 @@ import os
 import sys
 import tarfile
 import zipfile
+from pathlib import Path
 
 import PIL.Image
 import pytest
@@ -178,12 +179,14 @@ def test_links_are_followed_and_each_directory_is_read_once(tmp_path):
     (corpus / "0b").symlink_to("b")  # one that is read without it
     (elsewhere / "deep/up").symlink_to(corpus)  # round and round
     (elsewhere / "self").symlink_to("self")
-    (corpus / "5.txt").symlink_to(elsewhere / "4.txt")  # a file
+    (corpus / "5.txt").symlink_to(elsewhere / "4.txt")  # a file that is read as a/4.txt
+    (corpus / "6.txt").symlink_to(tmp_path / "6.txt")  # one at another place
+    (tmp_path / "6.txt").write_text("6")
     (elsewhere / "self").unlink()
     found = find_inputs([corpus])
     names = [f.path.relative_to(corpus).as_posix() for f in found.files]
-    assert names == ["5.txt", "a/4.txt", "a/deep/3.txt", "b/1.txt", "c/2.txt"]
-    assert {p.relative_to(corpus).as_posix() for p in found.linked_twice} == {"0b", "again", "a/deep/up"}
+    assert names == ["6.txt", "a/4.txt", "a/deep/3.txt", "b/1.txt", "c/2.txt"]
+    assert {p.relative_to(corpus).as_posix() for p in found.linked_twice} == {"0b", "again", "a/deep/up", "5.txt"}
     assert [f.path.name for f in find_inputs([corpus], glob="*/deep/*.txt").files] == ["3.txt"]
     assert [f.path.name for f in find_inputs([corpus], glob="a/**/*.txt").files] == ["4.txt", "3.txt"]
 
@@ -261,3 +264,28 @@ def test_compressed_file_that_became_shorter(tmp_path):
     path.write_bytes(gzip.compress(b"abc"))
     with pytest.raises(CorpusError, match="is shorter than it was"):
         stream(path, 10)
+
+
+def test_a_file_that_is_named_twice_is_refused(tmp_path, monkeypatch):
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for name in ("a.txt", "b.txt"):
+        (corpus / name).write_text("the same words")
+    (tmp_path / "link.txt").symlink_to("corpus/a.txt")
+    (tmp_path / "linked").symlink_to("corpus")
+    os.link(corpus / "a.txt", tmp_path / "hard.txt")
+    monkeypatch.chdir(tmp_path)
+    a = corpus / "a.txt"
+    for other in (a, "corpus/a.txt", "corpus/../corpus/a.txt", "link.txt", "linked/a.txt", corpus, "linked"):
+        with pytest.raises(UsageError, match=r"(?s)a\.txt would be read twice.*--repeat-inputs"):
+            find_inputs([a, other])
+        assert len(find_inputs([a, other], repeats=True).files) == (3 if Path(other).is_dir() else 2)
+    assert len(find_inputs([a, corpus / "b.txt", "hard.txt"]).files) == 3
+
+
+def test_a_link_to_a_file_that_is_read_is_left_out(tmp_path):
+    (tmp_path / "b.txt").write_text("x")
+    (tmp_path / "a.txt").symlink_to("b.txt")
+    found = find_inputs([tmp_path])
+    assert [file.path.name for file in found.files] == ["b.txt"]
+    assert [path.name for path in found.linked_twice] == ["a.txt"]

@@ -8,7 +8,8 @@
                         whole conversations, and the messages with which both begin are the prompt
 
 A row may also have ``tools`` (a list of JSON schemas, or that as JSON in a text) and ``chat_template_kwargs``. A
-message with ``"weight": 0`` is not trained, and neither are those of a prompt.
+message with ``"weight": 0`` is not trained, and neither are those of a prompt; other data sets write ``"loss": false``
+or ``"train": false``. A token is trained or not: a weight between is refused.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ ROLES = {
 }
 #: names of a message's reasoning; templates read the first, and some the second.
 REASONING = ("reasoning_content", "thinking", "reasoning")
+
+#: keys of a message that say whether it is trained: OpenAI's, ms-swift's, Axolotl's.
+TRAINED = ("weight", "loss", "loss_scale", "train", "training")
 
 Message = dict[str, Any]
 
@@ -115,13 +119,25 @@ def conversation_of(row: Mapping[str, Any], shape: RowShape, where: str, *, key:
 
 
 def _conversation(row: Mapping[str, Any], messages: list[Message], untrained: set[int], where: str) -> Conversation:
-    untrained |= {i for i, message in enumerate(messages) if message.get("weight") == 0}
+    if row.get("weight", 1) not in (1, None):
+        expected = "1 or none; for another share: a corpus of such rows, and its weight in data.yaml"
+        raise BadRow("has a weight of the whole row", f"{row['weight']!r:.40}", expected)
+    untrained |= {i for i, message in enumerate(messages) if not _is_trained(message, i)}
     options = row.get("chat_template_kwargs") or {}
     if not isinstance(options, dict):
         raise BadRow("has bad chat_template_kwargs", type(options).__name__, "an object")
     return Conversation(
         messages=messages, tools=_tools(row.get("tools")), options=options, untrained=frozenset(untrained), where=where
     )
+
+
+def _is_trained(message: Message, i: int) -> bool:
+    said = [(key, message[key]) for key in TRAINED if key in message]
+    for key, value in said:
+        if value not in (0, 1):
+            expected = "0 or 1: a token is trained or not; for another share: a corpus with a weight in data.yaml"
+            raise BadRow(f"message {i} has a weight that is neither 0 nor 1", f"'{key}': {value!r:.40}", expected)
+    return all(value for _, value in said)
 
 
 def _pair(row: Mapping[str, Any], where: str) -> Conversation:

@@ -312,3 +312,14 @@ def test_spans_of_other_turns_that_were_left_by_a_copy_are_refused(tmp_path, tok
             shutil.copy2(file, tmp_path / "user")
     with pytest.raises(CorpusError, match=r"user/chat\.spans is not of this corpus"):
         open_corpus(tmp_path / "user/chat")
+
+
+def test_a_role_that_nobody_has_is_refused(tmp_path, tokenizer):
+    tool = {"messages": [*ROWS[0]["messages"], {"role": "tool", "content": "7"}, *ROWS[1]["messages"]]}
+    critic = {"messages": [*ROWS[0]["messages"], {"role": "critic", "content": "poor"}]}
+    chat = ChatOptions(selection=Selection(roles=("assistant", "tol")))
+    with pytest.raises(UsageError, match=r"(?s)a role that nobody has: tol.*did you mean 'tool'"):
+        made(tmp_path, tokenizer, [tool], chat)
+    for roles, rows in ((("gpt", "tool"), [tool]), (("critic",), [critic])):
+        chat = ChatOptions(selection=Selection(roles=roles), any_order=True)
+        assert made(tmp_path, tokenizer, rows, chat, overwrite=True).trained > 0

@@ -111,3 +111,21 @@ def test_the_order_of_roles(roles: str, good: bool) -> None:
         return
     with pytest.raises(BadRow, match="roles out of order"):
         check_roles(messages)
+
+
+@pytest.mark.parametrize(
+    ("more", "untrained"),
+    [({"weight": 1}, set()), ({"weight": 0.0}, {1}), ({"loss": False}, {1}), ({"train": True}, set())],
+)
+def test_a_message_says_whether_it_is_trained(more: dict[str, Any], untrained: set[int]) -> None:
+    row = {"messages": [ASKED[0], {**ASKED[1], **more}]}
+    assert conversation_of(row, "messages", "x:1").untrained == untrained
+
+
+@pytest.mark.parametrize("more", [{"weight": 0.5}, {"weight": "1"}, {"loss_scale": 2.0}, {"training": [0]}])
+def test_a_weight_between_is_refused(more: dict[str, Any]) -> None:
+    with pytest.raises(BadRow, match="message 1 has a weight that is neither 0 nor 1"):
+        conversation_of({"messages": [ASKED[0], {**ASKED[1], **more}]}, "messages", "x:1")
+    with pytest.raises(BadRow, match="has a weight of the whole row"):
+        conversation_of({"messages": ASKED, "weight": 0.5}, "messages", "x:1")
+    assert not conversation_of({"messages": ASKED, "weight": None}, "messages", "x:1").untrained
