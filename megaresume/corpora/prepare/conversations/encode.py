@@ -8,15 +8,17 @@ tokens, as an emoji does, is trained whole, and white space that a tokenizer cou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from megaresume.corpora.prepare.conversations.marks import without_reasoning
 from megaresume.corpora.prepare.conversations.rows import BadRow, Conversation, RowShape
-from megaresume.corpora.prepare.conversations.template import ChatTemplate
+from megaresume.corpora.prepare.conversations.template import ChatTemplate, TemplateRefuses
 from megaresume.corpora.prepare.conversations.turns import Selection, TurnFinder
 from megaresume.corpora.prepare.tokenizers import HuggingFaceTokenizer
 from megaresume.corpora.spans import runs_of
@@ -166,17 +168,49 @@ class ConversationEncoder:
 
     def _ended_early(self, conversation: Conversation) -> EncodedConversation | None:
         """The most messages up to a trained one that fit; None: not even the first."""
-        ends = self._answers(conversation)
-        best, low, high = None, 0, len(ends)
-        while low < high:
-            middle = (low + high) // 2
-            short = replace(conversation, messages=conversation.messages[: ends[middle] + 1])
+        for short in self._that_fit(conversation):
             encoded = self._encode([short])[0]
             if isinstance(encoded, EncodedConversation) and not self._is_too_long(encoded):
-                best, low = replace(encoded, shortened=True), middle + 1
-            else:
-                high = middle
-        return best
+                return replace(encoded, shortened=True)
+        return None
+
+    def _that_fit(self, conversation: Conversation) -> Iterator[Conversation]:
+        """A conversation ended early, the longest that fits first.
+
+        With each turn it grows, unless the template leaves the reasoning of earlier turns out. Then more turns may be
+        fewer tokens; but without any reasoning it grows, and none that is too long without it fits.
+        """
+        ends = self._answers(conversation)
+
+        def ended(k: int) -> Conversation:
+            return replace(conversation, messages=conversation.messages[: ends[k] + 1])
+
+        def bare(k: int) -> Conversation:
+            return replace(conversation, messages=without_reasoning(ended(k).messages)[0])
+
+        most = bisect_left(range(len(ends)), True, key=lambda k: not self._fits(bare(k)))
+        if most and not self._leaves_out(ended(most - 1), bare(most - 1)):
+            most = bisect_left(range(most), True, key=lambda k: not self._fits(ended(k)))
+        yield from filter(self._fits, map(ended, reversed(range(most))))
+
+    def _leaves_out(self, whole: Conversation, bare: Conversation) -> bool:
+        """Whether the template leaves out reasoning of a conversation, of which this is the rest."""
+        thought = without_reasoning(whole.messages)[1]
+        if not thought:
+            return False
+        try:
+            return len(self._finder.render(whole)) - len(self._finder.render(bare)) < thought
+        except TemplateRefuses:
+            return True
+
+    def _fits(self, conversation: Conversation) -> bool:
+        """Whether it has no more tokens than it may have; also of one that the template refuses."""
+        try:
+            text = self._finder.render(conversation)
+        except TemplateRefuses:
+            return True
+        limit = self._options.max_tokens
+        return limit is None or len(self._tokenizer.encode_batch([text])[0]) + len(self._eod) <= limit
 
     def _answers(self, conversation: Conversation) -> list[int]:
         """Messages that a conversation may end with, the last aside."""

@@ -149,6 +149,20 @@ class Marks:
         return f"{text[:at]}{before}{core}{after}{text[at + len(core) :]}"
 
 
+def without_reasoning(messages: Sequence[Message]) -> tuple[list[Message], int]:
+    """The messages without what they think, and how many characters that is."""
+    stripped, thought = [], 0
+    for message in messages:
+        kept = {key: value for key, value in message.items() if key not in REASONING}
+        thought += max((len(message[key].strip()) for key in REASONING if key in message), default=0)
+        content = message.get("content")
+        if message["role"] == "assistant" and isinstance(content, str) and "</think>" in content:
+            thought += sum(len(found[1].strip()) for found in _THINK.finditer(content))
+            kept["content"] = _THINK.sub("", content).lstrip()
+        stripped.append(kept)
+    return stripped, thought
+
+
 def _cut(message: int, part: Part) -> BadRow:
     what = f"has {part.replace('-', ' ')} that the chat template cuts, or writes twice"
     return BadRow(what, f"message {message}", "a template that writes what messages say: --chat-template FILE")

@@ -240,6 +240,26 @@ def test_conversations_that_are_too_long(tmp_path, tokenizer):
     assert (summary.too_long, summary.shortened, len(kept)) == (1, 1, 2)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "chatml"])
+def test_too_long_keeps_the_most_turns_that_fit(tmp_path, family):
+    """Also where a template leaves out earlier reasoning, so that more turns may be fewer tokens."""
+    tokenizer = write_tokenizer(tmp_path / "model", FAMILIES[family])
+    turns = [turn for i in range(8) for turn in ROWS[i]["messages"]]
+    for i, words in enumerate((0, 60, 2, 90, 80, 1, 70, 60)):
+        turns[2 * i + 1] = {**turns[2 * i + 1], "content": f"<think>\n{'how ' * words}\n</think>\n\nHello {i} !"}
+    theirs = reference_tokenizer(tokenizer)
+    ends = range(2, len(turns) + 1, 2)
+    texts = [theirs.apply_chat_template(turns[:end], tokenize=False) for end in ends]
+    lengths = [len(tokens) for tokens in theirs(texts, add_special_tokens=False)["input_ids"]]
+    assert (lengths != sorted(lengths)) == (family == "qwen3")
+    for limit in (*lengths[:-1], *(n - 1 for n in lengths)):
+        fit = [k for k, n in enumerate(lengths) if n <= limit]
+        chat = ChatOptions(max_tokens=limit, too_long="turn")
+        made(tmp_path, tokenizer, [{"messages": turns}, ROWS[0]], chat, overwrite=True)
+        kept = [len(tokens) for tokens, _ in documents(tmp_path / "out")]
+        assert kept[:-1] == [lengths[k] for k in fit[-1:]], limit
+
+
 def test_a_selection_is_part_of_the_corpus(tmp_path, tokenizer):
     rows = long_rows()
     made(tmp_path, tokenizer, rows)
