@@ -6,6 +6,7 @@ aliases for ever: nine lines in which each names the line before nine times stan
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from megaresume.stream.errors import ConfigError, NoFileError
 
 #: values that the aliases of a file may stand for, beyond which it is no configuration.
 MAX_VALUES = 1_000_000
+
+#: a character that JSON escapes in two halves, after an even number of backslashes.
+_PAIR = re.compile(r"(?<!\\)((?:\\\\)*)\\u([dD][89aAbB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})")
 
 
 class UniqueKeyLoader(yaml.SafeLoader):
@@ -44,7 +48,7 @@ def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:
     """
 
     try:
-        reader = loader(text)
+        reader = loader(_PAIR.sub(_as_one, text))
         try:
             node = reader.get_single_node()
             if node is None:
@@ -57,6 +61,12 @@ def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:
         raise yaml.YAMLError("nested too deeply") from error
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
         raise yaml.YAMLError(f"a value that its kind does not allow: {error}") from error
+
+
+def _as_one(pair: re.Match[str]) -> str:
+    """What JSON escapes as two halves (outside of the first plane of Unicode) is one character in YAML."""
+    slashes, high, low = pair.groups()
+    return f"{slashes}\\U{0x10000 + ((int(high, 16) & 0x3FF) << 10) + (int(low, 16) & 0x3FF):08x}"
 
 
 def read_mapping(path: Path, what: str, holds: str) -> dict[str, Any]:

@@ -22,14 +22,17 @@ from megaresume.checkpoint.foreign.verl import VERL
 from megaresume.checkpoint.ledger import LedgerEntry
 from megaresume.checkpoint.lock import PATIENCE_SECONDS
 from megaresume.checkpoint.manifest import list_files
-from megaresume.checkpoint.paths import records_dir
+from megaresume.checkpoint.paths import records_dir, step_path
 from megaresume.checkpoint.start import starts_from
+from megaresume.checkpoint.step_file import read_step_file
 from megaresume.checkpoint.topology import Topology
 from megaresume.doctor import Check, Status
 from megaresume.hosts.deepspeed.elastic.load_rules import Partitions
 from megaresume.runs.newest import Newest, find_newest, look_at, named_by, recognise
 from megaresume.runs.run import Run
+from megaresume.stream.changes import check_recorded
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, UsageError
+from megaresume.stream.state import StreamState
 
 #: starts from one place without a save in between, from which on something is wrong.
 _STARTS = 3
@@ -100,7 +103,19 @@ def _newest(run: Run, layout: Layout, found: DirectoryReport) -> Newest | None:
     found.add("newest", "ok", f"{newest.path.name} is complete, {by}; saved {_age(age)} ago")
     for note in newest.notes:
         found.add("newest", "warning", note)
+    if newest.has_manifest and newest.iteration is not None:
+        _state(run.root, newest.iteration, newest.path.name, found)
     return newest
+
+
+def _state(root: Path, iteration: int, tag: str, found: DirectoryReport) -> None:
+    """Whether a start can go on from the data state of a checkpoint."""
+    try:
+        state = read_step_file(step_path(root, iteration, tag)).state
+        if isinstance(state, StreamState):
+            check_recorded(state)
+    except MegaresumeError as error:
+        found.add("data state", "problem", f"{tag}: {_words(error)}", cause=error.cause, action=error.action)
 
 
 def _each(root: Path, layout: Layout, newest: Newest | None, last: int, found: DirectoryReport) -> None:

@@ -15,7 +15,7 @@ from megaresume.hosts.megatron.load_rules import check_stages
 from megaresume.sources import open_sources
 from megaresume.sources.data_config import DataConfig
 from megaresume.stream.aliases import resolved
-from megaresume.stream.changes import Reconciled, changes_since, reconcile
+from megaresume.stream.changes import Reconciled, changes_since, check_recorded, reconcile
 from megaresume.stream.config import OnChange, StreamConfig
 from megaresume.stream.errors import ConfigError, CorpusError, MegaresumeError, SetupError, StateError, UsageError
 from megaresume.stream.fingerprints import fingerprint_of, same_corpora
@@ -189,4 +189,5 @@ def _go_on(data: Data, launch: Launch, on_change: OnChange, end: int | None) -> 
     )
     check_documents(going_on.course.skips, {name: f.documents for name, f in data.fingerprints.items()})
     check_remaining(going_on.course, data.sources, launch.state)
+    check_recorded(launch.state.replace(config=going_on.config.to_dict()))  # of the next state
     return going_on

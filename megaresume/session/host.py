@@ -89,6 +89,14 @@ class Data(Protocol):
         """The state after so many samples, the same on every rank: those trained at the last `prepare`, or those at
         which this process began. No collective; raises on its own."""
 
+    def read_back(self, state: DataState) -> None:
+        """Open a state that is to be saved as a resume would, and drop it. On rank 0; raises on its own.
+
+        Raises:
+            StateError: no resume could go on from it.
+        """
+        return
+
     def write_files(self, save_dir: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
         """Write what this rank adds to the checkpoint of that snapshot. On every rank; raises on its own."""
         return ()

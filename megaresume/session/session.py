@@ -476,7 +476,7 @@ class Session:
             record_start(
                 root,
                 iteration=iteration,
-                state=data.snapshot(samples),
+                state=self._state(samples),
                 choice=None if self.loaded is None else self.loaded.choice,
                 topology=topology,
                 details=None if trains else {NOTHING_TO_TRAIN: True},
@@ -509,7 +509,7 @@ class Session:
         data, samples = self.data, self.host.samples()
         assert data is not None
         data.prepare()
-        state = on_all_ranks(lambda: data.snapshot(samples))
+        state = on_all_ranks(lambda: self._state(samples))
         envelope = Envelope(
             state=state,
             iteration=self.host.iteration() if iteration is None else iteration,
@@ -523,6 +523,15 @@ class Session:
             action="compare the corpora on the nodes: megaresume stream DATA.yaml",
         )
         return envelope
+
+    def _state(self, samples: int) -> DataState:
+        """What `Data.snapshot` gives; on rank 0, read back."""
+        data = self.data
+        assert data is not None
+        state = data.snapshot(samples)
+        if is_rank_0():
+            data.read_back(state)
+        return state
 
     def save(
         self,

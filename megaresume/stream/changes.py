@@ -16,7 +16,7 @@ from typing import Any
 from megaresume.stream.aliases import renames, resolved
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.config import OnChange, SourceConfig, StageConfig, StreamConfig
-from megaresume.stream.errors import StateError
+from megaresume.stream.errors import ConfigError, StateError
 from megaresume.stream.fingerprints import Growth, check_corpora, differences, listing
 from megaresume.stream.left_out import decide
 from megaresume.stream.planning.stages import Course, Stage, declared
@@ -24,6 +24,25 @@ from megaresume.stream.ranges import Range
 from megaresume.stream.skips import SkipConfig
 from megaresume.stream.source import LengthSource
 from megaresume.stream.state import Fingerprint, StreamState
+
+
+def check_recorded(state: StreamState) -> None:
+    """Read the data configs that a state holds, as a resume does.
+
+    Raises:
+        StateError: one cannot be read: no resume can go on from the state.
+    """
+    try:
+        for config in (state.config, *(record.config for record in state.stages)):
+            StreamConfig.recorded(config)
+    except ConfigError as error:
+        raise StateError(
+            "the data config in the data state cannot be read",
+            found=f"{error.headline}: {error.found}",
+            expected=error.expected,
+            cause="the state was written by a faulty release of megaresume",
+            action="go on from an older checkpoint: megaresume inspect DIR lists those that are whole",
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +150,19 @@ def extended(config: StreamConfig, names: Sequence[str], last: StreamConfig | No
         return replace(before[name], weight=0, max_epochs=None, on_exhausted="drop", options={})
 
     order = dict.fromkeys([*names, *known])
-    return replace(config, sources=tuple(known[name] if name in known else gone(name) for name in order))
+    return replace(
+        config,
+        sources=tuple(known[name] if name in known else gone(name) for name in order),
+        stages=tuple(_over(stage, list(order)) for stage in config.stages),
+    )
+
+
+def _over(stage: StageConfig, names: Sequence[str]) -> StageConfig:
+    """A declared change over these sources: those that it does not name have weight 0, also in it."""
+    if stage.weights is None:
+        return stage
+    weights = dict(stage.weights)
+    return replace(stage, weights=tuple((name, weights.get(name, 0)) for name in names))
 
 
 def reconcile(

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.documents.order import Orders, SourceOrder
+from megaresume.stream.documents.pieces import PieceLists
 from megaresume.stream.errors import StateError
 from megaresume.stream.planning import kernel
 from megaresume.stream.planning.arrays import (
@@ -25,7 +26,7 @@ from megaresume.stream.planning.arrays import (
 from megaresume.stream.planning.kernel import Arrays
 from megaresume.stream.planning.planner import orders_of, past_orders
 from megaresume.stream.planning.stages import Course
-from megaresume.stream.source import LengthSource
+from megaresume.stream.source import AbsentSource, LengthSource
 from megaresume.stream.state import Bin, Segment, SourceCursor, StreamState
 
 
@@ -87,13 +88,16 @@ def _source_cursor(row: Sequence[int], order: SourceOrder) -> SourceCursor:
     )
 
 
-def arrays_of(state: StreamState, course: Course, sources: Sequence[LengthSource]) -> Arrays:
+def arrays_of(
+    state: StreamState, course: Course, sources: Sequence[LengthSource], lists: Sequence[PieceLists] | None = None
+) -> Arrays:
     """The planner's arrays at a state: the inverse of `fields_of`.
 
     Args:
         state: where to go on.
         course: the stages up to it and from it on; is told the orders of the sources.
         sources: of the course.
+        lists: of their long documents, if they are known already.
 
     Raises:
         StateError: the state's numbers contradict each other, the config or the sources.
@@ -105,7 +109,7 @@ def arrays_of(state: StreamState, course: Course, sources: Sequence[LengthSource
     _check_stages(state)
     _restore_sources(arrays, state, config)
     _check_sums(state)
-    known = orders_of(state, config, sources) if course.past is None else past_orders(course, config, sources)
+    known = orders_of(state, config, sources, lists) if course.past is None else past_orders(course, config, sources)
     orders = course.orders[stage] = known.known_in(stage)
     _check_sources(state, config, orders)
     scalars = arrays.scalars
@@ -238,6 +242,8 @@ def _check_sources(state: StreamState, config: StreamConfig, orders: Orders) -> 
 
 def _most_later(order: SourceOrder) -> int:
     """Pieces of an epoch that are not the first of their documents, at most."""
+    if isinstance(order.lists.source, AbsentSource):
+        return 1 << 62  # of what is gone nobody knows
     # An era that began in the middle of an epoch holds only what was left of it.
     whole = (order.lists.num_pieces(e.documents, e.piece) if e.rest else e.pieces for e in order.eras)
     return max((pieces - e.documents for pieces, e in zip(whole, order.eras, strict=True)), default=0)

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megaresume.stream.config import StreamConfig
+from megaresume.stream.config import SourceConfig, StreamConfig
 from megaresume.stream.data_yaml import Append
 from megaresume.stream.errors import CorpusError, StateError
 from megaresume.stream.source import LengthSource, chunks
-from megaresume.stream.state import Fingerprint, StreamState
+from megaresume.stream.state import Fingerprint, SourceCursor, StreamState
 
 
 def hash_lengths(source: LengthSource) -> Fingerprint:
@@ -203,10 +203,22 @@ class Growth:
     #: documents.
     before: int
     after: int
+    #: when the new documents come, in words.
+    when: str
 
     def __str__(self) -> str:
-        when = "at once" if self.append == "now" else "from its next epoch on"
-        return f"source '{self.source}' grew from {self.before:,} to {self.after:,} documents; the new ones come {when}"
+        return f"source '{self.source}' grew from {self.before:,} to {self.after:,} documents; the new ones {self.when}"
+
+
+def _when(entry: SourceConfig, cursor: SourceCursor) -> str:
+    """When the new documents of a source come that has grown, and which stands at a cursor."""
+    has_begun = bool(cursor.eras) and cursor.left < cursor.size
+    at_once = entry.append == "now" or not has_begun
+    epoch = cursor.epoch + (not at_once)
+    if entry.max_epochs is not None and entry.on_exhausted != "repeat" and epoch >= entry.max_epochs:
+        return f"do not come: max_epochs {entry.max_epochs} ends the source before; raise it to train them"
+    when = "at once" if at_once else "from its next epoch on"
+    return f"come {when}" if entry.weight > 0 else f"come {when} when it is drawn again: its weight is 0"
 
 
 def check_corpora(
@@ -244,7 +256,8 @@ def check_corpora(
         if first != before and hasattr(sources[entry.name], "changed"):
             check_fingerprint(name, before, now, sources[entry.name])
         _check_beginning(name, before, first, now.documents)
-        grown.append(Growth(source=name, append=entry.append, before=before.documents, after=now.documents))
+        when = _when(entry, state.sources[name])
+        grown.append(Growth(source=name, append=entry.append, before=before.documents, after=now.documents, when=when))
     return grown
 
 

@@ -8,22 +8,24 @@ the digest up to it (`digest_at`). What it plans, keeps and plans again is in `B
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from megaresume.stream import cursor
 from megaresume.stream.aliases import resolved
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.changes import Reconciled, extended, reconcile
 from megaresume.stream.config import OnChange, StreamConfig
-from megaresume.stream.errors import ConfigError, MegaresumeError
+from megaresume.stream.documents.pieces import PieceLists
+from megaresume.stream.errors import ConfigError, MegaresumeError, StateError
 from megaresume.stream.faults import NO_FAULTS, FaultRecord
 from megaresume.stream.fingerprints import fingerprint_of
 from megaresume.stream.left_out import NO_SKIPS, Skips, check_documents, decide, no_schedule
 from megaresume.stream.planning.blocks import Blocks
-from megaresume.stream.planning.checks import check_remaining, check_trained, check_whole
+from megaresume.stream.planning.checks import check_growing, check_remaining, check_trained, check_whole
 from megaresume.stream.planning.kernel import Arrays
 from megaresume.stream.planning.plan import Plan
 from megaresume.stream.planning.stages import Course
@@ -31,6 +33,17 @@ from megaresume.stream.ranges import Range
 from megaresume.stream.skips import NO_SKIP, SkipConfig
 from megaresume.stream.source import AbsentSource, LengthSource
 from megaresume.stream.state import Fingerprint, StreamState
+
+
+class _Opened(NamedTuple):
+    """What a stream is made of that goes on from a state: see `Stream._restore`."""
+
+    config: StreamConfig
+    course: Course
+    sources: list[LengthSource]
+    base: Arrays | None
+    accepted: tuple[str, ...]
+    names: list[str]
 
 
 class Stream:
@@ -75,6 +88,7 @@ class Stream:
             )
         check_whole(config, sources)
         check_trained(config, sources)
+        check_growing(config, sources)
         #: over all sources that the run ever had; those that are gone have weight 0.
         self.config = config
         self.origin = origin
@@ -169,6 +183,23 @@ class Stream:
                 raise
 
     def _restore(self, state: StreamState | None) -> None:
+        config, course, here, base, accepted, names = self._open(state)
+        with self._lock:
+            self._blocks = Blocks(course, here, base, config)
+            self.config, self.sources, self._course, self.accepted = config, here, course, accepted
+            #: of the sources that are here: the name that the run knows them by -> that of the config as it was given.
+            self._first_names = dict(zip(names, (s.name for s in self._given[0].sources), strict=True))
+            self.base_state = state
+            #: config and fingerprints of every state: always the same objects, so that their text is made once.
+            self._constants: tuple[dict[str, Any], dict[str, Fingerprint]] | None = None
+
+    def _open(self, state: StreamState | None, lists: Mapping[str, PieceLists] | None = None) -> _Opened:
+        """What follows from a state (None: from nothing) for a stream that goes on from it. Changes nothing.
+
+        Args:
+            state: the state.
+            lists: of long documents, by the names that the run knows the sources by; None: they are to be made.
+        """
         config, sources, past = self._given
         accepted: tuple[str, ...] = ()
         base: Arrays | None = None
@@ -199,15 +230,30 @@ class Stream:
         check_remaining(course, by_name, state)
         here = [by_name[s.name] if s.name in by_name else AbsentSource(s.name, state) for s in config.sources]
         if state is not None:
-            base = cursor.arrays_of(state, course, here)
+            known = None if lists is None else [lists[source.name] for source in config.sources]
+            base = cursor.arrays_of(state, course, here, known)
+        return _Opened(config, course, here, base, accepted, names)
+
+    def read_back(self, state: StreamState) -> None:
+        """Open a state of this stream as a resume with the same config would, from its text, and drop it.
+
+        Raises:
+            StateError: no resume could go on from it.
+        """
         with self._lock:
-            self._blocks = Blocks(course, here, base, config)
-            self.config, self.sources, self._course, self.accepted = config, here, course, accepted
-            #: of the sources that are here: the name that the run knows them by -> that of the config as it was given.
-            self._first_names = dict(zip(names, (s.name for s in self._given[0].sources), strict=True))
-            self.base_state = state
-            #: config and fingerprints of every state: always the same objects, so that their text is made once.
-            self._constants: tuple[dict[str, Any], dict[str, Fingerprint]] | None = None
+            orders = self._course.orders.get(len(state.stages) - 1)
+            lists = None if orders is None else {order.name: order.lists for order in orders}
+            try:
+                self._open(StreamState.from_json(json.loads(json.dumps(state.to_dict()))), lists)
+            except MegaresumeError as error:
+                raise StateError(
+                    "the data state that is to be saved cannot be read again",
+                    found=f"{error.headline}: {error.found}" if error.found else error.headline,
+                    expected="a state that a resume goes on from",
+                    cause="a fault of megaresume, which this check keeps out of the checkpoint",
+                    action="go on from the checkpoint before this one without the last change of the data config, and "
+                    "report this with data.yaml and the output of: megaresume inspect DIR --json",
+                ) from error
 
     def _reconcile(self, state: StreamState) -> Reconciled:
         config, sources, _ = self._given

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,12 @@ import pytest
 from megaresume.checkpoint.choosing.choose import choose
 from megaresume.checkpoint.formats import seal
 from megaresume.checkpoint.ledger import append_lines
+from megaresume.checkpoint.paths import step_path
 from megaresume.checkpoint.start import record_start
+from megaresume.checkpoint.step_file import read_step_file, write_step_file
 from megaresume.checkpoint.topology import Topology
 from megaresume.cli.main import main
+from megaresume.stream.state import StreamState
 from tests.cli.conftest import SavedRun, megaresume, run  # noqa: F401  a fixture
 from tests.cli.test_latest import WRITERS, archive, write_hugging_face, write_megatron, write_verl, write_zero
 
@@ -158,6 +162,17 @@ def test_a_run_under_megaresume(run: SavedRun, capsys: pytest.CaptureFixture[str
         record_start(run.save, iteration=8, state=choice.state, choice=choice, topology=Topology(dp=2))
     status, checks = doctor(capsys, run.save)
     assert "3 starts from iteration 8, and no save" in of(checks, "progress")["found"]
+
+
+def test_a_state_that_no_resume_can_read(run: SavedRun, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    path = step_path(run.save, 12, "global_step12")
+    step = read_step_file(path)
+    assert isinstance(step.state, StreamState)
+    stages = [{"name": "stage 1", "from_samples": 900, "weights": {"web": 1}}]  # and none for the other source
+    state = step.state.replace(config={**step.state.config, "stages": stages})
+    write_step_file(path, replace(step, state=state))
+    status, checks = doctor(capsys, run.save)
+    assert status == 1 and "stages[0].weights leaves sources out" in of(checks, "data state")["found"]
 
 
 def test_what_is_printed(tmp_path: Path) -> None:

@@ -121,10 +121,24 @@ def other_working_directory() -> None:
     toy.result("other_working_directory", found)
 
 
+def attached_again() -> None:
+    """In the middle of a run: refused at the next batch, unless a checkpoint is loaded."""
+    root = toy.ROOT / "again"
+    engine = toy.engine_of()
+    data = megaresume.attach(engine, toy.DATA, checkpoints=megaresume.Checkpoints(save_dir=root))
+    seen = toy.train(engine, data, 2, root, every=2)
+    data = megaresume.attach(engine, toy.DATA, checkpoints=megaresume.Checkpoints(save_dir=root))
+    refused = toy.error_of(lambda: next(data))
+    data = megaresume.attach(engine, toy.DATA, checkpoints=megaresume.Checkpoints(save_dir=root))
+    engine.load_checkpoint(str(root))
+    toy.result("attached_again", {"refused": refused, "seen": [seen, toy.train(engine, data, 4)]})
+
+
 elastic()
 larger_batch()
 partitions()
 weights_only()
 walk_back()
 other_working_directory()
+attached_again()
 toy.finish()

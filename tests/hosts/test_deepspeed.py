@@ -222,6 +222,14 @@ def test_a_damaged_checkpoint_is_passed_over_by_weights_and_data(one_rank: Any) 
     assert one_rank["walk_back"] == [{"path": "global_step4", "step": 4, "samples": 32}]
 
 
+def test_attached_again_in_the_middle_of_a_run(one_rank: Any) -> None:
+    (found,) = one_rank["attached_again"]
+    kind, headline, _, _ = found["refused"]
+    assert (kind, headline) == ("StateError", "the engine is past its first step, but no data state was restored")
+    before, after = found["seen"]
+    assert [sample for _, samples, _ in before + after for sample in samples] == list(range(32))
+
+
 def test_the_working_directory_was_changed(one_rank: Any) -> None:
     (found,) = one_rank["other_working_directory"]
     for name in ("said", "unsaid"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 
@@ -81,3 +82,11 @@ def test_a_loader_in_the_place_of_a_config_is_refused():
     """It is iterable, and never ends."""
     with pytest.raises(ConfigError, match=r"no data config(.|\n)*found: *itertools\.count"):
         open_stream(itertools.count())
+
+
+def test_a_name_that_json_escapes_in_two_halves(tmp_path: Path) -> None:
+    path = tmp_path / "data.yaml"
+    path.write_text('{"seed": 1, "seq_length": 8, "sources": {"\\ud83d\\ude00web": {"path": "a\\\\ud83d\\\\ude00"}}}')
+    assert "\\ud83d\\ude00web" in path.read_text()
+    (source,) = yaml_text.read_mapping(path, "a data config", "sources")["sources"].items()
+    assert source == ("\U0001f600web", {"path": r"a\ud83d\ude00"})

@@ -220,10 +220,13 @@ def test_another_beginning(tmp_path: Path) -> None:
 def test_a_part_of_a_split(tmp_path: Path) -> None:
     from megaresume.corpora.split import split_part
 
-    state = Stream(_config(), [split_part(_corpus(tmp_path, 40), "90,10", "train")]).state_at(10)
-    with pytest.raises(StateError, match="is a part of a split") as error:
-        Stream(_config(), [split_part(_corpus(tmp_path, 60), "90,10", "train")], state=state)
-    assert "held out" in str(error.value.cause)
+    part = split_part(_corpus(tmp_path, 40), "90,10", "train")
+    with pytest.raises(ConfigError, match=r"cannot grow: it is a part of a split(.|\n)*append: now"):
+        Stream(_config(), [part])
+    state = Stream(_config(append=None), [part]).state_at(10)
+    grown = split_part(_corpus(tmp_path, 60), "90,10", "train")
+    with pytest.raises(StateError, match=r"is not the corpus(.|\n)*grown by 18 documents"):
+        Stream(_config(append=None), [grown], state=state)
 
 
 def test_renamed_and_grown_with_documents_to_skip() -> None:

@@ -131,6 +131,10 @@ class TrainingData(EngineData):
         state = self.stream.state_at(samples, batches=self._schedule.until(samples))
         return state.replace(faults=self._faults.known)
 
+    def read_back(self, state: DataState) -> None:
+        """See `Data`."""
+        self.stream.read_back(stream_of(state))
+
     def restore(self, state: DataState, choice: Choice | None = None) -> None:
         """Go on from a state, at the step that the engine counts. ``engine.load_checkpoint`` does it by itself.
 

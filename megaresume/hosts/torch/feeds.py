@@ -43,6 +43,10 @@ class Feed(Data, Protocol):
     def layout(self) -> str:
         """How samples become steps and micro-batches, which is the same on every rank."""
 
+    def read_back(self, state: DataState) -> None:
+        """See `Data`."""
+        self.stream.read_back(stream_of(state))
+
     def read(self, sample: int) -> Iterator[Any]:
         """The micro-batches from a sample on, with which a step begins, to the end of the epoch or of the data."""
 

@@ -98,6 +98,24 @@ def _trains(source: LengthSource, ids: npt.NDArray[np.int64]) -> bool:
     return bool(count_trained(source, ids, np.zeros_like(ids), source.lengths(ids)).any())
 
 
+def check_growing(config: StreamConfig, sources: Sequence[LengthSource]) -> None:
+    """Refuse a source that is declared to grow and cannot.
+
+    Raises:
+        ConfigError: it is a part of a split.
+    """
+    for entry, source in zip(config.sources, sources, strict=True):
+        if entry.append is not None and getattr(source, "is_part", False):
+            raise ConfigError(
+                f"source '{entry.label}' cannot grow: it is a part of a split",
+                found=f"append: {entry.append}, and split (or --split)",
+                expected="one of the two",
+                cause="the boundaries of a split move when a corpus grows: what was held out before would be trained",
+                action="leave append out and add new documents as a source of their own; or hold out documents by a "
+                "corpus of their own, without split",
+            )
+
+
 def check_remaining(course: Course, sources: Mapping[str, LengthSource], state: StreamState | None) -> None:
     """Refuse lists of documents after which a source would have none, though its weight is positive.
 
@@ -128,6 +146,8 @@ def check_remaining(course: Course, sources: Mapping[str, LengthSource], state: 
         bounds = {epoch, *(b for documents in of_source for b in documents.epochs or () if b > epoch)}
         # From the last bound on every epoch is the same one, for ever.
         asked = [max(bounds)] if end is None else sorted(b for b in bounds if b < end)
+        if not asked:
+            continue  # it has ended
         if not any(_remains(sources[name], [d for d in of_source if d.holds_in(e)]) for e in asked):
             raise ConfigError(
                 f"nothing of source '{name}' is left to train on",

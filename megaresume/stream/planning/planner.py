@@ -59,8 +59,19 @@ def source_key(name: str) -> int:
     return int.from_bytes(digest, "little")
 
 
-def orders_of(state: StreamState | None, config: StreamConfig, sources: Sequence[LengthSource]) -> Orders:
+def orders_of(
+    state: StreamState | None,
+    config: StreamConfig,
+    sources: Sequence[LengthSource],
+    lists: Sequence[PieceLists] | None = None,
+) -> Orders:
     """Those that a state knows; of the other sources, and without a state, nothing is known yet.
+
+    Args:
+        state: None: the run begins.
+        config: of the stage of the state.
+        sources: of the config.
+        lists: of their long documents, if they are known already.
 
     Raises:
         StateError: what the state knows is not of these sources.
@@ -71,11 +82,11 @@ def orders_of(state: StreamState | None, config: StreamConfig, sources: Sequence
             entry.name,
             config.seed,
             entry.shuffle,
-            PieceLists(source),
+            PieceLists(source) if lists is None else lists[i],
             cursors[entry.name].eras if entry.name in cursors else (),
             entry.group_by_length,
         )
-        for entry, source in zip(config.sources, sources, strict=True)
+        for i, (entry, source) in enumerate(zip(config.sources, sources, strict=True))
     )
     for order, entry in zip(orders, config.sources, strict=True):
         if entry.weight > 0 and not isinstance(order.lists.source, AbsentSource):
@@ -91,7 +102,7 @@ def past_orders(course: Course, config: StreamConfig, sources: Sequence[LengthSo
 
 
 def revised_orders(orders: Orders, stage: Stage, sources: Sequence[LengthSource], arrays: Arrays) -> Orders:
-    """Those of the sources from the beginning of a stage on: of the ones that are drawn in it."""
+    """Those of the sources from the beginning of a stage on: of the ones that are drawn in it, or that grow with it."""
     config, number = stage.config, int(arrays.scalars[kernel.STAGE])
     positions = arrays.sources[:, kernel.NEXT].tolist()
     return Orders(
@@ -102,7 +113,8 @@ def revised_orders(orders: Orders, stage: Stage, sources: Sequence[LengthSource]
             now=entry.name in stage.grown_now,
             stage=number,
         )
-        if entry.weight > 0
+        # A source that pauses has grown all the same: its new documents are there when it goes on.
+        if entry.weight > 0 or (entry.name in stage.grown_now and order.eras)
         else order
         for order, entry, source, position in zip(orders, config.sources, sources, positions, strict=True)
     )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megaresume.checkpoint.choosing.search import Choice
-from megaresume.checkpoint.data_state import DataState
+from megaresume.checkpoint.data_state import DataState, stream_of
 from megaresume.hosts.megatron.data.streams import Streams
 from megaresume.hosts.megatron.load_rules import without_state
 from megaresume.session.host import Data, change_lines
@@ -112,6 +112,10 @@ class StreamOrder(Data):
         if self.balance is not None:
             self.schedule.steps_before(samples)
         return self.stream.state_at(samples, batches=self.schedule.until(samples))
+
+    def read_back(self, state: DataState) -> None:
+        """See `Data`."""
+        self.stream.read_back(stream_of(state))
 
     def restore(self, state: DataState, choice: Choice) -> None:
         """See `Data`: it was opened at this state.
