@@ -27,9 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "inputs",
         nargs="+",
         metavar="INPUT",
-        help="a text file (.txt .md .rst), JSON lines (.jsonl .ndjson .json), either with .gz .bz2 .xz or .zst, "
-        "Parquet or Arrow (.parquet, .arrow), also at a URL ('s3://bucket/*.jsonl'); a directory of files, or "
-        "one that Hugging Face's save_to_disk wrote; or "
+        help="a text file (.txt .md .rst), JSON lines or an array of rows (.jsonl .ndjson .json), CSV (.csv .tsv), "
+        "any of them with .gz .bz2 .xz or .zst; Parquet or Arrow (.parquet, .arrow); all also as a pattern "
+        "('data/*.jsonl') or at a URL ('s3://bucket/*.jsonl'); a directory of files, or one that Hugging Face's "
+        "save_to_disk wrote; or "
         "tar shards ('shards/pairs-{000000..000127}.tar', local or on an object store), a directory or "
         "metadataset.yaml of Energon",
     )
@@ -50,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     text = parser.add_argument_group("text")
     text.add_argument(
-        "--json-key", metavar="KEY", help="key of the text in rows (default: text), or of the messages with --chat"
+        "--json-key",
+        metavar="KEY",
+        help="key of the text in rows (default: text), or of the messages with --chat; meta.text: a key in a key",
     )
     text.add_argument(
         "--text-unit",
@@ -61,7 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text.add_argument(
         "--glob", default="**/*", metavar="PATTERN", help="files of a directory (default: all, at any depth)"
     )
-    text.add_argument("--format", choices=("text", "jsonl"), help="format of all files, whatever their names")
+    text.add_argument(
+        "--format", choices=("text", "jsonl", "json", "csv"), help="format of all files, whatever their names"
+    )
     text.add_argument(
         "--invalid-utf8",
         choices=("error", "replace", "skip"),
@@ -121,7 +126,6 @@ def run(args: argparse.Namespace) -> int:
     from megaresume.corpora.prepare.documents import TextOptions
     from megaresume.shards.files import ShardFiles
     from megaresume.shards.paths import expand_shards
-    from megaresume.shards.remote import is_url
 
     if wants_shards(args):
         return run_shards(args)
@@ -144,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
         repeat_inputs=args.repeat_inputs,
         store=ShardFiles(),
     )
-    inputs = [path for named in args.inputs for path in (expand_shards([named]) if is_url(named) else [named])]
+    inputs = [path for named in args.inputs for path in (expand_shards([named]) if _is_pattern(named) else [named])]
     summary = prepare(inputs, args.output, options)
     if args.json:
         json.dump(asdict(summary), sys.stdout, indent=1)
@@ -180,6 +184,13 @@ def run(args: argparse.Namespace) -> int:
         print(f"  left out: {path} is a link to what is read already")
     print(f"  {summary.seconds:.1f} s, {rate:.1f} MB/s{resumed_note}")
     return 0
+
+
+def _is_pattern(named: str) -> bool:
+    """Whether it may stand for several files: a URL, or what has wildcards or braces and is not itself a file."""
+    from megaresume.shards.remote import is_url
+
+    return is_url(named) or (any(letter in named for letter in "*?[{") and not os.path.exists(named))
 
 
 def _part(text: str) -> tuple[int, int]:

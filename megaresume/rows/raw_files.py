@@ -39,7 +39,8 @@ class RawFiles:
     def __init__(self, places: PlacesFile, inputs: str | None, spec: EncoderSpec) -> None:
         self._places = places
         self._root = places.root if inputs is None else inputs.rstrip("/")
-        self._column = None if spec.text.conversations is not None else spec.text.json_key or "text"
+        self._key = spec.text.json_key
+        self._texts = spec.text.conversations is None
         self.files = ShardFiles()
         #: where compressed files were unpacked, and their size then.
         self._plain: dict[int, tuple[str, int]] = {}
@@ -161,9 +162,7 @@ class RawFiles:
 
     def _row_group(self, file: int, group: int) -> Any:
         table = self._table(file)
-        columns = [self._column] if self._column is not None else columns_of(table.schema_arrow)
-        if missing := [name for name in columns if name not in table.schema_arrow.names]:
-            raise KeyError(f"no column {missing[0]}")
+        columns = self._columns(table.schema_arrow)
         return table.read_row_group(group, columns=columns, use_threads=False)
 
     def _record_batch(self, file: int, at: int) -> Any:
@@ -173,7 +172,21 @@ class RawFiles:
         opened.seek(at)
         batch = ipc.read_record_batch(ipc.read_message(opened), schema)
         batch.validate(full=True)
-        return batch.select([self._column] if self._column is not None else columns_of(schema))
+        return batch.select(self._columns(schema))
+
+    def _columns(self, schema: Any) -> list[str]:
+        """Names of the columns that a row is made of.
+
+        Raises:
+            KeyError: the table has no column of texts.
+        """
+        key = self._key or "text"
+        if not self._texts:
+            return columns_of(schema, self._key)
+        column = key if key in schema.names else key.partition(".")[0]
+        if column not in schema.names:
+            raise KeyError(f"no column {column}")
+        return [column]
 
     def _table(self, file: int) -> Any:
         """A Parquet file; or the schema of an Arrow file."""

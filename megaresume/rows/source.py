@@ -119,6 +119,8 @@ class RowSource(IndexedDocuments):
 
     def _made_of(self, i: int, place: DocumentPlace, data: bytes) -> npt.NDArray[Any]:
         unit = self._places.inputs[place.file]["unit"]
+        if unit == "json":  # an element of an array may have several lines, of which `prepare` made one
+            data = data.replace(b"\n", b" ").replace(b"\r", b" ")
         # Not line 0, whose first character may be a mark.
         piece = Piece(name=self.raw_files.path(place.file), unit=unit, line=1, data=data)
         try:

@@ -114,9 +114,9 @@ def _matches(path: str) -> list[str]:
     found = RemoteStore(path.partition("://")[0]).glob(path) if is_url(path) else sorted(glob.glob(path))
     if not found:
         raise CorpusError(
-            f"{path} matches no shard",
+            f"{path} matches no file",
             found="no such file",
-            expected="at least one .tar",
+            expected="at least one",
             cause="a wrong path, or a pattern that the shell was meant to expand",
             action="check the path",
         )

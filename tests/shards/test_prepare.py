@@ -244,7 +244,7 @@ def test_files_without_a_record_are_counted(tmp_path):
     ("inputs", "error", "match"),
     [
         (["none.tar"], CorpusError, "missing"),
-        (["none-*.tar"], CorpusError, "matches no shard"),
+        (["none-*.tar"], CorpusError, "matches no file"),
         (["shards/pairs-{000000..000001.tar"], UsageError, "braces"),
         (["shards/pairs-000000.tar", "shards/pairs-00000{0..1}.tar"], UsageError, "twice"),
         (["shards/pairs-000000.tar", "./shards/../shards/pairs-000000.tar"], UsageError, "twice"),

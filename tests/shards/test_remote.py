@@ -142,7 +142,7 @@ def test_a_changed_or_missing_object_is_refused_by_name(pairs, bucket, tmp_path)
         ShardSource(pairs, policy="mask").get(6)
     with pytest.raises(CorpusError, match="missing"):
         prepare_shards(["s3://pairs/none.tar"], tmp_path / "none", encoder())
-    with pytest.raises(CorpusError, match="matches no shard"):
+    with pytest.raises(CorpusError, match="matches no file"):
         prepare_shards(["s3://pairs/none-*.tar"], tmp_path / "none", encoder())
 
 

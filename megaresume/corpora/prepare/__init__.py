@@ -2,7 +2,8 @@
 
 corpus.py       `prepare`: the whole of it; chat.py: what is said of conversations
 inputs.py       which files, in which order, of which format
-streams.py      a file opened and decompressed; what is no text is refused; tables.py: rows of tables as JSON lines
+streams.py      a file opened and decompressed; what is no text is refused
+tables.py       rows of Parquet and Arrow as JSON lines; row_lines.py: arrays of JSON, and CSV
 blocks.py       the input in blocks of work, and in stretches for several machines (--part)
 documents.py    the bytes of a block as texts, or conversations
 conversations/  conversations to tokens, and to spans of trained tokens

@@ -60,12 +60,12 @@ def with_conversations(
         SetupError: the library `jinja2` is missing.
     """
     _check(chat)
-    texts = [file.path for file in files if file.format != "jsonl"]
+    texts = [file.path for file in files if file.format == "text"]
     if texts:
         raise UsageError(
             f"{texts[0]} has no rows",
             found="a text file, and --chat",
-            expected="JSON lines or Parquet",
+            expected="rows: JSON lines, an array of JSON, CSV, Parquet or Arrow",
             action="name the files with conversations, or --format jsonl",
         )
     shape = chat.shape or ("messages" if text.json_key is not None else _first_shape(files))

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from megaresume.corpora.prepare.documents import TextOptions, TextUnit, unit_of
 from megaresume.corpora.prepare.encode import SHOWN, Encoder, make_parts
 from megaresume.corpora.prepare.inputs import COMPRESSIONS, Format, InputFile, Store, find_inputs
 from megaresume.corpora.prepare.parts import Part, PartFiles, merge_parts
+from megaresume.corpora.prepare.streams import of_content
 from megaresume.corpora.prepare.tokenizers import Tokenizer, read_tokenizer_file, tokenizer_from_content
 from megaresume.corpora.prepare.tokens import EncoderSpec, library_versions
 from megaresume.corpora.prepare.work import check_workers, disk_error
@@ -154,6 +155,10 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
     )
     # --output may lie in a directory that is read
     files = [file for file in found.files if file.url or not _is_output(file.path, prefix)]
+    files = [replace(file, key=options.text.json_key) for file in files]
+    if options.format is None:
+        files = [of_content(file) for file in files]
+    _check_index_only(files, options)
     spec, tokenizer = _spec(options, files)
     parts_files = PartFiles(prefix)
     _check_output(prefix, parts_files, overwrite=options.overwrite)
@@ -200,6 +205,18 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
         resumed_blocks=resumed,
         **{name: sum(getattr(part, name) for part in parts) for name in _SUMS},
     )
+
+
+def _check_index_only(files: Sequence[InputFile], options: PrepareOptions) -> None:
+    """Refuse files whose rows cannot be read one by one."""
+    table = next((file.name for file in files if file.format == "csv"), None)
+    if options.index_only and table is not None:
+        raise UsageError(
+            f"{table} is CSV, whose rows cannot be read one by one",
+            found="--index-only",
+            expected="JSON lines, an array of JSON, Parquet, Arrow or text",
+            action="prepare it without --index-only, or write it as Parquet",
+        )
 
 
 def _spec(options: PrepareOptions, files: Sequence[InputFile]) -> tuple[EncoderSpec, Tokenizer]:

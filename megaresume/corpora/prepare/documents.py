@@ -11,8 +11,15 @@ from operator import itemgetter
 from typing import Any, Literal
 
 from megaresume.corpora.prepare.conversations.encode import ConversationOptions
-from megaresume.corpora.prepare.conversations.rows import BadRow, Conversation, check_roles, conversation_of
-from megaresume.corpora.prepare.inputs import InputFile
+from megaresume.corpora.prepare.conversations.rows import (
+    MISSING,
+    BadRow,
+    Conversation,
+    check_roles,
+    conversation_of,
+    under,
+)
+from megaresume.corpora.prepare.inputs import Format, InputFile
 from megaresume.stream.errors import CorpusError
 
 #: what to do with bytes that are not UTF-8 (and with half surrogates in JSON).
@@ -21,14 +28,14 @@ InvalidText = Literal["error", "replace", "skip"]
 BadLines = Literal["error", "skip"]
 #: what a document is in a text file.
 TextUnit = Literal["file", "line", "paragraph"]
-Unit = Literal["jsonl", "file", "line", "paragraph"]
+Unit = Literal["jsonl", "json", "file", "line", "paragraph"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextOptions:
     """How documents are taken out of files."""
 
-    #: key of the text in a JSON line; None: ``text``.
+    #: key of the text in a row, or keys with dots between; None: ``text``.
     json_key: str | None = None
     #: rows are conversations; None: texts.
     conversations: ConversationOptions | None = None
@@ -86,7 +93,7 @@ def documents_of(piece: Piece, options: TextOptions) -> Iterator[str | Conversat
     """
     for start, stop, number in _bounds(piece):
         data = piece.data[start:stop]
-        if piece.unit == "jsonl":
+        if piece.unit in ("jsonl", "json"):
             try:
                 yield _json_document(data, piece, number, options)
             except BadLine as error:
@@ -153,7 +160,8 @@ def _json_document(line: bytes, piece: Piece, number: int, options: TextOptions)
     decoded = _decode(line, piece, number, options)
     if isinstance(decoded, LeftOut):
         return decoded
-    where = f"{piece.name}:{number}"
+    # The first element of an array is on the second line, see `ArrayLines`.
+    where = f"{piece.name}:{number}" if piece.unit == "jsonl" else f"{piece.name}, element {number - 1},"
     record = _json_object(decoded, where, number, options)
     chat = options.conversations
     value: Any = record if chat is not None else _text(record, where, options.json_key or "text")
@@ -185,7 +193,7 @@ def _json_object(decoded: str, where: str, number: int, options: TextOptions) ->
             found=f"{error}: {_excerpt(decoded)}",
             expected="one JSON object on each line",
             cause="one JSON value over several lines, not JSON lines" if whole else "a line that was cut or damaged",
-            action=f"correct the line, or {_LEAVE_OUT}; for one JSON array: jq -c '.[]' FILE > FILE.jsonl",
+            action=f"correct the line, or {_LEAVE_OUT}; for one JSON array: --format json",
         ) from error
     if not isinstance(record, dict):
         raise BadLine(
@@ -198,14 +206,16 @@ def _json_object(decoded: str, where: str, number: int, options: TextOptions) ->
 
 
 def _text(record: dict[str, Any], where: str, key: str) -> str:
-    if key not in record:
+    text = under(record, key)
+    if text is MISSING:
         raise BadLine(
             f"{where} has no key '{key}'",
             found=f"keys {', '.join(map(repr, list(record)[:10]))}" if record else "an empty object",
             expected=f"the text under '{key}'",
             action=f"name the key: --json-key KEY; or {_LEAVE_OUT}",
         )
-    text = record[key]
+    if text is None:
+        return ""  # left out and counted as such
     if not isinstance(text, str):
         raise BadLine(
             f"{where}: '{key}' is not a text",
@@ -271,4 +281,5 @@ def _excerpt(text: str) -> str:
 
 def unit_of(file: InputFile, text_unit: TextUnit) -> Unit:
     """What a document is in a file."""
-    return "jsonl" if file.format == "jsonl" else text_unit
+    rows: dict[Format, Unit] = {"jsonl": "jsonl", "json": "json", "csv": "jsonl"}
+    return rows.get(file.format, text_unit)

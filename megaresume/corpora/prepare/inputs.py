@@ -18,7 +18,8 @@ from typing import Literal, Protocol
 
 from megaresume.stream.errors import CorpusError, UsageError
 
-Format = Literal["text", "jsonl"]
+#: json: one array of rows; csv: rows under a header.
+Format = Literal["text", "jsonl", "json", "csv"]
 
 FORMATS: dict[str, Format] = {
     ".txt": "text",
@@ -31,6 +32,8 @@ FORMATS: dict[str, Format] = {
     #: each row as a JSON line.
     ".parquet": "jsonl",
     ".arrow": "jsonl",
+    ".csv": "csv",
+    ".tsv": "csv",
 }
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 TABLES = (".parquet", ".arrow")
@@ -61,6 +64,8 @@ class InputFile:
     url: str | None = None
     identity: str = ""
     store: Store | None = field(default=None, compare=False, repr=False)
+    #: of the text or the messages in its rows, if it has an unusual name.
+    key: str | None = field(default=None, compare=False)
     #: of a local file: device and number.
     inode: tuple[int, int] | None = field(default=None, compare=False, repr=False)
 
@@ -71,8 +76,8 @@ class InputFile:
 
     @property
     def compressed(self) -> bool:
-        """By its name: it cannot be read from the middle on."""
-        return self.path.suffix in (*COMPRESSIONS, *TABLES)
+        """By its name, or as CSV: it cannot be read from the middle on."""
+        return self.path.suffix in (*COMPRESSIONS, *TABLES) or self.format == "csv"
 
     def to_dict(self) -> dict[str, object]:
         """What tells, on a rerun, that it is still the same file; plain JSON."""
@@ -210,7 +215,7 @@ def _known_format(path: Path) -> Format:
             f"{path} has an unknown suffix",
             found=repr("".join(path.suffixes)),
             expected=f"one of {', '.join(FORMATS)}, alone or with {', '.join(COMPRESSIONS)}",
-            action="say what it is: --format text or --format jsonl",
+            action="say what it is: --format text, jsonl, json (an array of rows) or csv",
         )
     return known
 

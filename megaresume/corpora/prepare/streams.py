@@ -11,12 +11,14 @@ import re
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any
 
-from megaresume.corpora.prepare.inputs import TABLES, InputFile
+from megaresume.corpora.prepare.inputs import COMPRESSIONS, TABLES, InputFile
+from megaresume.corpora.prepare.row_lines import ArrayLines, CsvLines, csv_errors
 from megaresume.corpora.prepare.tables import ArrowLines, ParquetLines, parquet_errors
 from megaresume.stream.errors import CorpusError, MegaresumeError, UsageError, require
 
@@ -52,16 +54,23 @@ class InputStream:
         self._table: ParquetLines | ArrowLines | None = None
         with self._errors():
             if file.path.suffix in TABLES:
-                lines = ParquetLines if file.path.suffix == ".parquet" else ArrowLines
-                self._table = lines(self._raw, file.size)
+                table = ParquetLines if file.path.suffix == ".parquet" else ArrowLines
+                self._table = table(self._raw, file.size, file.key)
                 self._stream: _Peekable = io.BufferedReader(self._table, 1 << 20)
             else:
                 self._stream = _decompressed(self._raw, file)
+            before = b""
             if offset == 0:
                 check_text(Path(file.name), self._stream.peek(HEAD_BYTES))
             elif not file.compressed:
-                self._stream.seek(offset)
-            else:
+                self._stream.seek(offset - 1)
+                before = self._stream.read(1)
+            if file.format == "json":
+                lines = ArrayLines(self._stream, before)
+                self._stream = io.BufferedReader(lines, 1 << 20)
+            elif file.format == "csv":
+                self._stream = io.BufferedReader(CsvLines(self._stream, file.path.suffixes), 1 << 20)
+            if file.compressed:
                 while offset > 0:
                     skipped = len(self._stream.read(min(offset, 1 << 20)))
                     if not skipped:
@@ -114,7 +123,7 @@ class InputStream:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        damaged: tuple[type[BaseException], ...] = (EOFError, zlib.error, lzma.LZMAError)
+        damaged: tuple[type[BaseException], ...] = (EOFError, zlib.error, lzma.LZMAError, *csv_errors())
         if self.file.path.suffix == ".zst":
             damaged += (_zstandard().ZstdError,)
         if self.file.path.suffix in TABLES:
@@ -126,6 +135,16 @@ class InputStream:
         except OSError as error:
             # gzip and bz2 report damage as an OSError that does not come from the operating system
             raise _unreadable(self.file, error) if error.errno else _damaged(self.file, error) from error
+
+
+def of_content(file: InputFile) -> InputFile:
+    """The file as what it is: one that is named .json may be an array, or JSON lines."""
+    suffixes = [suffix.lower() for suffix in file.path.suffixes if suffix not in COMPRESSIONS]
+    if file.format != "jsonl" or suffixes[-1:] != [".json"]:
+        return file
+    with closing(InputStream(file)) as stream:
+        head = stream.read(HEAD_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
+    return replace(file, format="json") if head.startswith(b"[") else file
 
 
 def _opened(file: InputFile) -> io.BufferedReader[Any]:

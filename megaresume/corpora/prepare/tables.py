@@ -7,11 +7,12 @@ it had.
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator
 from typing import Any
 
+from megaresume.corpora.prepare.conversations.rows import KEYS
+from megaresume.corpora.prepare.row_lines import Lines
 from megaresume.stream.errors import require
 
 #: rows turned into Python together.
@@ -22,53 +23,49 @@ _FILE = b"ARROW1"
 _START = 8
 #: how a stream of Arrow ends that is whole; pyarrow reads one that was cut between two batches as if it were.
 _END = b"\xff\xff\xff\xff\0\0\0\0"
+#: columns whose bytes are text, as Spark writes it.
+TEXTS = frozenset({"text", "tools", "system", "input", "history", *(key for keys in KEYS.values() for key in keys)})
 #: place of a record batch that cannot be read without others.
 NOT_ALONE = -1
 
 
-class TableLines(io.RawIOBase):
-    """A stream of JSON lines of the rows of a table; columns of bytes and of times are left out.
+class TableLines(Lines):
+    """A stream of JSON lines of the rows of a table; columns of times, and of bytes that are no text, are left out.
 
     Args:
         schema: of the table.
         lines: of it.
+        key: see `columns_of`.
 
     Raises:
         pyarrow.ArrowInvalid: two columns have the same name.
     """
 
-    def __init__(self, schema: Any, lines: Iterator[bytes]) -> None:
+    def __init__(self, schema: Any, lines: Iterator[bytes], key: str | None) -> None:
         #: names of those that are read.
-        self.columns = columns_of(schema)
+        self.columns = columns_of(schema, key)
         #: first row, from 0, and place of what was read so far: of each row group, or record batch.
         self.chunks: list[tuple[int, int]] = []
-        self._lines = lines
-        self._left = memoryview(b"")
-
-    def readable(self) -> bool:
-        """True."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """The next bytes; 0 at the end."""
-        while not self._left:
-            try:
-                self._left = memoryview(next(self._lines))
-            except StopIteration:
-                return 0
-        size: int = min(len(buffer), len(self._left))
-        buffer[:size] = self._left[:size]
-        self._left = self._left[size:]
-        return size
+        super().__init__(lines)
 
     @staticmethod
     def lines(batch: Any) -> bytes:
         """The rows of a record batch."""
-        return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in batch.to_pylist()).encode()
+        lines = (json.dumps(row, ensure_ascii=False, default=_plain) + "\n" for row in batch.to_pylist())
+        return "".join(lines).encode("utf-8", "surrogateescape")
 
 
-def columns_of(schema: Any) -> list[str]:
+def _plain(value: Any) -> str:
+    """Bytes are UTF-8, as Spark writes texts; those that are not stay as they are, for --invalid-utf8 to decide."""
+    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
+
+
+def columns_of(schema: Any, key: str | None = None) -> list[str]:
     """Names of the columns that are read; see `TableLines`.
+
+    Args:
+        schema: of the table.
+        key: of the text or the messages, if it has an unusual name.
 
     Raises:
         pyarrow.ArrowInvalid: two columns have the same name.
@@ -77,9 +74,15 @@ def columns_of(schema: Any) -> list[str]:
     if len(set(schema.names)) < len(schema.names):
         raise pyarrow.ArrowInvalid(f"two columns have the same name: {', '.join(schema.names)}")
     kinds = pyarrow.types
-    # Times may be finer, or further away, than Python's.
-    unread = (kinds.is_binary, kinds.is_large_binary, kinds.is_fixed_size_binary, kinds.is_temporal)
-    return [field.name for field in schema if not any(is_kind(field.type) for is_kind in unread)]
+    texts = {*TEXTS, key, (key or "").partition(".")[0]}
+
+    def is_read(field: Any) -> bool:
+        if kinds.is_binary(field.type) or kinds.is_large_binary(field.type):
+            return field.name in texts
+        # Times may be finer, or further away, than Python's.
+        return not (kinds.is_fixed_size_binary(field.type) or kinds.is_temporal(field.type))
+
+    return [field.name for field in schema if is_read(field)]
 
 
 class ParquetLines(TableLines):
@@ -88,13 +91,14 @@ class ParquetLines(TableLines):
     Args:
         file: open for reading, seekable.
         size: bytes of it.
+        key: see `columns_of`.
 
     Raises:
         SetupError: the library `pyarrow` is missing.
         pyarrow.ArrowException: it is no Parquet file, or its footer is damaged.
     """
 
-    def __init__(self, file: Any, size: int) -> None:
+    def __init__(self, file: Any, size: int, key: str | None = None) -> None:
         pyarrow = load_pyarrow()
         from pyarrow.parquet import ParquetFile
 
@@ -102,7 +106,7 @@ class ParquetLines(TableLines):
         self._file = ParquetFile(pyarrow.PythonFile(file, mode="r"), page_checksum_verification=True)
         self._rows = self._file.metadata.num_rows
         self._done = 0
-        super().__init__(self._file.schema_arrow, self._read())
+        super().__init__(self._file.schema_arrow, self._read(), key)
 
     def raw_position(self) -> int:
         """Bytes of the file that hold the rows that were read (about)."""
@@ -132,13 +136,14 @@ class ArrowLines(TableLines):
     Args:
         file: open for reading, seekable.
         size: bytes of it.
+        key: see `columns_of`.
 
     Raises:
         SetupError: the library `pyarrow` is missing.
         pyarrow.ArrowException: it is no Arrow file, or it is damaged.
     """
 
-    def __init__(self, file: Any, size: int) -> None:
+    def __init__(self, file: Any, size: int, key: str | None = None) -> None:
         pyarrow = load_pyarrow()
         from pyarrow import ipc
 
@@ -151,7 +156,7 @@ class ArrowLines(TableLines):
         file.seek(_START if is_file else 0)
         self._source = file
         self._reader = ipc.open_stream(pyarrow.PythonFile(file, mode="r"))
-        super().__init__(self._reader.schema, self._read())
+        super().__init__(self._reader.schema, self._read(), key)
 
     def raw_position(self) -> int:
         """Bytes of the file that were read (about)."""

@@ -83,6 +83,19 @@ def shapes_of(row: Mapping[str, Any]) -> list[RowShape]:
     return [shape for shape in SHAPES if all(key in row for key in KEYS[shape])]
 
 
+#: in the place of a value that is not there.
+MISSING = object()
+
+
+def under(row: Mapping[str, Any], key: str) -> Any:
+    """What a row has under a key, or under keys with dots between (``meta.text``); `MISSING` if it has none."""
+    if key in row:
+        return row[key]
+    first, dot, rest = key.partition(".")
+    inner = row.get(first) if dot else None
+    return under(inner, rest) if isinstance(inner, Mapping) else MISSING
+
+
 def conversation_of(row: Mapping[str, Any], shape: RowShape, where: str, *, key: str | None = None) -> Conversation:
     """The conversation in a row.
 
@@ -96,7 +109,7 @@ def conversation_of(row: Mapping[str, Any], shape: RowShape, where: str, *, key:
         BadRow: the row has another shape; a message without role or text.
     """
     keys = (key,) if key is not None and shape in ("messages", "sharegpt") else KEYS[shape]
-    missing = [name for name in keys if row.get(name) is None]
+    missing = [name for name in keys if under(row, name) in (None, MISSING)]
     if missing:
         found = [f"{name}: null" if name in row else name for name in row]
         raise BadRow(f"has no '{missing[0]}'", f"keys {', '.join(found[:10]) or 'none'}", f"a row of shape {shape}")
@@ -112,7 +125,7 @@ def conversation_of(row: Mapping[str, Any], shape: RowShape, where: str, *, key:
         messages = prompt + completion
         untrained = set(range(len(prompt)))
     else:
-        messages = _messages(row[keys[0]], strict=shape == "sharegpt")
+        messages = _messages(under(row, keys[0]), strict=shape == "sharegpt")
         if isinstance(row.get("system"), str) and row["system"] and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": row["system"]}, *messages]
     return _conversation(row, messages, untrained, where)
