@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.util
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NoReturn
 
 from megaresume.stream.errors import SetupError, UsageError
 
@@ -29,6 +31,29 @@ def normalise(argv: Sequence[str]) -> list[str]:
             continue
         result.append(word)
     return result
+
+
+def near(word: str, known: Collection[str]) -> str:
+    """For an error: the word that was probably meant; nothing, if none is close."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f", did you mean {close[0]}?" if close else ""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says first which flag it does not know, whatever else is missing for the want of it."""
+
+    #: of the command line.
+    words: Sequence[str] = ()
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with the usage of this command."""
+        known = self._option_string_actions
+        own = self.words[: self.words.index("--")] if "--" in self.words else self.words
+        flags = [word.partition("=")[0] for word in own if word.startswith("--")]
+        unknown = [flag for flag in flags if not any(name.startswith(flag) for name in known)]
+        if unknown:
+            message = f"there is no flag {unknown[0]}{near(unknown[0], known)}"
+        super().error(message)
 
 
 def at_least(lowest: int) -> Callable[[str], int]:

@@ -5,7 +5,6 @@ Exit status: 0 when what was asked holds, 1 when it does not, 2 on bad usage.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import io
@@ -14,7 +13,7 @@ import sys
 import traceback
 
 import megaresume
-from megaresume.cli.flags import normalise
+from megaresume.cli.flags import Parser, near, normalise
 from megaresume.render import Visible
 from megaresume.stream.errors import MegaresumeError, NoFileError, UsageError, missing_package
 
@@ -51,7 +50,10 @@ def main(argv: list[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")  # a path is bytes: launch scripts get them as they are
     argv = normalise(argv)
-    parser = argparse.ArgumentParser(prog="megaresume", description=DESCRIPTION)
+    parser = Parser(prog="megaresume", description=DESCRIPTION)
+    named = next((word for word in argv if not word.startswith("-")), None)
+    if named is not None and named not in COMMANDS:
+        parser.error(f"there is no command '{named}'{near(named, COMMANDS)}; megaresume --help lists them")
     parser.add_argument("--version", action="version", version=f"megaresume {megaresume.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     parsers = {name: commands.add_parser(name, help=words, description=words) for name, words in COMMANDS.items()}
@@ -60,7 +62,10 @@ def main(argv: list[str] | None = None) -> int:
         if asked is not None:  # no other command is imported
             module = importlib.import_module(f"megaresume.cli.{asked.replace('-', '_')}")
             module.add_arguments(parsers[asked])
-        args = parser.parse_args(argv)
+            parsers[asked].words = argv
+        args, unknown = parser.parse_known_args(argv)
+        if unknown:
+            parsers[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
         with contextlib.redirect_stdout(Visible(sys.stdout)):
             status: int = module.run(args)
         sys.stdout.flush()

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Field
 
 from megaresume.stream.errors import ConfigError
-from megaresume.stream.schema import Items, ListOf, Options, Truth, Within, read, refused
+from megaresume.stream.schema import Items, ListOf, Options, Truth, Within, check_keys, read, refused
 
 PackingMode = Literal["best_fit", "knapsack", "split", "none"]
 #: How one source is packed where the others are not: ``split`` fills with its pieces what whole documents leave free.
@@ -207,6 +207,8 @@ def read_config(data: Mapping[str, Any], seq_length: int | None) -> WrittenConfi
         ConfigError: naming the key, what was found and what was expected.
     """
     if isinstance(data, Mapping):
+        # First, as one of them may be seq_length, misspelt.
+        check_keys(data, [f.name for f in fields(WrittenConfig)], "data.yaml", WrittenConfig.ALSO)
         data = _with_flag(data, seq_length)
     config: WrittenConfig = read(WrittenConfig, data, "data.yaml", inside="")
     return config

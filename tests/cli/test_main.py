@@ -41,6 +41,27 @@ def test_bad_usage_is_status_2_without_a_traceback(words):
     assert done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "usage", "said"),
+    [
+        (("inspct", "x"), "megaresume [-h]", "there is no command 'inspct', did you mean inspect?"),
+        (("nonsense",), "megaresume [-h]", "there is no command 'nonsense'; megaresume --help lists them"),
+        (("prepare", "x", "--outptu", "y"), "megaresume prepare ", "there is no flag --outptu, did you mean --output?"),
+        (
+            ("prepare", "x", "--output", "y", "--worker_s=3"),
+            "megaresume prepare ",
+            "--worker-s, did you mean --workers?",
+        ),
+        (("inspect", "x", "--jsn"), "megaresume inspect ", "there is no flag --jsn, did you mean --json?"),
+        (("inspect", "x", "y", "z"), "megaresume inspect ", "unrecognized arguments: "),
+    ],
+)
+def test_a_slip_is_named_under_the_usage_of_its_command(words, usage, said):
+    done = megaresume(*words)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"usage: {usage}") and said in done.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize("words", [("latest",), ("doctor",), ("inspect",), ("plan",), ("plan", "--mtbf", "6h")])
 def test_what_the_system_refuses_is_no_traceback(words, capsys):
     assert main([words[0], "x" * 300, *words[1:]]) == 1

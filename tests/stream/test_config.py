@@ -183,3 +183,9 @@ def test_the_packing_of_a_blend_that_does_not_say(kind: str, mode: str) -> None:
     assert config.packing.mode == mode
     assert StreamConfig.from_dict(config.to_dict()) == config
     assert StreamConfig.from_dict(data | {"packing": "best_fit"}).packing.mode == "best_fit"
+
+
+def test_a_misspelt_seq_length_is_named_as_such() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'seq_len' in data\.yaml") as found:
+        StreamConfig.from_dict({"seed": 1, "seq_len": 128, "sources": {"a": {"weight": 1}}})
+    assert found.value.cause == "did you mean 'seq_length'?"

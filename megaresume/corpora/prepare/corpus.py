@@ -33,7 +33,7 @@ from megaresume.corpora.prepare.tokens import EncoderSpec, library_versions
 from megaresume.corpora.prepare.work import check_workers, disk_error
 from megaresume.corpora.sidecar import sidecar_path
 from megaresume.corpora.spans import spans_path
-from megaresume.stream.errors import CorpusError, UsageError
+from megaresume.stream.errors import CorpusError, UsageError, require
 from megaresume.stream.progress import progress
 
 #: of tokens, that Megatron knows.
@@ -221,6 +221,9 @@ def _check_index_only(files: Sequence[InputFile], options: PrepareOptions) -> No
 
 def _spec(options: PrepareOptions, files: Sequence[InputFile]) -> tuple[EncoderSpec, Tokenizer]:
     """What decides what the tokens are."""
+    if options.chat is not None:
+        for library in ("tokenizers", "jinja2"):
+            require(library, "conversations need it", "pip install 'megaresume[chat]'")
     content, name = read_tokenizer_file(options.tokenizer)
     tokenizer = tokenizer_from_content(content, name, eod_token=options.eod_token)
     dtype, text = _dtype(options.dtype, tokenizer), options.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from megaresume.corpora.prepare.documents import TextOptions
 from megaresume.corpora.prepare.tokenizers import load_tokenizer
 from megaresume.corpora.spans import spans_of
 from megaresume.rows import open_corpus
-from megaresume.stream.errors import CorpusError, MegaresumeError, UsageError
+from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError, UsageError
 from tests.corpora.prepare.conversations.families import FAMILIES, GENERATION
 from tests.corpora.prepare.conversations.kit import reference_tokenizer, write_tokenizer
 
@@ -342,3 +343,10 @@ def test_a_role_that_nobody_has_is_refused(tmp_path, tokenizer):
     for roles, rows in ((("gpt", "tool"), [tool]), (("critic",), [critic])):
         chat = ChatOptions(selection=Selection(roles=roles), any_order=True)
         assert made(tmp_path, tokenizer, rows, chat, overwrite=True).trained > 0
+
+
+@pytest.mark.parametrize("library", ["tokenizers", "jinja2"])
+def test_a_missing_library_names_the_extra_of_conversations(tmp_path, tokenizer, monkeypatch, library):
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(SetupError, match=r"megaresume\[chat\]"):
+        made(tmp_path, tokenizer, ROWS)
