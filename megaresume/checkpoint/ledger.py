@@ -242,30 +242,61 @@ def append_lines(path: Path, lines: Sequence[bytes]) -> None:
         raise write_error(path, error) from error
 
 
-def abandoned_checkpoints(entries: tuple[LedgerEntry, ...]) -> frozenset[tuple[int, str]]:
-    """Checkpoints on branches that were given up.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Branch:
+    """A part of the run that was given up: a start went back, and its first checkpoint took another way."""
 
-    When a run starts again from iteration 10 and goes on to save 15, what it had saved beyond 10 before that start no
-    longer leads to the present. A start alone gives nothing up: only the first checkpoint after it does.
+    #: in the order in which they were given up, from 1.
+    number: int
+    #: the step that the start went back to, and when it did.
+    after: int
+    time: str
+    #: the last step that is known of it.
+    last: int
 
-    Returns:
-        (iteration, tag) of them.
+    def __str__(self) -> str:
+        steps = f"steps {self.after + 1} to {self.last}"
+        return f"branch {self.number}, {steps}: the start of {self.time} went back to step {self.after}"
+
+
+def branches_of(entries: Sequence[LedgerEntry]) -> list[Branch | None]:
+    """Of every line, the branch that it belongs to; None: it lies on the path to the present.
+
+    When a run starts again from iteration 10 and goes on to save 15, what it had done beyond 10 before that start no
+    longer leads to the present, whatever is saved under the same names later. A start alone gives nothing up: only the
+    first checkpoint after it does.
     """
-    #: (-iteration, tag) on the path to the present, the highest iteration first
-    live: list[tuple[int, str]] = []
-    abandoned: set[tuple[int, str]] = set()
-    started_at: int | None = None
-    for entry in entries:
+    found: list[Branch | None] = [None] * len(entries)
+    number = 0
+    #: (-iteration, line) on the path to the present, the highest iteration first.
+    live: list[tuple[int, int]] = []
+    start: LedgerEntry | None = None
+    #: (iteration, tag, save) of a checkpoint -> its line: that it is durable is said later, by a line of its own.
+    saved: dict[tuple[int, str | None, Any], int] = {}
+    for line, entry in enumerate(entries):
+        save = entry.iteration, entry.tag, entry.details.get("save_id")
         if entry.kind == "start":
-            started_at = entry.iteration
-        if entry.kind != "checkpoint":
-            continue
-        if started_at is not None:
-            while live and -live[0][0] > started_at:
-                iteration, tag = heapq.heappop(live)
-                abandoned.add((-iteration, tag))
-            started_at = None
-        if entry.tag is not None:
-            heapq.heappush(live, (-entry.iteration, entry.tag))
-            abandoned.discard((entry.iteration, entry.tag))
-    return frozenset(abandoned)
+            start = entry
+        if entry.kind == "checkpoint":
+            if start is not None and live and -live[0][0] > start.iteration:
+                number += 1
+                branch = Branch(number=number, after=start.iteration, time=start.time, last=-live[0][0])
+                while live and -live[0][0] > start.iteration:
+                    found[heapq.heappop(live)[1]] = branch
+            start = None
+            saved[save] = line
+        if entry.kind != "durable":
+            heapq.heappush(live, (-entry.iteration, line))
+    for line, entry in enumerate(entries):
+        if entry.kind == "durable":
+            found[line] = found[saved.get((entry.iteration, entry.tag, entry.details.get("save_id")), line)]
+    return found
+
+
+def abandoned_checkpoints(entries: Sequence[LedgerEntry]) -> frozenset[tuple[int, str]]:
+    """(iteration, tag) of the checkpoints on branches that were given up, and that were not saved again since."""
+    known: dict[tuple[int, str], bool] = {}
+    for entry, branch in zip(entries, branches_of(entries), strict=True):
+        if entry.kind == "checkpoint" and entry.tag is not None:
+            known[entry.iteration, entry.tag] = branch is not None
+    return frozenset(place for place, is_given_up in known.items() if is_given_up)

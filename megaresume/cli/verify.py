@@ -177,7 +177,7 @@ def _text(report: dict[str, Any]) -> str:
         lines.append(f"  {mark}  sample {point['samples']:>10}  digest {point['digest']}  {point['origin']}")
     lines += [f"  NOT READ   {problem}" for problem in report["unreadable"]]
     lines += [f"  LOST       {problem}" for problem in report["lost"]]
-    lines += [f"  given up   {origin}: another branch of the run" for origin in report["given_up"]]
+    lines += [f"  given up   {branch}" for branch in report["given_up"]]
     difference = report["first_difference"]
     if difference:
         first, stop = difference["samples"]

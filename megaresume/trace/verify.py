@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megaresume.checkpoint.ledger import LedgerProblem, abandoned_checkpoints
+from megaresume.checkpoint.ledger import Branch, LedgerProblem, branches_of
 from megaresume.checkpoint.manifest import read_manifest
 from megaresume.checkpoint.paths import manifest_path, records_dir
 from megaresume.checkpoint.step_file import StepFile
@@ -46,8 +46,8 @@ class Recorded:
     digest: str
     #: the fields of the state that say where the stream was, if it was recorded as a whole.
     position: dict[str, Any] | None = None
-    #: of a branch that the run gave up when it began again from an earlier step: its stages may be others.
-    given_up: bool = False
+    #: that the run gave up when it began again from an earlier step: its stages may be others. None: it is the present.
+    branch: Branch | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ def replay_all(
     sources: Mapping[str, LengthSource],
     progress: Callable[[int], object],
 ) -> tuple[list[Replayed], list[str]]:
-    """Every recorded point, in a stream planned from sample 0; and those of branches that were given up.
+    """Every recorded point, in a stream planned from sample 0; and the branches that were given up, in words.
 
     What was given up and is the same proves as much as the rest; what is not is no part of the run any more.
 
@@ -118,8 +118,9 @@ def replay_all(
     except CorpusError:
         return [], []  # already among the problems of the corpora
     checked = list(replay(stream, recorded, progress=progress))
-    given_up = [c for c in checked if c.recorded.given_up and not c.holds]
-    return [c for c in checked if c not in given_up], [c.recorded.origin for c in given_up]
+    given_up = [c for c in checked if c.recorded.branch is not None and not c.holds]
+    branches = dict.fromkeys(str(c.recorded.branch) for c in given_up)
+    return [c for c in checked if c not in given_up], list(branches)
 
 
 def replay_between(
@@ -133,7 +134,7 @@ def replay_between(
         first, stop: samples.
         progress: called with the samples planned since the last call.
     """
-    wanted = sorted((p for p in recorded if first <= p.sample <= stop and not p.given_up), key=lambda p: p.sample)
+    wanted = sorted((p for p in recorded if first <= p.sample <= stop and p.branch is None), key=lambda p: p.sample)
     state = replan.history.before(first)
     at = 0 if state is None else state.samples
     digest = "0" * 16 if state is None else state.digest
@@ -196,7 +197,7 @@ class Points:
     @property
     def newest(self) -> StreamState:
         """The state that is furthest on the path to the present."""
-        present = [s for s, point in zip(self.states, self.recorded, strict=False) if not point.given_up]
+        present = [s for s, point in zip(self.states, self.recorded, strict=False) if point.branch is None]
         return max((step.stream for step in present or self.states), key=lambda state: state.samples)
 
 
@@ -208,10 +209,9 @@ def read_points(run: Run) -> Points:
         StateError: a record is damaged.
     """
     entries, records = run.ledger.entries, records_dir(run.root)
-    abandoned = abandoned_checkpoints(entries)
-    checkpoints = [entry for entry in entries if entry.kind == "checkpoint" and entry.tag is not None]
-    gone = {(e.samples, e.digest) for e in checkpoints if (e.iteration, e.tag) in abandoned}
-    gone -= {(e.samples, e.digest) for e in checkpoints if (e.iteration, e.tag) not in abandoned}
+    branches = branches_of(entries)
+    #: of what was saved last under a name.
+    saved = {(e.iteration, e.tag): b for e, b in zip(entries, branches, strict=True) if e.kind == "checkpoint"}
     states = tuple(run.state(path) for path in run.states)
     recorded = [
         Recorded(
@@ -219,7 +219,7 @@ def read_points(run: Run) -> Points:
             sample=step.state.samples,
             digest=step.state.digest,
             position=comparable({f: getattr(step.stream, f) for f in step.stream.__dataclass_fields__}),
-            given_up=(step.iteration, step.tag) in abandoned,
+            branch=saved.get((step.iteration, step.tag)),
         )
         for step in states
     ]
@@ -228,9 +228,9 @@ def read_points(run: Run) -> Points:
             origin=f"ledger: {entry.kind} at step {entry.iteration}",
             sample=entry.samples,
             digest=entry.digest,
-            given_up=(entry.samples, entry.digest) in gone,
+            branch=branch,
         )
-        for entry in entries
+        for entry, branch in zip(entries, branches, strict=True)
     ]
     if not states:
         raise CheckpointError(

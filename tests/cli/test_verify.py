@@ -194,7 +194,7 @@ def test_a_branch_that_was_given_up_is_not_judged(run):
     write_data_config(run.save, stream.origin)
     done = megaresume("verify", run.save)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "given up   state of step 8: another branch" in done.stdout and "sample         48" in done.stdout
+    assert "given up   branch 1, steps 5 to 12: the start of 20" in done.stdout and "sample         48" in done.stdout
     # But what was not given up is judged: the same without the ledger, which alone tells.
     (run.save / "megaresume" / "ledger.jsonl").unlink()
     assert megaresume("verify", run.save).returncode == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,11 @@ import yaml
 
 from megaresume.batches.loader import StreamLoader
 from megaresume.batches.open import open_stream
+from megaresume.checkpoint.choosing.choose import choose
+from megaresume.checkpoint.paths import step_path
 from megaresume.checkpoint.saving.commit import begin_save, commit_save, write_data_config
 from megaresume.checkpoint.start import record_start
+from megaresume.checkpoint.step_file import read_step_file, write_step_file
 from megaresume.checkpoint.topology import Topology
 from megaresume.cli.main import main
 from megaresume.runs.rank_log import RankLog
@@ -64,3 +68,44 @@ def test_left_out_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["verify", str(root), "--log-samples", str(tmp_path / "samples")]) == 1
     assert "MISSING    step 2: no line of any rank" in capsys.readouterr().out
     assert main(["verify", str(root), "--log-samples", str(tmp_path / "samples"), "--from", "3"]) == 0
+
+
+def test_a_start_that_goes_back_to_leave_samples_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As docs/skips.md says: to step 8, back to step 2 with a range to skip, and to step 8 again; and once more."""
+    write_corpus(tmp_path / "web", documents=200, seed=1)
+    data, root = tmp_path / "data.yaml", tmp_path / "save"
+    topology = Topology(dp=1, world_size=1, global_batch_size=8, micro_batch_size=4)
+
+    def train(first: int, last: int, *skip: str) -> None:
+        config = {"seq_length": 64, "packing": "best_fit", "sources": {"web": "web"}, "skip": {"samples": [*skip]}}
+        data.write_text(yaml.safe_dump(config, sort_keys=False))
+        stream, choice = open_stream(data), choose(root, tag=f"global_step{first}") if first else None
+        if choice is not None:
+            stream.restore(choice.step.stream)  # type: ignore[union-attr]
+        record_start(root, iteration=first, state=stream.state_at(8 * first), choice=choice, topology=topology)
+        for step in range(first + 2, last + 1, 2):
+            state = stream.state_at(8 * step, batches=[(0, 8)])
+            pending = begin_save(root, tag=f"global_step{step}", iteration=step, state=state, topology=topology)
+            (root / f"global_step{step}").mkdir(exist_ok=True)
+            (root / f"global_step{step}" / "weights").write_bytes(b"w")
+            commit_save(pending)
+        write_data_config(root, stream.origin)
+
+    def verified() -> list[str]:
+        capsys.readouterr()
+        assert main(["verify", str(root), "--json"]) == 0, capsys.readouterr()
+        report = json.loads(capsys.readouterr().out)
+        assert report["holds"]
+        return [branch.partition(":")[0] for branch in report["given_up"]]
+
+    train(0, 8)
+    assert verified() == []
+    train(2, 8, "20:24")
+    assert verified() == ["branch 1, steps 3 to 8"]
+    train(8, 10, "20:24")
+    train(4, 6, "20:24", "40:41")
+    assert verified() == ["branch 1, steps 3 to 8", "branch 2, steps 5 to 10"]
+    # What is not of the run is found all the same.
+    step = read_step_file(step_path(root, 6, "global_step6"))
+    write_step_file(step_path(root, 6, "global_step6"), replace(step, state=step.stream.replace(digest="0" * 16)))
+    assert main(["verify", str(root)]) == 1
