@@ -56,6 +56,8 @@ class ShardFiles:
         #: what `identity` said of each shard.
         self._checked: dict[str, str] = {}
         self._stores: dict[str, RemoteStore] = {}
+        #: servers that answered with a range.
+        self._ranged: set[str] = set()
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -85,6 +87,17 @@ class ShardFiles:
         except OSError as error:
             raise _cannot_open(path, error) from error
         return f"{stat.st_size}:{stat.st_mtime_ns}"
+
+    def check_ranges(self, path: str, size: int) -> None:
+        """Refuse a server that sends whole files where a range is asked for; asked once of each.
+
+        Raises:
+            SetupError: it does, or does not answer.
+        """
+        server = path.split("/")[2] if is_url(path) else ""
+        if path.startswith(("http://", "https://")) and size > 1 and server not in self._ranged:
+            self._store(path).read(path, 0, 1)
+            self._ranged.add(server)
 
     def check(self, path: str, size: int) -> None:
         """Refuse a shard that has another size than when its index was made; asked once of each shard.

@@ -140,6 +140,7 @@ def prepare_shards(
             if folder is not None:
                 _number_rows(tasks, heads)
                 _check_found(folder, heads, directory)
+            _check_some_measured(heads, invalid, directory)
             # Not the head that the part has: its rows have no numbers yet.
             parts = ((head, read_part(directory, task)[1]) for head, task in zip(heads, tasks, strict=True))
             with progress("writing the index", sum(head["records"] for head in heads), "records") as bar:
@@ -213,7 +214,10 @@ def _tasks(
     """The shards in the order of the documents, and their names in an Energon data set."""
     files = ShardFiles()
     if dataset is None:
-        return [_task(files, path, frozenset()) for path in expand_shards(inputs)], []
+        tasks = [_task(files, path, frozenset()) for path in expand_shards(inputs)]
+        for task in tasks:
+            files.check_ranges(task.path, task.size)
+        return tasks, []
     names = [name for shards in dataset.parts.values() for name in shards]
     if not names:
         raise CorpusError(
@@ -258,6 +262,22 @@ def _number_rows(tasks: Sequence[ShardTask], heads: Sequence[Mapping[str, Any]])
                 expected="rows of JSON, one on each line",
                 action="leave the file out",
             )
+
+
+def _check_some_measured(heads: Sequence[Mapping[str, Any]], invalid: Invalid, directory: WorkDirectory) -> None:
+    """Refuse an index of which nothing could be trained on; the parts go, as the next run is another one."""
+    bad, records = (sum(head[what] for head in heads) for what in ("invalid", "records"))
+    if bad and bad + sum(head["left_out"] for head in heads) == records:
+        first = next(head["first_invalid"][0] for head in heads if head["first_invalid"])
+        directory.remove()
+        raise CorpusError(
+            "no record could be measured",
+            found=f"{bad} records, all {'left out' if invalid == 'drop' else 'masked'}; the first, '{first['key']}': "
+            f"{first['reason']}",
+            expected="records that the encoder reads",
+            cause="a template or keys of other data, or shards of another kind",
+            action=f"see what is wrong with the first one: the same command without --invalid {invalid}",
+        )
 
 
 def _check_found(folder: str, heads: Sequence[Mapping[str, Any]], directory: WorkDirectory) -> None:

@@ -39,7 +39,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {"s3": {"config_kwargs": {"max_pool_connec
 _JITTER = random.SystemRandom()
 #: not worth another attempt: the answer would be the same.
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, ImportError, TypeError, ValueError, MegaresumeError)
-
+#: answers of HTTP that mean: not to you.
+_DENIED = (401, 403, 407)
+#: and those that mean: not now.
+_BUSY = (408, 425, 429)
 
 #: fsspec's event loop at the last fork, if it runs one.
 _forked: list[Any] = []
@@ -76,6 +79,33 @@ def missing_library(name: str, why: str) -> SetupError:
         found="it cannot be imported",
         expected=why,
         action="pip install 'megaresume[vlm]' (with s3:// 'megaresume[vlm,s3]')",
+    )
+
+
+def _status(error: BaseException) -> int | None:
+    """What an HTTP server answered, of an error or of what it came from; None: it is of another kind."""
+    seen: BaseException | None = error
+    while seen is not None:
+        status = getattr(seen, "status", None)
+        if isinstance(status, int):
+            return status
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def _is_final(error: BaseException) -> bool:
+    """Whether the answer would be the same."""
+    status = _status(error)
+    return isinstance(error, _FINAL) or (status is not None and 400 <= status < 500 and status not in _BUSY)
+
+
+def _forbidden(url: str, error: BaseException) -> SetupError:
+    return SetupError(
+        f"{url} is forbidden",
+        found=f"HTTP status {_status(error)}",
+        expected="an answer with the file",
+        cause="no or wrong credentials, a signed URL that has expired, or a path that the server keeps to itself",
+        action="try it outside: curl -I URL; credentials are fsspec's own configuration (~/.config/fsspec/*.json)",
     )
 
 
@@ -123,6 +153,15 @@ class RemoteStore:
         def fetch() -> bytes:
             store = self._store()
             data: bytes = store.cat_file(url, start=offset, end=offset + nbytes, **_patience(store))
+            if len(data) > nbytes:
+                raise SetupError(
+                    f"{url} comes from a server that ignores ranges",
+                    found=f"{len(data)} bytes, the file from its start",
+                    expected=f"the {nbytes} bytes from byte {offset} on: records are read one by one",
+                    cause="a simple server, as python -m http.server is, or a proxy that drops the Range header",
+                    action="serve the files with one that supports Range (nginx, Apache, an object store), or copy "
+                    "them here",
+                )
             if len(data) != nbytes:
                 raise OSError(f"{len(data)} of {nbytes} bytes came back")
             return data
@@ -185,7 +224,7 @@ class RemoteStore:
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(ATTEMPTS),
             wait=lambda state: doubled(state) * _JITTER.uniform(0.75, 1.25),
-            retry=tenacity.retry_if_not_exception_type(_FINAL),
+            retry=tenacity.retry_if_exception(lambda error: not _is_final(error)),
             before_sleep=lambda state: self._warn(url, what, state),
             reraise=True,
         )
@@ -194,6 +233,8 @@ class RemoteStore:
         except MegaresumeError:
             raise
         except FileNotFoundError as error:
+            if _status(error) in _DENIED:  # fsspec calls it so, whatever the server said
+                raise _forbidden(url, error) from error
             raise CorpusError(
                 f"{url} is missing",
                 found="no such file in the store",
@@ -209,7 +250,9 @@ class RemoteStore:
                 action="install it, for example: pip install 'megaresume[s3]' (s3://) or gcsfs (gs://)",
             ) from error
         except Exception as error:  # whatever the library of the store raises
-            final = isinstance(error, _FINAL)
+            if _status(error) in _DENIED:
+                raise _forbidden(url, error) from error
+            final = _is_final(error)
             cause = "the store or the network is down, or too busy"
             if final:
                 denied = isinstance(error, PermissionError)

@@ -133,21 +133,29 @@ def walk(file: BlockFile, shard: str, ignored: Callable[[str], object] = lambda 
     """
     check_plain(file, shard, "a plain .tar: records are read by their offset")
     current: Extent | None = None
-    count = 0
+    #: of each key, the extensions; nearly all records have the same ones.
+    seen: dict[str, tuple[str, ...]] = {}
+    known: dict[tuple[str, ...], tuple[str, ...]] = {}
     for header in _members(file, shard):
         found = _NAME.fullmatch(header.name)
         _check_name(header.name, shard)
         if found is None or _META.match(header.name):
             ignored(header.name)
             continue
+        extension = found[2].lower()
         if current is not None and current.key == found[1]:
             current.nbytes = header.stop - current.offset
             current.members += 1
+            extensions = (*seen[found[1]], extension)
+            seen[found[1]] = known.setdefault(extensions, extensions)
             continue
+        # A record may come twice, as a whole; one whose members lie apart would become several.
+        if extension not in seen.get(found[1], (extension,)):
+            raise _not_grouped(shard, header.name, found[1], seen[found[1]])
+        seen[found[1]] = known.setdefault((extension,), (extension,))
         if current is not None:
             yield current
         current = Extent(found[1], header.offset, header.stop - header.offset)
-        count += 1
     if current is None:
         raise CorpusError(
             f"{shard} has no record",
@@ -224,6 +232,17 @@ def _members(file: BlockFile, shard: str) -> Iterator[Header]:
             yield header
     except tarfile.TarError as error:
         raise _damaged(shard, file.size, str(error)) from error
+
+
+def _not_grouped(shard: str, name: str, key: str, extensions: tuple[str, ...]) -> CorpusError:
+    return CorpusError(
+        f"{shard} has a key that comes again: '{key}'",
+        found=f"{name}, after other records than {key}.{', '.join(extensions)}",
+        expected="members of one key one after the other: they are one record",
+        cause="an archive in the order of a directory, or with all images before all texts",
+        action="write it again in the order of the names: mkdir DIR; tar -xf SHARD -C DIR; "
+        "tar --sort=name -cf SORTED -C DIR .",
+    )
 
 
 def check_plain(file: BlockFile, shard: str, expected: str) -> None:

@@ -33,7 +33,7 @@ class FarServer:
         latency: seconds before each answer.
         fault: of the number of the request, from 0, and the request: what is wrong with the answer. None: nothing;
             ``short``: bytes are missing at the end; ``long``: more bytes are announced than come; ``drop``: the
-            connection is closed; a number: this HTTP status.
+            connection is closed; ``whole``: the range is ignored; a number: this HTTP status.
     """
 
     directory: Path
@@ -102,6 +102,8 @@ class _Handler(BaseHTTPRequestHandler):
         with far.lock:
             far.now -= 1
         fault = far.fault(number, request)
+        if fault == "whole":
+            found, start, stop = None, 0, size
         if fault == "drop":
             self.close_connection = True
             return

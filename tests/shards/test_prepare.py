@@ -272,3 +272,13 @@ def test_killed_and_run_again_gives_the_same_bytes(tmp_path):
     assert summary["resumed_shards"] >= 2 and summary["records"] == whole.records == 1800
     assert (tmp_path / "out.shards.idx").read_bytes() == (tmp_path / "whole.shards.idx").read_bytes()
     assert not (tmp_path / "out.shards.idx.prepare").exists()
+
+
+@pytest.mark.parametrize("invalid", ["mask", "drop"])
+def test_an_index_of_nothing_that_can_be_measured_is_refused(tmp_path, invalid):
+    shard = write_shard(tmp_path / "a.tar", [(f"{i}", {"png": b"no image", "txt": b"a"}) for i in range(3)])
+    with pytest.raises(CorpusError, match=r"(?s)no record could be measured.*3 records.*the first, '0'"):
+        prepare_shards([shard], tmp_path / "out", encoder(), invalid=invalid)
+    assert not (tmp_path / "out.shards.idx").exists()
+    with pytest.raises(CorpusError, match=r"record 0 \('0'\)"):  # the way out: no --restart is needed
+        prepare_shards([shard], tmp_path / "out", encoder())

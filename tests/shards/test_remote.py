@@ -10,7 +10,9 @@ import fsspec
 import numpy as np
 import pytest
 
+from megaresume.corpora.prepare.corpus import PrepareOptions, prepare
 from megaresume.shards import ShardIndex, ShardSource, remote
+from megaresume.shards.files import ShardFiles
 from megaresume.shards.prepare import prepare_shards
 from megaresume.shards.remote import RemoteStore
 from megaresume.sources import open_sources
@@ -208,3 +210,33 @@ def test_other_stores(tmp_path):
     assert all(same(first.encoded(i, key(i)), second.encoded(i, key(i))) for i in range(3))
     with pytest.raises(SetupError, match="unknown"):
         RemoteStore("unknown").size("unknown://a.tar")
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_what_is_forbidden_is_called_so_at_once(tmp_path, status):
+    write_shard(tmp_path / "a.tar", captions(3))
+    with serve(tmp_path) as far:
+        store = RemoteStore("http")
+        assert store.size(f"{far.url}/a.tar") > 0
+        far.fault = lambda number, request: status
+        for ask in (lambda: store.size(f"{far.url}/a.tar"), lambda: store.read(f"{far.url}/a.tar", 0, 9)):
+            before = len(far.reads)
+            with pytest.raises(SetupError, match=rf"(?s)a\.tar is forbidden.*HTTP status {status}"):
+                ask()
+            assert len(far.reads) <= before + 1
+        far.fault = lambda number, request: 404
+        with pytest.raises(CorpusError, match="is missing"):
+            store.size(f"{far.url}/a.tar")
+
+
+def test_a_server_that_ignores_ranges_is_refused_at_prepare(tmp_path):
+    write_shard(tmp_path / "a.tar", captions(3))
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    with serve(tmp_path, fault=lambda number, request: "whole") as far:
+        with pytest.raises(SetupError, match="comes from a server that ignores ranges"):
+            prepare_shards([f"{far.url}/a.tar"], tmp_path / "out", encoder())
+        assert len(far.reads) <= 2, "it is not tried again"
+        rows, store = [f"{far.url}/a.jsonl"], ShardFiles()
+        with pytest.raises(SetupError, match="comes from a server that ignores ranges"):
+            prepare(rows, tmp_path / "rows", PrepareOptions(store=store, index_only=True))
+        assert prepare(rows, tmp_path / "rows", PrepareOptions(store=store)).documents == 1

@@ -63,13 +63,22 @@ def test_names_longer_than_a_header_and_names_that_are_not_ascii(tmp_path, form)
 def test_a_key_ends_at_the_first_dot_of_the_base_name_and_members_follow_each_other(tmp_path):
     path = tmp_path / "a.tar"
     with tarfile.open(path, "w") as archive:
-        for name in ("v1.5/a.left.jpg", "v1.5/a.right.jpg", "v1.5/b.txt", "v1.5/a.txt"):
+        for name in ("v1.5/a.left.jpg", "v1.5/a.right.jpg", "v1.5/b.txt", "v1.5/a.left.jpg"):
             add(archive, name, name.encode())
     assert [(r.key, list(r.members)) for r in records(path)] == [
         ("v1.5/a", ["left.jpg", "right.jpg"]),
         ("v1.5/b", ["txt"]),
-        ("v1.5/a", ["txt"]),
+        ("v1.5/a", ["left.jpg"]),  # a record may come twice
     ]
+
+
+def test_an_archive_whose_members_are_not_grouped_is_refused(tmp_path):
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as archive:
+        for name in ("000.jpg", "001.jpg", "000.txt", "001.txt"):
+            add(archive, name, name.encode())
+    with pytest.raises(CorpusError, match=r"(?s)a key that comes again: '000'.*000\.txt, after.*--sort=name"):
+        records(path)
 
 
 def test_directories_are_passed_over_and_other_files_are_named(tmp_path):

@@ -208,7 +208,10 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
 
 
 def _check_index_only(files: Sequence[InputFile], options: PrepareOptions) -> None:
-    """Refuse files whose rows cannot be read one by one."""
+    """Refuse files whose rows cannot be read one by one, and servers that do not let them."""
+    for file in files:
+        if options.index_only and file.store is not None and file.path.suffix not in COMPRESSIONS:
+            file.store.check_ranges(file.name, file.size)
     table = next((file.name for file in files if file.format == "csv"), None)
     if options.index_only and table is not None:
         raise UsageError(

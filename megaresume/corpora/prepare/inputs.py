@@ -46,6 +46,10 @@ class Store(Protocol):
         """Changes when the file is written again: its bytes, a colon, and what the store has."""
         ...
 
+    def check_ranges(self, path: str, size: int) -> None:
+        """Refuse a server that sends whole files where a range is asked for."""
+        ...
+
     def scan(self, path: str, size: int) -> io.RawIOBase:
         """The file, to be read."""
         ...
