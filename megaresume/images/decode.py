@@ -130,14 +130,16 @@ def _open(content: bytes, options: ImageOptions, name: str) -> tuple[Image, int]
             found=f"{len(content)} bytes that begin with {content[:8].hex(' ')}",
             expected=f"one of {', '.join(options.formats)}",
             cause="a damaged file, an error page saved as an image, or a format that is not named",
-            action="write the shard again, see on_fault, or name the format: images: {formats: [...]}",
+            action="write the shard again, see on_fault, or name the format: images: {formats: [..., TIFF]}, also "
+            "AVIF with a new Pillow",
         ) from error
     except KeyError as error:
         raise ConfigError(
             "Pillow does not know an image format",
             found=str(error),
             expected="names as Pillow writes them: JPEG, PNG, WEBP, GIF, BMP, TIFF ...",
-            action="correct images.formats",
+            cause="a slip; or AVIF with an old Pillow; or HEIF, which Pillow itself does not read",
+            action="correct images.formats, or convert such images to JPEG or PNG first",
         ) from error
     except Exception as error:  # a damaged header may raise anything
         raise _damaged(name, f"{len(content)} bytes", error) from error

@@ -174,3 +174,9 @@ def test_an_image_that_is_not_there_can_be_left_out_of_its_page():
     assert shown(options, _1_png=X, json=page) == ["[a]", "<no 0.png>", "[\nb]", "<1.png>", "[c]"]
     assert shown(options, _0_png=b"", _1_png=X, json=page) == ["[a]", "<no 0.png>", "[\nb]", "<1.png>", "[c]"]
     assert shown(options, json=page) == ["[a]", "<no 0.png>", "[\nb]", "<no 1.png>", "[\nc]"]
+
+
+@pytest.mark.parametrize("extension", ["tif", "tiff", "avif", "heic", "heif"])
+def test_an_image_is_one_by_its_extension_also_if_it_cannot_be_decoded(extension):
+    """With text_only it was left out, and the caption trained alone."""
+    assert shown({"text_only": True}, **{extension: X}, txt="a") == [f"<{extension}>", "[a]"]

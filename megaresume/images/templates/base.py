@@ -14,7 +14,7 @@ from megaresume.corpora.base import Record
 from megaresume.stream.errors import CorpusError
 
 #: the last part of the names of members that are images.
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif", "bmp")
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "avif", "heic", "heif")
 #: under which a row names its images: in lists; LLaVA; folders of Hugging Face.
 IMAGE_KEYS = ("images", "image", "file_name")
 #: of those that are video or sound.
