@@ -189,15 +189,29 @@ class _Rendered:
     def __init__(self, finder: TurnFinder, conversation: Conversation, text: str) -> None:
         self._finder, self._conversation, self._text = finder, conversation, text
         self._template, self._selection = finder._template, finder._selection
+        #: what stands before or after turns of a kind, and how many of them had it in a row.
+        self._habits: dict[tuple[str, Part], tuple[str, int]] = {}
+        #: whether what two turns had is believed of others; of these turns it is not.
+        self._believes, self._doubted = True, set[int]()
 
     def turns(self) -> list[_Turn]:
         """What is trained, message by message."""
         wanted = set(self._finder.wanted(self._conversation))
         if self._template.marks_generation and self._selection.roles == ("assistant",):
             return self._generated(wanted)
-        turns = []
+        last = len(self._conversation.messages) - 1
+        self._doubted = {max(wanted), max(wanted - {last}, default=last)}
+        turns = self._each(wanted)
+        if not self._believes:  # a later turn was another one: each is looked at
+            turns = self._each(wanted)
+        return turns
+
+    def _each(self, wanted: set[int]) -> list[_Turn]:
+        turns, cores_of = [], dict[int, list[Core]]()
+        for core in self._cores:
+            cores_of.setdefault(core.message, []).append(core)
         for i in sorted(wanted):
-            cores = [core for core in self._cores if core.message == i]
+            cores = cores_of.get(i, [])
             self._check_all_there(i, cores)
             if not cores:
                 raise BadRow(
@@ -266,6 +280,28 @@ class _Rendered:
         usual = self._finder.prompt(self._conversation.options)
         if usual and self._text.endswith(usual, 0, first.first):
             return first.first
+        plain = first.part == "text" and not self._content(i)[:1].isspace()
+        header = self._habit("before", first.part, i) if plain else None
+        if header is not None and self._text.endswith(header, 0, first.first):
+            return first.first - len(header)
+        begin = self._begins_exactly(i, first, usual)
+        if plain:
+            self._note("before", first.part, self._text[begin : first.first])
+        return begin
+
+    def _habit(self, where: str, part: Part, i: int) -> str | None:
+        """What stands there in turns of this kind; None: look."""
+        text, times = self._habits.get((where, part), ("", 0))
+        return text if times > 1 and self._believes and i not in self._doubted else None
+
+    def _note(self, where: str, part: Part, text: str) -> None:
+        before, times = self._habits.get((where, part), (text, 0))
+        if before != text and times > 1:
+            self._believes = False
+        self._habits[where, part] = text, times + 1 if before == text else 1
+
+    def _begins_exactly(self, i: int, first: Core, usual: str) -> int:
+        """By the messages before, rendered alone."""
         asked = self._before(i, prompt=True)
         if asked is not None and self._text.startswith(asked):
             return min(len(asked), first.first)
@@ -294,7 +330,14 @@ class _Rendered:
         stop = self._finder.end_of_turn(self._text, said) if last.part != "tool-calls" else None
         if stop is not None:
             return stop
-        after = self._after(i, said)
+        plain = last.part == "text" and said == last.stop and not self._content(i)[-1:].isspace()
+        usual = self._habit("after", last.part, i) if plain else None
+        if usual is not None and self._text.startswith(usual, said):
+            after: str | None = usual
+        else:
+            after = self._after(i, said)
+            if plain and after is not None and i + 1 < len(self._conversation.messages):
+                self._note("after", last.part, after)
         if after is None:
             if last.part != "tool-calls":
                 return said

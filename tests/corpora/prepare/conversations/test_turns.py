@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megaresume.corpora.prepare.conversations import turns
 from megaresume.corpora.prepare.conversations.rows import BadRow, Conversation
 from megaresume.corpora.prepare.conversations.template import ChatTemplate
 from megaresume.corpora.prepare.conversations.turns import Selection, TurnFinder
@@ -271,3 +272,28 @@ def test_the_text_is_transformers(tmp_path):
         )
         assert ours == theirs[0][0]
     assert json.loads(json.dumps(tools)) == tools
+
+
+_MANY = {
+    "tokens, no prompt": "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}",
+    "words alone": "{{ '### ' + m.role + ':\n' + m.content + '\n\n' }}",
+    "another header at the end": "{{ ('### ' if loop.last else '## ') + m.role + ':\n' + m.content + '\n\n' }}",
+    "another header in between": "{{ ('# ' if loop.index == 8 else '## ') + m.role + ':\n' + m.content + '\n\n' }}",
+    "nothing around": "{{ m.content + '\n' }}",
+}
+
+
+@pytest.mark.parametrize("name", _MANY)
+def test_many_turns_are_rendered_a_few_times(name, monkeypatch):
+    template = ChatTemplate("{% for m in messages %}" + _MANY[name] + "{% endfor %}", {})
+    messages = [{"role": "user" if i % 2 == 0 else "assistant", "content": f"word {i}"} for i in range(400)]
+    for i in (11, 51):
+        messages[i]["content"] = "  padded \n"
+    conversation, renders = Conversation(messages=messages), []
+    real = ChatTemplate.render
+    monkeypatch.setattr(ChatTemplate, "render", lambda *a, **k: renders.append(1) or real(*a, **k))
+    found = TurnFinder(template, ["<|im_start|>", "<|im_end|>"], Selection()).find(conversation)
+    assert len(renders) < 60 or "header" in name
+    monkeypatch.setattr(turns._Rendered, "_habit", lambda *_: None)
+    assert found == TurnFinder(template, ["<|im_start|>", "<|im_end|>"], Selection()).find(conversation)
+    assert len(found[1]) == 200
