@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 from megaresume.cli.flags import at_least, names_of
 from megaresume.cli.prepare_chat import add_chat_arguments, chat_options
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a text file (.txt .md .rst), JSON lines or an array of rows (.jsonl .ndjson .json), CSV (.csv .tsv), "
         "any of them with .gz .bz2 .xz or .zst; Parquet or Arrow (.parquet, .arrow); all also as a pattern "
         "('data/*.jsonl') or at a URL ('s3://bucket/*.jsonl'); a directory of files, or one that Hugging Face's "
-        "save_to_disk wrote; or "
+        "save_to_disk wrote; - for standard input; or "
         "tar shards ('shards/pairs-{000000..000127}.tar', local or on an object store), a directory or "
         "metadataset.yaml of Energon",
     )
@@ -149,7 +150,11 @@ def run(args: argparse.Namespace) -> int:
         store=ShardFiles(),
     )
     inputs = [path for named in args.inputs for path in (expand_shards([named]) if _is_pattern(named) else [named])]
+    piped = _piped(args) if "-" in args.inputs else None
+    inputs = [str(piped) if path == "-" else path for path in inputs]
     summary = prepare(inputs, args.output, options)
+    if piped is not None:
+        piped.unlink()
     if args.json:
         json.dump(asdict(summary), sys.stdout, indent=1)
         print()
@@ -184,6 +189,45 @@ def run(args: argparse.Namespace) -> int:
         print(f"  left out: {path} is a link to what is read already")
     print(f"  {summary.seconds:.1f} s, {rate:.1f} MB/s{resumed_note}")
     return 0
+
+
+def _piped(args: argparse.Namespace) -> Path:
+    """Standard input as a file beside the output, where a run that was killed finds it again.
+
+    Raises:
+        UsageError: several machines or epochs would have to read it; nobody says what it is.
+    """
+    import filecmp
+    import shutil
+
+    from megaresume.stream.errors import UsageError
+
+    flag = "--part" if args.part is not None else "--index-only" if args.index_only else "a second -"
+    if args.part is not None or args.index_only or args.inputs.count("-") > 1:
+        raise UsageError(
+            f"standard input cannot be read with {flag}",
+            found="the input -",
+            expected="input that can be read again",
+            action="write it into a file first: ... > rows.jsonl",
+        )
+    format = args.format or ("jsonl" if args.chat or args.json_key is not None else None)
+    if format is None:
+        raise UsageError(
+            "nobody says what standard input is",
+            found="the input - without --format",
+            expected="text, jsonl, json (an array of rows) or csv",
+            action="for example --format jsonl",
+        )
+    path = Path(f"{args.output}.stdin.{'txt' if format == 'text' else format}")
+    new = path.with_name(f".{path.name}.new")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(new, "wb") as file:
+        shutil.copyfileobj(sys.stdin.buffer, file, 1 << 20)
+    if path.exists() and filecmp.cmp(new, path, shallow=False):
+        new.unlink()  # the same command, again: it goes on with what the first one began
+    else:
+        new.replace(path)
+    return path
 
 
 def _is_pattern(named: str) -> bool:

@@ -188,3 +188,25 @@ def test_patterns_in_quotes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     capsys.readouterr()
     assert main(["prepare", str(tmp_path / "c*.jsonl"), "--output", str(tmp_path / "c")]) != 0
     assert "c*.jsonl matches no file" in capsys.readouterr().err
+
+
+def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def piped(data: bytes, *words: str) -> int:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+        return main(
+            ["prepare", "-", "--output", str(tmp_path / "out"), "--block-bytes", "100", "--workers", "1", *words]
+        )
+
+    lines = write(tmp_path / "a.jsonl").read_bytes()
+    prepare([tmp_path / "a.jsonl"], tmp_path / "lines", PrepareOptions())
+    assert piped(lines + b"no\n", "--format", "jsonl") == 1
+    assert piped(lines + b"no\n", "--format", "jsonl", "--bad-lines", "skip") == 0, "it goes on"
+    assert "blocks from an earlier run" in capsys.readouterr().out
+    assert (tmp_path / "out.bin").read_bytes() == (tmp_path / "lines.bin").read_bytes()
+    assert not list(tmp_path.glob("*stdin*"))
+    array = write(tmp_path / "a.json", indent=1).read_bytes()
+    assert piped(array, "--format", "json", "--overwrite") == 0
+    assert (tmp_path / "out.bin").read_bytes() == (tmp_path / "lines.bin").read_bytes()
+    for words in ((), ("--format", "jsonl", "--part", "1/2"), ("--format", "jsonl", "--index-only")):
+        assert piped(lines, "--overwrite", *words) == 2
+        assert "standard input" in capsys.readouterr().err
