@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
@@ -13,13 +14,15 @@ from typing import Any
 
 from megaresume.corpora.prepare.conversations.encode import TOO_LONG, ConversationOptions, TooLong
 from megaresume.corpora.prepare.conversations.rows import KEYS, ROLES, BadRow, RowShape, conversation_of, shapes_of
-from megaresume.corpora.prepare.conversations.template import ChatTemplate, read_chat_template
+from megaresume.corpora.prepare.conversations.template import ChatTemplate, TemplateRefuses, read_chat_template
 from megaresume.corpora.prepare.conversations.turns import Selection
 from megaresume.corpora.prepare.documents import TextOptions
 from megaresume.corpora.prepare.inputs import InputFile
 from megaresume.corpora.prepare.streams import MAX_DOCUMENT_BYTES, InputStream
 from megaresume.stream.errors import CorpusError, UsageError
 from megaresume.stream.schema import near
+
+log = logging.getLogger(__name__)
 
 #: rows of a file that are looked at for the first one that is a JSON object.
 LOOKED_AT = 1000
@@ -77,7 +80,9 @@ def with_conversations(
             action="leave those out that are too long: --too-long skip",
         )
     template, tokens = read_chat_template(tokenizer, chat.template)
-    ChatTemplate(template, tokens, chat.date)  # before anything is begun that would have to be begun again
+    rendered = ChatTemplate(template, tokens, chat.date)  # before anything is begun that would be begun again
+    if "tool_calls" in template:
+        _hint_at_arguments(rendered, shape, text.json_key, files)
     roles = tuple(dict.fromkeys(ROLES.get(role, role) for role in chat.selection.roles))
     _check_trained(roles, template, shape, text.json_key, files)
     options = ConversationOptions(
@@ -133,6 +138,30 @@ def _check_trained(
                 cause=near(role, known),
                 action="correct --train",
             )
+
+
+def _hint_at_arguments(template: ChatTemplate, shape: RowShape, key: str | None, files: Sequence[InputFile]) -> None:
+    """Say if the template writes the arguments of tool calls as JSON in a JSON text: it expects objects."""
+    for row in _first_rows(files[:1]):
+        with suppress(BadRow, TemplateRefuses):
+            said = conversation_of(row, shape, "", key=key)
+            several = [message.get("tool_calls") for message in said.messages]
+            calls = [call for one in several if isinstance(one, list) for call in one]
+            functions = [call.get("function", call) for call in calls if isinstance(call, dict)]
+            arguments = [function.get("arguments") for function in functions if isinstance(function, dict)]
+            text = next((one for one in arguments if isinstance(one, str) and '"' in one), None)
+            if text is None:
+                continue
+            if json.dumps(text, ensure_ascii=False) in template.render(
+                said.messages, tools=said.tools, options=said.options
+            ):
+                log.warning(
+                    "megaresume: the arguments of tool calls are texts, as OpenAI has them, and the chat template "
+                    "escapes them: %s is trained. If the model is to write plain JSON, write them as objects: "
+                    "jq -c '(.. | .arguments? | strings) |= fromjson' rows.jsonl",
+                    json.dumps(text, ensure_ascii=False)[:60],
+                )
+            return
 
 
 def _first_rows(files: Sequence[InputFile]) -> Iterator[dict[str, Any]]:

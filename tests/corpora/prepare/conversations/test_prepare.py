@@ -350,3 +350,16 @@ def test_a_missing_library_names_the_extra_of_conversations(tmp_path, tokenizer,
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(SetupError, match=r"megaresume\[chat\]"):
         made(tmp_path, tokenizer, ROWS)
+
+
+def test_arguments_that_are_escaped_twice_are_hinted_at(tmp_path, caplog):
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for call in m.tool_calls or [] %}"
+        "{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    )
+    tokenizer = write_tokenizer(tmp_path / "model", FAMILIES["chatml"], template=template)
+    for arguments, hinted in (('{"a": "b"}', True), ({"a": "b"}, False)):
+        call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+        caplog.clear()
+        made(tmp_path, tokenizer, [ROWS[0], {"messages": [ROWS[0]["messages"][0], call]}], overwrite=True)
+        assert ("write them as objects" in caplog.text) == hinted
