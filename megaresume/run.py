@@ -27,6 +27,7 @@ from typing import Any
 from megaresume.hosts.hugging_face import launch as hugging_face
 from megaresume.hosts.megatron.hooks import install as megatron
 from megaresume.hosts.megatron.project import find_project, package_name
+from megaresume.session import ending
 from megaresume.session.refusals import end, say
 from megaresume.stream.errors import MegaresumeError, SetupError, UsageError
 
@@ -222,4 +223,4 @@ class _WithoutOurFrames:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ending.run(main)

@@ -11,6 +11,7 @@
     random_state.py   the generators of every rank, in every checkpoint
     stopping.py       when to save and exit, and how all ranks do it at one step
     ranks.py          one rank decides, all ranks know; one rank fails, all ranks fail
+    ending.py         how our own programs end a process that has a process group
     refusals.py       how a process ends when megaresume refuses something
     file_errors.py    what a framework says of a file that fails, in words
     retries.py        a save that failed is tried again; then the run goes on, or ends

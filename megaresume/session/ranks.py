@@ -8,15 +8,15 @@ All of them are collectives of the default process group; without one, or withou
 from __future__ import annotations
 
 import atexit
-import contextlib
-import functools
+import collections
+import ctypes
 import itertools
 import json
+import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import xxhash
@@ -48,18 +48,21 @@ def gather(value: Any) -> list[Any]:
     """The value of every rank, on every rank. Also a barrier."""
     if world_size() == 1:
         return [value]
-    _end_after_gloo()
+    if _on_cpu():
+        return _gather(value)
     values: list[Any] = [None] * world_size()
     _dist().all_gather_object(values, value)
     return values
 
 
-def _broadcast(value: Any) -> Any:
+def broadcast(value: Any, source: int = 0) -> Any:
+    """The value of rank ``source``, on every rank. Collective."""
     if world_size() == 1:
         return value
-    _end_after_gloo()
+    if _on_cpu():
+        return _spread(value, source)
     box = [value]
-    _dist().broadcast_object_list(box, src=0)
+    _dist().broadcast_object_list(box, src=source)
     return box[0]
 
 
@@ -68,31 +71,53 @@ def _dist() -> Any:
     return sys.modules["torch.distributed"]
 
 
-@functools.cache
-def _end_after_gloo() -> None:
-    """Before a collective: from now on, this process ends after gloo's threads have dropped its tensors.
+# Objects over a process group on CPUs, in the place of torch's own functions for them: see `finished`.
 
-    They do that after those who wait for the collective are told that it is over, and need Python for it: if that is
-    ending by then, torch aborts the process (pytorch#190489).
+
+def _on_cpu() -> bool:
+    """Whether the process group takes tensors on CPUs."""
+    return "cpu" in {device.type for device in _dist().group.WORLD._device_types}
+
+
+def _gather(value: Any) -> list[Any]:
+    dist, torch = _dist(), sys.modules["torch"]
+    mine = pickle.dumps(value)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size())]
+    finished(dist.all_gather(sizes, torch.tensor([len(mine)]), async_op=True), sizes)
+    most = max(int(size) for size in sizes)
+    # (ranks, bytes of the longest), of uint8.
+    rows = list(torch.zeros(world_size(), most, dtype=torch.uint8))
+    padded = torch.frombuffer(bytearray(mine.ljust(most, b"\0")), dtype=torch.uint8)
+    finished(dist.all_gather(rows, padded, async_op=True), rows, padded)
+    return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, map(int, sizes), strict=True)]
+
+
+def _spread(value: Any, source: int) -> Any:
+    dist, torch = _dist(), sys.modules["torch"]
+    is_source = rank() == source
+    content = bytearray(pickle.dumps(value) if is_source else b"")
+    size = torch.tensor([len(content)])
+    finished(dist.broadcast(size, src=source, async_op=True), size)
+    data = torch.frombuffer(content, dtype=torch.uint8) if is_source else torch.zeros(int(size), dtype=torch.uint8)
+    finished(dist.broadcast(data, src=source, async_op=True), data)
+    return value if is_source else pickle.loads(data.numpy().tobytes())
+
+
+#: collectives that were waited for, with their tensors.
+_kept: collections.deque[Any] = collections.deque(maxlen=16)
+
+
+def finished(work: Any, *tensors: Any) -> None:
+    """Wait for a collective, and keep it.
+
+    A thread of gloo's drops it after those who wait are told that it is over. If it is the last to hold it, it needs
+    Python for that, and if Python is ending by then, torch aborts the process (pytorch#190489). So the last few are
+    kept here, for good when the process ends.
     """
-    atexit.register(_wait_for_gloo)
-
-
-def _wait_for_gloo(patience_seconds: float = 5.0) -> None:
-    deadline, asleep = time.monotonic() + patience_seconds, 0
-    while asleep < 3 and time.monotonic() < deadline:
-        asleep = 0 if _gloo_is_running() else asleep + 1
-        time.sleep(0.001)  # lets them have Python
-
-
-def _gloo_is_running() -> bool:
-    """Whether one of its threads does anything but sleep, as those do that wait for work."""
-    for thread in Path("/proc/self/task").glob("*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            name, _, rest = thread.read_text().rpartition(")")
-            if name.endswith("(pt_gloo_runloop") and not rest.startswith(" S"):
-                return True
-    return False
+    work.wait()
+    if not _kept:
+        atexit.register(lambda: [ctypes.pythonapi.Py_IncRef(ctypes.py_object(one)) for one in _kept])
+    _kept.append((work, tensors))
 
 
 def _attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -133,7 +158,7 @@ def on_rank_0(function: Callable[[], T]) -> T:
     error: Exception | None = None
     if is_rank_0():
         value, error = _attempt(function)
-    value, sent = _broadcast((value, None if error is None else _portable(error)))
+    value, sent = broadcast((value, None if error is None else _portable(error)))
     if error is not None:
         raise known_to_all(error)
     if sent is not None:

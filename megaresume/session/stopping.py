@@ -27,7 +27,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from megaresume.session.flags import described, setting
-from megaresume.session.ranks import gather, is_rank_0, world_size
+from megaresume.session.ranks import finished, gather, is_rank_0, world_size
 from megaresume.stream.errors import UsageError
 
 #: what Slurm and people send before they kill.
@@ -234,7 +234,7 @@ class Stopper:
 
             device = "cuda" if "nccl" in dist.get_backend() else "cpu"
             anybody = torch.tensor([stops], dtype=torch.int32, device=device)
-            dist.all_reduce(anybody, op=dist.ReduceOp.MAX)
+            finished(dist.all_reduce(anybody, op=dist.ReduceOp.MAX, async_op=True), anybody)
             stops = bool(anybody.item())
         if not self.stops(stops):
             return None

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any
 
+from megaresume.session import ending
 from megaresume.session.ranks import on_rank_0
 from megaresume.session.settings import DataOptions
 from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError, missing_package
@@ -277,4 +278,4 @@ def _load(args: Arguments, engine: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ending.run(main)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-import threading
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 
 from megaresume.session import ranks
+from tests.reliability.shim import compiler
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_of_long_texts_what_differs_is_shown() -> None:
@@ -19,19 +26,66 @@ def test_of_long_texts_what_differs_is_shown() -> None:
     assert ranks._around_difference(one, one + "!")[1].endswith("! ...")
 
 
-def test_a_process_ends_after_gloos_threads_are_done() -> None:
-    """A thread of that name that is busy without Python, as one is that the machine has no core for."""
-    began, done = threading.Event(), []
+#: ends right after collectives of ours, as a program does that leaves its process group to Python.
+PROGRAM = """
+import os
+import torch
+import torch.distributed as dist
+from megaresume.session import ranks
+dist.init_process_group("gloo")
+number, size = dist.get_rank(), dist.get_world_size()
+assert ranks.gather({"rank": number, "text": "x" * number}) == [{"rank": n, "text": "x" * n} for n in range(size)]
+assert ranks.broadcast(["from", number], source=1) == ["from", 1]
+os.environ["LATE"] = "1"
+assert ranks.on_rank_0(lambda: (number, None)) == (0, None)
+"""
 
-    def drop() -> None:
-        ctypes.CDLL(None).prctl(15, b"pt_gloo_runloop", 0, 0, 0)  # PR_SET_NAME
-        content = b"0" * 2**28
-        began.set()
-        done.append(hashlib.sha256(content).digest())
 
-    thread = threading.Thread(target=drop)
-    thread.start()
-    assert began.wait(60)
-    ranks._wait_for_gloo(patience_seconds=60)
-    assert done
-    thread.join()
+#: ends right after collectives of its own, under our launcher; with the status that it is given.
+SCRIPT = """
+import os
+import sys
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+os.environ["LATE"] = "1"
+dist.all_gather_object([None, None], {"text": "x"})
+print("END")
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture(scope="module")
+def late_threads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library that makes gloo's threads late whenever they ask for Python."""
+    library = tmp_path_factory.mktemp("late") / "late.so"
+    source = Path(__file__).with_name("late_threads.c")
+    subprocess.run([compiler(), "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    return library
+
+
+def ended(library: Path, *words: object) -> list[tuple[str, str, int]]:
+    """(output, the last of the errors, exit status) of two ranks of a program."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    env = os.environ | {"LD_PRELOAD": str(library), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    env |= {"WORLD_SIZE": "2", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, *map(str, words)]
+    jobs = [subprocess.Popen(command, env=env | {"RANK": str(rank)}, **pipes) for rank in range(2)]  # type: ignore[call-overload]
+    texts = [job.communicate() for job in jobs]
+    return [(out, err[-2000:], job.returncode) for (out, err), job in zip(texts, jobs, strict=True)]
+
+
+@pytest.mark.process
+def test_a_process_ends_well_whose_threads_of_gloo_are_late(tmp_path: Path, late_threads: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    assert ended(late_threads, tmp_path / "program.py") == [("", "", 0)] * 2
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("status", [0, 7])
+def test_a_script_under_our_launcher_ends_with_its_own_status(tmp_path: Path, late_threads: Path, status: int) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    found = ended(late_threads, "-m", "megaresume.run", tmp_path / "script.py", status)
+    assert found == [("END\n", "", status)] * 2

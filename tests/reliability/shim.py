@@ -27,6 +27,18 @@ Mode = Literal["count", "kill", "half", "full", "read_only", "record"]
 MODES: Final[tuple[Mode, ...]] = ("count", "kill", "half", "full", "read_only", "record")
 
 
+def compiler() -> str:
+    """A C compiler.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    found = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if found is None:
+        raise RuntimeError("these tests need a C compiler: apt-get install gcc, or dnf install gcc")
+    return found
+
+
 @functools.cache
 def build() -> Path:
     """Compile the shim, once for every version of its source; processes may do so at the same time.
@@ -34,14 +46,11 @@ def build() -> Path:
     Raises:
         RuntimeError: there is no C compiler.
     """
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        raise RuntimeError("these tests need a C compiler: apt-get install gcc, or dnf install gcc")
     name = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
     target = Path(tempfile.gettempdir(), f"megaresume-shim-{os.getuid()}-{name}.so")
     if not target.exists():
         own = target.with_suffix(f".{os.getpid()}")
-        subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", own, SOURCE, "-ldl"], check=True)
+        subprocess.run([compiler(), "-O1", "-shared", "-fPIC", "-o", own, SOURCE, "-ldl"], check=True)
         own.rename(target)
     return target
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch.distributed as dist
 import xxhash
 
 from megaresume.checkpoint.data_state import OpaqueState
@@ -20,7 +19,7 @@ from megaresume.hosts.megatron.guard.compare import Difference, refuse
 from megaresume.hosts.megatron.guard.foreign import differences, looks, observe_foreign
 from megaresume.hosts.megatron.guard.record import BuilderRecord, OrderRecord
 from megaresume.session.host import Data
-from megaresume.session.ranks import gather, is_rank_0, on_all_ranks, rank, same_on_all_ranks, world_size
+from megaresume.session.ranks import broadcast, gather, is_rank_0, on_all_ranks, rank, same_on_all_ranks
 from megaresume.stream.errors import StateError
 
 if TYPE_CHECKING:
@@ -56,15 +55,6 @@ def from_leaders(datasets: Iterable[Any], look: Callable[[], T]) -> list[T]:
     leaders = _leaders(datasets)
     found = gather(on_all_ranks(lambda: look() if rank() in leaders else None))
     return [found[leader] for leader in leaders]
-
-
-def broadcast(value: Any, source: int) -> Any:
-    """The value of rank ``source``, on every rank. Collective."""
-    if world_size() == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=source)
-    return box[0]
 
 
 def _leaders(datasets: Iterable[Any]) -> list[int]:
