@@ -25,6 +25,8 @@ from megaresume.stream.errors import CheckpointError, SetupError, StateError
 FORMAT, VERSION = "megaresume.attempts", 1
 #: flags that name a checkpoint root.
 _FLAGS = ("--save", "--megaresume-stage-to")
+#: flags that say at which checkpoint to begin.
+_PINS = ("--ckpt-step",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +35,8 @@ class Attempts:
 
     #: in a row without a new checkpoint.
     fruitless: int = 0
+    #: the furthest step that one of them has saved; None: none has saved.
+    best: int | None = None
     #: nodes that are left out, and why.
     excluded: dict[str, str] = field(default_factory=dict)
     #: nodes that spare ones have replaced, and why.
@@ -46,7 +50,8 @@ def read_attempts(path: Path) -> Attempts:
     try:
         fields = read_sealed(path, what="the count of attempts", format_name=FORMAT, version=VERSION, error=StateError)
         nodes = {name: dict(fields[name]) for name in ("excluded", "replaced")}
-        return Attempts(fruitless=int(fields["fruitless"]), **nodes)
+        best = fields["best"]
+        return Attempts(fruitless=int(fields["fruitless"]), best=None if best is None else int(best), **nodes)
     except (StateError, KeyError, TypeError, ValueError) as error:
         raise SetupError(
             "the count of attempts cannot be read, so an endless loop could not be noticed",
@@ -83,6 +88,22 @@ def checkpoint_roots(words: Sequence[str], directory: Path) -> tuple[Path, ...]:
         if flag in _FLAGS and (equals or at + 1 < len(words)):
             roots[flag] = directory / (value if equals else words[at + 1])
     return tuple(roots.values())
+
+
+def without_pins(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+    """A training command without the flags that say at which checkpoint to begin; and those flags.
+
+    They are for the first attempt: once one has saved, the next goes on from there.
+    """
+    kept: list[str] = []
+    left_out: list[str] = []
+    at = 0
+    while at < len(words):
+        flag, equals, _ = words[at].partition("=")
+        size = 0 if flag.replace("_", "-") not in _PINS else 1 if equals else 2
+        (left_out if size else kept).extend(words[at : at + max(size, 1)])
+        at += max(size, 1)
+    return tuple(kept), left_out
 
 
 class Ledgers:

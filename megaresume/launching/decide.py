@@ -16,7 +16,7 @@ and a program that trains nothing does so for ever.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Action = Literal["finish", "again", "requeue", "chain", "refuse"]
@@ -91,6 +91,8 @@ class History:
 
     #: attempts in a row without a new checkpoint.
     fruitless: int = 0
+    #: the furthest step that an attempt has saved; None: none has saved.
+    best: int | None = None
     #: how many the run comes back from (MAX_RESTARTS).
     max_restarts: int = 3
     #: nodes that are left out, and how many may be (EXCLUDE_NODES).
@@ -107,12 +109,17 @@ class Decision:
     why: str
     #: attempts in a row without a new checkpoint, with this one.
     fruitless: int = 0
+    #: the furthest step that was saved, by this one too.
+    best: int | None = None
     #: nodes to leave out from now on; ``again``: that spare ones replace.
     exclude: tuple[BadNode, ...] = ()
 
 
 def decide(status: Status, signal: str | None, slurm: SlurmState, progress: Progress, history: History) -> Decision:
     """What follows an attempt.
+
+    A checkpoint is new if no attempt before has come so far: one that begins at the same early step each time, as a
+    flag may say, does the same steps for ever.
 
     Args:
         status: how the training has ended.
@@ -121,9 +128,15 @@ def decide(status: Status, signal: str | None, slurm: SlurmState, progress: Prog
         progress: what the attempt has saved.
         history: what came before.
     """
+    steps = [step for step in (progress.saved, history.best) if step is not None]
+    decision = _decide(status, signal, slurm, progress, history)
+    return replace(decision, best=max(steps, default=None))
+
+
+def _decide(status: Status, signal: str | None, slurm: SlurmState, progress: Progress, history: History) -> Decision:
     what = _what(status, signal, slurm.reason)
     fruitless = 0
-    if progress.saved is None:
+    if not _is_new(progress, history):
         fruitless = history.fruitless + (slurm.reason not in _FROM_OUTSIDE)
     if progress.finished is not None:
         return Decision(action="finish", why=f"the run is over: it has said so after step {progress.finished}")
@@ -133,7 +146,7 @@ def decide(status: Status, signal: str | None, slurm: SlurmState, progress: Prog
     if mistake == USAGE and progress.saved is None and signal is None and slurm.reason is None:
         why = f"{what}: a mistake in the flags or the data, which another attempt would not fix"
         return Decision(action="refuse", why=why, fruitless=fruitless)
-    what = f"{what}, {_saved(progress, fruitless, history.max_restarts)}"
+    what = f"{what}, {_saved(progress, fruitless, history)}"
     # Of an attempt that Slurm has ended no rank has failed first: they were all ended.
     exclude = () if signal or slurm.reason else _exclude(status.bad_nodes, slurm, history)
     if slurm.requeued:
@@ -185,10 +198,15 @@ def _what(status: Status, signal: str | None, reason: Reason | None) -> str:
     return f"ended with {status}, and the run has not said that it is over"
 
 
-def _saved(progress: Progress, fruitless: int, max_restarts: int) -> str:
-    if progress.saved is not None:
+def _is_new(progress: Progress, history: History) -> bool:
+    return progress.saved is not None and (history.best is None or progress.saved > history.best)
+
+
+def _saved(progress: Progress, fruitless: int, history: History) -> str:
+    if _is_new(progress, history):
         return f"new checkpoint at step {progress.saved}"
-    return f"attempt {fruitless} in a row without a new checkpoint, MAX_RESTARTS={max_restarts}"
+    saved = "" if progress.saved is None else f" (step {progress.saved}, where one has come to {history.best})"
+    return f"attempt {fruitless} in a row without a new checkpoint{saved}, MAX_RESTARTS={history.max_restarts}"
 
 
 def _exclude(nodes: tuple[BadNode, ...], slurm: SlurmState, history: History) -> tuple[BadNode, ...]:

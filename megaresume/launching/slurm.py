@@ -24,7 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.checkpoint.ledger import ATTEMPT
-from megaresume.launching.attempts import Attempts, Ledgers, checkpoint_roots, read_attempts, write_attempts
+from megaresume.launching.attempts import (
+    Attempts,
+    Ledgers,
+    checkpoint_roots,
+    read_attempts,
+    without_pins,
+    write_attempts,
+)
 from megaresume.launching.decide import (
     BadNode,
     Decision,
@@ -165,6 +172,11 @@ class SlurmDriver(Driver):
             action = "look at the logs of those attempts; the same sbatch command counts from 0"
             raise UsageError(decision.why, action=action)
         write_attempts(self._attempts_file, replace(self.attempts, fruitless=self.attempts.fruitless + 1))
+        if self.attempts.best is not None:
+            self.training, pins = without_pins(self.training)
+            if pins:
+                saved = f"an attempt before has saved up to step {self.attempts.best}, and this one goes on from there"
+                self.say(f"{' '.join(pins)} is left out: {saved}")
 
     def _choose_nodes(self) -> None:
         """Those that train, of those that are left; others look whether the node of this driver lives."""
@@ -191,6 +203,7 @@ class SlurmDriver(Driver):
         """What came before this attempt."""
         return History(
             fruitless=self.attempts.fruitless,
+            best=self.attempts.best,
             max_restarts=int(self.settings.max_restarts),
             excluded=tuple(self.attempts.excluded),
             max_excluded=int(self.settings.exclude_nodes),
@@ -435,7 +448,8 @@ class SlurmDriver(Driver):
     def _keep(self, decision: Decision) -> None:
         nodes = {node.name: node.why for node in decision.exclude}
         kept = "replaced" if decision.action == "again" else "excluded"
-        attempts = replace(self.attempts, fruitless=decision.fruitless, **{kept: getattr(self.attempts, kept) | nodes})
+        attempts = replace(self.attempts, **{kept: getattr(self.attempts, kept) | nodes})
+        attempts = replace(attempts, fruitless=decision.fruitless, best=decision.best)
         try:
             write_attempts(self._attempts_file, attempts)
         except MegaresumeError as error:

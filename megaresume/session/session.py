@@ -468,6 +468,10 @@ class Session:
         topology = self.host.topology()
 
         def record() -> tuple[int, list[tuple[int, str, str]]]:
+            before = read_ledger(ledger_path(root)).entries
+            saved = [entry.iteration for entry in before if entry.kind == "checkpoint"][-1:]
+            if saved and saved[0] > iteration:
+                print(f"megaresume: the run goes back: step {saved[0]} -> {iteration}", flush=True)
             for directory in places:
                 check_fresh_start(directory, cause=self.host.forgotten, load=self.host.load.format(directory=str(root)))
             if copies is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -446,6 +446,19 @@ def test_no_sequence_of_ends_goes_on_for_ever() -> None:
                 break
         else:
             pytest.fail(case.what)
+
+
+def test_a_job_that_begins_at_the_same_step_again_and_again_is_not_queued_for_ever() -> None:
+    """`--ckpt-step 20`: to step 461, then from 20 to 172 each time; further than before is progress."""
+    history, actions = History(), []
+    for saved in (461, 172, 172, 500, 172, 172, 172, 172, 172):
+        decision = decide(Status(exit=1), None, SlurmState(), Progress(saved=saved), history)
+        history = replace(history, fruitless=decision.fruitless, best=decision.best)
+        actions.append((decision.action, decision.fruitless, decision.best))
+    assert [best for *_, best in actions] == [461, 461, 461, 500, 500, 500, 500, 500, 500]
+    assert [fruitless for _, fruitless, _ in actions] == [0, 1, 2, 0, 1, 2, 3, 4, 5]
+    assert [action for action, *_ in actions] == ["requeue"] * 7 + ["refuse"] * 2
+    assert "step 172, where one has come to 500" in decision.why
 
 
 def test_what_slurm_itself_brought_back_once_too_often_does_not_begin() -> None:

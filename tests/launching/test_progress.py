@@ -11,7 +11,14 @@ from megaresume.checkpoint.ledger import ATTEMPT, LedgerEntry, append_ledger, wi
 from megaresume.checkpoint.paths import ledger_path
 from megaresume.checkpoint.start import NOTHING_TO_TRAIN
 from megaresume.checkpoint.topology import Topology
-from megaresume.launching.attempts import Attempts, Ledgers, checkpoint_roots, read_attempts, write_attempts
+from megaresume.launching.attempts import (
+    Attempts,
+    Ledgers,
+    checkpoint_roots,
+    read_attempts,
+    without_pins,
+    write_attempts,
+)
 from megaresume.launching.decide import Progress
 from megaresume.stream.errors import SetupError
 
@@ -50,6 +57,13 @@ def test_only_what_is_new_and_its_own(root: Path, monkeypatch: pytest.MonkeyPatc
     assert ledgers.progress() == Progress(saved=15)
     write(root, "finished", 20)
     assert ledgers.progress() == Progress(saved=15, finished=20)
+
+
+def test_flags_that_pin_the_start_are_for_the_first_attempt() -> None:
+    words = ["train.py", "--ckpt-step", "20", "--save", "run", "--ckpt_step=30", "--lr", "1"]
+    left = (("train.py", "--save", "run", "--lr", "1"), ["--ckpt-step", "20", "--ckpt_step=30"])
+    assert without_pins(words) == left
+    assert without_pins(left[0]) == (left[0], [])
 
 
 def test_without_a_name_new_lines_are_its_own(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,6 +217,21 @@ def test_the_working_directory_was_changed(tmp_path: Path, monkeypatch: pytest.M
     assert newest is not None and newest.iteration == 2 and not list((tmp_path / "elsewhere").iterdir())
 
 
+def test_a_run_that_goes_back_says_so(directory: Path, tried: Tried, capfd: pytest.CaptureFixture[str]) -> None:
+    for _ in range(3):
+        tried.train_one()
+        tried.loop.save()
+    tried.loop.close()
+    for tag, words in (("global_step1", ["megaresume: the run goes back: step 3 -> 1"]), (None, [])):
+        again = Tried(directory)
+        again.loop.load(tag=tag)
+        again.train_one()
+        again.loop.save()
+        again.loop.close()
+        said = capfd.readouterr().out.splitlines()
+        assert [line for line in said if "goes back" in line] == words
+
+
 def test_what_is_fine(directory: Path, tried: Tried) -> None:
     """A batch left over at the end; saves of one step, and loads, one after the other."""
     for batch in tried.loop:
