@@ -282,6 +282,10 @@ class DataLoader:
         """Itself, for loops that call ``loader.sampler.set_epoch(epoch)``."""
         return self
 
+    @property
+    def batch_sampler(self) -> None:
+        """None, which those read that ask for a sampler (Lightning does both)."""
+
     def set_epoch(self, epoch: int) -> None:
         """What a loop calls before each epoch; the loader counts by itself, and checks that it counts alike.
 

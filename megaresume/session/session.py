@@ -32,7 +32,7 @@ from megaresume.checkpoint.choosing.search import Choice, Theirs
 from megaresume.checkpoint.data_state import DataState, Envelope
 from megaresume.checkpoint.ledger import read_ledger
 from megaresume.checkpoint.lock import release, take
-from megaresume.checkpoint.manifest import FileEntry
+from megaresume.checkpoint.manifest import FileEntry, Manifest
 from megaresume.checkpoint.paths import ledger_path, manifest_path, same_place, step_path
 from megaresume.checkpoint.saving.commit import PendingCheckpoint, abandon_save, begin_save, commit_save
 from megaresume.checkpoint.saving.durable import not_durable
@@ -130,7 +130,7 @@ class Session:
         #: how long the last save took; None: none was made. On rank 0.
         self.save_seconds: float | None = None
         #: the working directory, which relative paths are of.
-        self._home = os.getcwd()
+        self._home = _working_directory()
         self._stage_to = stage_to
         self._copies: Staged | None = None
         #: optimizer steps and samples at which this process began; None: it has not.
@@ -179,7 +179,7 @@ class Session:
         Raises:
             UsageError: it is relative, and the working directory is another one than when the run began.
         """
-        if not os.path.isabs(directory) and (now := os.getcwd()) != self._home:
+        if not os.path.isabs(directory) and (now := _working_directory()) != self._home:
             before = os.path.abspath(os.path.join(self._home, directory))
             raise UsageError(
                 "a relative directory of checkpoints, after the working directory was changed",
@@ -310,9 +310,8 @@ class Session:
         elif is_rank_0():
             for line in (*(f"passed over {rejected}" for rejected in choice.rejected), *choice.notes):
                 log.warning("megaresume: %s", line)
-            manifest = choice.manifest
-            if self.checksums and manifest is not None and manifest.durable and not manifest.has_checksums:
-                log.warning("megaresume: %s was saved without checksums: only sizes could be compared", choice.tag)
+            if self.checksums and choice.manifest is not None:
+                print(f"megaresume: {_compared(choice.tag, choice.manifest)}", flush=True)
         return choice, beside
 
     def exactly(self, tag_dir: Path) -> Pick:
@@ -736,6 +735,24 @@ def _record_end(root: Path, iteration: int, state: DataState, topology: Topology
     """On rank 0."""
     take(root)
     record_end(root, iteration=iteration, state=state, topology=topology)
+
+
+def _working_directory() -> str:
+    """Where relative paths begin; "": it is gone, and there are none."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
+
+
+def _compared(tag: str, manifest: Manifest) -> str:
+    """What a load has compared of a checkpoint, in words."""
+    num = len(manifest.files)
+    if manifest.has_checksums:
+        return f"checksums compared: {num} files of {tag}"
+    if manifest.durable:
+        return f"checksums not compared: {tag} was saved without; sizes compared: {num} files"
+    return f"checksums not compared: the run ended before those of {tag} were taken; sizes compared: {num} files"
 
 
 def _put_back(root: Path) -> None:

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import importlib
 import os
-import runpy
 import sys
 import traceback
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megaresume import run
 from megaresume.checkpoint import system
 from megaresume.hosts.megatron.host import latest_host
 from tests.reliability.job import BATCH, MEGATRON, WORLD_SIZE, Report, Task, end_threads
@@ -131,7 +131,7 @@ def main(task: Task, rank: int, meeting: Path, reports: Path, log: int) -> None:
         CURRENT[:] = [Steps(task, rank, report, log)]
         sys.argv[:] = ["megaresume.run", str(MINI / "pretrain_reporting.py"), *arguments(task)]
         try:
-            runpy.run_module("megaresume.run", run_name="__main__", alter_sys=True)
+            sys.exit(run.main())
         except SystemExit as end:
             if end.code:
                 raise

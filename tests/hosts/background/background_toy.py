@@ -112,11 +112,11 @@ def watched() -> None:
         except megaresume.Stopped as stopped:
             found["stopped"] = [stopped.code, engine.global_steps, pointers(toy.ROOT / "stopped"), stop.exists()]
         # The end of the program, where the directory has become unwritable: said, and no wait without end.
-        engine.save_checkpoint(str(toy.ROOT / "gone"))
+        engine.save_checkpoint(str(toy.ROOT / "stopped"), tag="gone")
         found["ends"] = [engine.checkpoint_engine.ckpt_process.is_alive()]
         torch.distributed.barrier()
         if engine.global_rank == 0:
-            shutil.rmtree(toy.ROOT / "gone" / "megaresume")
+            shutil.rmtree(toy.ROOT / "stopped" / "megaresume")
         torch.distributed.barrier()
         process = engine.checkpoint_engine.ckpt_process
         megaresume.hosts.deepspeed.decoupled._at_exit(weakref.ref(engine))

@@ -109,7 +109,7 @@ def test_its_own_content_exactly_with_half_the_batch(tmp_path: Path, options: An
 
 def test_packed_otherwise_is_refused(tmp_path: Path) -> None:
     train(tmp_path / "run", cut=3, packing=True)
-    with pytest.raises(StateError, match="source 'data'"):
+    with pytest.raises(StateError, match="dataset 'data'"):
         train(tmp_path / "run", packing=True, max_length=2 * LENGTH)
 
 

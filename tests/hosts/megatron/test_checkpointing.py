@@ -228,6 +228,9 @@ class Fixed:
     def prepare(self) -> None:
         pass
 
+    def read_back(self, state: DataState) -> None:
+        pass
+
     def snapshot(self, samples: int) -> DataState:
         return self.stream.state_at(samples, batches=((0, 8),))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 import megaresume
 from megaresume import Checkpoints
 from megaresume.checkpoint.choosing.choose import choose
-from megaresume.checkpoint.paths import deepspeed_tag
+from megaresume.checkpoint.manifest import read_manifest
+from megaresume.checkpoint.paths import deepspeed_tag, manifest_path
+from megaresume.checkpoint.system import boot_id
 from megaresume.hosts.torch.loop import Loop
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, UsageError
 from tests.hosts.torch.program import Numbers
@@ -230,6 +233,30 @@ def test_a_run_that_goes_back_says_so(directory: Path, tried: Tried, capfd: pyte
         again.loop.close()
         said = capfd.readouterr().out.splitlines()
         assert [line for line in said if "goes back" in line] == words
+
+
+def test_a_load_says_what_it_has_compared(directory: Path, tried: Tried, capfd: pytest.CaptureFixture[str]) -> None:
+    tried.train_one()
+    tried.loop.save()
+    tried.loop.close()
+    path = manifest_path(directory, 1, "global_step1")
+    whole = read_manifest(path)
+    assert whole.has_checksums and whole.durable
+
+    def said() -> str:
+        capfd.readouterr()
+        again = Tried(directory)
+        again.loop.load()
+        again.loop.close()
+        (line,) = [line for line in capfd.readouterr().out.splitlines() if "compared" in line]
+        return line.removeprefix("megaresume: ")
+
+    num = len(whole.files)
+    assert said() == f"checksums compared: {num} files of global_step1"
+    # As a process leaves it that is killed right after the save.
+    without = tuple(replace(entry, checksum=None) for entry in whole.files)
+    path.write_bytes(replace(whole, files=without, durable=False, boots=(boot_id(),)).to_bytes())
+    assert said().startswith("checksums not compared: the run ended before those of global_step1 were taken; sizes")
 
 
 def test_what_is_fine(directory: Path, tried: Tried) -> None:
