@@ -1,7 +1,7 @@
 """`megaresume.DataLoader` against torch's over one map-style dataset, and Trainers that resume with it and without.
 
 Items are texts of 512 tokens that lie in memory; and numbers, read in no time, so that what is left is what a loader
-costs. A Trainer's time to the first batch is processor time, from ``attach_trainer`` to the first training step.
+costs. A Trainer's time to the first batch is processor time, from ``megaresume.attach`` to the first training step.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _trainers(setup: Setup) -> Row:
     for attached in (True, False):
         shutil.rmtree(setup.directory / f"trainer-{attached}")
     return Row(
-        what=f"Trainer with attach_trainer, resumed after {steps:,} steps of {BATCH} items: first batch",
+        what=f"Trainer with megaresume.attach, resumed after {steps:,} steps of {BATCH} items: first batch",
         ours=median(seconds["ours"]) * 1e3,
         unit="ms",
         baseline=median(seconds["theirs"]) * 1e3,
@@ -195,7 +195,7 @@ def _train(output: Path, save: int, steps: int, *, attached: bool) -> float:
     trainer = Stopping(model, settings, train_dataset=Short(2 * save * BATCH))
     begin = cpu()
     if attached:
-        megaresume.attach_trainer(trainer)
+        megaresume.attach(trainer)
     with contextlib.suppress(_Reached):
         trainer.train(resume_from_checkpoint=resumes or None)
     return cpu() - begin

@@ -1,19 +1,9 @@
 """Exact, elastic, provable data resume for Megatron-LM and DeepSpeed training.
 
-    megaresume.attach(engine, "data.yaml")     DeepSpeed: micro-batches, saved and restored with the model
-    megaresume.attach_loader(engine, loader)   DeepSpeed: Energon's or torchdata's loader in the place of our stream
-    megaresume.attach_trainer(trainer)         Hugging Face's Trainer: the same for its train_dataset
-    megaresume.attach_accelerator(accelerator, loader)  a loop with Hugging Face's Accelerate: the same
-    megaresume.attach_lightning(trainer, Checkpoints(...))  Lightning's Trainer: the same
-    megaresume.attach_torchtitan(trainer)      torchtitan's Trainer: the same for its dataloader
-    megaresume.attach_bridge(config, data)     Megatron-Bridge's pretrain and finetune: the same for a loader
-    megaresume.attach_verl(trainer)            VeRL's supervised trainer: the same for its train_dataset
-    megaresume.attach_verl_prompts(trainer)    the prompts of its reinforcement learning
-    megaresume.attach_loop(loader, {...}, ...) a training loop of one's own in torch: complete checkpoints of it
+    megaresume.attach(trainer, data)           any trainer or loop: its data in an exact order, saved with the model
     megaresume.Checkpoints(...), Loader(...), DataOptions(...)  settings of `attach`
     megaresume.StopConditions(...)             when an attached run saves and exits; it raises megaresume.Stopped
     megaresume.provider(base_provider)         Megatron: the script's datasets provider, with exact resume
-    megaresume.loader_provider(base_provider)  Megatron: loaders with a state, for --dataloader-type external
     megaresume.extra_args_provider(base)       Megatron: the script's flags, and ours
     megaresume.open_stream("data.yaml")        the stream itself: plan, state and digest of any sample
     megaresume.StreamLoader, StreamDataset     its samples as torch tensors
@@ -55,18 +45,8 @@ if TYPE_CHECKING:
     from megaresume.batches.dataset import StreamDataset
     from megaresume.batches.loader import StreamLoader
     from megaresume.batches.open import open_stream
-    from megaresume.hosts.deepspeed.attach import attach
-    from megaresume.hosts.deepspeed.loaders import attach_loader
-    from megaresume.hosts.hugging_face.accelerator import attach_accelerator
-    from megaresume.hosts.hugging_face.attach import attach_trainer
-    from megaresume.hosts.lightning.attach import attach_lightning
-    from megaresume.hosts.megatron.data.loaders import loader_provider
+    from megaresume.hosts.attach import attach
     from megaresume.hosts.megatron.hooks.install import extra_args_provider, provider
-    from megaresume.hosts.megatron_bridge.attach import attach_bridge
-    from megaresume.hosts.torch.loop import attach_loop
-    from megaresume.hosts.torchtitan.attach import attach_torchtitan
-    from megaresume.hosts.verl.attach import attach_verl
-    from megaresume.hosts.verl.prompts import attach_verl_prompts
     from megaresume.session.settings import Checkpoints, DataOptions, Loader
     from megaresume.session.stopping import StopConditions, Stopped
     from megaresume.stream.batches import Balance, BatchSchedule
@@ -93,17 +73,7 @@ __all__ = [
     "StreamLoader",
     "StreamState",
     "attach",
-    "attach_accelerator",
-    "attach_bridge",
-    "attach_lightning",
-    "attach_loader",
-    "attach_loop",
-    "attach_torchtitan",
-    "attach_trainer",
-    "attach_verl",
-    "attach_verl_prompts",
     "extra_args_provider",
-    "loader_provider",
     "open_stream",
     "provider",
 ]
@@ -123,35 +93,14 @@ _HOMES = {
     "StreamDataset": "megaresume.batches.dataset",
     "StreamLoader": "megaresume.batches.loader",
     "StreamState": "megaresume.stream.state",
-    "attach": "megaresume.hosts.deepspeed.attach",
-    "attach_accelerator": "megaresume.hosts.hugging_face.accelerator",
-    "attach_bridge": "megaresume.hosts.megatron_bridge.attach",
-    "attach_lightning": "megaresume.hosts.lightning.attach",
-    "attach_loader": "megaresume.hosts.deepspeed.loaders",
-    "attach_loop": "megaresume.hosts.torch.loop",
-    "attach_torchtitan": "megaresume.hosts.torchtitan.attach",
-    "attach_trainer": "megaresume.hosts.hugging_face.attach",
-    "attach_verl": "megaresume.hosts.verl.attach",
-    "attach_verl_prompts": "megaresume.hosts.verl.prompts",
+    "attach": "megaresume.hosts.attach",
     "extra_args_provider": "megaresume.hosts.megatron.hooks.install",
-    "loader_provider": "megaresume.hosts.megatron.data.loaders",
     "open_stream": "megaresume.batches.open",
     "provider": "megaresume.hosts.megatron.hooks.install",
 }
 
 #: what needs more than torch -> the extra that installs all of it.
 _EXTRAS = {
-    "attach": "deepspeed",
-    "attach_accelerator": "hugging-face",
-    "attach_bridge": "torch",
-    "attach_lightning": "lightning",
-    "attach_loader": "deepspeed",
-    "attach_loop": "torch",
-    "attach_torchtitan": "torch",
-    "attach_trainer": "hugging-face",
-    "attach_verl": "torch",
-    "attach_verl_prompts": "torch",
-    "loader_provider": "megatron",
     "provider": "megatron",
 }
 

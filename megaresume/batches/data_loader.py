@@ -194,7 +194,7 @@ class DataLoader:
         )
 
     def made_by(self, call: str) -> DataLoader:
-        """A trainer's own: errors name the call that a user made, ``attach_trainer``."""
+        """A trainer's own: errors name the call that a user made, ``megaresume.attach``."""
         self.ends_elsewhere = True
         for source in self._sources.values():
             source.call = call

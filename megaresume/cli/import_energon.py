@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="STATE",
         help="the files of all data-parallel ranks in their order (train_dataloader_dprank*.pt), or one with all; or "
-        "the --save directory of a run with megaresume.attach_loader. They are unpickled",
+        "the --save directory of a run with megaresume.attach. They are unpickled",
     )
     parser.add_argument(
         "--loader",

@@ -48,7 +48,6 @@ def kind_of(one: Any) -> str:
 def check_new(
     owner: Any,
     what: str,
-    function: str,
     *,
     missing: Sequence[str] = (),
     headline: str = "",
@@ -59,7 +58,7 @@ def check_new(
 
     Args:
         owner: the object.
-        what, function: what it is called, and what attaches to it.
+        what: it is called.
         missing: what it lacks, and objects of its kind have.
         headline, expected, action: of the error, if it lacks anything.
 
@@ -71,14 +70,13 @@ def check_new(
             headline, found=f"{kind_of(owner)}, without {', '.join(missing)}", expected=expected, action=action
         )
     if getattr(owner, SLOT, None) is not None:
-        raise UsageError(f"this {what} has its data already", action=f"call {function} once for each {what}")
+        raise UsageError(f"this {what} has its data already", action=f"call megaresume.attach once for each {what}")
 
 
-def refuse(function: str, refused: Mapping[str, tuple[Any, str]], *, expected: str | None = None) -> None:
+def refuse(refused: Mapping[str, tuple[Any, str]], *, expected: str | None = None) -> None:
     """Refuse what would be other data, or is not known to work.
 
     Args:
-        function: for errors: "attach_trainer".
         refused: by name, what was found (nothing, if that is false) and the way out.
         expected: in place of what was found, if that is more than True.
 
@@ -88,7 +86,7 @@ def refuse(function: str, refused: Mapping[str, tuple[Any, str]], *, expected: s
     for name, (found, action) in refused.items():
         if found:
             raise UsageError(
-                f"{name} cannot be used with {function}",
+                f"{name} cannot be used with megaresume.attach",
                 found=f"{name}: {found}",
                 expected="not set" if found is True else expected,
                 action=action,

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any
 
+from megaresume.hosts.attach import attach
 from megaresume.session import ending
 from megaresume.session.ranks import on_rank_0
 from megaresume.session.settings import DataOptions
@@ -73,7 +74,6 @@ def _run(args: Arguments) -> int:
     import deepspeed
     import torch.distributed as dist
 
-    import megaresume.hosts.deepspeed.attach as integration
     from megaresume.batches.open import open_stream, open_validation
     from megaresume.hosts.deepspeed.elastic.load import prepare_load
     from megaresume.session.ranks import on_all_ranks
@@ -113,7 +113,7 @@ def _run(args: Arguments) -> int:
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=ModelParallelUnit())
     checkpoints = replace(args.checkpoints, save_dir=args.save, **asdict(retention(args)))
     with on_data:
-        data = integration.attach(
+        data = attach(
             engine,
             stream,
             checkpoints=checkpoints,

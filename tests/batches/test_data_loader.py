@@ -262,8 +262,8 @@ class Lines(torch.utils.data.IterableDataset[Any]):
 @pytest.mark.parametrize(
     ("arguments", "options", "words"),
     [
-        ((Lines(),), {}, "attach_loader"),
-        (((n for n in range(3)),), {}, "attach_loader"),
+        ((Lines(),), {}, r"attach\(engine, loader\)"),
+        (((n for n in range(3)),), {}, r"attach\(engine, loader\)"),
         ((Numbers(),), {"sampler": torch.utils.data.RandomSampler(Numbers())}, "sampler"),
         ((Numbers(),), {"batch_sampler": [[0]]}, "batch_sampler"),
         ((Numbers(),), {"shuffle": False}, "always shuffled"),

@@ -139,7 +139,7 @@ def loader() -> None:
     def attached() -> tuple[Any, Any]:
         engine = toy.engine_of(stage=1)
         checkpoints = megaresume.Checkpoints(save_dir=root, save_retry_wait=0.01)
-        return engine, megaresume.attach_loader(engine, Numbers(), checkpoints=checkpoints)
+        return engine, megaresume.attach(engine, Numbers(), checkpoints=checkpoints)
 
     def train(steps: int) -> list[int]:
         seen = []

@@ -585,7 +585,7 @@ def loaders() -> None:
 
     def go(case: Callable[[Any, Any], list[int]]) -> list[Any]:
         engine = toy.engine_of(micro=2, batch=8)
-        data = megaresume.attach_loader(engine, Numbers())
+        data = megaresume.attach(engine, Numbers())
         trained: list[int] = []
         return [error_of(lambda: trained.extend(case(engine, data))), trained]
 
@@ -618,7 +618,7 @@ def loaders() -> None:
         plain(engine, data)
         engine.save_checkpoint(str(toy.ROOT / "not_restored"))
         engine = toy.engine_of(micro=2, batch=8)
-        data = megaresume.attach_loader(engine, Other())
+        data = megaresume.attach(engine, Other())
         with contextlib.suppress(megaresume.MegaresumeError):
             engine.load_checkpoint(str(toy.ROOT / "not_restored"))
         return plain(engine, data)
@@ -627,7 +627,7 @@ def loaders() -> None:
         found = []
         for first in (True, False):
             engine = toy.engine_of(micro=2, batch=8)
-            data = megaresume.attach_loader(engine, Random())
+            data = megaresume.attach(engine, Random())
             if first:
                 plain(engine, data)
                 data.peek()

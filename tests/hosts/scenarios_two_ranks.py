@@ -304,7 +304,7 @@ def refusals() -> None:
     found["rank_1_fails"] = toy.error_of(
         lambda: megaresume.attach(toy.engine_of(), other / ("nothing.yaml" if rank else "seed.yaml"))
     )
-    found["no_engine"] = toy.error_of(lambda: megaresume.attach(object(), toy.DATA))
+    found["no_data"] = toy.error_of(lambda: megaresume.attach(toy.engine_of()))
     found["sizes"] = toy.error_of(
         lambda: megaresume.attach(toy.engine_of(), toy.DATA, schedule=BatchSchedule(((0, 8), (16, 10))))
     )

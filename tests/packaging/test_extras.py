@@ -44,7 +44,7 @@ class Model(torch.nn.Module):
         return {"loss": (self.weight - x.mean()) ** 2}
 args = transformers.TrainingArguments("run", max_steps=2, save_steps=1, report_to=[], use_cpu=True)
 trainer = transformers.Trainer(Model(), args, train_dataset=[{"x": torch.tensor(float(i))} for i in range(64)])
-megaresume.attach_trainer(trainer)
+megaresume.attach(trainer)
 trainer.train(resume_from_checkpoint=True)
 """
 LIGHTNING = """
@@ -58,7 +58,7 @@ class Module(lightning.LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_progress_bar=False)
-megaresume.attach_lightning(trainer, megaresume.Checkpoints(save_dir="run"))
+megaresume.attach(trainer, checkpoints=megaresume.Checkpoints(save_dir="run"))
 trainer.fit(Module(), megaresume.DataLoader(range(8), batch_size=4), ckpt_path="last")
 """
 PATCH = f"""
@@ -97,7 +97,7 @@ with tarfile.open("shard.tar", "w") as tar:
 LOADERS = """
 import megatron.energon, torch, megaresume
 from torchdata.stateful_dataloader import StatefulDataLoader
-data = megaresume.loader_provider(lambda *_: None)
+data = megaresume.provider(lambda *_: None)
 """
 #: extra -> programs: `megaresume ...`, or Python.
 CASES = {

@@ -53,7 +53,7 @@ class Fault:
         return f"rank {self.rank}, {self.mode} at operation {self.at} while it {self.while_it}"
 
 
-#: stream: `megaresume.attach`. loader: `megaresume.attach_loader`. pipeline: the first with a pipeline engine of two
+#: stream: `megaresume.attach`. loader: `megaresume.attach`. pipeline: the first with a pipeline engine of two
 #: stages. writer: the first with DeepSpeed's decoupled writer. The others: `megatron_job`.
 Kind = Literal["stream", "loader", "pipeline", "writer", "torch", "torch_dist", "asynchronous torch_dist"]
 #: of Megatron: kind of job -> format of checkpoints, and further flags.
@@ -165,7 +165,7 @@ class Numbers:
 def attach(task: Task, engine: Any, checkpoints: megaresume.Checkpoints) -> Any:
     """The data of a job."""
     if task.kind == "loader":
-        return megaresume.attach_loader(engine, Numbers(), checkpoints=checkpoints)
+        return megaresume.attach(engine, Numbers(), checkpoints=checkpoints)
     taken: list[int] = []
 
     def pair(batch: Any) -> Any:

@@ -59,7 +59,7 @@ def check_map_style(dataset: Any, name: str) -> None:
         expected="a map-style dataset: len(dataset), and dataset[i] for each i below it",
         cause="an IterableDataset can only be read from its beginning, so no position of it can be returned to",
         action="use the map-style form of the same data (datasets.load_dataset without streaming=True); or give its "
-        "own loader, with state_dict and load_state_dict, to megaresume.attach_loader",
+        "own loader, with state_dict and load_state_dict, to megaresume.attach(engine, loader), under DeepSpeed",
     )
 
 

@@ -1,4 +1,4 @@
-"""`attach`: exact data resume for a DeepSpeed engine, in the user's own training loop.
+"""Exact data resume for a DeepSpeed engine, in the user's own training loop.
 
     engine, *_ = deepspeed.initialize(...)
     data = megaresume.attach(engine, "data.yaml")
@@ -10,12 +10,6 @@
         engine.step()
         if last and engine.global_steps % 100 == 0: engine.save_checkpoint("checkpoints")
 
-The methods of the engine that carry its data are hooked on the instance, and other wrappers stay in the chain:
-
-    save_checkpoint, load_checkpoint   the data state goes with the weights: `host`
-    step, forward, backward            a step trains exactly its micro-batches: `micro_batches`
-    train_batch                        of a pipeline engine: the same
-
 See docs/deepspeed.md.
 """
 
@@ -24,20 +18,17 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megaresume.batches.open import open_stream
-from megaresume.hosts import instances
-from megaresume.hosts.deepspeed import decoupled
 from megaresume.hosts.deepspeed import engine as facts
-from megaresume.hosts.deepspeed.engine_data import EngineData
-from megaresume.hosts.deepspeed.host import EngineHost, around_load
+from megaresume.hosts.deepspeed.hooks import hook, session_of
+from megaresume.hosts.deepspeed.host import EngineHost
+from megaresume.hosts.deepspeed.loaders import AttachedLoader, attach_loader
 from megaresume.hosts.deepspeed.training_data import TrainingData
 from megaresume.runs.rank_log import RankLog
-from megaresume.session.ranks import is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
-from megaresume.session.session import Session
+from megaresume.session.ranks import gather, is_rank_0, on_all_ranks, on_rank_0, same_on_all_ranks
 from megaresume.session.settings import Checkpoints, DataOptions, Loader
 from megaresume.session.stopping import StopConditions
 from megaresume.sources.data_config import Data
@@ -48,122 +39,10 @@ from megaresume.stream.skips import SkipConfig
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 
-#: where an engine keeps what is attached to it.
-_SLOT = "_megaresume_attached"
-
-
-@dataclass(slots=True)
-class _Slot:
-    """What is attached to an engine now; the hooks look here at every call."""
-
-    data: EngineData
-
-
-def hook(engine: Any, attached: EngineData) -> None:
-    """Let the engine's methods carry this data from now on, in the place of what was attached before."""
-    slot: _Slot | None = engine.__dict__.get(_SLOT)
-    if slot is not None:
-        slot.data.detach("megaresume.attach was called again on the same engine")
-        slot.data = attached
-        return
-    slot = _Slot(attached)
-    setattr(engine, _SLOT, slot)
-    decoupled.watch(engine)
-    hooks: dict[str, Callable[..., Any]] = {"save_checkpoint": _save}
-    if facts.is_pipeline(engine):
-        hooks["train_batch"] = _train_batch
-    else:
-        hooks |= {"step": _step, "forward": _forward, "backward": _backward}
-    for name, function in hooks.items():
-        instances.hook(engine, name, functools.partial(function, slot))
-    engine.load_checkpoint = around_load(engine.load_checkpoint, functools.partial(_load, slot))
-
-
-def _save(
-    slot: _Slot,
-    save: Callable[..., Any],
-    /,
-    save_dir: str,
-    tag: str | None = None,
-    client_state: Mapping[str, Any] | None = None,
-    save_latest: bool = True,
-    exclude_frozen_parameters: bool = False,
-    **more: Any,
-) -> Any:
-    if exclude_frozen_parameters:
-        more["exclude_frozen_parameters"] = True
-    data = slot.data
-    return data.host.save_checkpoint(
-        data.session,
-        functools.partial(save, save_dir, **more),
-        os.fspath(save_dir),
-        tag=tag,
-        client_state=client_state or {},
-        latest=save_latest,
-        is_untouched=data.is_untouched,
-    )
-
-
-def _load(
-    slot: _Slot, read: Callable[..., Any], load_dir: str, tag: str | None, module_only: bool, _optimizer: bool
-) -> Any:
-    data = slot.data
-    return data.host.load_checkpoint(data.session, read, os.fspath(load_dir), tag, module_only)
-
-
-def _train_batch(
-    slot: _Slot, train: Callable[..., Any], /, data_iter: Iterator[Any] | None = None, *args: Any, **more: Any
-) -> Any:
-    decoupled.settle(slot.data.engine)  # a pipeline changes its weights without waiting for its writer
-    slot.data.before_train_batch()
-    with slot.data.broken_by_errors_of("engine.train_batch()", weights=True):
-        result = train(slot.data if data_iter is None else data_iter, *args, **more)
-    slot.data.after_train_batch()
-    return result
-
-
-def _step(slot: _Slot, step: Callable[..., Any], /, *args: Any, **more: Any) -> Any:
-    slot.data.before_step()
-    with slot.data.broken_by_errors_of("engine.step()", weights=True):
-        result = step(*args, **more)
-    slot.data.after_step()
-    return result
-
-
-def _forward(slot: _Slot, forward: Callable[..., Any], /, *inputs: Any, **more: Any) -> Any:
-    slot.data.saw((*inputs, *more.values()))
-    return forward(*inputs, **more)
-
-
-def _backward(slot: _Slot, backward: Callable[..., Any], /, *args: Any, **more: Any) -> Any:
-    with slot.data.broken_by_errors_of("engine.backward()"):
-        return backward(*args, **more)
-
-
-def session_of(host: EngineHost, checkpoints: Checkpoints, **more: Any) -> Session:
-    """The session of an engine.
-
-    Args:
-        host: of the engine.
-        checkpoints: where the run saves, what it keeps, and what it may load.
-        more: further arguments of `Session`.
-
-    Raises:
-        UsageError: settings that do not fit together.
-    """
-    if checkpoints.stage_to is not None and checkpoints.save_dir is None:
-        raise UsageError(
-            "`stage_to` needs `save_dir`",
-            found="stage_to= without save_dir=",
-            expected="the local directory of the checkpoints",
-            action="megaresume.attach(engine, data, checkpoints=Checkpoints(save_dir=..., stage_to=...))",
-        )
-    return Session(host, **checkpoints.of_session, random=host.random_state(), **more)
-
 
 def attach(
     engine: Any,
-    data: Stream | Data,
+    data: Stream | Data | Any = None,
     *,
     checkpoints: Checkpoints = Checkpoints(),
     stop: StopConditions | None = None,
@@ -172,7 +51,7 @@ def attach(
     data_options: DataOptions = DataOptions(),
     schedule: BatchSchedule | None = None,
     log_samples: str | os.PathLike[str] | None = None,
-) -> TrainingData:
+) -> TrainingData | AttachedLoader:
     """Give an engine its data, and its checkpoints the state of that data. Call it on every rank, right after
     ``deepspeed.initialize`` and before ``engine.load_checkpoint``.
 
@@ -181,7 +60,8 @@ def attach(
 
     Args:
         engine: what ``deepspeed.initialize`` returned first; ZeRO 0 to 3, or a pipeline engine.
-        data: path of a data.yaml; the mapping in it; what follows ``--data-path``, as a list; or a `Stream`.
+        data: path of a data.yaml; the mapping in it; what follows ``--data-path``, as a list; or a `Stream`. Or a
+            loader with a state of its own, which takes no further option than ``checkpoints``: see `attach_loader`.
         checkpoints: where the run saves, what it keeps, and what it may load.
         stop: at the end of the step in which one of these happens, save and raise `Stopped`, which ends the process
             with exit status 0 (or another of your choice). See docs/stopping.md.
@@ -203,6 +83,11 @@ def attach(
         SetupError: data, ``save_dir`` or clocks differ between nodes.
     """
     facts.check_engine(engine)
+    if _gives_loaders(data):
+        options = (("stop", stop), ("on_stop", on_stop), ("schedule", schedule), ("log_samples", log_samples))
+        changed = (("loader", loader != Loader()), ("data_options", data_options != DataOptions()))
+        on_all_ranks(lambda: _refuse_options([name for name, value in (*options, *changed) if value]))
+        return attach_loader(engine, data, checkpoints=checkpoints)
     save_dir = checkpoints.save_dir
     if stop is not None and save_dir is None and on_stop is None:
         raise UsageError(
@@ -254,6 +139,34 @@ def attach(
         session.stopper.install()
     hook(engine, attached)
     return attached
+
+
+def _gives_loaders(data: Any) -> bool:
+    """Whether the ranks, or those of them that read data, give loaders. Collective.
+
+    Raises, on every rank:
+        UsageError: there is no data.
+    """
+    is_config = isinstance(data, Stream | str | os.PathLike | Mapping | Sequence)
+    kinds = gather("nothing" if data is None else "config" if is_config else "loader")
+    if set(kinds) == {"nothing"} or {"nothing", "config"} <= set(kinds):
+        raise UsageError(
+            "the engine has no data",
+            found=f"megaresume.attach(engine), with no data on rank {kinds.index('nothing')}",
+            expected="path of a data.yaml, the mapping in it, a Stream, or a loader with a state of its own",
+            action="megaresume.attach(engine, 'data.yaml')",
+        )
+    return "loader" in kinds
+
+
+def _refuse_options(found: Sequence[str]) -> None:
+    if found:
+        raise UsageError(
+            "this option is of a stream of megaresume's",
+            found=f"{', '.join(f'{name}=' for name in found)}, and a loader",
+            expected="checkpoints= alone, beside a loader",
+            action="leave it out; or give the engine a data.yaml",
+        )
 
 
 def _open(data: Data, options: DataOptions) -> Stream:

@@ -38,13 +38,6 @@ def ends_step(engine: Any) -> bool:
 
 def check_engine(engine: Any) -> None:
     """Raise a UsageError for engines and settings under which a checkpoint cannot be committed."""
-    if not all(hasattr(engine, name) for name in ("save_checkpoint", "load_checkpoint", "global_steps")):
-        raise UsageError(
-            "this is not a DeepSpeed engine",
-            found=type(engine).__name__,
-            expected="the first value that deepspeed.initialize(...) returned",
-            action="call megaresume.attach after deepspeed.initialize",
-        )
     _check_writer_kind(engine)
     if getattr(engine, "use_node_local_storage", lambda: False)():
         raise UsageError(

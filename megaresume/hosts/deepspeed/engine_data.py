@@ -1,4 +1,4 @@
-"""`EngineData`: what `megaresume.attach` and `megaresume.attach_loader` have in common.
+"""`EngineData`: what an engine's data has in common, whether of a stream or of a loader.
 
 They hand out the micro-batches of an engine, and each of its steps trains exactly those (`micro_batches`).
 """
@@ -72,7 +72,7 @@ class EngineData(Batches):
         return self.session.random
 
     def __next__(self) -> Any:
-        """The next micro-batch, see `attach` and `attach_loader`.
+        """The next micro-batch, see `megaresume.attach`.
 
         Raises:
             StateError: the engine was loaded from a checkpoint and the data was not, steps and batches do not fit, or

@@ -1,7 +1,7 @@
-"""`attach_loader`: a loader with a state of its own, and a DeepSpeed engine.
+"""A loader with a state of its own, and a DeepSpeed engine.
 
     engine, *_ = deepspeed.initialize(...)
-    data = megaresume.attach_loader(engine, loader)      # Energon's or torchdata's, made for this data-parallel rank
+    data = megaresume.attach(engine, loader)             # Energon's or torchdata's, made for this data-parallel rank
     engine.load_checkpoint("checkpoints")                # nothing there yet: the loader begins
     for batch in data:
         ...
@@ -10,7 +10,7 @@
         engine.step()
         if last and engine.global_steps % 100 == 0: engine.save_checkpoint("checkpoints")
 
-Hooks, clock and commit are those of `megaresume.attach`; see docs/loaders.md.
+Hooks, clock and commit are those of a stream; see docs/loaders.md.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megaresume.checkpoint.choosing.search import Choice
 from megaresume.checkpoint.data_state import DataState
 from megaresume.checkpoint.manifest import FileEntry
 from megaresume.hosts.deepspeed import engine as facts
-from megaresume.hosts.deepspeed.attach import hook, session_of
 from megaresume.hosts.deepspeed.engine_data import EngineData
+from megaresume.hosts.deepspeed.hooks import hook, session_of
 from megaresume.hosts.deepspeed.host import EngineHost
 from megaresume.hosts.deepspeed.micro_batches import MicroBatch, Taken, fingerprint, tokens_of
 from megaresume.hosts.loaders.adapters import LoaderReader, adapter_of
@@ -47,7 +47,7 @@ def attach_loader(engine: Any, loader: Any, *, checkpoints: Checkpoints = Checkp
         loader: Energon's ``get_savable_loader(...)``, torchdata's ``StatefulDataLoader(...)``, or any iterable with
             ``state_dict`` and ``load_state_dict``. Its batches are this rank's micro-batches; it deals samples out to
             data-parallel ranks itself. None on a rank that is sent its batches by another.
-        checkpoints: as for `megaresume.attach`; not ``elastic`` and ``adopt``.
+        checkpoints: not ``elastic`` and ``adopt``.
 
     Returns:
         the batches: iterate over it, or pass it to ``engine.train_batch(data_iter=...)``. It never ends: a loader that
@@ -63,8 +63,8 @@ def attach_loader(engine: Any, loader: Any, *, checkpoints: Checkpoints = Checkp
         raise UsageError(
             "the state of a loader belongs to the ranks that saved it, and cannot be made up",
             found=f"Checkpoints(elastic={checkpoints.elastic}, adopt={checkpoints.adopt})",
-            expected="neither, with attach_loader",
-            action="remove them; a stream of megaresume's can change the number of ranks: megaresume.attach",
+            expected="neither, with a loader",
+            action="remove them; a stream can change the number of ranks: megaresume.attach(engine, 'data.yaml')",
         )
     on_all_ranks(lambda: _check_rank(engine, loader))
     host = EngineHost(engine)
@@ -113,7 +113,7 @@ class AttachedLoader(EngineData):
         self._marks: deque[tuple[int, int, int]] = deque([(step, state.samples, record.batches)])
         self._sizes = list(record.sizes)
         reads = self.reader is not None and (not self._is_pipeline or facts.reads_batches(self.engine))
-        self._taken = Taken(self.engine, step, reads=reads, maker="megaresume.attach_loader")
+        self._taken = Taken(self.engine, step, reads=reads, maker="megaresume.attach")
 
     @property
     def num_workers(self) -> int:
@@ -171,9 +171,9 @@ class AttachedLoader(EngineData):
         if self.reader is None:
             raise UsageError(
                 "this rank has no loader",
-                found="attach_loader(engine, None), and next(data)",
+                found="megaresume.attach(engine, None), and next(data)",
                 expected="a rank that is sent its batches by another",
-                action="give attach_loader the loader on the ranks that read batches",
+                action="give megaresume.attach the loader on the ranks that read batches",
             )
         return self.reader
 
@@ -212,8 +212,8 @@ class AttachedLoader(EngineData):
             "the engine is past its first step, but no state of the loader was restored",
             found=f"iteration {self.engine.global_steps}, a loader at its beginning",
             expected="the states of the checkpoint that the engine was loaded from",
-            cause="load_checkpoint was called before megaresume.attach_loader, or not through the engine",
-            action="call megaresume.attach_loader right after deepspeed.initialize, before engine.load_checkpoint",
+            cause="load_checkpoint was called before megaresume.attach, or not through the engine",
+            action="call megaresume.attach right after deepspeed.initialize, before engine.load_checkpoint",
         )
 
     def prepare(self) -> None:

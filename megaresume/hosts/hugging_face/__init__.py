@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer and Accelerate as hosts: `megaresume.attach_trainer`, `megaresume.attach_accelerator`.
+"""Hugging Face's Trainer and Accelerate as hosts: `megaresume.attach`.
 
     attach.py            the first function, and what of a Trainer would be another order
     families.py          other people's Trainers: LLaMA-Factory's, ms-swift's, Axolotl's

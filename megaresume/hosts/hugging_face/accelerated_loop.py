@@ -132,7 +132,7 @@ class AcceleratorHost(StepHost):
 
 
 class AcceleratedLoop(StepLoop):
-    """The micro-batches of a training loop, on the device of the accelerator; made by `attach_accelerator`.
+    """The micro-batches of a training loop, on the device of the accelerator; made by `megaresume.attach`.
 
     Iterate over it: to the end of an epoch of a `DataLoader`, or of the data of a `StreamLoader`.
     """
@@ -236,18 +236,18 @@ class AcceleratedLoop(StepLoop):
         found = self.host.accelerator._optimizers
         if len(found) != len(self._optimizers) or any(a is not b for a, b in zip(found, self._optimizers, strict=True)):
             raise UsageError(
-                "optimizers were prepared after attach_accelerator, or given up",
+                "optimizers were prepared after megaresume.attach, or given up",
                 found=f"{len(found)} optimizers",
                 expected=f"the {len(self._optimizers)} that were prepared before",
-                action="call attach_accelerator after the last accelerator.prepare",
+                action="call megaresume.attach after the last accelerator.prepare",
             )
         if self.host.accelerator._custom_objects[-1] is not self.host.record:
             raise UsageError(
-                "an object was registered for checkpointing after attach_accelerator",
+                "an object was registered for checkpointing after megaresume.attach",
                 found=type(self.host.accelerator._custom_objects[-1]).__qualname__,
-                expected="register_for_checkpointing before attach_accelerator",
+                expected="register_for_checkpointing before megaresume.attach",
                 cause="Accelerate knows such objects by their number",
-                action="call attach_accelerator after the last register_for_checkpointing",
+                action="call megaresume.attach after the last register_for_checkpointing",
             )
 
     def _prepare(self, prepare: Callable[..., Any], *objects: Any, **more: Any) -> Any:
@@ -263,7 +263,7 @@ class AcceleratedLoop(StepLoop):
         if any(one is self or one is loader for one in objects):
             raise UsageError(
                 f"{function} is not for this loader",
-                found=f"{function} of what attach_accelerator was given, or returned",
+                found=f"{function} of what megaresume.attach was given, or returned",
                 expected="the loader as it is: it gives each rank its own batches, on the device of the accelerator, "
                 "and goes on after accelerator.load_state() by itself",
                 action="leave it out: for batch in loop",

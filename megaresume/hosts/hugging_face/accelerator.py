@@ -1,7 +1,7 @@
-"""`attach_accelerator`: exact data resume for a training loop with Hugging Face's Accelerate.
+"""Exact data resume for a training loop with Hugging Face's Accelerate.
 
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    loop = megaresume.attach_accelerator(accelerator, loader)
+    loop = megaresume.attach(accelerator, loader)
     accelerator.load_state()
     for batch in loop:
         with accelerator.accumulate(model):
@@ -23,7 +23,7 @@ from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
 from megaresume.hosts.hugging_face.accelerated_loop import AcceleratedLoop, AcceleratorHost
 from megaresume.hosts.hugging_face.backends import check_backend
-from megaresume.hosts.instances import SLOT, check_new, kind_of, refuse
+from megaresume.hosts.instances import SLOT, check_new, refuse
 from megaresume.hosts.torch.feeds import feed_of
 from megaresume.hosts.torch.loop import check_checkpoints, open_session
 from megaresume.hosts.torch.steps import Steps
@@ -33,11 +33,11 @@ from megaresume.session.stopping import StopConditions
 from megaresume.stream.errors import UsageError
 
 
-def attach_accelerator(
+def attach(
     accelerator: Any,
-    loader: DataLoader | StreamLoader,
-    checkpoints: Checkpoints = Checkpoints(),
+    data: DataLoader | StreamLoader,
     *,
+    checkpoints: Checkpoints = Checkpoints(),
     stop: StopConditions | None = None,
 ) -> AcceleratedLoop:
     """Give a loop with Accelerate its data in an exact order, and its checkpoints the state of that data. Call it on
@@ -45,7 +45,7 @@ def attach_accelerator(
 
     Args:
         accelerator: Accelerate's.
-        loader: the data, not prepared: a `DataLoader`, or a `StreamLoader`.
+        data: not prepared: a `DataLoader`, or a `StreamLoader`.
         checkpoints: where the run saves, what it keeps, and so on. ``save_dir`` and ``keep_last`` may be left to
             ``ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=...)``.
         stop: when to save and exit, with `megaresume.Stopped`.
@@ -57,8 +57,8 @@ def attach_accelerator(
         UsageError: nothing is prepared, or a setting under which the data would be other data, by name.
         CheckpointError: another job writes to the directory.
     """
-    feed = on_all_ranks(lambda: feed_of(loader, "attach_accelerator"))
-    on_all_ranks(lambda: check_accelerator(accelerator, loader))
+    feed = on_all_ranks(lambda: feed_of(data))
+    on_all_ranks(lambda: check_accelerator(accelerator, data))
     checkpoints = on_all_ranks(lambda: _with_naming(checkpoints, accelerator.project_configuration))
     steps = Steps(feed, clock="optimizer.step()")
     host = AcceleratorHost(accelerator, steps)
@@ -74,20 +74,13 @@ def check_accelerator(accelerator: Any, loader: DataLoader | StreamLoader) -> No
     Raises:
         UsageError: naming the setting, and the way out.
     """
-    if not hasattr(accelerator, "gradient_state"):
-        raise UsageError(
-            "this is no Accelerator",
-            found=kind_of(accelerator),
-            expected="an accelerate.Accelerator",
-            action="megaresume.attach_loop for a loop in plain torch",
-        )
-    check_new(accelerator, "Accelerator", "attach_accelerator")
+    check_new(accelerator, "Accelerator")
     if not accelerator._optimizers:
         raise UsageError(
             "nothing is prepared yet",
             found="no optimizer of this Accelerator",
-            expected="model and optimizer = accelerator.prepare(model, optimizer), and attach_accelerator after it",
-            action="call attach_accelerator after the last accelerator.prepare",
+            expected="model and optimizer = accelerator.prepare(model, optimizer), and megaresume.attach after it",
+            action="call megaresume.attach after the last accelerator.prepare",
         )
     accumulation = getattr(loader, "accumulation", accelerator.gradient_accumulation_steps)
     ranks = f"rank {accelerator.process_index} of {accelerator.num_processes}"
@@ -123,8 +116,8 @@ def check_accelerator(accelerator: Any, loader: DataLoader | StreamLoader) -> No
             "train with DDP, FSDP2 or DeepSpeed: these ranks need the same batches, and each would get its own",
         ),
     }
-    refuse("attach_accelerator", refused)
-    check_backend(accelerator, "attach_accelerator")
+    refuse(refused)
+    check_backend(accelerator)
 
 
 def _with_naming(checkpoints: Checkpoints, naming: Any) -> Checkpoints:

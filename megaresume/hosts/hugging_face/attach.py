@@ -1,7 +1,7 @@
-"""`attach_trainer`: exact data resume for Hugging Face's Trainer.
+"""Exact data resume for Hugging Face's Trainer.
 
     trainer = Trainer(model, args, train_dataset=dataset, ...)
-    megaresume.attach_trainer(trainer)
+    megaresume.attach(trainer)
     trainer.train(resume_from_checkpoint=True)
 
 See docs/hugging-face.md.
@@ -24,7 +24,7 @@ from megaresume.hosts.hugging_face.collators import collator, packing_collator
 from megaresume.hosts.hugging_face.families import check_methods, let_epochs_end
 from megaresume.hosts.hugging_face.hooks import HOOKED, Hooks
 from megaresume.hosts.hugging_face.host import TrainerHost
-from megaresume.hosts.instances import SLOT, check_new, kind_of, refuse
+from megaresume.hosts.instances import SLOT, check_new, refuse
 from megaresume.hosts.torch.feeds import Items
 from megaresume.hosts.torch.host import of_trainer
 from megaresume.hosts.torch.loop import open_session
@@ -48,7 +48,7 @@ _OF_THE_TRAINER = {
 }
 
 
-def attach_trainer(
+def attach(
     trainer: Any,
     data: Any = None,
     *,
@@ -86,7 +86,7 @@ def attach_trainer(
     args = trainer.args
     args.output_dir = os.path.abspath(args.output_dir)  # the program may change its working directory
     own = ("output_dir", args.output_dir), ("save_total_limit", args.save_total_limit)
-    checkpoints = on_all_ranks(lambda: of_trainer(checkpoints, "attach_trainer", save_dir=own[0], keep_last=own[1]))
+    checkpoints = on_all_ranks(lambda: of_trainer(checkpoints, save_dir=own[0], keep_last=own[1]))
     data = trainer.train_dataset if data is None else data
     loader = on_all_ranks(lambda: _loader(trainer, data, options))
     host = TrainerHost(trainer, loader)
@@ -103,15 +103,6 @@ def _check_trainer(trainer: Any) -> None:
     Raises:
         UsageError: naming the setting, and the way out.
     """
-    from transformers import Trainer
-
-    if not isinstance(trainer, Trainer):
-        raise UsageError(
-            "this is no Trainer",
-            found=kind_of(trainer),
-            expected="a transformers.Trainer",
-            action="megaresume.attach for a DeepSpeed engine; megaresume.DataLoader for a loop of your own",
-        )
     if missing := [name for name in HOOKED if not hasattr(trainer, name)]:
         raise UsageError(
             "this version of transformers has another Trainer",
@@ -119,7 +110,7 @@ def _check_trainer(trainer: Any) -> None:
             expected="transformers 5.6 or later",
             action="pip install --upgrade 'megaresume[hugging-face]'",
         )
-    check_new(trainer, "Trainer", "attach_trainer")
+    check_new(trainer, "Trainer")
     args: Any = trainer.args
     accelerator = args.accelerator_config
     leave = "leave it out"
@@ -147,8 +138,8 @@ def _check_trainer(trainer: Any) -> None:
         ),
         "fsdp with XLA": (getattr(trainer, "is_fsdp_xla_enabled", False), "train with DDP or FSDP2: it was not tried"),
     }
-    refuse("attach_trainer", refused, expected="not set")
-    check_backend(trainer.accelerator, "attach_trainer")
+    refuse(refused, expected="not set")
+    check_backend(trainer.accelerator)
     check_methods(trainer)
 
 
@@ -178,7 +169,7 @@ def _loader(trainer: Any, data: Any, options: ItemOptions) -> DataLoader:
         dp_rank=args.process_index,
         dp_size=args.world_size,
         **options,
-    ).made_by("attach_trainer")
+    ).made_by("megaresume.attach")
 
 
 def _lengths(trainer: Any, data: Any) -> Any:
@@ -218,8 +209,8 @@ def _check_options(options: ItemOptions) -> None:
             continue
         setting = _OF_THE_TRAINER.get(name)
         raise UsageError(
-            f"{name} cannot be used with attach_trainer",
-            found=f"attach_trainer({name}=...)",
+            f"{name} cannot be used with megaresume.attach",
+            found=f"megaresume.attach(trainer, {name}=...)",
             expected="the Trainer's own setting" if setting else f"one of {', '.join(known)}",
             cause=near(name, known),
             action=f"set {setting} of TrainingArguments" if setting else "leave it out",

@@ -38,12 +38,11 @@ def zero_stage(accelerator: Any) -> int | None:
     return None if plugin is None else int(plugin.zero_stage)
 
 
-def check_backend(accelerator: Any, function: str) -> None:
+def check_backend(accelerator: Any) -> None:
     """Refuse ways of saving that cannot be committed.
 
     Args:
         accelerator: Accelerate's.
-        function: for errors: "attach_trainer".
 
     Raises:
         UsageError: naming the setting.
@@ -67,7 +66,7 @@ def check_backend(accelerator: Any, function: str) -> None:
                 "leave it out, and start on as many ranks as saved the checkpoint",
             ),
         }
-    refuse(function, refused, expected="not set")
+    refuse(refused, expected="not set")
 
 
 def check_loadable(

@@ -101,11 +101,11 @@ def check_methods(trainer: Any) -> None:
             for setting, found in (known(trainer) if known else {}).items():
                 if found:
                     raise UsageError(
-                        f"{setting} cannot be used with attach_trainer",
+                        f"{setting} cannot be used with megaresume.attach",
                         found=f"{setting}: {found}",
                         expected="not set",
                         cause=f"{cls.__qualname__}.{method} then makes an order, or a checkpoint, of its own",
-                        action="leave it out; to pack items, attach_trainer(trainer, seq_length=...)",
+                        action="leave it out; to pack items, megaresume.attach(trainer, seq_length=...)",
                     )
 
 

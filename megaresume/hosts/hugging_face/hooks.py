@@ -66,7 +66,7 @@ class Hooks:
         """
         if trial is not None or self._ran:
             raise UsageError(
-                "attach_trainer is for one training",
+                "megaresume.attach is for one training",
                 found="a trial of a hyperparameter search" if trial is not None else "a second trainer.train()",
                 expected="one trainer.train() for each Trainer",
                 action="to train on, make a new Trainer with more num_train_epochs or max_steps, attach to it, and "
@@ -105,11 +105,11 @@ class Hooks:
         for name, before in self._attached_with.items():
             if now[name] is not before and not (isinstance(before, int | str | None) and now[name] == before):
                 raise UsageError(
-                    f"{name} was changed after attach_trainer",
+                    f"{name} was changed after megaresume.attach",
                     found=f"{name}: {now[name]!r:.80}",
                     expected=f"{before!r:.80}",
-                    cause="the loader is made, and output_dir locked, when attach_trainer is called",
-                    action="call attach_trainer last, just before trainer.train",
+                    cause="the loader is made, and output_dir locked, when megaresume.attach is called",
+                    action="call megaresume.attach last, just before trainer.train",
                 )
 
     def _chosen(self, asked: Any) -> str | None:

@@ -107,8 +107,8 @@ class TrainerHost(StepHost):
                 "the loader was read by somebody else",
                 found=f"the loader at sample {self.loader.samples}; the steps of the run at sample {self.trained}",
                 expected="the same",
-                cause="a batch was taken from trainer.get_train_dataloader(), or from what attach_trainer returned; it "
-                "would never be trained",
+                cause="a batch was taken from trainer.get_train_dataloader(), or from what megaresume.attach returned; "
+                "it would never be trained",
                 action="to look at a batch: trainer.data_collator([dataset[0], dataset[1]])",
             )
 
@@ -117,7 +117,7 @@ class TrainerHost(StepHost):
         loader = self.loader
         if loader.epoch != epoch:
             raise UsageError(
-                "control.should_epoch_stop cannot be used with attach_trainer",
+                "control.should_epoch_stop cannot be used with megaresume.attach",
                 found=f"the Trainer begins epoch {epoch}, and the data stands at sample {loader.samples}, in epoch "
                 f"{loader.epoch}, which has samples up to {loader.epoch_end}",
                 expected="epochs that come to their end: their other items would never be trained",

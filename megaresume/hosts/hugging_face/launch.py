@@ -3,7 +3,7 @@
     torchrun -m megaresume.run train.py ARGS --megaresume-keep-every 1000
 
 What is hooked is ``transformers.Trainer.train``, which the Trainers of TRL, LLaMA-Factory, ms-swift and Axolotl come to
-as well, in this process or in one that it starts. It then calls `attach_trainer`, and goes on from the newest complete
+as well, in this process or in one that it starts. It then calls `attach`, and goes on from the newest complete
 checkpoint of ``output_dir``, whatever the script says of resuming. A loop that trains without a Trainer is refused at
 its first step.
 
@@ -119,12 +119,12 @@ def _around_train(train: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _attached(trainer: Any) -> Any:
-    from megaresume.hosts.hugging_face.attach import attach_trainer  # deferred: torch
+    from megaresume.hosts.hugging_face.attach import attach  # deferred: torch
 
     said = _said()
     data, stop, launch = (said.get(group, {}) for group in ("data_options", "stop", "launch"))
     options: dict[str, Any] = {**data, **{name: value for name, value in launch.items() if name == "append"}}
-    attach_trainer(
+    attach(
         trainer,
         checkpoints=Checkpoints(**said.get("checkpoints", {})),
         stop=StopConditions(**stop) if stop else None,
@@ -187,6 +187,5 @@ def _not_attached(optimizer: str) -> SetupError:
         found=f"a step of {optimizer}, and no transformers.Trainer.train was called in this process",
         expected="a Trainer, by whose train method the script trains",
         cause="a training loop of its own, as with Accelerate, or in a Trainer that does not call transformers' train",
-        action="call megaresume.attach_accelerator or megaresume.attach_loop in that loop; or "
-        f"{PREFIX}mode off, which records nothing",
+        action=f"call megaresume.attach in that loop; or {PREFIX}mode off, which records nothing",
     )

@@ -1,4 +1,4 @@
-"""Lightning's Trainer as a host: `megaresume.attach_lightning`.
+"""Lightning's Trainer as a host: `megaresume.attach`.
 
 attach.py   the function, and what of a Trainer's settings would be other data
 hooks.py    the Trainer's own methods and loops, hooked on the instance

@@ -1,7 +1,7 @@
-"""`attach_lightning`: exact data resume for Lightning's Trainer.
+"""Exact data resume for Lightning's Trainer.
 
     trainer = L.Trainer(max_epochs=3, callbacks=[ModelCheckpoint(every_n_train_steps=100)])
-    megaresume.attach_lightning(trainer, megaresume.Checkpoints(save_dir="run", keep_last=3))
+    megaresume.attach(trainer, checkpoints=megaresume.Checkpoints(save_dir="run", keep_last=3))
     trainer.fit(model, megaresume.DataLoader(dataset, batch_size=8), ckpt_path="last")
 
 See docs/lightning.md.
@@ -34,7 +34,7 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 
 
-def attach_lightning(trainer: Any, checkpoints: Checkpoints, *, stop: StopConditions | None = None) -> None:
+def attach(trainer: Any, *, checkpoints: Checkpoints, stop: StopConditions | None = None) -> None:
     """Give the fit of a Lightning Trainer its data in an exact order, and complete checkpoints. Call it on every rank,
     before ``trainer.fit``.
 
@@ -57,7 +57,7 @@ def attach_lightning(trainer: Any, checkpoints: Checkpoints, *, stop: StopCondit
     package = check_trainer(trainer, stops=stop is not None)
     if trainer.fast_dev_run:
         if is_rank_0():
-            print("megaresume: fast_dev_run saves nothing: attach_lightning leaves this Trainer as it is", flush=True)
+            print("megaresume: fast_dev_run saves nothing: megaresume.attach leaves this Trainer as it is", flush=True)
         return
 
     def open_run(loader: Any, save: Callable[[], Any]) -> tuple[LightningHost, Session]:
@@ -82,14 +82,7 @@ def check_trainer(trainer: Any, *, stops: bool) -> str:
         UsageError: naming the setting, and the way out.
     """
     modules = [base.__module__ for base in type(trainer).__mro__]
-    package = next((name for name in _PACKAGES if f"{name}.trainer.trainer" in modules), None)
-    if package is None:
-        raise UsageError(
-            "this is no Trainer of Lightning's",
-            found=kind_of(trainer),
-            expected="a lightning.Trainer, or a pytorch_lightning.Trainer",
-            action="megaresume.attach_loop for a loop of your own, or one with Fabric",
-        )
+    package = next(name for name in _PACKAGES if f"{name}.trainer.trainer" in modules)
     version = importlib.import_module(package).__version__
     if tuple(int(number) for number in version.split(".")[:2]) < (2, 6):
         raise UsageError(
@@ -98,7 +91,7 @@ def check_trainer(trainer: Any, *, stops: bool) -> str:
             expected="lightning 2.6 or later; 2.6.6 was tried",
             action="pip install --upgrade 'megaresume[lightning]'",
         )
-    check_new(trainer, "Trainer", "attach_lightning")
+    check_new(trainer, "Trainer")
     strategies = importlib.import_module(f"{package}.strategies")
     strategy, io = trainer.strategy, trainer.strategy.checkpoint_io
     environment = trainer._accelerator_connector.cluster_environment
@@ -134,11 +127,11 @@ def check_trainer(trainer: Any, *, stops: bool) -> str:
         "AsyncCheckpointIO": (type(io).__name__ == "AsyncCheckpointIO", f"{leave}: checksums are made in background"),
         "Slurm's automatic requeue of Lightning's": (
             not stops and getattr(environment, "auto_requeue", False) and "SLURMEnvironment(auto_requeue=True)",
-            "attach_lightning(stop=megaresume.StopConditions()), which saves at the end of a step; the launch script "
-            "requeues. Or Trainer(plugins=[SLURMEnvironment(auto_requeue=False)])",
+            "megaresume.attach(trainer, stop=megaresume.StopConditions()), which saves at the end of a step; the "
+            "launch script requeues. Or Trainer(plugins=[SLURMEnvironment(auto_requeue=False)])",
         ),
     }
-    refuse("attach_lightning", refused)
+    refuse(refused)
     return package
 
 
@@ -150,14 +143,14 @@ def check_fit(trainer: Any, package: str, loader: Any) -> None:
     """
     if not isinstance(loader, DataLoader):
         raise UsageError(
-            "attach_lightning needs a loader of megaresume's",
+            "megaresume.attach needs a loader of megaresume's",
             found=f"{kind_of(loader)}, given to fit or made by train_dataloader",
             expected="one megaresume.DataLoader",
             cause="a loader of torch's, several loaders, or a stream",
             action="megaresume.DataLoader(dataset, batch_size) around a map-style dataset, or around several: "
-            "{name: (dataset, weight)}; a StreamLoader in a loop under megaresume.attach_loop",
+            "{name: (dataset, weight)}; a StreamLoader in a loop of your own",
         )
-    refuse("attach_lightning", _of_callbacks(trainer, importlib.import_module(f"{package}.callbacks")))
+    refuse(_of_callbacks(trainer, importlib.import_module(f"{package}.callbacks")))
     module = trainer.lightning_module
     accumulation = trainer.accumulate_grad_batches
     ranks, own = f"rank {trainer.global_rank} of {trainer.world_size}", f"rank {loader.dp_rank} of {loader.dp_size}"
@@ -206,12 +199,12 @@ def check_fit(trainer: Any, package: str, loader: Any) -> None:
             "training_step(self, batch, batch_idx)",
         ),
     }
-    refuse("attach_lightning", refused)
+    refuse(refused)
 
 
 def _of_callbacks(trainer: Any, kinds: Any) -> dict[str, tuple[Any, str]]:
     """Those that change what a step is, or save in the middle of one."""
-    elsewhere = "in a Trainer of its own, without attach_lightning"
+    elsewhere = "in a Trainer of its own, without megaresume.attach"
     refused = {
         "GradientAccumulationScheduler": "Trainer(accumulate_grad_batches=...), one number",
         "StochasticWeightAveraging": "WeightAveraging or EMAWeightAveraging, which add no epoch",

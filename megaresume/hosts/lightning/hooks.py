@@ -99,7 +99,7 @@ class Hooks:
         """
         if self.batches is not None:
             raise UsageError(
-                "attach_lightning is for one fit",
+                "megaresume.attach is for one fit",
                 found="a second trainer.fit()",
                 expected="one trainer.fit() for each Trainer",
                 action="make a new Trainer, and attach to it; with ckpt_path='last' it goes on where this one ended",
@@ -248,7 +248,7 @@ class Hooks:
             return
         if storage_options is not None:
             raise UsageError(
-                "storage_options cannot be used with attach_lightning",
+                "storage_options cannot be used with megaresume.attach",
                 found=f"save_checkpoint({os.fspath(filepath)!r}, storage_options=...)",
                 expected="not set",
                 action="leave it out; megaresume.Checkpoints(stage_to=...) copies checkpoints elsewhere",

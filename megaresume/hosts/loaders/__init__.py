@@ -1,7 +1,7 @@
 """Other people's loaders, attached to DeepSpeed and Megatron: their states become part of the checkpoint.
 
-    data = megaresume.attach_loader(engine, loader)          DeepSpeed
-    provider = megaresume.loader_provider(base_provider)     Megatron, --dataloader-type external
+    data = megaresume.attach(engine, loader)                DeepSpeed
+    provider = megaresume.provider(base_provider)            Megatron, --dataloader-type external
 
 Anything with ``save_state_rank`` / ``restore_state_rank`` (Energon's `SavableDataLoader`) or ``state_dict`` /
 ``load_state_dict`` (torchdata's `StatefulDataLoader` and its kin) will do. The order of the samples stays the loader's;

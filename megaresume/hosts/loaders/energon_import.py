@@ -73,7 +73,7 @@ def read_states(paths: Sequence[Path]) -> list[Any]:
 
     Args:
         paths: Energon's or Megatron's files, one a rank in the order of the ranks, or one with all; or the ``--save``
-            directory of a run with `megaresume.attach_loader`.
+            directory of a run with `megaresume.attach`.
 
     Raises:
         StateError, CheckpointError: a file holds no state of Energon.

@@ -153,7 +153,7 @@ def _leaf(dataset: Any) -> Any:
             found=f"{len(leaves)} webdatasets in the loader" + (", a blend" if leaves else ""),
             expected="one directory that Energon has prepared",
             cause="in a blend Energon's buffers hold records of several data sets at once",
-            action="begin the data anew at an epoch of every data set; or go on with Energon: megaresume.attach_loader",
+            action="begin every data set anew at an epoch; or go on with Energon: megaresume.attach(engine, loader)",
         )
     return leaves[0]
 

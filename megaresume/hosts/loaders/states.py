@@ -90,7 +90,7 @@ class LoaderRecord:
                 "the checkpoint was not trained on a loader, and this run has one of its own",
                 found="Megatron's own datasets" if state.kind == "order" else "a megaresume stream",
                 expected="the states of a loader",
-                cause="megaresume.attach was replaced by megaresume.attach_loader between save and resume",
+                cause="megaresume.attach was given a data config when it was saved, and is given a loader now",
                 action="go on with megaresume.attach(engine, 'data.yaml'); or load the weights alone and begin the "
                 "data anew",
             )

@@ -17,7 +17,7 @@ BEGIN_ANEW = "--finetune and another --save"
 _MODES: dict[Kind, tuple[str, str]] = {
     "stream": ("mode stream", "--megaresume-data or --megaresume-mode stream"),
     "order": ("mode guard", "--megaresume-mode guard"),
-    "loader": ("loader_provider", "--dataloader-type external, with megaresume.loader_provider in the script"),
+    "loader": ("a loader of the script's", "--dataloader-type external, and no --megaresume-data"),
 }
 
 

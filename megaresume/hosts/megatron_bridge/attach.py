@@ -1,9 +1,9 @@
-"""`attach_bridge`: exact data resume for Megatron-Bridge's ``pretrain`` and ``finetune``.
+"""Exact data resume for Megatron-Bridge's ``pretrain`` and ``finetune``.
 
     def data(dp_rank, dp_size):
         return megaresume.DataLoader(dataset, batch_size=4, dp_rank=dp_rank, dp_size=dp_size)
 
-    megaresume.attach_bridge(config, data)
+    megaresume.attach(config, data)
     pretrain(config, forward_step)
 
 See docs/megatron-bridge.md.
@@ -30,7 +30,7 @@ LoaderOf = Callable[[int, int], DataLoader | StreamLoader]
 ValidationOf = Callable[[int, int], Iterable[Any]]
 
 
-def attach_bridge(
+def attach(
     config: Any,
     data: LoaderOf,
     *,
@@ -61,7 +61,6 @@ def attach_bridge(
     kept = own.most_recent_k if own.most_recent_k and own.most_recent_k > 0 else None
     checkpoints = of_trainer(
         checkpoints,
-        "attach_bridge",
         save_dir=("checkpoint.save", own.save),
         keep_last=("checkpoint.most_recent_k", kept),
     )
@@ -87,12 +86,11 @@ def _check(config: Any, *, validates: bool) -> None:
     check_new(
         config,
         "config",
-        "attach_bridge",
         missing=[name for name, owner in needed.items() if not hasattr(owner, name)],
         headline="this is no config of Megatron-Bridge, or of another version",
         expected="a megatron.bridge ConfigContainer with its checkpoint; 0.6.2 was tried",
     )
-    check_new(own, "config", "attach_bridge")
+    check_new(own, "config")
     restart, model = getattr(config, "inprocess_restart", None), config.model
     leave = "leave it out"
     refused: dict[str, tuple[Any, str]] = {
@@ -116,7 +114,7 @@ def _check(config: Any, *, validates: bool) -> None:
         "a model of several modules (MegatronMIMO)": (hasattr(model, "megatron_mimo_parallelism_config"), leave),
         "validation.eval_iters": (
             not validates and config.validation.eval_iters and f"{config.validation.eval_iters}, and no validation",
-            "attach_bridge(validation=...), or validation.eval_iters=0",
+            "megaresume.attach(config, data, validation=...), or validation.eval_iters=0",
         ),
     }
-    refuse("attach_bridge", refused)
+    refuse(refused)

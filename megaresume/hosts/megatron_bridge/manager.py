@@ -35,7 +35,7 @@ class Manager:
     """See above. Made by Bridge, once for each process.
 
     Args:
-        checkpoint_config: Bridge's, of a config that `attach_bridge` was called with.
+        checkpoint_config: Bridge's, of a config that `megaresume.attach` was called with.
     """
 
     def __init__(self, checkpoint_config: Any) -> None:
@@ -125,7 +125,7 @@ class Manager:
 
 @dataclass
 class Provider(DatasetProvider):  # type: ignore[misc]
-    """Made by `attach_bridge`. Its fields are written to ``run_config.yaml``."""
+    """Made by `megaresume.attach`. Its fields are written to ``run_config.yaml``."""
 
     dataloader_type: Literal["single", "cyclic", "batch", "external"] | None = "external"
     #: asked by Bridge's forward step: False if the batches have a mask.

@@ -152,7 +152,7 @@ def _feed(loader: Any, config: Any, rank: int, ranks: int) -> Feed:
     Raises:
         UsageError: it is no loader of megaresume's, or one for other ranks, sizes or steps than the config's.
     """
-    feed = feed_of(loader, "attach_bridge")
+    feed = feed_of(loader)
     train, sizes = config.train, feed.topology(0)
     length = getattr(feed.stream.config, "seq_length", None) if isinstance(feed, Samples) else None
     ramps = getattr(train, "rampup_batch_size", None)

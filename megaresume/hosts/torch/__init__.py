@@ -1,4 +1,4 @@
-"""A training loop of one's own in torch as a host: `megaresume.attach_loop`; and what other loops share with it.
+"""A training loop of one's own in torch as a host: `megaresume.attach`; and what other loops share with it.
 
 host.py        what the hosts of trainers and loops have in common
 loop.py        the function, `Loop`, which it returns, and `LoopHost`

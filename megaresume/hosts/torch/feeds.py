@@ -114,7 +114,7 @@ class Items(Feed):
                 found=f"the DataLoader at sample {self.loader.samples}; the steps of the run at sample {sample}",
                 expected="the same",
                 cause="a `for` over the loader itself, or loader.load_state_dict",
-                action="take batches from what attach_loop returned: for batch in loop; make a second loader for "
+                action="take batches from what megaresume.attach returned: for batch in loop; make a second loader for "
                 "anything else",
             )
         return iter(self.loader)
@@ -275,12 +275,11 @@ class Samples(Feed):
         self._trained = sample
 
 
-def feed_of(loader: Any, function: str, *, whole_steps: bool = False) -> Feed:
+def feed_of(loader: Any, *, whole_steps: bool = False) -> Feed:
     """What a loop trains.
 
     Args:
         loader: of this rank.
-        function: for errors: "attach_loop".
         whole_steps: of a stream, a short last step is not trained.
 
     Raises:
@@ -291,7 +290,7 @@ def feed_of(loader: Any, function: str, *, whole_steps: bool = False) -> Feed:
     if isinstance(loader, StreamLoader):
         return Samples(loader, whole_steps=whole_steps)
     raise UsageError(
-        f"{function} needs a loader of megaresume's",
+        "megaresume.attach needs a loader of megaresume's",
         found=kind_of(loader),
         expected="a megaresume.DataLoader, or a megaresume.StreamLoader",
         cause="a loader of torch's or torchdata's, a dataset, a stream, or a loader that was prepared or wrapped",

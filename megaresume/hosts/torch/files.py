@@ -65,7 +65,7 @@ class Objects:
                     found=kind_of(one),
                     expected="an object with state_dict and load_state_dict"
                     + (f", under another name than {KEY}" if name == KEY else ""),
-                    action="attach_loop(loader, {'model': model, 'optimizer': optimizer, ...}): the objects themselves",
+                    action="the objects: megaresume.attach({'model': model, 'optimizer': optimizer}, loader)",
                 )
         self.modules = {n: one for n, one in objects.items() if isinstance(one, torch.nn.Module)}
         optimizers = {n: one for n, one in objects.items() if isinstance(one, torch.optim.Optimizer)}
@@ -76,7 +76,7 @@ class Objects:
                 "there is no model to save",
                 found=", ".join(self.names) or "nothing",
                 expected="at least one torch.nn.Module",
-                action="attach_loop(loader, {'model': model, 'optimizer': optimizer, ...})",
+                action="megaresume.attach({'model': model, 'optimizer': optimizer, ...}, loader)",
             )
 
     @property
@@ -137,8 +137,8 @@ class Objects:
                 "the checkpoint holds other objects than the loop",
                 found=", ".join(rest["names"]),
                 expected=", ".join(self.names),
-                cause="attach_loop was given others, or under other names, when the checkpoint was saved",
-                action="give attach_loop the same names as then",
+                cause="megaresume.attach was given others, or under other names, when the checkpoint was saved",
+                action="give megaresume.attach the same names as then",
             )
 
 

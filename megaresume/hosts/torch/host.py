@@ -136,14 +136,11 @@ def check_sizes(
         )
 
 
-def of_trainer(
-    checkpoints: Checkpoints, function: str, *, save_dir: tuple[str, Any], keep_last: tuple[str, Any]
-) -> Checkpoints:
+def of_trainer(checkpoints: Checkpoints, *, save_dir: tuple[str, Any], keep_last: tuple[str, Any]) -> Checkpoints:
     """The settings under a trainer that says by itself where it saves, and how many checkpoints it keeps.
 
     Args:
         checkpoints: with neither of the two.
-        function: for errors: "attach_trainer".
         save_dir, keep_last: how its own setting is called, and what it says.
 
     Raises:
@@ -153,7 +150,6 @@ def of_trainer(
     own |= dict.fromkeys(("elastic", "adopt"), "leave it out: it is DeepSpeed's")
     found = {name: getattr(checkpoints, name) for name in own}
     refuse(
-        function,
         {name: (found[name] and f"Checkpoints({name}={found[name]!r})", own[name]) for name in own},
         expected="not set",
     )

@@ -1,6 +1,6 @@
-"""`attach_loop`: exact data resume for a training loop of one's own, in plain torch.
+"""Exact data resume for a training loop of one's own, in plain torch.
 
-    loop = megaresume.attach_loop(loader, {"model": model, "optimizer": optimizer}, Checkpoints(save_dir=...))
+    loop = megaresume.attach({"model": model, "optimizer": optimizer}, loader, checkpoints=Checkpoints(save_dir=...))
     loop.load()
     for epoch in range(loader.epoch, 3):
         for batch in loop:
@@ -112,7 +112,7 @@ class StepLoop:
 
 
 class Loop(StepLoop):
-    """A training loop and its checkpoints; made by `attach_loop`. Every method is called on every rank.
+    """A training loop and its checkpoints; made by `megaresume.attach`. Every method is called on every rank.
 
     Iterate over it for batches: to the end of an epoch of a `DataLoader`, or of the data of a `StreamLoader`.
     """
@@ -149,7 +149,7 @@ class Loop(StepLoop):
         self.session.save(self.host.save_dir, self.host.write, tag=deepspeed_tag(self.step), tracker=False)
 
     def load(self, directory: str | os.PathLike[str] | None = None, *, tag: str | None = None) -> Resume | None:
-        """Go on from the newest complete checkpoint, with what `attach_loop` was given to save.
+        """Go on from the newest complete checkpoint, with what `megaresume.attach` was given to save.
 
         Args:
             directory: the checkpoint root; None: where the loop saves.
@@ -168,11 +168,11 @@ class Loop(StepLoop):
         return self.session.resumed
 
 
-def attach_loop(
-    loader: DataLoader | StreamLoader,
+def attach(
     objects: Mapping[str, Any],
-    checkpoints: Checkpoints,
+    data: DataLoader | StreamLoader,
     *,
+    checkpoints: Checkpoints,
     writer: files.Writer = "dcp",
     stop: StopConditions | None = None,
     context_parallel: int = 1,
@@ -181,9 +181,9 @@ def attach_loop(
     is wrapped and the optimizer is made.
 
     Args:
-        loader: the data: a `DataLoader`, or a `StreamLoader`.
         objects: what a checkpoint holds, by name: modules (DDP, FSDP2 and torch.compile included), their optimizers,
             and whatever else has ``state_dict`` and ``load_state_dict``, alike on every rank: schedulers, scalers.
+        data: a `DataLoader`, or a `StreamLoader`.
         checkpoints: where the run saves, ``save_dir``, what it keeps, and so on.
         writer: ``dcp``: torch.distributed.checkpoint. ``dcp_async``: the same, while training goes on; the checkpoint
             counts after the last byte of all ranks. ``torch``: one file, which rank 0 writes.
@@ -196,9 +196,9 @@ def attach_loop(
         SetupError: directories or clocks differ between nodes.
     """
     on_all_ranks(lambda: _check(checkpoints, writer))
-    feed = on_all_ranks(lambda: feed_of(loader, "attach_loop"))
+    feed = on_all_ranks(lambda: feed_of(data))
     saved = on_all_ranks(lambda: files.Objects(objects))
-    check_averaged(saved.modules.values(), loader.dp_size, context_parallel)
+    check_averaged(saved.modules.values(), data.dp_size, context_parallel)
     steps = Steps(feed)
     host = LoopHost(steps, saved, writer)
     session = steps.session = open_session(host, feed, checkpoints, host.objects.device, stop, lambda: loop.save())

@@ -71,7 +71,7 @@ def check_averaged(modules: Iterable[torch.nn.Module], dp_size: int, context_par
                 found=f"DDP or FSDP over {averaged} processes, and a loader with dp_size={dp_size}",
                 expected=f"dp_size={averaged // context_parallel}",
                 cause="dp_rank and dp_size are those of a node, or were written down for one process",
-                action=f"{_LEAVE_OUT}; if processes train the same samples together: attach_loop(context_parallel=...)",
+                action=f"{_LEAVE_OUT}; if processes train the same samples together: attach(..., context_parallel=...)",
             )
 
     on_all_ranks(check)
@@ -83,7 +83,7 @@ def _averaged(module: torch.nn.Module) -> int:
         return dist.get_world_size(module.process_group)
     if isinstance(module, FullyShardedDataParallel):
         raise UsageError(
-            "FSDP1 cannot be used with attach_loop",
+            "FSDP1 cannot be used in a loop of your own",
             found="a module in torch.distributed.fsdp.FullyShardedDataParallel",
             expected="DDP, FSDP2 or neither",
             cause="what its state dict holds cannot be saved while training goes on",

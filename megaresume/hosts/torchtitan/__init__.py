@@ -1,4 +1,4 @@
-"""torchtitan's Trainer as a host: `megaresume.attach_torchtitan`.
+"""torchtitan's Trainer as a host: `megaresume.attach`.
 
     attach.py  the function, and what of a Trainer's settings would be other data
     host.py    `TitanHost`: checkpoints and steps, and the text that carries the data state in them

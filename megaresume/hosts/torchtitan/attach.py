@@ -1,9 +1,7 @@
-"""`attach_torchtitan`: exact data resume for torchtitan's Trainer.
+"""Exact data resume for torchtitan's Trainer.
 
-    class Exact(torchtitan.train.Trainer):
-        def __init__(self, job_config):
-            super().__init__(job_config)  # its build_dataloader_fn has made a megaresume.DataLoader
-            megaresume.attach_torchtitan(self)
+    megaresume.attach(Trainer)  # whose build_dataloader_fn makes a megaresume.DataLoader
+    torchtitan.train.main(Trainer)
 
 See docs/torchtitan.md.
 """
@@ -29,11 +27,9 @@ from megaresume.session.stopping import StopConditions
 _OF_MANAGER = ("_should_save", "dcp_save", "folder", "interval", "keep_latest_k", "states", "save_future")
 
 
-def attach_torchtitan(
-    trainer: Any, *, checkpoints: Checkpoints = Checkpoints(), stop: StopConditions | None = None
-) -> None:
-    """Give torchtitan's Trainer its data in an exact order, and its checkpoints the state of that data. Call it on
-    every rank, at the end of the Trainer's ``__init__``.
+def attach(trainer: Any, *, checkpoints: Checkpoints = Checkpoints(), stop: StopConditions | None = None) -> None:
+    """Give torchtitan's Trainer its data in an exact order, and its checkpoints the state of that data. See
+    `megaresume.attach`.
 
     The data is the Trainer's own dataloader, which must be a `DataLoader` or a `StreamLoader`. torchtitan's config says
     where and when it saves; ``checkpoint.keep_latest_k`` keeps the newest so many complete checkpoints. ``train()``
@@ -51,7 +47,7 @@ def attach_torchtitan(
     on_all_ranks(lambda: _check_trainer(trainer))
     manager = trainer.checkpointer
     own = ("checkpoint.folder", manager.folder), ("checkpoint.keep_latest_k", manager.keep_latest_k)
-    checkpoints = on_all_ranks(lambda: of_trainer(checkpoints, "attach_torchtitan", save_dir=own[0], keep_last=own[1]))
+    checkpoints = on_all_ranks(lambda: of_trainer(checkpoints, save_dir=own[0], keep_last=own[1]))
     feed = on_all_ranks(lambda: _feed(trainer))
     steps = Steps(feed, name="trainer.dataloader", clock="trainer.train_step()")
     host = TitanHost(trainer, steps)
@@ -67,7 +63,7 @@ def _feed(trainer: Any) -> Feed:
     Raises:
         UsageError: it is no loader of megaresume's, or one for other ranks or steps than the Trainer's.
     """
-    feed = feed_of(trainer.dataloader, "attach_torchtitan", whole_steps=True)
+    feed = feed_of(trainer.dataloader, whole_steps=True)
     loader: Any = trainer.dataloader
     mesh = trainer.parallel_dims.get_optional_mesh("batch")
     rank, ranks = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
@@ -106,11 +102,10 @@ def _check_trainer(trainer: Any) -> None:
     check_new(
         trainer,
         "Trainer",
-        "attach_torchtitan",
         missing=missing,
         headline="this is no Trainer of torchtitan, or of another version",
         expected="torchtitan's Trainer, made; 0.2.2 was tried, and 0.3.0",
-        action="call attach_torchtitan(self) at the end of __init__ of a class made from it",
+        action="megaresume.attach(Trainer), of the class; or of its instance, once it is made",
     )
     excluded = {DATALOADER, "train_state"} & set(getattr(manager, "exclude_from_loading", ()))
     elsewhere = getattr(manager, "initial_load_path", None)
@@ -129,4 +124,4 @@ def _check_trainer(trainer: Any) -> None:
         ),
         "torchft": (getattr(manager, "ft_manager", None) is not None and "enabled", "train without fault_tolerance"),
     }
-    refuse("attach_torchtitan", refused)
+    refuse(refused)

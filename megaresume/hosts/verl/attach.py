@@ -1,9 +1,7 @@
-"""`attach_verl`: exact data resume for VeRL's supervised trainer.
+"""Exact data resume for VeRL's supervised trainer.
 
-    class Exact(verl.trainer.sft_trainer.SFTTrainer):
-        def _build_ckpt_handler(self):
-            super()._build_ckpt_handler()
-            megaresume.attach_verl(self)
+    megaresume.attach(sft_trainer.SFTTrainer)
+    sft_trainer.main()
 
 See docs/verl.md.
 """
@@ -28,9 +26,9 @@ from megaresume.stream.data_yaml import Append
 from megaresume.stream.errors import UsageError
 
 
-def attach_verl(trainer: Any, *, append: Append | None = None, checkpoints: Checkpoints = Checkpoints()) -> None:
-    """Give VeRL's supervised trainer its data in an exact order, and its checkpoints the state of that data. Call it on
-    every rank, at the end of the trainer's ``_build_ckpt_handler``.
+def attach(trainer: Any, *, append: Append | None = None, checkpoints: Checkpoints = Checkpoints()) -> None:
+    """Give VeRL's supervised trainer its data in an exact order, and its checkpoints the state of that data. See
+    `megaresume.attach`.
 
     Dataset, batch size, workers and seed are those of VeRL's config, which also says where and when it saves, and how
     many checkpoints it keeps. With ``resume_mode=auto`` it goes on from the newest complete checkpoint.
@@ -76,7 +74,7 @@ def _loader(trainer: Any, append: Append | None) -> DataLoader:
         append=append,
         dp_rank=engine.get_data_parallel_rank(),
         dp_size=ranks,
-    ).made_by("attach_verl")
+    ).made_by("megaresume.attach")
 
 
 def _with_config(checkpoints: Checkpoints, trainer: Any) -> Checkpoints:
@@ -86,7 +84,7 @@ def _with_config(checkpoints: Checkpoints, trainer: Any) -> Checkpoints:
         ("trainer.default_local_dir", handler.default_local_dir),
         ("trainer.max_ckpt_to_keep", handler.max_ckpt_to_keep),
     )
-    checkpoints = of_trainer(checkpoints, "attach_verl", save_dir=own[0], keep_last=own[1])
+    checkpoints = of_trainer(checkpoints, save_dir=own[0], keep_last=own[1])
     # Retention is the session's: what VeRL deletes, it deletes before the newer one is complete.
     handler.max_ckpt_to_keep = None
     return checkpoints
@@ -102,12 +100,18 @@ def _check(trainer: Any) -> None:
     check_new(
         trainer,
         "trainer",
-        "attach_verl",
         missing=[name for name in needed if not hasattr(trainer, name)],
         headline="this is no supervised trainer of VeRL's, or it is not made so far",
         expected="an SFTTrainer with its ckpt_handler; 0.9.1 was tried",
-        action="call attach_verl(self) at the end of _build_ckpt_handler of a class made from it",
+        action="megaresume.attach(SFTTrainer), of the class, before an instance is made",
     )
+    if hasattr(trainer, "resume_global_step"):
+        raise UsageError(
+            "this trainer has loaded its checkpoint already",
+            found="an SFTTrainer that is made",
+            expected="its class: an instance loads its checkpoint as it is made, and is attached just before that",
+            action="megaresume.attach(SFTTrainer), before SFTTrainer(config)",
+        )
     hdfs, copies = getattr(trainer.ckpt_handler, "default_hdfs_dir", None), "megaresume.Checkpoints(stage_to=...)"
-    action = f"attach_verl(self, checkpoints={copies}) copies checkpoints"
-    refuse("attach_verl", {"trainer.default_hdfs_dir": (hdfs, action)})
+    action = f"megaresume.attach(SFTTrainer, checkpoints={copies}) copies checkpoints"
+    refuse({"trainer.default_hdfs_dir": (hdfs, action)})

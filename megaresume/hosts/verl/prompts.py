@@ -1,12 +1,6 @@
-"""`attach_verl_prompts`: exact data resume for the prompts of VeRL's reinforcement learning.
+"""Exact data resume for the prompts of VeRL's reinforcement learning.
 
-    make = PPOTrainer._init_dataloader  # of verl.trainer.ppo.v1
-
-    def exact(trainer):
-        make(trainer)
-        megaresume.attach_verl_prompts(trainer)
-
-    PPOTrainer._init_dataloader = exact
+    megaresume.attach(PPOTrainer)  # of verl.trainer.ppo.v1, in the driver
 
 One driver hands out the prompts, and VeRL saves where it is as ``data.pt``. What it was handed for a step that has not
 ended, and what is in flight in a rollout, is VeRL's own business. See docs/verl.md.
@@ -86,9 +80,9 @@ class Prompts:
         self.is_loaded = True
 
 
-def attach_verl_prompts(trainer: Any, *, append: Append | None = None) -> None:
-    """Give a trainer of VeRL's reinforcement learning its prompts in an exact order. Call it in the driver, at the end
-    of the trainer's ``_init_dataloader``, or of the older trainer's ``_create_dataloader``.
+def attach(trainer: Any, *, append: Append | None = None) -> None:
+    """Give a trainer of VeRL's reinforcement learning its prompts in an exact order. See
+    `megaresume.attach`.
 
     Prompts, batch sizes, workers, shuffling and seed are those of VeRL's config. A resume goes on with the next prompt,
     also with other batch sizes; without the state of the prompts it is refused.
@@ -104,15 +98,14 @@ def attach_verl_prompts(trainer: Any, *, append: Append | None = None) -> None:
     check_new(
         trainer,
         "trainer",
-        "attach_verl_prompts",
         missing=[name for name in needed if not hasattr(trainer, name)],
         headline="this is no trainer of VeRL's reinforcement learning, or it is not made so far",
         expected="a PPOTrainer or RayPPOTrainer with its train_dataloader; 0.9.1 was tried",
-        action="call attach_verl_prompts(self) at the end of _init_dataloader, or _create_dataloader",
+        action="megaresume.attach(PPOTrainer), of the class, before an instance is made",
     )
     if hasattr(trainer.train_dataset, "on_batch_end"):
         raise UsageError(
-            "prompts that change while it trains cannot be used with attach_verl_prompts",
+            "prompts that change while it trains cannot be used with megaresume.attach",
             found=f"{type(trainer.train_dataset).__qualname__}.on_batch_end",
             expected="a dataset that stays as it is",
             action="leave data.datagen out",
@@ -128,7 +121,7 @@ def attach_verl_prompts(trainer: Any, *, append: Append | None = None) -> None:
         append=append,
         dp_rank=0,
         dp_size=1,
-    ).made_by("attach_verl_prompts")
+    ).made_by("megaresume.attach")
     trainer.train_dataloader = prompts = Prompts(trainer, loader)
     setattr(trainer, SLOT, prompts)
     _set_length(trainer, prompts)

@@ -39,7 +39,7 @@ class Texts(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def datasets_in(directory: Path) -> dict[str, tuple[Texts, str]]:
-    """What ``attach_trainer`` takes as data: {name: (dataset, weight)}."""
+    """What ``megaresume.attach`` takes as data: {name: (dataset, weight)}."""
     return {name: (Texts(directory / f"{name}.jsonl"), weight) for name, (_, weight) in SOURCES.items()}
 
 

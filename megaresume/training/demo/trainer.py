@@ -152,7 +152,7 @@ def main() -> None:
     torch.manual_seed(1234)
     llama = LlamaForCausalLM(LlamaConfig(vocab_size=PADDING + 1, max_position_embeddings=LENGTH, **model))
     trainer = Recorder(llama, settings, data_collator=collate)
-    loader = megaresume.attach_trainer(trainer, datasets_in(args.megaresume_data))
+    loader = megaresume.attach(trainer, datasets_in(args.megaresume_data))
     trainer.add_callback(Writer(trainer, loader, args.megaresume_log_samples))
     trainer.train(resume_from_checkpoint=True)
     trainer.accelerator.end_training()

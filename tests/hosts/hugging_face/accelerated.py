@@ -86,7 +86,7 @@ def run(
     if not isinstance(data, str):
         options = {"max_epochs": epochs} | options
     loader = loader_of(Numbers() if data is None else data, batch, accumulation, **options)
-    loop = megaresume.attach_accelerator(accelerator, loader, stop=stop)
+    loop = megaresume.attach(accelerator, loader, stop=stop)
     accelerator.load_state(load)
     while loop.samples < epochs * ITEMS if steps is None else loop.step < steps:
         for micro in loop:

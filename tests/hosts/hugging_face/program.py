@@ -153,7 +153,7 @@ if __name__ == "__main__":
     if asked.pop("texts", False):
         asked["data"] = Texts()
     trainer = make(Path(sys.argv[1]), kill=tuple(asked.pop("kill", ("", 0))), **asked)
-    megaresume.attach_trainer(trainer, **attached)
+    megaresume.attach(trainer, **attached)
     trainer.train(resume_from_checkpoint=True)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

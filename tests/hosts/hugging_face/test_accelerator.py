@@ -1,4 +1,4 @@
-"""`megaresume.attach_accelerator` in real loops with Accelerate, on gloo: killed, and gone on with.
+"""`megaresume.attach` in real loops with Accelerate, on gloo: killed, and gone on with.
 
 What a loop trained it writes down itself: `accelerated.py`.
 """
@@ -163,7 +163,7 @@ class Tried:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.loader = megaresume.DataLoader(Numbers(), batch_size=4, accumulation=accumulation)
-        self.loop = megaresume.attach_accelerator(self.accelerator, self.loader)
+        self.loop = megaresume.attach(self.accelerator, self.loader)
 
     def train(self, batch: torch.Tensor) -> None:
         with self.accelerator.accumulate(self.model):
@@ -246,7 +246,7 @@ def test_two_optimizers_of_one_step(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
     made = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
     model, one, other = accelerator.prepare(model, *made)
-    loop = megaresume.attach_accelerator(accelerator, megaresume.DataLoader(Numbers(), batch_size=4))
+    loop = megaresume.attach(accelerator, megaresume.DataLoader(Numbers(), batch_size=4))
     for batch in loop:
         accelerator.backward(model(batch.float()).sum())
         one.step()
@@ -297,13 +297,13 @@ def test_what_comes_after_attach(tmp_path: Path) -> None:
     other = torch.nn.Linear(1, 1)
     tried.accelerator.prepare(torch.utils.data.DataLoader(Numbers(4)))  # for an evaluation
     with pytest.raises(UsageError, match="already"):
-        megaresume.attach_accelerator(tried.accelerator, tried.loader)
+        megaresume.attach(tried.accelerator, tried.loader)
     tried.accelerator.register_for_checkpointing(other)
     with pytest.raises(UsageError, match="registered for checkpointing after"):
         tried.accelerator.save_state()
     tried.accelerator._custom_objects.pop()
     tried.accelerator.prepare(other, torch.optim.SGD(other.parameters()))
-    with pytest.raises(UsageError, match="prepared after attach_accelerator"):
+    with pytest.raises(UsageError, match=r"prepared after megaresume\.attach"):
         tried.accelerator.load_state()
     tried.loop.close()
 
@@ -331,28 +331,26 @@ def test_other_ways_to_train_on_several_devices_are_refused(tmp_path: Path, kind
     accelerator.prepare(model, torch.optim.SGD(model.parameters()))
     accelerator.state.distributed_type = DistributedType(kind)
     with pytest.raises(UsageError, match=f"this way to train on several devices(.|\n)*{kind}(.|\n)*FSDP2"):
-        megaresume.attach_accelerator(accelerator, megaresume.DataLoader(Numbers(), batch_size=4))
+        megaresume.attach(accelerator, megaresume.DataLoader(Numbers(), batch_size=4))
 
 
 def test_refused_before_anything_is_prepared(tmp_path: Path) -> None:
     accelerator, loader = accelerator_of(tmp_path / "run", 1), megaresume.DataLoader(Numbers(), batch_size=4)
     with pytest.raises(UsageError, match="nothing is prepared yet"):
-        megaresume.attach_accelerator(accelerator, loader)
+        megaresume.attach(accelerator, loader)
     model = torch.nn.Linear(2, 1)
     accelerator.prepare(model, torch.optim.SGD(model.parameters()))
     with pytest.raises(UsageError, match="a loader of megaresume's"):
-        megaresume.attach_accelerator(accelerator, torch.utils.data.DataLoader(Numbers()))  # type: ignore[arg-type]
+        megaresume.attach(accelerator, torch.utils.data.DataLoader(Numbers()))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="the same number"):
-        megaresume.attach_accelerator(accelerator, megaresume.DataLoader(Numbers(), batch_size=4, accumulation=2))
+        megaresume.attach(accelerator, megaresume.DataLoader(Numbers(), batch_size=4, accumulation=2))
     with pytest.raises(UsageError, match=r"rank 0 of 2; the Accelerator's is rank 0 of 1"):
-        megaresume.attach_accelerator(accelerator, megaresume.DataLoader(Numbers(), batch_size=4, dp_rank=0, dp_size=2))
+        megaresume.attach(accelerator, megaresume.DataLoader(Numbers(), batch_size=4, dp_rank=0, dp_size=2))
     with pytest.raises(UsageError, match="none of Accelerate's"):
-        megaresume.attach_accelerator(accelerator, loader, Checkpoints(adopt=True))
+        megaresume.attach(accelerator, loader, checkpoints=Checkpoints(adopt=True))
     accelerator.project_configuration = ProjectConfiguration()
     with pytest.raises(UsageError, match=r"ProjectConfiguration\(project_dir"):
-        megaresume.attach_accelerator(accelerator, loader)
-    with pytest.raises(UsageError, match="this is no Accelerator"):
-        megaresume.attach_accelerator(model, loader)
+        megaresume.attach(accelerator, loader)
 
 
 @pytest.mark.release

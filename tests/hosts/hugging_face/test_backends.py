@@ -44,7 +44,7 @@ def order(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
     """Two epochs with one rank and DDP, which nobody stops."""
     output = tmp_path_factory.mktemp("whole") / "run"
     trainer = make(output, num_train_epochs=2, per_device_train_batch_size=4)
-    megaresume.attach_trainer(trainer)
+    megaresume.attach(trainer)
     trainer.train()
     return items(trained(output))
 
@@ -92,6 +92,6 @@ def other_layouts(output: Path, options: Any) -> None:
         assert "resumed at sample 200" in done.stdout and "dp 2->1" in done.stdout
         assert sorted(items(trained(output))[200:]) == list(range(ITEMS))
     trainer = make(output, attempt=4, num_train_epochs=3)
-    megaresume.attach_trainer(trainer)
+    megaresume.attach(trainer)
     with pytest.raises(CheckpointError, match=rf"not written with DDP(.|\n)*written with {backend}"):
         trainer.train(resume_from_checkpoint=True)

@@ -43,9 +43,9 @@ def test_llama_factory(tmp_path: Path, disabled: bool) -> None:
     trainer = trainer_of(tmp_path / "run", *LLAMA_FACTORY, finetuning_args=settings)
     if disabled:
         with pytest.raises(UsageError, match="disable_shuffling cannot be used"):
-            megaresume.attach_trainer(trainer)
+            megaresume.attach(trainer)
     else:
-        assert len(megaresume.attach_trainer(trainer)) == 50
+        assert len(megaresume.attach(trainer)) == 50
 
 
 @pytest.mark.parametrize("setting", [None, "group_by_length", "train_dataloader_shuffle", "sequence_parallel_size"])
@@ -56,9 +56,9 @@ def test_swift(tmp_path: Path, setting: str | None) -> None:
     trainer.args.train_dataloader_shuffle = setting != "train_dataloader_shuffle"
     if setting:
         with pytest.raises(UsageError, match=f"{setting}.* cannot be used"):
-            megaresume.attach_trainer(trainer)
+            megaresume.attach(trainer)
     else:
-        assert len(megaresume.attach_trainer(trainer)) == 50
+        assert len(megaresume.attach(trainer)) == 50
 
 
 class LazyLLMDataset(Numbers):
@@ -73,16 +73,16 @@ def test_swift_saves(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path / "run", *SWIFT_SAVE)
     trainer.args.use_flash_ckpt, trainer.args.resume_only_model = False, True
     with pytest.raises(UsageError, match="resume_only_model cannot be used"):
-        megaresume.attach_trainer(trainer)
+        megaresume.attach(trainer)
     trainer.args.resume_only_model = False
     trainer.train_dataset = torch.utils.data.Subset(LazyLLMDataset(10), range(8))
     with pytest.raises(UsageError, match="lazy_tokenize without strict cannot be used"):
-        megaresume.attach_trainer(trainer)
+        megaresume.attach(trainer)
     for name, dataset in {"strict": LazyLLMDataset(1), "encoded": LazyLLMDataset(10, "lengths")}.items():
         trainer = trainer_of(tmp_path / name, *SWIFT_SAVE)
         trainer.args.use_flash_ckpt = False
         trainer.train_dataset = torch.utils.data.Subset(dataset, range(8))
-        assert len(megaresume.attach_trainer(trainer)) == 4
+        assert len(megaresume.attach(trainer)) == 4
 
 
 @pytest.mark.parametrize("setting", [None, "sample_packing", "curriculum_sampling"])
@@ -94,9 +94,9 @@ def test_axolotl(tmp_path: Path, setting: str | None) -> None:
     trainer.args.curriculum_sampling = setting == "curriculum_sampling"
     if setting:
         with pytest.raises(UsageError, match=f"{setting} cannot be used"):
-            megaresume.attach_trainer(trainer)
+            megaresume.attach(trainer)
     else:
-        assert len(megaresume.attach_trainer(trainer)) == 50
+        assert len(megaresume.attach(trainer)) == 50
         assert trainer.args.max_steps == -1
 
 
@@ -105,12 +105,12 @@ def test_dpo(tmp_path: Path, computed: bool) -> None:
     trainer = trainer_of(tmp_path / "run", *DPO, precompute_ref_log_probs=computed)
     if computed:
         with pytest.raises(UsageError, match="precompute_ref_log_probs cannot be used"):
-            megaresume.attach_trainer(trainer)
+            megaresume.attach(trainer)
     else:
-        assert len(megaresume.attach_trainer(trainer)) == 50
+        assert len(megaresume.attach(trainer)) == 50
 
 
 def test_the_same_method_of_another_class(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path / "run", "llamafactory.train.kto.trainer", "CustomKTOTrainer", "_get_train_sampler")
     with pytest.raises(UsageError, match="a sampler of its own"):
-        megaresume.attach_trainer(trainer)
+        megaresume.attach(trainer)

@@ -34,7 +34,7 @@ def test_a_disk_that_is_cleaned(small_disk: Path, capfd: pytest.CaptureFixture[s
         return write(output_dir)
 
     trainer._save_optimizer_and_scheduler = full_at_first
-    megaresume.attach_trainer(trainer, checkpoints=megaresume.Checkpoints(save_retry_wait=0.01))
+    megaresume.attach(trainer, checkpoints=megaresume.Checkpoints(save_retry_wait=0.01))
     trainer.train(resume_from_checkpoint=True)
     out = capfd.readouterr().out
     assert tries == ["checkpoint-5", "checkpoint-5", "checkpoint-10"]
@@ -47,4 +47,4 @@ def test_a_disk_that_is_cleaned(small_disk: Path, capfd: pytest.CaptureFixture[s
 @pytest.mark.parametrize("given", [{"save_dir": "elsewhere"}, {"keep_last": 2}, {"elastic": True}])
 def test_what_the_trainer_says_itself(tmp_path: Path, given: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=f"{next(iter(given))} cannot be used"):
-        megaresume.attach_trainer(make(tmp_path / "run"), checkpoints=megaresume.Checkpoints(**given))
+        megaresume.attach(make(tmp_path / "run"), checkpoints=megaresume.Checkpoints(**given))

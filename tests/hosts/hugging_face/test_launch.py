@@ -37,7 +37,7 @@ def launch(output: Path, ranks: int, *flags: str, script: Path = PLAIN, **option
 @pytest.mark.process
 def test_killed_in_a_save_and_gone_on(tmp_path: Path) -> None:
     trainer = make(tmp_path / "whole", num_train_epochs=1)
-    megaresume.attach_trainer(trainer)
+    megaresume.attach(trainer)
     trainer.train()
     order = items(trained(tmp_path / "whole"))
     assert sorted(order) == list(range(ITEMS))

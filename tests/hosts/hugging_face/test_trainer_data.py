@@ -1,4 +1,4 @@
-"""What `attach_trainer` takes of `megaresume.DataLoader`: packing, keyed randomness, skips and stages.
+"""What `megaresume.attach` takes of `megaresume.DataLoader`: packing, keyed randomness, skips and stages.
 
 All in this process, with one rank, interrupted and gone on with; what was trained is read back from the batches.
 """
@@ -36,7 +36,7 @@ PACKED: dict[str, Any] = {"seq_length": 24}
 def run(output: Path, attach: Any = None, **options: Any) -> Recorder:
     """Train two epochs of texts."""
     trainer = make(output, **{"data": Texts(), "num_train_epochs": 2} | options)
-    megaresume.attach_trainer(trainer, **attach or {})
+    megaresume.attach(trainer, **attach or {})
     trainer.train(resume_from_checkpoint=True)
     return trainer
 
@@ -76,7 +76,7 @@ def test_packed_items_come_whole_and_once_an_epoch(order: list[int]) -> None:
 
 def test_packed_batches_are_rows_without_padding(whole: Path, tmp_path: Path) -> None:
     trainer = make(tmp_path / "run", data=Texts())
-    row = next(iter(megaresume.attach_trainer(trainer, seq_length=24)))
+    row = next(iter(megaresume.attach(trainer, seq_length=24)))
     assert row["input_ids"].shape == row["labels"].shape == (1, int(row["cu_seq_lens_q"][-1]))
     assert 24 < row["input_ids"].numel() <= 48
 
@@ -225,20 +225,20 @@ def test_batches_of_like_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[s
 )
 def test_options_that_are_refused(tmp_path: Path, attach: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        megaresume.attach_trainer(make(tmp_path / "run"), **attach)
+        megaresume.attach(make(tmp_path / "run"), **attach)
 
 
 def test_a_collator_that_pads_is_refused(tmp_path: Path) -> None:
     trainer = make(tmp_path / "run", data=Texts())
     trainer.data_collator = transformers.DataCollatorForSeq2Seq(None)
     with pytest.raises(UsageError, match="DataCollatorForSeq2Seq"):
-        megaresume.attach_trainer(trainer, seq_length=24)
+        megaresume.attach(trainer, seq_length=24)
     side_by_side = transformers.default_data_collator
     trainer.data_collator = lambda items: side_by_side([{"input_ids": item["input_ids"][:2]} for item in items])
-    loader = megaresume.attach_trainer(trainer, seq_length=24)
+    loader = megaresume.attach(trainer, seq_length=24)
     with pytest.raises(UsageError, match=r"data_collator: \d rows of \d items"):
         next(iter(loader))
     trainer = make(tmp_path / "other", data=Texts())
     trainer.data_collator = transformers.DataCollatorWithFlattening()
-    row = next(iter(megaresume.attach_trainer(trainer, seq_length=24)))
+    row = next(iter(megaresume.attach(trainer, seq_length=24)))
     assert row["input_ids"].shape == row["position_ids"].shape

@@ -1,4 +1,4 @@
-"""What people do to a Trainer between `attach_trainer` and the end: it is exact all the same, or refused."""
+"""What people do to a Trainer between `megaresume.attach` and the end: it is exact all the same, or refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def order(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
     """The items of one epoch."""
     output = tmp_path_factory.mktemp("whole") / "run"
     trainer = make(output, num_train_epochs=1)
-    megaresume.attach_trainer(trainer)
+    megaresume.attach(trainer)
     trainer.train()
     return items(trained(output))
 
@@ -46,23 +46,23 @@ def order(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
 def test_a_setting_changed_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: Any) -> None:
     monkeypatch.chdir(tmp_path)
     trainer = make(tmp_path / "run")
-    megaresume.attach_trainer(trainer)
+    megaresume.attach(trainer)
     setattr(trainer.args, name, value)
-    with pytest.raises(UsageError, match=f"{name} was changed after attach_trainer"):
+    with pytest.raises(UsageError, match=f"{name} was changed after megaresume.attach"):
         trainer.train()
 
 
 def test_a_dataset_changed_afterwards(tmp_path: Path) -> None:
     trainer = make(tmp_path / "run")
-    megaresume.attach_trainer(trainer)
+    megaresume.attach(trainer)
     trainer.train_dataset = Numbers(50)
-    with pytest.raises(UsageError, match="train_dataset was changed after attach_trainer"):
+    with pytest.raises(UsageError, match=r"train_dataset was changed after megaresume\.attach"):
         trainer.train()
 
 
 def test_a_batch_that_was_looked_at(tmp_path: Path) -> None:
     trainer = make(tmp_path / "run")
-    megaresume.attach_trainer(trainer)
+    megaresume.attach(trainer)
     assert len(trainer.get_train_dataloader()) == 50  # which takes none
     next(iter(trainer.get_train_dataloader()))
     with pytest.raises(StateError, match=r"read by somebody else(.|\n)*sample 2; the steps of the run at sample 0"):
@@ -82,7 +82,7 @@ class Peek(TrainerCallback):
 def test_a_callback_that_takes_a_batch(tmp_path: Path, when: str) -> None:
     trainer = make(tmp_path / "run", num_train_epochs=2)
     trainer.add_callback(Peek(when))
-    megaresume.attach_trainer(trainer)
+    megaresume.attach(trainer)
     with pytest.raises(StateError, match=r"was moved while it was being read|read by somebody else"):
         trainer.train()
 
@@ -101,14 +101,14 @@ def test_a_callback_that_evaluates(tmp_path: Path, order: list[int]) -> None:
     evaluate = Evaluate()
     evaluate.trainer = trainer
     trainer.add_callback(evaluate)
-    megaresume.attach_trainer(trainer)
+    megaresume.attach(trainer)
     trainer.train()
     assert items(trained(tmp_path / "run")) == order
 
 
 def test_callbacks_that_were_removed_or_changed_the_state(tmp_path: Path) -> None:
     trainer = make(tmp_path / "removed")
-    megaresume.attach_trainer(trainer)
+    megaresume.attach(trainer)
     del trainer.callback_handler.callbacks[0]
     with pytest.raises(StateError, match="count different steps"):
         trainer.train()
@@ -119,7 +119,7 @@ def test_callbacks_that_were_removed_or_changed_the_state(tmp_path: Path) -> Non
 
     trainer = make(tmp_path / "changed")
     trainer.add_callback(Jump())
-    megaresume.attach_trainer(trainer)
+    megaresume.attach(trainer)
     with pytest.raises(StateError, match="count different steps"):
         trainer.train()
 
@@ -131,7 +131,7 @@ def test_an_epoch_that_a_callback_ends_early_is_refused(tmp_path: Path) -> None:
 
     trainer = make(tmp_path / "run", num_train_epochs=2)
     trainer.add_callback(Stop())
-    megaresume.attach_trainer(trainer)
+    megaresume.attach(trainer)
     words = r"should_epoch_stop cannot be used(.|\n)*sample 8, in epoch 0(.|\n)*should_training_stop"
     with pytest.raises(UsageError, match=words):
         trainer.train()
@@ -140,12 +140,12 @@ def test_an_epoch_that_a_callback_ends_early_is_refused(tmp_path: Path) -> None:
 def test_checkpoints_of_others(tmp_path: Path, order: list[int]) -> None:
     first = tmp_path / "first"
     trainer = make(first, max_steps=10)
-    megaresume.attach_trainer(trainer)
+    megaresume.attach(trainer)
     trainer.train()
 
     def resumed(path: Path, **options: Any) -> Any:
         trainer = make(tmp_path / "second", num_train_epochs=1, **options)
-        megaresume.attach_trainer(trainer)
+        megaresume.attach(trainer)
         return trainer.train(resume_from_checkpoint=str(path))
 
     with pytest.raises(CheckpointError, match="checkpoint-7"):
@@ -163,15 +163,15 @@ def test_checkpoints_of_others(tmp_path: Path, order: list[int]) -> None:
 
 def test_a_checkpoint_without_an_optimizer(tmp_path: Path) -> None:
     trainer = make(tmp_path / "run", max_steps=5, save_only_model=True)
-    with pytest.raises(UsageError, match="save_only_model cannot be used with attach_trainer"):
-        megaresume.attach_trainer(trainer)
+    with pytest.raises(UsageError, match=r"save_only_model cannot be used with megaresume\.attach"):
+        megaresume.attach(trainer)
     trainer = make(tmp_path / "run", max_steps=5)
-    megaresume.attach_trainer(trainer)
+    megaresume.attach(trainer)
     trainer.train()
     (tmp_path / "run" / "checkpoint-5" / "optimizer.pt").unlink()
     shutil.rmtree(tmp_path / "run" / "megaresume")  # or the file that is gone would be missed
     trainer = make(tmp_path / "run", max_steps=10)
-    megaresume.attach_trainer(trainer)
+    megaresume.attach(trainer)
     with pytest.raises(CheckpointError, match="the checkpoint has no optimizer"):
         trainer.train(resume_from_checkpoint=True)
 
@@ -179,13 +179,13 @@ def test_a_checkpoint_without_an_optimizer(tmp_path: Path) -> None:
 def test_a_run_that_saves_nothing_beside_checkpoints_of_another(tmp_path: Path, order: list[int]) -> None:
     for strategy in ("steps", "no"):
         trainer = make(tmp_path / "run", attempt=1 + (strategy == "no"), max_steps=6, save_strategy=strategy)
-        megaresume.attach_trainer(trainer)
+        megaresume.attach(trainer)
         trainer.train(resume_from_checkpoint=False)
     assert items([line["items"] for line in lines(tmp_path / "run") if line["attempt"] == 2]) == order[:24]
     assert not [entry for entry in read_ledger(ledger_path(tmp_path / "run")).entries[3:] if entry.kind == "start"]
     saver = make(tmp_path / "run", save_strategy="no")
     saver.add_callback(SaveAt(2))
-    megaresume.attach_trainer(saver)
+    megaresume.attach(saver)
     with pytest.raises(UsageError, match="would save over those"):
         saver.train()
 
@@ -208,7 +208,7 @@ def test_the_working_directory_was_changed(tmp_path: Path, order: list[int], mon
     monkeypatch.chdir(tmp_path)
     trainer = make(Path("run"), num_train_epochs=1)
     trainer.record = tmp_path / "run.record"
-    megaresume.attach_trainer(trainer)
+    megaresume.attach(trainer)
     trainer.add_callback(Leave())
     trainer.train()
     assert [path.name for path in sorted(tmp_path.glob("run/checkpoint-*"))][:2] == ["checkpoint-10", "checkpoint-15"]

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer under `attach_trainer`: packed rows of its own, each once an epoch, whatever the layout."""
+"""TRL's SFTTrainer under `megaresume.attach`: packed rows of its own, each once an epoch, whatever the layout."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def train(
     settings = trl.SFTConfig(output_dir=str(output), **defaults | options)
     data = datasets.Dataset.from_list([{"input_ids": [2 + k] * (1 + 7 * k % 20) + [1]} for k in range(texts)])
     trainer = Recorder(model, settings, train_dataset=data, processing_class=tokenizer)
-    megaresume.attach_trainer(trainer, **attach or {})
+    megaresume.attach(trainer, **attach or {})
     try:
         trainer.train(resume_from_checkpoint=True)
     except Cut:

@@ -166,7 +166,7 @@ def loader(**options: Any) -> Any:
 def attached(directory: Path, *callbacks: Any, **options: Any) -> L.Trainer:
     """A Trainer of 6 steps, attached."""
     trainer = trainer_of(directory, **{"callbacks": list(callbacks), "max_steps": 6} | options)
-    megaresume.attach_lightning(trainer, megaresume.Checkpoints(save_dir=directory))
+    megaresume.attach(trainer, checkpoints=megaresume.Checkpoints(save_dir=directory))
     return trainer
 
 
@@ -203,7 +203,7 @@ def run(
         callbacks=[callback],
         **{"max_epochs": epochs, "accumulate_grad_batches": accumulation} | (trainer or {}),
     )
-    megaresume.attach_lightning(made, megaresume.Checkpoints(save_dir=directory, **checkpoints or {}), stop=stop)
+    megaresume.attach(made, checkpoints=megaresume.Checkpoints(save_dir=directory, **checkpoints or {}), stop=stop)
     module = Module(directory, attempt, kill)
     if watch is not None:
         module.watch = lambda: watch(made)

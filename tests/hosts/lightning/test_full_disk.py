@@ -23,7 +23,7 @@ def test_a_disk_that_is_cleaned(small_disk: Path, capfd: pytest.CaptureFixture[s
     directory, filler = small_disk / "run", small_disk / "filler"
     links = ModelCheckpoint(small_disk / "links", every_n_train_steps=5, save_top_k=-1)
     trainer = trainer_of(directory, max_steps=10, callbacks=[links])
-    megaresume.attach_lightning(trainer, megaresume.Checkpoints(save_dir=directory, save_retry_wait=0.01))
+    megaresume.attach(trainer, checkpoints=megaresume.Checkpoints(save_dir=directory, save_retry_wait=0.01))
     write, tries = trainer.strategy.save_checkpoint, []
 
     def full_at_first(checkpoint: Any, path: str, *args: Any) -> None:

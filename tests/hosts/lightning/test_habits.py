@@ -1,4 +1,4 @@
-"""What people do with a Lightning Trainer, and what `megaresume.attach_lightning` makes of it."""
+"""What people do with a Lightning Trainer, and what `megaresume.attach` makes of it."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def test_validation_after_every_so_many_batches_of_all_epochs(directory: Path) -
     ],
 )
 def test_settings_of_the_trainer(directory: Path, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(UsageError, match=f"{words}.* cannot be used with attach_lightning"):
+    with pytest.raises(UsageError, match=f"{words}.* cannot be used with megaresume.attach"):
         attached(directory, **options)
 
 
@@ -305,7 +305,7 @@ def test_settings_of_the_trainer(directory: Path, options: dict[str, Any], words
 )
 def test_callbacks(directory: Path, callback: Callable[[], Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(directory.parent)  # where callbacks write that have no folder of their own
-    with pytest.raises(UsageError, match=f"{words} cannot be used with attach_lightning"):
+    with pytest.raises(UsageError, match=f"{words} cannot be used with megaresume.attach"):
         attached(directory, callback()).fit(Module(directory), loader())
 
 
@@ -342,15 +342,13 @@ def test_what_else(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         attached(directory)
     with pytest.raises(UsageError, match="dataloader_iter"):
         attached(directory).fit(Own(directory), loader())
-    with pytest.raises(UsageError, match="no Trainer of Lightning's"):
-        megaresume.attach_lightning(torch.nn.Linear(1, 1), Checkpoints(save_dir=directory))
     with pytest.raises(UsageError, match="save_dir=None"):
-        megaresume.attach_lightning(trainer_of(directory), Checkpoints())
+        megaresume.attach(trainer_of(directory), checkpoints=Checkpoints())
     with pytest.raises(UsageError, match="max_steps beyond"):
         attached(directory, max_steps=26).fit(Module(directory), loader(max_epochs=1))
     trainer = attached(directory)
     with pytest.raises(UsageError, match="already"):
-        megaresume.attach_lightning(trainer, Checkpoints(save_dir=directory))
+        megaresume.attach(trainer, checkpoints=Checkpoints(save_dir=directory))
     timed = ModelCheckpoint(directory.with_name("links"), train_time_interval=timedelta(0))
     module = Module(directory)
     module.watch = lambda: module.trainer.save_checkpoint("x.ckpt", storage_options={})

@@ -32,7 +32,7 @@ toy.start()
 rank = dist.get_rank()
 save = toy.ROOT / name
 engine = toy.engine_of(micro=2, batch=4)
-data = megaresume.attach_loader(
+data = megaresume.attach(
     engine,
     kit.energon_loader(toy.DATA, rank=rank, world=2, workers=2, every=60),
     checkpoints=megaresume.Checkpoints(save_dir=save),

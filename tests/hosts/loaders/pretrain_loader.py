@@ -41,5 +41,5 @@ def train_valid_test_datasets_provider(train_val_test_num_samples, vp_stage=None
 
 if __name__ == "__main__":
     train_valid_test_datasets_provider.is_distributed = True
-    provider = megaresume.loader_provider(train_valid_test_datasets_provider)
+    provider = megaresume.provider(train_valid_test_datasets_provider)
     pretrain(provider, model_provider, ModelType.encoder_or_decoder, forward_step, args_defaults={})

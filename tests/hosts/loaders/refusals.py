@@ -15,6 +15,7 @@ import torch.utils.data  # noqa: E402
 import toy  # noqa: E402
 
 import megaresume  # noqa: E402
+from megaresume.hosts.deepspeed.loaders import attach_loader  # noqa: E402
 
 save = toy.ROOT / "killed"
 toy.start()
@@ -27,9 +28,7 @@ def loads(directory: Path, dp: int = 2, **options: Any) -> list[str]:
 
     data_size, loaders.facts.data_size = loaders.facts.data_size, lambda engine: dp
     try:
-        megaresume.attach_loader(
-            engine, options.pop("loader", None) or kit.energon_loader(toy.DATA, world=2, **options)
-        )
+        megaresume.attach(engine, options.pop("loader", None) or kit.energon_loader(toy.DATA, world=2, **options))
         return toy.error_of(lambda: engine.load_checkpoint(str(directory)))
     finally:
         loaders.facts.data_size = data_size
@@ -56,15 +55,16 @@ found["missing"] = loads(missing)
 
 engine = toy.engine_of(micro=2, batch=4)
 engine.load_checkpoint(str(save))
-data = megaresume.attach_loader(engine, kit.torchdata_loader("map"))
+data = megaresume.attach(engine, kit.torchdata_loader("map"))
 found["attached_late"] = toy.error_of(lambda: next(data))
 found["no_state"] = toy.error_of(
-    lambda: megaresume.attach_loader(toy.engine_of(micro=2, batch=4), torch.utils.data.DataLoader([1, 2]))
+    lambda: megaresume.attach(toy.engine_of(micro=2, batch=4), torch.utils.data.DataLoader([1, 2]))
 )
 of_rank_1 = megaresume.DataLoader(torch.arange(10), batch_size=2, dp_rank=1, dp_size=2)
-found["rank"] = toy.error_of(lambda: megaresume.attach_loader(toy.engine_of(micro=2, batch=2), of_rank_1))
+found["rank"] = toy.error_of(lambda: megaresume.attach(toy.engine_of(micro=2, batch=2), of_rank_1))
 engine = toy.engine_of(micro=2, batch=2)
-data = megaresume.attach_loader(engine, None)
+data = attach_loader(engine, None)  # as on a rank that is sent its batches by another
 found["no_loader"] = toy.error_of(lambda: next(data))
+found["option"] = toy.error_of(lambda: megaresume.attach(engine, kit.torchdata_loader("map"), log_samples=save))
 toy.result("refusals", found)
 os._exit(0)

@@ -122,6 +122,7 @@ def test_refusals(run: Run, launch: Launch, energon_dataset: Path, second_life: 
         ],
         "no_state": ["UsageError", "this loader has no state that could be saved"],
         "no_loader": ["UsageError", "this rank has no loader"],
+        "option": ["UsageError", "this option is of a stream of megaresume's"],
     }
     assert found["dp"][2].startswith("start with 2 data-parallel ranks and 2 workers; or go over to a stream")
     assert found["workers"][2].startswith("num_workers=2; or go over to a stream")

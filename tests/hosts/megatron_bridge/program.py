@@ -205,7 +205,7 @@ def run(
     def validation(dp_rank: int, dp_size: int) -> Any:
         return torch.utils.data.DataLoader(Numbers(50), batch, sampler=range(dp_rank, 50, dp_size))
 
-    megaresume.attach_bridge(config, data, validation=validation if evals else None)
+    megaresume.attach(config, data, validation=validation if evals else None)
     if kill:
         dies_in_the_save_of(kill)
     recorder = Recorder(directory, attempt, numbers=stream is None)

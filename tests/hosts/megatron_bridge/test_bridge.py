@@ -1,4 +1,4 @@
-"""`megaresume.attach_bridge` in Megatron-Bridge's own ``pretrain`` on gloo: killed, and gone on with on other ranks.
+"""`megaresume.attach` in Megatron-Bridge's own ``pretrain`` on gloo: killed, and gone on with on other ranks.
 
 What the run trained it writes down itself: `program.py`.
 """

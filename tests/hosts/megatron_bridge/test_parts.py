@@ -1,4 +1,4 @@
-"""What of `megaresume.attach_bridge` needs no Megatron-Bridge: what is read, counted, carried and refused."""
+"""What of `megaresume.attach` needs no Megatron-Bridge: what is read, counted, carried and refused."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import megaresume
+from megaresume.hosts.megatron_bridge.attach import attach
 from megaresume.hosts.megatron_bridge.host import Carrying
 from megaresume.hosts.megatron_bridge.run import Run, _feed
 from megaresume.hosts.torch.feeds import Items
@@ -60,9 +61,9 @@ def config(**changes: Any) -> SimpleNamespace:
 )
 def test_settings_that_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        megaresume.attach_bridge(config(**changes), lambda rank, ranks: None)  # type: ignore[arg-type, return-value]
+        attach(config(**changes), lambda rank, ranks: None)  # type: ignore[arg-type, return-value]
     with pytest.raises(UsageError, match=r"no config of Megatron-Bridge(.|\n)*without train, model"):
-        megaresume.attach_bridge(SimpleNamespace(), lambda rank, ranks: None)  # type: ignore[arg-type, return-value]
+        attach(SimpleNamespace(), lambda rank, ranks: None)  # type: ignore[arg-type, return-value]
 
 
 def loader(**options: Any) -> megaresume.DataLoader:
@@ -84,7 +85,7 @@ def loader(**options: Any) -> megaresume.DataLoader:
 def test_loaders_that_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         _feed(loader(**options), config(), 0, 1)
-    with pytest.raises(UsageError, match="attach_bridge needs a loader of megaresume's"):
+    with pytest.raises(UsageError, match=r"megaresume\.attach needs a loader of megaresume's"):
         _feed(torch.utils.data.DataLoader(torch.arange(10)), config(), 0, 1)  # type: ignore[arg-type]
     assert _feed(loader(max_epochs=2, drop_last=True), config(), 0, 1).has(16)
 

@@ -122,7 +122,7 @@ def run(
     loader = loader_of(Numbers() if data is None else data, batch, accumulation, **options)
     objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     settings = Checkpoints(save_dir=directory, **checkpoints or {})
-    loop = megaresume.attach_loop(loader, objects, settings, writer=writer, stop=stop)
+    loop = megaresume.attach(objects, loader, checkpoints=settings, writer=writer, stop=stop)
     loop.load(**load or {})
     rank = dist.get_rank() if dist.is_initialized() else 0
     while loop.samples < epochs * ITEMS if steps is None else loop.step < steps:

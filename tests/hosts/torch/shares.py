@@ -24,7 +24,7 @@ def stream_loader(samples: int = 8, **options: Any) -> Any:
 
 
 def cases(rank: int) -> dict[str, tuple[Callable[[], Any], str, dict[str, Any]]]:
-    """By name: loader, model, further arguments of attach_loop."""
+    """By name: loader, model, further arguments of megaresume.attach."""
 
     def items(**options: Any) -> Callable[[], Any]:
         return lambda: megaresume.DataLoader(Numbers(), **{"batch_size": 2} | options)
@@ -58,7 +58,7 @@ def main() -> None:
         model = wrapped(parallel)
         try:
             checkpoints = megaresume.Checkpoints(save_dir=Path(sys.argv[1]) / str(number))
-            loop = megaresume.attach_loop(make(), {"model": model}, checkpoints, **more)
+            loop = megaresume.attach({"model": model}, make(), checkpoints=checkpoints, **more)
         except megaresume.MegaresumeError as error:
             mine: Any = str(error)
         else:

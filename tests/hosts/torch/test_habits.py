@@ -30,7 +30,9 @@ class Tried:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.loader = megaresume.DataLoader(Numbers(), batch_size=4, accumulation=accumulation, **options)
         objects = {"model": self.model, "optimizer": self.optimizer}
-        self.loop: Loop = megaresume.attach_loop(self.loader, objects, Checkpoints(save_dir=directory), writer=writer)
+        self.loop: Loop = megaresume.attach(
+            objects, self.loader, checkpoints=Checkpoints(save_dir=directory), writer=writer
+        )
 
     def train(self, batch: torch.Tensor) -> None:
         self.model(batch.float()).sum().backward()
@@ -300,7 +302,7 @@ def test_refused(directory: Path, change: dict[str, Any], words: str) -> None:
         "writer": "dcp",
     } | change
     with pytest.raises(UsageError, match=words):
-        megaresume.attach_loop(given["loader"], given["objects"], given["checkpoints"], writer=given["writer"])
+        megaresume.attach(given["objects"], given["loader"], checkpoints=given["checkpoints"], writer=given["writer"])
 
 
 def test_other_objects_than_were_saved(directory: Path, tried: Tried) -> None:
@@ -321,7 +323,7 @@ def test_other_objects_than_were_saved(directory: Path, tried: Tried) -> None:
 def test_another_model_than_was_saved(directory: Path, writer: str, change: str) -> None:
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
     checkpoints = Checkpoints(save_dir=directory)
-    loop = megaresume.attach_loop(megaresume.DataLoader(Numbers()), {"model": model}, checkpoints, writer=writer)
+    loop = megaresume.attach({"model": model}, megaresume.DataLoader(Numbers()), checkpoints=checkpoints, writer=writer)
     for _ in loop:
         loop.stepped()
         break
@@ -331,7 +333,7 @@ def test_another_model_than_was_saved(directory: Path, writer: str, change: str)
         del model["b"]
     else:
         model["c" if change == "more" else "b"] = torch.nn.Linear(2, 3)
-    loop = megaresume.attach_loop(megaresume.DataLoader(Numbers()), {"model": model}, checkpoints)
+    loop = megaresume.attach({"model": model}, megaresume.DataLoader(Numbers()), checkpoints=checkpoints)
     if change == "fewer" and writer == "dcp":  # torch.distributed.checkpoint reads what is asked for
         assert loop.load() is not None
     else:

@@ -27,7 +27,7 @@ class Run:
         self.optimizer = optimizer([{"params": second}, {"params": first, "lr": 0.05}], lr=0.01)
         loader = megaresume.DataLoader(Numbers(), batch_size=4)
         objects = {"model": self.heads, "optimizer": self.optimizer}
-        self.loop = megaresume.attach_loop(loader, objects, Checkpoints(save_dir=directory), writer=writer)
+        self.loop = megaresume.attach(objects, loader, checkpoints=Checkpoints(save_dir=directory), writer=writer)
 
     def train(self, stop: int) -> list[float]:
         """The losses until a step. The second head comes into use late; as a gradient scaler does, leave out steps."""

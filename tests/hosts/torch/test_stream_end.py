@@ -155,7 +155,7 @@ def test_a_run_to_its_end(tmp_path: Path) -> None:
         model = torch.nn.Linear(1, 1)
         stream = megaresume.open_stream(config)
         loader = megaresume.StreamLoader(stream, BatchSchedule.constant(8), micro_batch_size=2)
-        loop = megaresume.attach_loop(loader, {"model": model}, Checkpoints(save_dir=run))
+        loop = megaresume.attach({"model": model}, loader, checkpoints=Checkpoints(save_dir=run))
         resume = loop.load()
         for batch in loop:
             seen += batch["samples"].tolist()

@@ -137,9 +137,9 @@ def run(
 ) -> Any:
     """Train to the end, or to the death in the save of step ``kill``."""
     register(items, **options)
-    trainer = Recorded(config_of(directory, batch=batch, step=step, steps=steps, **config or {}), directory, attempt)
     if attached:
-        megaresume.attach_torchtitan(trainer)
+        megaresume.attach(Recorded)
+    trainer = Recorded(config_of(directory, batch=batch, step=step, steps=steps, **config or {}), directory, attempt)
     if kill:
         die_in_save_of(kill, trainer)
     try:

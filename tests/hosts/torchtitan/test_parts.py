@@ -1,4 +1,4 @@
-"""What of `megaresume.attach_torchtitan` needs no torchtitan: its data in a checkpoint, and what it refuses."""
+"""What of `megaresume.attach` needs no torchtitan: its data in a checkpoint, and what it refuses."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 import megaresume
 from megaresume.hosts.torch.feeds import Items
 from megaresume.hosts.torch.steps import Steps
+from megaresume.hosts.torchtitan.attach import attach
 from megaresume.hosts.torchtitan.hooks import Batches
 from megaresume.hosts.torchtitan.host import Carried
 from megaresume.stream.errors import StateError, UsageError
@@ -80,7 +81,7 @@ def trainer(**manager: Any) -> Any:
 )
 def test_settings_that_are_refused(manager: Any, words: str) -> None:
     with pytest.raises(UsageError) as raised:
-        megaresume.attach_torchtitan(trainer(**manager))
+        attach(trainer(**manager))
     assert words in str(raised.value)
 
 
@@ -88,22 +89,22 @@ def test_loaders_that_are_refused() -> None:
     mine = trainer()
     mine.gradient_accumulation_steps = 4
     with pytest.raises(UsageError, match=r"samples of a step(.|\n)*accumulation=4"):
-        megaresume.attach_torchtitan(mine)
+        attach(mine)
     mine = trainer()
     mine.dataloader = megaresume.DataLoader(torch.arange(10), batch_size=2, dp_rank=1, dp_size=2)
     with pytest.raises(UsageError, match="different ideas of dp_rank"):
-        megaresume.attach_torchtitan(mine)
+        attach(mine)
     mine.dataloader = megaresume.DataLoader(torch.arange(10), batch_size=2, max_epochs=2)
     with pytest.raises(UsageError, match="the last step of the data may be short"):
-        megaresume.attach_torchtitan(mine)
+        attach(mine)
     mine.dataloader = torch.utils.data.DataLoader(torch.arange(10))  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="attach_torchtitan needs a loader of megaresume's"):
-        megaresume.attach_torchtitan(mine)
+    with pytest.raises(UsageError, match=r"megaresume\.attach needs a loader of megaresume's"):
+        attach(mine)
 
 
 def test_what_is_no_trainer() -> None:
     with pytest.raises(UsageError, match=r"without Trainer.train(.|\n)*CheckpointManager.save"):
-        megaresume.attach_torchtitan(object())
+        attach(object())
     mine = trainer()
     with pytest.raises(UsageError, match="save_dir cannot be used"):
-        megaresume.attach_torchtitan(mine, checkpoints=megaresume.Checkpoints(save_dir="/elsewhere"))
+        attach(mine, checkpoints=megaresume.Checkpoints(save_dir="/elsewhere"))

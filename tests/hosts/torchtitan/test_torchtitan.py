@@ -1,4 +1,4 @@
-"""`megaresume.attach_torchtitan` in torchtitan's own Trainer on gloo: killed, and gone on with on other ranks and data.
+"""`megaresume.attach` in torchtitan's own Trainer on gloo: killed, and gone on with on other ranks and data.
 
 What the Trainer trained it writes down itself: `program.py`.
 """

@@ -66,8 +66,8 @@ def model_in(directory: Path) -> Path:
 class Recorded(sft_trainer.SFTTrainer):
     """Writes down what each step has trained; may die in a save."""
 
-    def __init__(self, config: Any, directory: Path, attempt: int, kill: int, attached: dict[str, Any] | None) -> None:
-        self.directory, self.attempt, self.kill, self.attached = directory, attempt, kill, attached
+    def __init__(self, config: Any, directory: Path, attempt: int, kill: int) -> None:
+        self.directory, self.attempt, self.kill = directory, attempt, kill
         self.count: int | None = None
         super().__init__(config)
 
@@ -79,8 +79,6 @@ class Recorded(sft_trainer.SFTTrainer):
         save, train = self.ckpt_handler.save_checkpoint, self.training_client.train_batch
         self.ckpt_handler.save_checkpoint = lambda step: (self._die(step), save(step))
         self.training_client.train_batch = lambda data: self._recorded(train, data)
-        if self.attached is not None:
-            megaresume.attach_verl(self, **self.attached)
 
     def _die(self, step: int) -> None:
         if step != self.kill:
@@ -124,7 +122,8 @@ def run(
     config: list[str] | None = None,
 ) -> None:
     """Train to the end, or to the death in the save of step ``kill``."""
-    options = {"append": append} if attached else None
+    if attached:
+        megaresume.attach(Recorded, append=append)
     model = model_in(directory.with_name("model"))
     settings = [
         f"model.path={model}",
@@ -148,7 +147,7 @@ def run(
         *(config or []),
     ]
     with initialize_config_module("verl.trainer.config", version_base=None):
-        trainer = Recorded(compose("sft_trainer_engine", settings), directory, attempt, kill, options)
+        trainer = Recorded(compose("sft_trainer_engine", settings), directory, attempt, kill)
     trainer.fit()
 
 

@@ -128,9 +128,10 @@ def run(
         config = compose("ppo_trainer", settings)
     with open_dict(config):
         config.data.gen_batch_size = gen
-    one: Any = {"new": New, "old": Old}[trainer](config)
+    made = {"new": New, "old": Old}[trainer]
     if attached:
-        megaresume.attach_verl_prompts(one, append=append)
+        megaresume.attach(made, append=append)
+    one: Any = made(config)
     with directory.with_name("handed.jsonl").open("a") as file:
         for prompts in one.steps():
             found = [int(np.asarray(prompt).item(0)["content"]) for prompt in prompts]

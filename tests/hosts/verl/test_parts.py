@@ -1,4 +1,4 @@
-"""What of `megaresume.attach_verl` needs no VeRL: what a trainer iterates over, and what is refused."""
+"""What of `megaresume.attach` needs no VeRL: what a trainer iterates over, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 import megaresume
 from megaresume.hosts.torch.feeds import Items
 from megaresume.hosts.torch.steps import Steps
+from megaresume.hosts.verl import prompts
+from megaresume.hosts.verl.attach import attach
 from megaresume.hosts.verl.host import Batches
 from megaresume.hosts.verl.prompts import Prompts
 from megaresume.stream.errors import StateError, UsageError
@@ -62,14 +64,14 @@ def test_its_end_with_another_batch_size() -> None:
 
 def test_what_is_refused() -> None:
     with pytest.raises(UsageError, match=r"no supervised trainer(.|\n)*without ckpt_handler, training_client"):
-        megaresume.attach_verl(SimpleNamespace(train_dataset=None, fit=None))
+        attach(SimpleNamespace(train_dataset=None, fit=None))
     handler = SimpleNamespace(default_hdfs_dir="hdfs://there", max_ckpt_to_keep=None, default_local_dir="/save")
     trainer = SimpleNamespace(ckpt_handler=handler, training_client=None, train_dataset=None, fit=None)
     with pytest.raises(UsageError, match="default_hdfs_dir cannot be used"):
-        megaresume.attach_verl(trainer)
+        attach(trainer)
     handler.default_hdfs_dir = None
     with pytest.raises(UsageError, match="keep_last cannot be used"):
-        megaresume.attach_verl(trainer, checkpoints=megaresume.Checkpoints(keep_last=3))
+        attach(trainer, checkpoints=megaresume.Checkpoints(keep_last=3))
 
 
 class Driver:
@@ -112,16 +114,16 @@ class Data(SimpleNamespace):
 @pytest.mark.parametrize(("batch_size", "step"), [(2, 5), (3, 5), (5, 5), (10, 4)])
 def test_prompts_go_on(batch_size: int, step: int) -> None:
     whole = Driver(2, seed=3)
-    megaresume.attach_verl_prompts(whole)
+    prompts.attach(whole)
     order = whole.hand_out()
     assert sorted(order[:10]) == sorted(order[10:20]) == sorted(order[20:]) == list(range(10))
     assert order[:10] != order[10:20]
     first = Driver(2, seed=3)
-    megaresume.attach_verl_prompts(first)
+    prompts.attach(first)
     before, state = first.hand_out(step), first.train_dataloader.state_dict()
     # Step 5 is the end of an epoch of steps of 2; step 4 is one of this run to VeRL, with a step more than it has.
     second = Driver(batch_size, state, step, seed=3)
-    megaresume.attach_verl_prompts(second)
+    prompts.attach(second)
     after = second.hand_out()
     left = (30 - 2 * step) // batch_size
     assert before + after == order[: 2 * step + left * batch_size]
@@ -130,7 +132,7 @@ def test_prompts_go_on(batch_size: int, step: int) -> None:
 
 def test_prompts_that_are_refused() -> None:
     driver = Driver(2, seed=None)
-    megaresume.attach_verl_prompts(driver)
+    prompts.attach(driver)
     driver.hand_out(4)
     state = driver.train_dataloader.state_dict()
     for found, step, words in (
@@ -139,19 +141,19 @@ def test_prompts_that_are_refused() -> None:
         (state, 6, r"of different steps(.|\n)*data.pt of step 4"),
     ):
         other = Driver(2, found, step, seed=None)
-        megaresume.attach_verl_prompts(other)
+        prompts.attach(other)
         with pytest.raises(StateError, match=words):
             other.hand_out()
     other = Driver(2, state, 4, seed=1)
-    megaresume.attach_verl_prompts(other)
+    prompts.attach(other)
     with pytest.raises(StateError, match="seed"):
         other.hand_out()
     assert isinstance(other.train_dataloader, Prompts)
     with pytest.raises(UsageError, match="has its data already"):
-        megaresume.attach_verl_prompts(other)
+        prompts.attach(other)
     with pytest.raises(UsageError, match="no trainer of VeRL's reinforcement learning"):
-        megaresume.attach_verl_prompts(SimpleNamespace())
+        prompts.attach(SimpleNamespace())
     other = Driver(2, seed=1)
     other.train_dataset = SimpleNamespace(on_batch_end=None)
     with pytest.raises(UsageError, match="prompts that change"):
-        megaresume.attach_verl_prompts(other)
+        prompts.attach(other)

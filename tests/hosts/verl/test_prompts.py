@@ -1,4 +1,4 @@
-"""`megaresume.attach_verl_prompts` in the functions of VeRL's own trainers: killed, and gone on with by other batches.
+"""`megaresume.attach` in the functions of VeRL's own trainers: killed, and gone on with by other batches.
 
 What they hand out they write down themselves: `prompts.py`.
 """

@@ -1,4 +1,4 @@
-"""`megaresume.attach_verl` in VeRL's own SFTTrainer on gloo: killed, and gone on with by other batches and data.
+"""`megaresume.attach` in VeRL's own SFTTrainer on gloo: killed, and gone on with by other batches and data.
 
 What the trainer trained it writes down itself: `program.py`.
 """

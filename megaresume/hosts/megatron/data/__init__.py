@@ -7,6 +7,6 @@ form.py         which keys get_batch expects
 samples.py      samples with these keys
 deal.py         balanced ranks: which sample lies at a place of the sampler
 order.py        the stream as what a checkpoint saves
-loaders.py      other people's loaders in its place: `loader_provider`
+loaders.py      other people's loaders in its place
 sample_log.py   what every process was handed
 """

@@ -12,7 +12,6 @@ With a virtual pipeline it is called once for every chunk; the chunks of a proce
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import time
@@ -57,20 +56,13 @@ def around_build_data_iterators(original: Callable[..., Any]) -> Callable[..., A
         current.start()
         on_all_ranks(lambda: check_load(current))
         current.building = True
-        if _gives_loaders(provider):
+        if current.settings.mode == "guard" and getattr(current.args, "dataloader_type", None) == "external":
             from megaresume.hosts.megatron.data.loaders import build_with_loaders as ours
         else:
             ours = _guarded if current.settings.mode == "guard" else _streamed
         return is_built(current, ours(current, lambda given: original(given, *args, **kwargs), provider))
 
     return build
-
-
-def _gives_loaders(provider: Callable[..., Any]) -> bool:
-    """Whether `megaresume.loader_provider` made it; Megatron binds ``vp_stage`` to it."""
-    while isinstance(provider, functools.partial):
-        provider = provider.func
-    return bool(getattr(provider, "megaresume_loaders", False))
 
 
 def _streamed(current: MegatronHost, original: Callable[..., Any], provider: Callable[..., Any]) -> Any:

@@ -1,9 +1,9 @@
-"""`loader_provider`: a loader with a state of its own under Megatron's ``--dataloader-type external``.
+"""A loader with a state of its own under Megatron's ``--dataloader-type external``.
 
     def train_valid_test_datasets_provider(train_val_test_num_samples, vp_stage=None):
         ...
         return train_loader, valid_loader, test_loader      # Energon's or torchdata's; None on ranks without data
-    pretrain(megaresume.loader_provider(train_valid_test_datasets_provider), ...)
+    pretrain(megaresume.provider(train_valid_test_datasets_provider), ...)
 
 The clock is ``args.consumed_train_samples``: a checkpoint of it holds the states after exactly those samples, whatever
 was fetched beyond. The states are written beside the checkpoint before its commit, and restored when the data is built.
@@ -21,40 +21,11 @@ from megaresume.checkpoint.data_state import DataState
 from megaresume.checkpoint.manifest import FileEntry
 from megaresume.hosts.loaders.adapters import LoaderReader, adapter_of
 from megaresume.hosts.loaders.states import NO_LOADER, Captured, LoaderRecord, capture, restore_states
-from megaresume.hosts.megatron.hooks import calls, install
 from megaresume.hosts.megatron.host import MegatronHost
 from megaresume.hosts.megatron.load_rules import BEGIN_ANEW
 from megaresume.session.host import Data
 from megaresume.session.ranks import on_all_ranks
-from megaresume.session.refusals import show_refusals
 from megaresume.stream.errors import StateError, UsageError
-
-#: by which `megaresume.hosts.megatron.data.iterators` knows such a provider.
-_MARK = "megaresume_loaders"
-
-
-def loader_provider(base: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a ``train_valid_test_datasets_provider`` that returns loaders, for ``--dataloader-type external``.
-
-    Args:
-        base: ``(train_val_test_num_samples[, vp_stage]) -> train, valid, test``; the training loader has a state
-            (see `megaresume.attach_loader`), or is None on a rank that reads no data. What it returns for validation
-            and test is handed on as it is.
-
-    Raises:
-        SetupError: this is no Megatron that we know, or a name that we need is not there.
-    """
-    show_refusals()
-    install.install()
-
-    @functools.wraps(base)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        install.check_installed()
-        calls.check_provider()
-        return base(*args, **kwargs)
-
-    setattr(wrapped, _MARK, True)
-    return wrapped
 
 
 class MicroBatchesOfLoader:
@@ -143,7 +114,7 @@ def build_with_loaders(current: MegatronHost, original: Callable[..., Any], prov
 
     Raises, on every rank:
         StateError: training goes on and there is no state, or it does not fit (`restore_states`).
-        UsageError: not ``--dataloader-type external``, or a loader without a state.
+        UsageError: a loader without a state.
     """
     from megaresume.hosts.megatron.checkpointing import after_data_is_built
     from megaresume.hosts.megatron.data.provider import data_parallel
@@ -178,14 +149,6 @@ def build_with_loaders(current: MegatronHost, original: Callable[..., Any], prov
 
 def _check(current: MegatronHost) -> None:
     args, loaded = current.args, current.loaded
-    kind = getattr(args, "dataloader_type", None)
-    if kind != "external" or current.settings.mode == "stream":
-        raise UsageError(
-            "megaresume.loader_provider hands out the batches of a loader, and something else is asked for",
-            found=f"--dataloader-type {kind}, mode {current.settings.mode}",
-            expected="--dataloader-type external, and no --megaresume-data",
-            action="--dataloader-type external; or megaresume.provider in the place of megaresume.loader_provider",
-        )
     position = int(args.consumed_train_samples)
     if position and (loaded is None or loaded.kind != "loader" or loaded.samples != position):
         has = "none" if loaded is None else f"{loaded.kind}, sample {loaded.samples}"
@@ -193,6 +156,6 @@ def _check(current: MegatronHost) -> None:
             "training goes on, but no state of the loader belongs to its position",
             found=f"iteration {args.iteration}, {position} samples trained; state in the checkpoint: {has}",
             expected=f"the states of all loaders after sample {position}",
-            cause="the checkpoint was saved without megaresume.loader_provider, or the counter was overridden",
+            cause="it was saved without megaresume or with another --dataloader-type; or the counter was overridden",
             action=f"begin the data anew: {BEGIN_ANEW}; or load a checkpoint that has them: megaresume inspect DIR",
         )

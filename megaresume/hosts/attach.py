@@ -1,0 +1,258 @@
+"""`megaresume.attach`: exact data resume for every trainer, by what it is given.
+
+`TRAINERS` has a row for each: how it is recognised, without importing it, and the module whose function ``attach`` does
+the work. That function's own signature says which options there are, so each is checked by its name here.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megaresume.hosts.instances import kind_of
+from megaresume.session.settings import Checkpoints, Loader
+from megaresume.session.stopping import StopConditions
+from megaresume.stream.errors import UsageError, missing_package
+from megaresume.stream.schema import near
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trainer:
+    """One that `attach` knows."""
+
+    #: what it is called.
+    name: str
+    #: how a call begins.
+    call: str
+    #: package and name of its class; a class that is made from it is of it, too. Empty: a mapping.
+    classes: tuple[tuple[str, str], ...]
+    #: that has its function ``attach``.
+    module: str
+    #: of this project: what installs all that it needs.
+    extra: str
+    #: methods of which the first that a class has ends with an instance that can be attached. Empty: one that is made.
+    made_by: tuple[str, ...] = ()
+
+
+TRAINERS = (
+    Trainer(
+        name="a DeepSpeed engine",
+        call="attach(engine, data",
+        classes=(("deepspeed", "DeepSpeedEngine"),),
+        module="megaresume.hosts.deepspeed.attach",
+        extra="deepspeed",
+    ),
+    Trainer(
+        name="Hugging Face's Trainer",
+        call="attach(trainer",
+        classes=(("transformers", "Trainer"),),
+        module="megaresume.hosts.hugging_face.attach",
+        extra="hugging-face",
+    ),
+    Trainer(
+        name="an Accelerator",
+        call="attach(accelerator, loader",
+        classes=(("accelerate", "Accelerator"),),
+        module="megaresume.hosts.hugging_face.accelerator",
+        extra="hugging-face",
+    ),
+    Trainer(
+        name="Lightning's Trainer",
+        call="attach(trainer",
+        classes=(("lightning", "Trainer"), ("pytorch_lightning", "Trainer")),
+        module="megaresume.hosts.lightning.attach",
+        extra="lightning",
+    ),
+    Trainer(
+        name="torchtitan's Trainer, or its class",
+        call="attach(Trainer",
+        classes=(("torchtitan", "Trainer"),),
+        module="megaresume.hosts.torchtitan.attach",
+        extra="torch",
+        made_by=("__init__",),
+    ),
+    Trainer(
+        name="the class of VeRL's SFTTrainer",
+        call="attach(SFTTrainer",
+        classes=(("verl", "SFTTrainer"),),
+        module="megaresume.hosts.verl.attach",
+        extra="torch",
+        made_by=("_build_ckpt_handler",),
+    ),
+    Trainer(
+        name="the class of VeRL's PPOTrainer or RayPPOTrainer",
+        call="attach(PPOTrainer",
+        classes=(("verl", "PPOTrainer"), ("verl", "RayPPOTrainer")),
+        module="megaresume.hosts.verl.prompts",
+        extra="torch",
+        made_by=("_init_dataloader", "_create_dataloader"),
+    ),
+    Trainer(
+        name="a ConfigContainer of Megatron-Bridge",
+        call="attach(config, loader_of",
+        classes=(("megatron", "ConfigContainer"),),
+        module="megaresume.hosts.megatron_bridge.attach",
+        extra="torch",
+    ),
+    Trainer(
+        name="what a loop of your own saves, by name: {'model': model, 'optimizer': optimizer}",
+        call="attach({...}, loader",
+        classes=(),
+        module="megaresume.hosts.torch.loop",
+        extra="torch",
+    ),
+)
+
+
+def attach(
+    thing: Any,
+    data: Any = None,
+    *,
+    checkpoints: Checkpoints | None = None,
+    stop: StopConditions | None = None,
+    loader: Loader | None = None,
+    **options: Any,
+) -> Any:
+    """Give a trainer its data in an exact order, and its checkpoints the state of that data. Call it on every rank,
+    before it trains; docs/attach.md has a section for each trainer.
+
+    Args:
+        thing: what trains: a DeepSpeed engine, Hugging Face's Trainer, an Accelerator, Lightning's Trainer, a config of
+            Megatron-Bridge; the *class* of torchtitan's or VeRL's trainer, whose instances are then attached as they
+            are made; or, for a loop of your own, what it saves, by name: ``{"model": model, "optimizer": optimizer}``.
+        data: DeepSpeed: path of a data.yaml, the mapping in it, what follows ``--data-path``, a `Stream`, or a loader
+            with a state (Energon's, torchdata's). Hugging Face's Trainer: a dataset, or several, ``{name: (dataset,
+            weight)}``; None: its ``train_dataset``. Accelerator, own loop: a `DataLoader` or `StreamLoader`.
+            Megatron-Bridge: given data-parallel rank and size, makes such a loader. The others have it already.
+        checkpoints: where the run saves, what it keeps, and what it may load.
+        stop: when it saves and exits, with `megaresume.Stopped`.
+        loader: DeepSpeed: how batches are read ahead, and what they are.
+        options: what this trainer alone understands: see its section.
+
+    Returns:
+        what the trainer's section says: micro-batches to iterate over, a loop, the loader; or the class.
+
+    Raises on every rank:
+        UsageError: something else that trains, an option that it does not have, or a setting under which the data would
+            be other data, by name; or it is attached already.
+        CheckpointError: another job writes to the directory of the checkpoints.
+        ConfigError, CorpusError: the data cannot be opened.
+        SetupError: a package is missing; or data, directories or clocks differ between nodes.
+    """
+    trainer = _trainer_of(thing)
+    given = {"data": data, "checkpoints": checkpoints, "stop": stop, "loader": loader}
+    options = {name: value for name, value in given.items() if value is not None} | options
+    function = _function_of(trainer)
+    _check_options(trainer, function, options)
+    if isinstance(thing, type):
+        return _attach_class(trainer, thing, functools.partial(function, **options))
+    return function(thing, **options)
+
+
+def _trainer_of(thing: Any) -> Trainer:
+    if isinstance(thing, Mapping):
+        return TRAINERS[-1]
+    kind = thing if isinstance(thing, type) else type(thing)
+    names = {(base.__module__.partition(".")[0], base.__qualname__) for base in kind.__mro__}
+    for trainer in TRAINERS:
+        if names & set(trainer.classes):
+            if kind is not thing or trainer.made_by:
+                return trainer
+            raise UsageError(
+                "a class is attached, and its instance is wanted",
+                found=f"{kind.__module__}.{kind.__qualname__}",
+                expected=trainer.name,
+                action=f"megaresume.{trainer.call}), once it is made",
+            )
+    raise _unknown(thing, names)
+
+
+def _unknown(thing: Any, names: set[tuple[str, str]]) -> UsageError:
+    own = "a loop of your own: megaresume.attach({'model': model, 'optimizer': optimizer}, loader, checkpoints=...)"
+    if names & {("megaresume", "DataLoader"), ("megaresume", "StreamLoader")}:
+        action = f"the loader comes second, after what trains. For {own}"
+    elif ("torch", "DataLoader") in names:
+        action = f"megaresume.DataLoader(dataset, batch_size) takes the place of torch's, and comes second. For {own}"
+    else:
+        action = f"for {own}; for another trainer: docs/hosts.md"
+    return UsageError(
+        "megaresume.attach does not know what this trains with",
+        found=f"the class {thing.__qualname__}" if isinstance(thing, type) else kind_of(thing),
+        expected="; ".join(trainer.name for trainer in TRAINERS),
+        action=action,
+    )
+
+
+def _function_of(trainer: Trainer) -> Callable[..., Any]:
+    try:
+        function: Callable[..., Any] = importlib.import_module(trainer.module).attach
+    except ModuleNotFoundError as error:
+        explained = missing_package(error, "megaresume.attach", trainer.extra)
+        raise error if explained is None else explained from error
+    return function
+
+
+def _check_options(trainer: Trainer, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raise a UsageError for an option that this trainer does not have, and for one that it needs."""
+    _, *parameters = inspect.signature(function).parameters.values()
+    known = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
+    if len(known) == len(parameters):  # otherwise it looks at further ones by itself
+        for name in options:
+            if name not in known:
+                raise UsageError(
+                    f"megaresume.{trainer.call}) has no {name}",
+                    found=f"{name}={options[name]!r:.200}",
+                    expected=", ".join(known),
+                    cause=near(name, known),
+                    action=f"leave {name} out; docs/attach.md says which trainer has which options",
+                )
+    for one in parameters:
+        if one.default is one.empty and one.name in _NEEDED and one.name not in options:
+            raise UsageError(
+                f"megaresume.{trainer.call}) needs {one.name}",
+                found=f"no {one.name}",
+                expected=_NEEDED[one.name],
+                action=f"give it {one.name}",
+            )
+
+
+#: a class that is attached.
+_ATTACHED = "_megaresume_attached_class"
+
+_NEEDED = {
+    "data": "what it is to train",
+    "checkpoints": "where it saves: megaresume.Checkpoints(save_dir=...)",
+}
+
+
+def _attach_class(trainer: Trainer, cls: type, attach_one: Callable[[Any], Any]) -> type:
+    """Attach every instance as soon as it can be: what trains may be made by the trainer's own program."""
+    name = next((name for name in trainer.made_by if hasattr(cls, name)), None)
+    if name is None:
+        raise UsageError(
+            "this class makes no trainer that could be attached",
+            found=f"{cls.__module__}.{cls.__qualname__}, without {' or '.join(trainer.made_by)}",
+            expected=trainer.name,
+            cause="another version of it",
+        )
+    if hasattr(cls, _ATTACHED):
+        raise UsageError(
+            "this class is attached already",
+            found=f"{cls.__module__}.{cls.__qualname__}",
+            action="call megaresume.attach once, of the class that is made an instance of",
+        )
+    setattr(cls, _ATTACHED, True)
+    before: Callable[..., Any] = getattr(cls, name)
+
+    @functools.wraps(before)
+    def made(self: Any, *args: Any, **more: Any) -> Any:
+        result = before(self, *args, **more)
+        attach_one(self)
+        return result
+
+    setattr(cls, name, made)
+    return cls

@@ -1,0 +1,161 @@
+"""`megaresume.attach`: what it is given decides who takes it; everything else is refused in the words of the call."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import megaresume
+from megaresume.hosts.attach import TRAINERS
+from megaresume.stream.errors import SetupError, UsageError
+
+
+def kind(package: str, name: str, **methods: Any) -> type:
+    """A class as that package would define it."""
+    return type(name, (), {"__module__": f"{package}.some.module", **methods})
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any, dict[str, Any]]]]:
+    """What each trainer's own function was called with."""
+    calls: list[tuple[str, Any, dict[str, Any]]] = []
+    for trainer in TRAINERS:
+        module = importlib.import_module(trainer.module)
+        signature = inspect.signature(module.attach)
+
+        def attach(one: Any, _module: str = trainer.module, **options: Any) -> Any:
+            calls.append((_module.split(".")[2], one, options))
+            return "what it returns"
+
+        attach.__signature__ = signature  # type: ignore[attr-defined]
+        monkeypatch.setattr(module, "attach", attach)
+    yield calls
+
+
+def test_whom_it_goes_to(taken: list[Any]) -> None:
+    """A class that is made from theirs, in a script of the user's own, is of them."""
+    for package, name, room in (
+        ("deepspeed", "DeepSpeedEngine", "deepspeed"),
+        ("transformers", "Trainer", "hugging_face"),
+        ("accelerate", "Accelerator", "hugging_face"),
+        ("lightning", "Trainer", "lightning"),
+        ("pytorch_lightning", "Trainer", "lightning"),
+        ("torchtitan", "Trainer", "torchtitan"),
+        ("verl", "SFTTrainer", "verl"),
+        ("verl", "RayPPOTrainer", "verl"),
+        ("megatron", "ConfigContainer", "megatron_bridge"),
+    ):
+        made = type("Mine", (kind(package, name),), {"__module__": "__main__"})()
+        checkpoints = megaresume.Checkpoints(save_dir="run")
+        options = {} if name == "RayPPOTrainer" else {"checkpoints": checkpoints}
+        options |= {"data": 1} if package in ("accelerate", "megatron") else {}
+        assert megaresume.attach(made, **options) == "what it returns"
+        assert taken[-1] == (room, made, options)
+    megaresume.attach({"model": 1}, 2, checkpoints=megaresume.Checkpoints(save_dir="run"), writer="torch")
+    assert taken[-1][0] == "torch" and taken[-1][2]["writer"] == "torch"
+
+
+def test_real_classes() -> None:
+    """They are still called what the table says, and lie where it says."""
+    import accelerate
+    import deepspeed
+    import lightning
+    import pytorch_lightning
+    import transformers
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    for cls in (
+        deepspeed.DeepSpeedEngine,
+        PipelineEngine,
+        transformers.Trainer,
+        transformers.Seq2SeqTrainer,
+        accelerate.Accelerator,
+        lightning.Trainer,
+        pytorch_lightning.Trainer,
+    ):
+        with pytest.raises(UsageError, match="a class is attached, and its instance is wanted"):
+            megaresume.attach(cls)
+
+
+def test_every_instance_of_a_class(taken: list[Any]) -> None:
+    """torchtitan's and VeRL's own programs make their trainers: the class is attached."""
+
+    def make(self: Any, config: Any) -> None:
+        self.config = config
+
+    titan = kind("torchtitan", "Trainer", __init__=make)
+    assert megaresume.attach(titan, stop=megaresume.StopConditions()) is titan
+    one, other = titan(5), type("Mine", (titan,), {})(6)
+    assert [(room, thing.config) for room, thing, _ in taken] == [("torchtitan", 5), ("torchtitan", 6)]
+    assert taken[0][1] is one and taken[1][1] is other and taken[0][2] == {"stop": megaresume.StopConditions()}
+    with pytest.raises(UsageError, match="this class is attached already"):
+        megaresume.attach(type("Mine", (titan,), {}))
+    old = kind("verl", "RayPPOTrainer", _create_dataloader=lambda self, *data: setattr(self, "data", data))
+    megaresume.attach(old, append="now")
+    driver = old()
+    assert len(taken) == 2
+    driver._create_dataloader(1, 2)
+    assert taken[2][1:] == (driver, {"append": "now"}) and driver.data == (1, 2)
+    with pytest.raises(UsageError, match=r"makes no trainer(.|\n)*without _build_ckpt_handler"):
+        megaresume.attach(kind("verl", "SFTTrainer"))
+
+
+@pytest.mark.parametrize(
+    ("thing", "words"),
+    [
+        (torch.nn.Linear(1, 1), r"torch\.nn\.modules\.linear\.Linear(.|\n)*\{'model': model, 'optimizer': optimizer\}"),
+        (torch.utils.data.DataLoader([1]), r"megaresume\.DataLoader\(dataset, batch_size\) takes the place of torch's"),
+        (megaresume.DataLoader([1, 2]), "the loader comes second"),
+        ("data.yaml", "a DeepSpeed engine; Hugging Face's Trainer"),
+        (None, r"found: +builtins\.NoneType(.|\n)*docs/hosts\.md"),
+        (torch.optim.SGD, "the class SGD"),
+        (SimpleNamespace(), "a ConfigContainer of Megatron-Bridge"),
+    ],
+)
+def test_what_it_does_not_know(thing: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=r"does not know what this trains with(.|\n)*" + words):
+        megaresume.attach(thing)
+
+
+def test_options_of_another_trainer() -> None:
+    lightning, accelerator = kind("lightning", "Trainer")(), kind("accelerate", "Accelerator")()
+    checkpoints = megaresume.Checkpoints(save_dir="run")
+    with pytest.raises(UsageError, match=r"attach\(trainer\) has no data(.|\n)*expected: +checkpoints, stop"):
+        megaresume.attach(lightning, [1, 2], checkpoints=checkpoints)
+    with pytest.raises(UsageError, match=r"has no check_points(.|\n)*did you mean 'checkpoints'"):
+        megaresume.attach(lightning, check_points=checkpoints)
+    with pytest.raises(UsageError, match=r"attach\(trainer\) needs checkpoints(.|\n)*save_dir"):
+        megaresume.attach(lightning)
+    with pytest.raises(UsageError, match=r"attach\(accelerator, loader\) needs data"):
+        megaresume.attach(accelerator)
+    with pytest.raises(UsageError, match=r"has no stop(.|\n)*append, checkpoints"):
+        megaresume.attach(kind("verl", "SFTTrainer"), stop=megaresume.StopConditions())
+
+
+def test_a_trainer_of_verl_that_is_made() -> None:
+    made = kind("verl", "SFTTrainer")()
+    vars(made).update(ckpt_handler=None, training_client=None, train_dataset=None, fit=None, resume_global_step=8)
+    with pytest.raises(UsageError, match=r"has loaded its checkpoint already(.|\n)*attach\(SFTTrainer\), before"):
+        megaresume.attach(made)
+
+
+def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    (loop,) = [trainer for trainer in TRAINERS if not trainer.classes]
+    monkeypatch.delitem(sys.modules, loop.module, raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)  # type: ignore[arg-type]
+    with pytest.raises(SetupError, match=r"megaresume\.attach needs the package 'torch'(.|\n)*megaresume\[torch\]"):
+        megaresume.attach({"model": None}, None)
+
+
+def test_the_page_has_a_section_for_each() -> None:
+    page = (Path(megaresume.__file__).parents[1] / "docs" / "attach.md").read_text()
+    for trainer in TRAINERS:
+        assert f"megaresume.{trainer.call}" in page, trainer.name
