@@ -88,7 +88,7 @@ def outlook(state: StreamState, config: StreamConfig) -> list[SourceOutlook]:
         if is_over := cursor is not None and epochs is not None and cursor.epoch >= epochs:
             remaining = 0
         if fingerprint is not None and documents and share and not is_over:
-            tokens = fingerprint.tokens * remaining / size
+            tokens = fingerprint.tokens * remaining / documents  # of all: an epoch may have begun with fewer
             # Of all tokens, or of all documents, the source has its share.
             per_sample = share * length
             if config.blend.unit == "documents":

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import traceback
 from itertools import islice
 from typing import Any
 
 import pytest
 
 import megaresume
+from megaresume.stream.changes import outlook
 from megaresume.stream.errors import ConfigError, StateError, UsageError
 
 ITEMS = 40
@@ -132,3 +134,30 @@ def test_a_dataset_in_blocks() -> None:
 def test_refused(dataset: Any, options: Any, error: Any, words: str) -> None:
     with pytest.raises(error, match=words):
         loader(dataset, **options)
+
+
+def test_an_epoch_that_began_before_items_were_added(order: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    """Where it is said to end is where it does, whatever waits for the next one."""
+    first = loader(seed=1)
+    take(first, 5)
+    grown = loader(list(range(4 * ITEMS)), first.state_dict(), append="next_epoch", seed=1)
+    (row,) = outlook(grown.stream.state_at(20), grown.stream.config_at(20))
+    assert row.samples_left == ITEMS - 20 == next(grown.epoch_ends()) - 20
+
+
+class Broken(list[int]):
+    """Item 7 cannot be read."""
+
+    def __getitem__(self, i: Any) -> Any:
+        if i == 7:
+            raise ZeroDivisionError("an empty picture")
+        return list(range(i + 1))
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.process)])
+def test_an_item_that_cannot_be_read_is_named(num_workers: int) -> None:
+    """Torch keeps no notes of an exception in a worker, and has its words in the text instead."""
+    with pytest.raises(ZeroDivisionError) as raised:
+        loader({"pictures": (Broken(range(20)), 1)}, seq_length=32, lengths=len, num_workers=num_workers)
+    told = "".join(traceback.format_exception(raised.value))
+    assert "an empty picture" in told and "megaresume: item 7 of dataset 'pictures' was read" in told

@@ -120,7 +120,7 @@ class ItemSource:
         compared (``contents`` is None).
         """
         items = len(self) if first is None else first
-        contents = items_hash(self.dataset, items)
+        contents = items_hash(self.dataset, self.name, items)
         if contents is None:
             log.warning(
                 "megaresume: items of dataset '%s' are different each time they are read: only their number%s "
@@ -172,11 +172,12 @@ def _items(number: int) -> str:
     return "1 item was" if number == 1 else f"{number:,} items were"
 
 
-def items_hash(dataset: Any, items: int) -> str | None:
+def items_hash(dataset: Any, name: str, items: int) -> str | None:
     """The hash of what `PLACES` of the first ``items`` items hold; None if they are not the same when read again."""
 
     def read(item: int, _offset: int, _count: int) -> Int64Array:
-        return np.array([item_hash(dataset[item])], np.uint64).view(np.int64)
+        with named(name, item):
+            return np.array([item_hash(dataset[item])], np.uint64).view(np.int64)
 
     with generators_kept():
         once, again = (contents_hash(items, _ones, read, PLACES) for _ in range(2))
@@ -305,7 +306,7 @@ def _column(dataset: Any, name: str, column: str) -> Any:
 def _counted(
     dataset: Any, name: str, measure: Measure, directory: Path | None, num_workers: int
 ) -> tuple[Int64Array, Path | None]:
-    path = None if directory is None else _kept_path(directory, name, _kept_key(dataset, measure))
+    path = None if directory is None else _kept_path(directory, name, _kept_key(dataset, name, measure))
     if path is not None and (known := _read_kept(path, len(dataset))) is not None:
         return known, path
     counted = _count(dataset, name, measure, num_workers)
@@ -330,9 +331,9 @@ def _kept_path(directory: Path, name: str, key: bytes) -> Path:
     return directory / f"{name}.{xxhash.xxh3_64_hexdigest(key)}.lengths.npy"
 
 
-def _kept_key(dataset: Any, measure: Measure) -> bytes:
+def _kept_key(dataset: Any, name: str, measure: Measure) -> bytes:
     function = f"{getattr(measure, '__module__', '')}.{getattr(measure, '__qualname__', type(measure).__qualname__)}"
-    return f"{len(dataset)} {items_hash(dataset, len(dataset))} {function}".encode()
+    return f"{len(dataset)} {items_hash(dataset, name, len(dataset))} {function}".encode()
 
 
 def _read_kept(path: Path, items: int) -> Int64Array | None:
@@ -369,11 +370,22 @@ class _Measured(torch.utils.data.Dataset[int]):
         return len(self._dataset)
 
     def __getitem__(self, i: int) -> int:
-        item = self._dataset[i]
+        with named(self._name, i):
+            item = self._dataset[i]
         try:
             return int(self._measure(item))
         except (TypeError, KeyError) as error:
             raise uncounted(self._name, i, item, error) from error
+
+
+@contextlib.contextmanager
+def named(name: str, i: int) -> Iterator[None]:
+    """Add to an error of a dataset's own which item it was read for."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"megaresume: item {i} of dataset '{name}' was read")
+        raise
 
 
 def uncounted(name: str, i: int, item: Any, error: Exception) -> CorpusError:
