@@ -38,6 +38,7 @@ stream/        the order of samples: ids and lengths alone
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -115,3 +116,9 @@ def __getattr__(name: str) -> Any:
 
         explained = missing_package(error, f"megaresume.{name}", _EXTRAS.get(name))
         raise error if explained is None else explained from error
+
+
+if os.environ.get("LOCAL_RANK") == "0":  # of a launcher: DeepSpeed is about to build what it needs, or to wait for it
+    from megaresume.session.build_locks import warn_of_dead_locks
+
+    warn_of_dead_locks()

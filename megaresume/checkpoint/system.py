@@ -66,6 +66,15 @@ class Mount(NamedTuple):
     point: str
 
 
+#: kinds of filesystems that other machines may see too.
+_SHARED = frozenset({"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "wekafs", "panfs", "cifs", "smb3"})
+
+
+def is_shared(kind: str) -> bool:
+    """Whether other machines may see a filesystem of this kind too."""
+    return kind in _SHARED or kind.startswith("fuse")
+
+
 def mount_of(directory: Path, mountinfo: str) -> Mount:
     """The mount that a directory lies on, from the text of ``/proc/self/mountinfo``, proc_pid_mountinfo(5)."""
     real = os.path.realpath(directory)

@@ -17,9 +17,10 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from megaresume.checkpoint.system import mount_of
+from megaresume.checkpoint.system import is_shared, mount_of
 from megaresume.doctor import Check, Status
 from megaresume.render import spell_bytes
+from megaresume.session.build_locks import dead_locks, remedy
 
 _machine = partial(Check, "environment")
 _filesystem = partial(Check, "filesystem")
@@ -45,7 +46,7 @@ def environment_checks() -> list[Check]:
             found.append(version_check(name, metadata.version(name)))
         except metadata.PackageNotFoundError:
             found.append(_machine(name, "note", "not installed"))
-    return [*found, *_cuda(), _apex(), *_shared_memory()]
+    return [*found, *_cuda(), _apex(), *_shared_memory(), *_build_locks()]
 
 
 def _python() -> Check:
@@ -168,9 +169,21 @@ def _shared_memory() -> list[Check]:
     ]
 
 
+def _build_locks() -> list[Check]:
+    return [
+        _machine(
+            "build lock",
+            "problem",
+            f"no process holds {lock}",
+            cause=f"a start was killed while it built {lock.parent.name}: those that need it wait for ever, silently",
+            action=remedy(lock),
+        )
+        for lock in dead_locks()
+    ]
+
+
 # -- the filesystem
 
-_SHARED = frozenset({"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "wekafs", "panfs", "cifs", "smb3"})
 #: what a second process says about a lock that this one holds.
 _TRY = (
     "import fcntl, sys\n"
@@ -221,7 +234,7 @@ def kind_check(kind: str, options: str) -> Check:
             cause="locks work on one node only, or not at all",
             action="mount with -o flock; until then start one job at a time on a directory",
         )
-    if kind in _SHARED or kind.startswith("fuse"):
+    if is_shared(kind):
         return _filesystem(name, "ok", f"{kind}, may be shared between nodes")
     return _filesystem(
         name,

@@ -14,6 +14,7 @@
     ending.py         how our own programs end a process that has a process group
     refusals.py       how a process ends when megaresume refuses something
     file_errors.py    what a framework says of a file that fails, in words
+    build_locks.py    locks of torch's builds of extensions whose process is dead
     retries.py        a save that failed is tried again; then the run goes on, or ends
 
 Importing this package imports neither torch nor DeepSpeed nor Megatron.
