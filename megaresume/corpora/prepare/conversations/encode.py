@@ -137,12 +137,8 @@ class ConversationEncoder:
         offsets: npt.NDArray[np.int64],
     ) -> EncodedConversation | BadRow:
         trained = np.zeros(len(tokens) + len(self._eod), np.bool_)
-        for first, stop in runs:
-            # Tokens without characters of their own are with those around them.
-            own = (offsets[:, 0] < stop) & (offsets[:, 1] > first) & (offsets[:, 1] > offsets[:, 0])
-            places = np.flatnonzero(own)
-            if len(places):
-                trained[places[0] : places[-1] + 1] = True
+        for first, stop in _overlapping(runs, offsets):
+            trained[first:stop] = True
         if len(tokens):
             trained[len(tokens) :] = trained[len(tokens) - 1]
         if not trained.any():
@@ -216,6 +212,21 @@ class ConversationEncoder:
         """Messages that a conversation may end with, the last aside."""
         roles, messages = self._options.selection.roles, conversation.messages[:-1]
         return [i for i, m in enumerate(messages) if m["role"] in roles and i not in conversation.untrained]
+
+
+def _overlapping(runs: Sequence[tuple[int, int]], offsets: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """The tokens, first to stop, of which characters are in each run; runs of no token are left out."""
+    # Tokens without characters of their own are with those around them.
+    own = np.flatnonzero(offsets[:, 1] > offsets[:, 0])
+    begins, ends = offsets[own, 0], offsets[own, 1]
+    chars = np.array(runs, np.int64).reshape(-1, 2)
+    # Nearly always in order; where they are not, the bounds are a little wide.
+    firsts = np.searchsorted(np.maximum.accumulate(ends), chars[:, 0], "right")
+    stops = np.searchsorted(np.minimum.accumulate(begins[::-1])[::-1], chars[:, 1], "left")
+    for (first, stop), i, k in zip(runs, firsts, stops, strict=True):
+        places = own[i:k][(begins[i:k] < stop) & (ends[i:k] > first)]
+        if len(places):
+            yield int(places[0]), int(places[-1]) + 1
 
 
 def _joined(

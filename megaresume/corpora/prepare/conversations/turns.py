@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from megaresume.corpora.prepare.conversations.marks import PARTS, Core, Marks, Part
@@ -189,8 +189,9 @@ class _Rendered:
     def __init__(self, finder: TurnFinder, conversation: Conversation, text: str) -> None:
         self._finder, self._conversation, self._text = finder, conversation, text
         self._template, self._selection = finder._template, finder._selection
-        #: what stands before or after turns of a kind, and how many of them had it in a row.
-        self._habits: dict[tuple[str, Part], tuple[str, int]] = {}
+        #: what stands before or after turns of a kind, by the white space of their own there, and how many of them had
+        #: it in a row.
+        self._habits: dict[tuple[str, str], tuple[str, int]] = {}
         #: whether what two turns had is believed of others; of these turns it is not.
         self._believes, self._doubted = True, set[int]()
 
@@ -231,22 +232,25 @@ class _Rendered:
         if self._selection.as_generated and wanted == everything:
             marks = Marks(self._text)
             runs = marks.find(self._marked(marks, messages, around=marks.pair(-1, "text")), self._text)
-            return [_Turn(-1 if not everything else min(everything), run.first, run.stop, ()) for run in runs]
+            message = min(everything, default=-1)
+            return [_Turn(message, run.first, run.stop, ()) for run in runs]
         marks = Marks(self._text)
         marked = marks.put(messages, everything)
         around = marks.pair(-1, "text")
         found = marks.find(self._marked(marks, marked, around=around), self._text)
-        turns = []
+        turns, answers = [], sorted(everything)
         runs = [core for core in found if core.message < 0]
+        said = iter(found)
         for k, run in enumerate(runs):
-            cores = tuple(c for c in found if c.message >= 0 and run.first <= c.first and c.stop <= run.stop)
-            if not cores and len(runs) != len(everything):
+            # A core ends before the run does that it stands in, and so it is found before it.
+            cores = tuple(c for c in iter(partial(next, said), run) if run.first <= c.first)
+            if not cores and len(runs) != len(answers):
                 raise BadRow(
                     "has a turn that cannot be told",
                     f"text in {{% generation %}} that no message has: {self._text[run.first : run.stop]!r:.60}",
                     "a template that writes what the messages say",
                 )
-            message = cores[0].message if cores else sorted(everything)[k]
+            message = cores[0].message if cores else answers[k]
             if message in wanted:
                 whole = cores or (Core(message, "text", run.first, run.stop),)
                 turns.append(_Turn(message, run.first, run.stop, whole))
@@ -280,25 +284,26 @@ class _Rendered:
         usual = self._finder.prompt(self._conversation.options)
         if usual and self._text.endswith(usual, 0, first.first):
             return first.first
-        plain = first.part == "text" and not self._content(i)[:1].isspace()
-        header = self._habit("before", first.part, i) if plain else None
+        plain, content = first.part == "text", self._content(i)
+        kind = "before", content[: len(content) - len(content.lstrip())]
+        header = self._habit(kind, i) if plain else None
         if header is not None and self._text.endswith(header, 0, first.first):
             return first.first - len(header)
         begin = self._begins_exactly(i, first, usual)
         if plain:
-            self._note("before", first.part, self._text[begin : first.first])
+            self._note(kind, self._text[begin : first.first])
         return begin
 
-    def _habit(self, where: str, part: Part, i: int) -> str | None:
+    def _habit(self, kind: tuple[str, str], i: int) -> str | None:
         """What stands there in turns of this kind; None: look."""
-        text, times = self._habits.get((where, part), ("", 0))
+        text, times = self._habits.get(kind, ("", 0))
         return text if times > 1 and self._believes and i not in self._doubted else None
 
-    def _note(self, where: str, part: Part, text: str) -> None:
-        before, times = self._habits.get((where, part), (text, 0))
+    def _note(self, kind: tuple[str, str], text: str) -> None:
+        before, times = self._habits.get(kind, (text, 0))
         if before != text and times > 1:
             self._believes = False
-        self._habits[where, part] = text, times + 1 if before == text else 1
+        self._habits[kind] = text, times + 1 if before == text else 1
 
     def _begins_exactly(self, i: int, first: Core, usual: str) -> int:
         """By the messages before, rendered alone."""
@@ -330,14 +335,15 @@ class _Rendered:
         stop = self._finder.end_of_turn(self._text, said) if last.part != "tool-calls" else None
         if stop is not None:
             return stop
-        plain = last.part == "text" and said == last.stop and not self._content(i)[-1:].isspace()
-        usual = self._habit("after", last.part, i) if plain else None
+        plain, content = last.part == "text" and said == last.stop, self._content(i)
+        kind = "after", content[len(content.rstrip()) :]
+        usual = self._habit(kind, i) if plain else None
         if usual is not None and self._text.startswith(usual, said):
             after: str | None = usual
         else:
             after = self._after(i, said)
             if plain and after is not None and i + 1 < len(self._conversation.messages):
-                self._note("after", last.part, after)
+                self._note(kind, after)
         if after is None:
             if last.part != "tool-calls":
                 return said

@@ -7,9 +7,13 @@ import json
 import random
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megaresume.corpora.prepare.conversations import turns
+from megaresume.corpora.prepare.conversations.encode import _overlapping
 from megaresume.corpora.prepare.conversations.rows import BadRow, Conversation
 from megaresume.corpora.prepare.conversations.template import ChatTemplate
 from megaresume.corpora.prepare.conversations.turns import Selection, TurnFinder
@@ -280,13 +284,17 @@ _MANY = {
     "another header at the end": "{{ ('### ' if loop.last else '## ') + m.role + ':\n' + m.content + '\n\n' }}",
     "another header in between": "{{ ('# ' if loop.index == 8 else '## ') + m.role + ':\n' + m.content + '\n\n' }}",
     "nothing around": "{{ m.content + '\n' }}",
+    "trimmed": "{{ '### ' + m.role + ':\n' + m.content|trim + '\n\n' }}",
 }
 
 
+@pytest.mark.parametrize("padding", ["", "\n", " \n", "both"])
 @pytest.mark.parametrize("name", _MANY)
-def test_many_turns_are_rendered_a_few_times(name, monkeypatch):
+def test_many_turns_are_rendered_a_few_times(name, padding, monkeypatch):
     template = ChatTemplate("{% for m in messages %}" + _MANY[name] + "{% endfor %}", {})
-    messages = [{"role": "user" if i % 2 == 0 else "assistant", "content": f"word {i}"} for i in range(400)]
+    messages = [{"role": "user" if i % 2 == 0 else "assistant", "content": f"word {i}"} for i in range(160)]
+    for i, message in enumerate(messages):
+        message["content"] += {"": "", "both": " " if i % 4 == 1 else "\n"}.get(padding, padding)
     for i in (11, 51):
         messages[i]["content"] = "  padded \n"
     conversation, renders = Conversation(messages=messages), []
@@ -296,4 +304,20 @@ def test_many_turns_are_rendered_a_few_times(name, monkeypatch):
     assert len(renders) < 60 or "header" in name
     monkeypatch.setattr(turns._Rendered, "_habit", lambda *_: None)
     assert found == TurnFinder(template, ["<|im_start|>", "<|im_end|>"], Selection()).find(conversation)
-    assert len(found[1]) == 200
+    assert len(found[1]) == 80
+
+
+@given(st.data())
+def test_tokens_of_trained_characters(data):
+    """The same as of each token asked by itself, in whatever order a tokenizer lists them, some without characters."""
+    places = st.tuples(st.integers(0, 40), st.integers(0, 4)).map(lambda found: (found[0], sum(found)))
+    offsets = data.draw(st.lists(places, max_size=20))
+    if data.draw(st.booleans()):
+        offsets.sort()
+    edges = sorted(data.draw(st.sets(st.integers(0, 45), max_size=10)))
+    runs = list(zip(edges[::2], edges[1::2], strict=False))
+    expected = []
+    for first, stop in runs:
+        own = [i for i, (a, b) in enumerate(offsets) if a < b and a < stop and b > first]
+        expected += [(own[0], own[-1] + 1)] if own else []
+    assert list(_overlapping(runs, np.array(offsets, np.int64).reshape(-1, 2))) == expected
