@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -39,6 +40,23 @@ def test_the_report_is_one_page_with_everything_inside(demo):
     assert "<script" not in page and "http" not in page.replace("http://www.w3.org", "")
     for name in ("code", "docstrings", "manual"):
         assert f"<td>{name}</td>" in page
+
+
+def test_steps_done_again_are_told_from_the_others(demo):
+    page, run = (demo[0] / "report.html").read_text(), read_records(demo[0] / "run.jsonl")
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in page.split("<tr>")]
+    told = [(row[2], row[1], row[0]) for row in rows if len(row) == 7 and row[2]]
+    lost = [(record["attempt"], record["step"]) for record in run.lost]
+    assert lost and [(start, step) for word, start, step in told if word == "lost to the kill"] == [
+        (str(attempt), str(step)) for attempt, step in lost
+    ]
+    assert [(start, step) for word, start, step in told if word == "done again"] == [
+        (str(attempt + 1), str(step)) for attempt, step in lost
+    ]
+    (checked,) = [row[1] for row in rows if row[:1] == ["steps lost to a kill, and done again"]]
+    steps = [step for _, step in lost]
+    assert checked.startswith(f"{len(lost)}: {steps[0]}") and checked.endswith(f"{steps[-1]}")
+    assert sum(" again)" in row[2] for row in rows if len(row) == 4) == len({attempt for attempt, _ in lost})
 
 
 def test_it_removes_nothing_that_it_did_not_make(demo, tmp_path):

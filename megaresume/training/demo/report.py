@@ -83,7 +83,7 @@ def _page(facts: Facts, stream: Stream) -> str:
         _shares(facts, stream),
         *(_packing(facts, stream) if facts.scenario.packing else ()),
         "<details><summary>Every step</summary><div class=scroll>",
-        html_table(("step", "start", "samples", "digest", "loss", "loss of the twin"), _steps(facts)),
+        html_table(("step", "start", "", "samples", "digest", "loss", "loss of the twin"), _steps(facts)),
         "</div></details>",
     ]
     return page(facts.scenario.title, parts)
@@ -108,7 +108,8 @@ def checks(facts: Facts) -> list[tuple[str, str]]:
         return found + (f": DIFFERENT in steps {', '.join(map(str, different))}" if different else "")
 
     return [
-        ("steps compared", f"{c.steps} (and {c.redone} done again after a kill)"),
+        ("steps compared", f"{c.steps}"),
+        ("steps lost to a kill, and done again", _ranges([record["step"] for record in facts.run.lost])),
         ("samples of every step", identical(c.different_samples)),
         (facts.scenario.content, identical(c.different_content)),
         ("steps missing", ", ".join(map(str, c.missing)) or "none"),
@@ -121,8 +122,31 @@ def checks(facts: Facts) -> list[tuple[str, str]]:
 def _starts(facts: Facts) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("twin", "never disturbed", f"1 to {facts.comparison.steps}", "finished")]
     for number, start in enumerate(facts.starts, 1):
-        rows.append((f"start {number}", start.layout, f"{start.steps[0]} to {start.steps[1]}", start.end))
+        again = [step for attempt, step in _done_again(facts) if attempt == number]
+        steps = f"{start.steps[0]} to {start.steps[1]}" + (f" ({_ranges(again)} again)" if again else "")
+        rows.append((f"start {number}", start.layout, steps, start.end))
     return rows
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """Numbers in words: ``3: 7 to 9``."""
+    runs: list[list[int]] = []
+    for step in sorted(steps):
+        if runs and runs[-1][1] + 1 == step:
+            runs[-1][1] = step
+        else:
+            runs.append([step, step])
+    return f"{len(steps)}: " + ", ".join(f"{a} to {b}" if a != b else f"{a}" for a, b in runs) if runs else "none"
+
+
+def _done_again(facts: Facts) -> set[tuple[int, int]]:
+    """(start, step) of every step that an earlier start had done, too."""
+    seen, again = set[int](), set[tuple[int, int]]()
+    for record in _all_records(facts):
+        if record["step"] in seen:
+            again.add((record["attempt"], record["step"]))
+        seen.add(record["step"])
+    return again
 
 
 def _sources(facts: Facts) -> list[tuple[str, ...]]:
@@ -138,10 +162,17 @@ def _all_records(facts: Facts) -> list[dict[str, Any]]:
 
 
 def _steps(facts: Facts) -> list[tuple[str, ...]]:
+    again, lost = _done_again(facts), {(record["attempt"], record["step"]) for record in facts.run.lost}
+
+    def words(record: dict[str, Any]) -> str:
+        place = record["attempt"], record["step"]
+        return ", ".join(["done again"] * (place in again) + ["lost to the kill"] * (place in lost))
+
     return [
         (
             str(r["step"]),
             str(r["attempt"]),
+            words(r),
             f"{r['samples'][0]} to {r['samples'][1] - 1}",
             r["digest"],
             f"{r['loss']:.6f}",

@@ -157,5 +157,5 @@ def _table(facts: Facts) -> str:
         ("time", f"{facts.seconds:.0f} s"),
     ]
     lines = [f"   {what:<44} {result}" for what, result in rows]
-    verdict = "exact: nothing repeated, nothing skipped" if facts.holds else "NOT EXACT"
+    verdict = "exact: what was done again was as before, and nothing was skipped" if facts.holds else "NOT EXACT"
     return "\n".join(["", *lines, "", f"   {verdict}"])
