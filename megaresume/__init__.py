@@ -109,6 +109,9 @@ _EXTRAS = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'megaresume' has no attribute '{name}'")
+    from megaresume.session.refusals import show_refusals
+
+    show_refusals()
     try:
         return getattr(importlib.import_module(_HOMES[name]), name)
     except ModuleNotFoundError as error:

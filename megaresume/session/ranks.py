@@ -202,8 +202,8 @@ class Meeting:
         if world_size() == 1:
             self._failures.append(failure)
             return
-        _store().set(f"{self._key}/failed/{rank()}", json.dumps([failure.words, failure.is_final]))
-        _store().add(f"{self._key}/failures", 1)
+        shared_store().set(f"{self._key}/failed/{rank()}", json.dumps([failure.words, failure.is_final]))
+        shared_store().add(f"{self._key}/failures", 1)
 
     def gate(self) -> None:
         """Before a collective: wait for all ranks. Raises FailedElsewhereError if one has failed, and will not come."""
@@ -226,7 +226,7 @@ class Meeting:
         """Whether all ranks came to this place; False: enough have failed, or nothing was heard for too long."""
         if world_size() == 1:
             return True
-        store, since = _store(), time.monotonic()
+        store, since = shared_store(), time.monotonic()
         store.add(f"{self._key}/{place}", 1)
         for _ in pauses(0.5):
             arrived = store.add(f"{self._key}/{place}", 0)
@@ -239,11 +239,12 @@ class Meeting:
 
     def _read_failures(self) -> list[Failure]:
         keys = [(number, f"{self._key}/failed/{number}") for number in range(world_size())]
-        found = [(number, *json.loads(_store().get(key))) for number, key in keys if _store().check([key])]
+        found = [(number, *json.loads(shared_store().get(key))) for number, key in keys if shared_store().check([key])]
         return [Failure(words=f"rank {number}: {words}", is_final=is_final) for number, words, is_final in found]
 
 
-def _store() -> Any:
+def shared_store() -> Any:
+    """That the ranks met at, for words between them without a collective."""
     return _dist().distributed_c10d._get_default_store()
 
 
@@ -270,7 +271,7 @@ def all_come(doing: str, *, poll_seconds: float = 0.1) -> None:
     """
     if world_size() == 1:
         return
-    store, key = _store(), f"megaresume/come/{next(_meetings)}"
+    store, key = shared_store(), f"megaresume/come/{next(_meetings)}"
     ranks = range(world_size())
     store.set(f"{key}/{rank()}", "")
     deadline = time.monotonic() + PATIENCE
@@ -314,7 +315,7 @@ def on_all_ranks_for_long(
     """
     if world_size() == 1:
         return function(lambda: None)
-    store, key = _store(), f"megaresume/long/{next(_long)}"
+    store, key = shared_store(), f"megaresume/long/{next(_long)}"
     last = 0.0
 
     def beat() -> None:

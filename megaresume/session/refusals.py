@@ -1,25 +1,40 @@
 """How a training process ends where megaresume refuses something: a message without a traceback, once a job.
 
-The launcher catches the error itself; on the routes without one (`megaresume.provider` in a script) an exception hook
-stands in its place. Exit status 1 on both.
+The launcher catches the error itself; in a script of the user's own an exception hook stands in its place, from the
+first use of a name of `megaresume` on. Exit status 1 on both. Errors of others keep their tracebacks, and so does
+one of the user's own code that made us refuse.
+
+    all ranks found it together            rank 0 says it, while the others wait
+    each for itself, in a process group    the first to sign the group's store
+    before there is one                    rank 0; the others wait for their launcher to end them, and then say it too,
+                                           unless it was said on their node in the same step of srun, which ends nobody
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import io
 import os
 import sys
+import sysconfig
+import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 
 from megaresume.stream.errors import MegaresumeError
 
 #: Seconds that a rank waits for the others, where all of them should have found the same error.
 PATIENCE = 30.0
+#: seconds that rank 0 is ahead of the others; that a rank stays once it was said, so that they learn it.
+_AHEAD, _STAY = 1.0, 2.0
+#: variables that tell a process which rank it is.
+_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -54,24 +69,24 @@ def end(error: MegaresumeError) -> int:
         say(error)
         return 1
     try:
-        if getattr(error, "known_to_all_ranks", False):
-            _say_together(error)
-        else:
-            say(error)
+        together = getattr(error, "known_to_all_ranks", False)
+        _with_others(error, _say_together if together else functools.partial(_say_if_first, error))
     finally:
         # A rank that waits for the others at its exit keeps the launcher from ending them.
         os._exit(1)
 
 
-def _say_together(error: MegaresumeError) -> None:
-    """All ranks are here. None may end before rank 0 has said why: its launcher would end rank 0."""
-    from megaresume.session.ranks import on_rank_0  # deferred: torch
+def _with_others(error: MegaresumeError, speak: Callable[[Callable[[], None]], None]) -> None:
+    """Let one rank of the group say it. This one does if the others do not answer.
 
+    A rank that was killed, or whose script caught the error, never comes: the group would wait for its own timeout.
+    """
     said = threading.Event()
 
     def say_it() -> None:
         said.set()
-        _print(error)
+        rank = sys.modules["torch.distributed"].get_rank()
+        _print(error, "" if rank == 0 else f"rank {rank}: ")
 
     def give_up() -> None:
         try:
@@ -80,15 +95,36 @@ def _say_together(error: MegaresumeError) -> None:
         finally:
             os._exit(1)
 
-    # A rank that was killed, or whose script caught the error, never comes: the group would wait for its own timeout.
     timer = threading.Timer(PATIENCE, give_up)
     timer.daemon = True
     timer.start()
     try:
-        on_rank_0(say_it)
+        speak(say_it)
     except Exception:  # noqa: BLE001  the group is broken, and what matters is the error that we came with
         if not said.is_set():
             say(error)
+
+
+def _say_together(say_it: Callable[[], None]) -> None:
+    """All ranks are here. None may end before rank 0 has said why: its launcher would end rank 0."""
+    from megaresume.session.ranks import on_rank_0  # deferred: torch
+
+    on_rank_0(say_it)
+
+
+def _say_if_first(error: MegaresumeError, say_it: Callable[[], None]) -> None:
+    """Other ranks may have found the same by themselves."""
+    from megaresume.session.ranks import is_rank_0, shared_store  # deferred: torch
+
+    if not is_rank_0():
+        time.sleep(_AHEAD)
+    if shared_store().add(f"megaresume/refused/{_key(error)}", 1) == 1:
+        say_it()
+    time.sleep(_STAY)
+
+
+def _key(error: MegaresumeError) -> str:
+    return hashlib.sha256(str(error).encode()).hexdigest()[:16]
 
 
 def say(error: MegaresumeError) -> None:
@@ -96,10 +132,30 @@ def say(error: MegaresumeError) -> None:
 
     Where all have found the same, their launcher has ended the others by then.
     """
-    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    rank = next((int(os.environ[name]) for name in _RANKS if os.environ.get(name, "").isdecimal()), 0)
+    is_first_of_node = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
     if rank != 0:
-        time.sleep(2 if local_rank == 0 else 4)
+        time.sleep(2 if is_first_of_node else 4)
+    if (mark := _mark(error)) is not None:
+        with contextlib.suppress(OSError):  # a full disk must not cost us the message
+            try:
+                mark.touch(exist_ok=False)
+            except FileExistsError:
+                return
     _print(error, "" if rank == 0 else f"rank {rank}: ")
+
+
+def _mark(error: MegaresumeError) -> Path | None:
+    """A file that is there when a task of this step of srun has said it on this node; None: srun has not started this.
+
+    Steps have numbers that are never used again, so none is left by another one.
+    """
+    env = os.environ
+    with contextlib.suppress(OSError):
+        if Path(f"/proc/{os.getppid()}/comm").read_text().startswith("slurmstepd"):
+            step = ".".join(env.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
+            return Path(tempfile.gettempdir(), f"megaresume-refused-{os.getuid()}-{step}-{_key(error)}")
+    return None
 
 
 def _print(error: MegaresumeError, who: str = "") -> None:
@@ -107,4 +163,29 @@ def _print(error: MegaresumeError, who: str = "") -> None:
         sys.stdout.flush()
     # torch's hook calls the one before it with a buffer for stderr, and we do not come back to it.
     stream = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) else sys.stderr
-    print(f"megaresume: error: {who}{error}", file=stream, flush=True)
+    print(f"{_theirs(error)}megaresume: error: {who}{error}", file=stream, flush=True)
+
+
+def _theirs(error: MegaresumeError) -> str:
+    """The traceback of the user's own code whose exception is the cause; "" if it is none of theirs."""
+    cause = error.__cause__
+    while isinstance(cause, MegaresumeError):
+        cause = cause.__cause__
+    if cause is None:
+        return ""
+    frames = traceback.extract_tb(cause.__traceback__)
+    own = [number for number, frame in enumerate(frames, 1) if frame.filename.startswith(_OURS)]
+    below = frames[max(own, default=0) :]
+    if not any(_is_theirs(frame.filename) for frame in below):
+        return ""
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(below)]
+    return "".join([*lines, *traceback.format_exception_only(cause)])
+
+
+_OURS = str(Path(__file__).parents[1]) + os.sep
+#: of Python itself, and of what is installed.
+_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+def _is_theirs(file: str) -> bool:
+    return not file.startswith(("<", _OURS, *_INSTALLED))

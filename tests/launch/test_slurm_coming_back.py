@@ -270,3 +270,15 @@ def test_the_count_must_be_on_the_disk_before_anything_starts(slurm: Cluster, tm
     lines = said(tmp_path, "refused")
     assert "the count of attempts cannot be" in lines[0]
     assert not (tmp_path / "started").exists()
+
+
+def test_a_script_that_srun_starts_says_a_refusal_once(slurm: Cluster, tmp_path: Path) -> None:
+    """srun ends no task because another one has failed, unless it is told to."""
+    (tmp_path / "train.py").write_text("from megaresume import attach\nattach(object())\n")
+    words = ["srun", "--nodes=1", "--ntasks=3", "--overcommit", sys.executable, str(tmp_path / "train.py")]
+    done = subprocess.run(words, cwd=tmp_path, env=slurm.env, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert re.findall("megaresume: error: (.*)", done.stderr) == [
+        "megaresume.attach does not know what this trains with"
+    ]
+    assert "Traceback" not in done.stderr
