@@ -80,15 +80,20 @@ def outlook(state: StreamState, config: StreamConfig) -> list[SourceOutlook]:
         cursor, fingerprint = state.sources.get(source.name), state.fingerprints.get(source.name)
         documents = 0 if fingerprint is None else fingerprint.documents
         remaining = size = documents
+        documents_per_piece = 1.0
         if cursor is not None and cursor.eras:
             remaining, size = cursor.left, cursor.size
+            # Of a whole epoch: the rest of one into which documents came has fewer pieces.
+            era = next(e for e in reversed(cursor.eras) if e.first <= cursor.position and not e.rest)
+            documents_per_piece = era.documents / max(era.pieces, 1)
         share = source.weight / total
         left: int | None = None
         epochs = None if source.on_exhausted == "repeat" else source.max_epochs
         if is_over := cursor is not None and epochs is not None and cursor.epoch >= epochs:
             remaining = 0
         if fingerprint is not None and documents and share and not is_over:
-            tokens = fingerprint.tokens * remaining / documents  # of all: an epoch may have begun with fewer
+            # Not of the epoch's size: it may have begun with fewer documents than the corpus has now.
+            tokens = fingerprint.tokens / documents * remaining * documents_per_piece
             # Of all tokens, or of all documents, the source has its share.
             per_sample = share * length
             if config.blend.unit == "documents":

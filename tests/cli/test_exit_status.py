@@ -69,9 +69,15 @@ class Blocked:
 
 sys.meta_path.insert(0, Blocked())
 import megaresume
-for name in ("attach", "StreamLoader", "open_stream"):
+engine = type("DeepSpeedEngine", (), {"__module__": "deepspeed.runtime.engine"})()
+for name, call in {
+    "attach, an engine": lambda: megaresume.attach(engine, "data.yaml"),
+    "attach, a loop": lambda: megaresume.attach({"model": object()}, []),
+    "StreamLoader": lambda: megaresume.StreamLoader,
+    "open_stream": lambda: megaresume.open_stream and print("open_stream is there"),
+}.items():
     try:
-        print(name, getattr(megaresume, name) and "is there")
+        call()
     except megaresume.MegaresumeError as error:
         print(name, type(error).__name__, error.action)
 """
@@ -79,9 +85,11 @@ for name in ("attach", "StreamLoader", "open_stream"):
 
 @pytest.mark.process
 def test_without_torch() -> None:
+    """`attach` says when it is called what the trainer that it is given needs; until then nobody knows."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == [
-        "attach SetupError pip install 'megaresume[deepspeed]'",
+        "attach, an engine SetupError pip install 'megaresume[deepspeed]'",
+        "attach, a loop SetupError pip install 'megaresume[torch]'",
         "StreamLoader SetupError pip install 'megaresume[torch]'",
         "open_stream is there",
     ], done.stderr
