@@ -7,6 +7,5 @@ stream.py          what a stream holds
 patch.py           Megatron's scripts, edited; ``run`` runs them with hooks: `megaresume.run`
 inspect.py, latest.py, doctor.py, convert.py           checkpoints
 trace.py, verify.py, report.py, plan.py                runs; plan_interval.py: how often to save
-import_energon.py  from Energon's loader to a stream
 demo.py, smoke.py  the main job on this machine, and on a cluster
 """

@@ -30,7 +30,6 @@ COMMANDS = {
     "verify": "prove what a run was trained on, by planning its stream again on a CPU, or show the first difference",
     "report": "write one HTML page about a run: sources against their weights, stages, restarts, packing, losses",
     "doctor": "find what is wrong with a machine, a checkpoint directory or the log of a failed launch, and what to do",
-    "import-energon": "move a run from Energon's loader to a stream, at its exact position if possible",
     "patch": "edit a Megatron script so that it resumes exactly; show, check or revert the edit",
     "run": "run an unmodified Megatron script with exact data resume",
     "smoke": "test resuming on your cluster: stop a small run in every way, resume it elsewhere, compare all steps",

@@ -29,7 +29,6 @@ WRONG = [
     "report NOWHERE",
     "doctor NOWHERE",
     "doctor --log NOWHERE",
-    "import-energon NOWHERE --loader x:y --data NOWHERE --source s --output OUT",
     "patch NOWHERE.py",
     "patch DIR",
     "run NOWHERE.py",

@@ -95,7 +95,7 @@ def test_what_is_missing_is_named(installed: Run, words: str, extra: str) -> Non
 @pytest.mark.parametrize(
     ("program", "words", "status", "found"),
     [
-        ("megaresume", "--help", 0, "import-energon"),
+        ("megaresume", "--help", 0, "prepare"),
         ("megaresume", "plan --help", 0, "--save-time"),
         ("megaresume", "run --help", 0, "usage: megaresume run"),
         ("megaresume.training", "--help", 0, "--num-layers"),

@@ -8,9 +8,8 @@ Anything with ``save_state_rank`` / ``restore_state_rank`` (Energon's `SavableDa
 what is ours is that the state belongs to the *trained* batches, that every data-parallel rank's state is committed with
 the checkpoint or not at all, and that it is restored on every replica or refused.
 
-    adapters.py         what a kind of loader says of itself; its batches, and the state at any of them
-    states.py           the states in a checkpoint, a pickle for each rank beside it; who writes which
-    energon_import.py   from Energon's loader to a stream; energon_position.py: what that loader has handed out
+    adapters.py   what a kind of loader says of itself; its batches, and the state at any of them
+    states.py     the states in a checkpoint, a pickle for each rank beside it; who writes which
 
 The state of such a run is a `DataState` of kind ``loader``: everything that `megaresume.checkpoint` promises for a
 stream holds for it too, and ``megaresume inspect`` unpickles nothing.

@@ -159,9 +159,7 @@ def _way_out(record: LoaderRecord, dp: int) -> str:
     same = f"start with {record.dp} data-parallel ranks and {workers} workers"
     if record.dp == dp:
         same = f"num_workers={workers}"
-    if record.facts.kind != "energon":
-        return f"{same}; or a stream of megaresume's, which may change both: megaresume.attach(engine, 'data.yaml')"
-    return f"{same}; or go over to a stream of megaresume's, which may change both: megaresume import-energon."
+    return f"{same}; or a stream of megaresume's, which may change both: megaresume.attach(engine, 'data.yaml')"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -124,7 +124,6 @@ def test_refusals(run: Run, launch: Launch, energon_dataset: Path, second_life: 
         "no_loader": ["UsageError", "this rank has no loader"],
         "option": ["UsageError", "this option is of a stream of megaresume's"],
     }
-    assert found["dp"][2].startswith("start with 2 data-parallel ranks and 2 workers; or go over to a stream")
-    assert found["workers"][2].startswith("num_workers=2; or go over to a stream")
-    assert "megaresume import-energon" in found["workers"][2]
+    assert found["dp"][2].startswith("start with 2 data-parallel ranks and 2 workers; or a stream")
+    assert found["workers"][2].startswith("num_workers=2; or a stream of megaresume's")
     assert "rank_00000.pkl" in found["damaged"][3] and "rank_00001.pkl" in found["missing"][3]
